@@ -30,10 +30,10 @@ from etude.rewards.graders.functions import HiddenTests
 from etude.run.phases import optimisation_of
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.corpus import practice_sources, tokenizer_texts
+from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Stream
 from etude.tasks.corpora.texts import PlainText
-from etude.tasks.corpora.transcripts import BugfixPractice
+from etude.tasks.corpora.transcripts import BugfixDemonstrations
 from etude.tokens.chat import ChatTemplate
 from etude.trainer.batching.batch import build_batch
 from etude.trainer.batching.packing import Cost, pack
@@ -139,12 +139,12 @@ def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -
 
 def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
-    practice = BugfixPractice(family, TranscriptConfig())
+    practice = BugfixDemonstrations(family, TranscriptConfig())
     chat = ChatTemplate.train(tokenizer_texts(practice, SEED), vocab_size=512)
     model = Decoder(spec_from_config(ModelConfig(), chat.vocab_size))
     model.initialise(SEED)
     side = Side(seed=SEED, one_in=20)
-    sources = practice_sources(practice, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
+    sources = demonstration_sources(practice, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
     stream = Stream(mixture=Mixture(shares=MIDTRAIN.shares, tokens=MIDTRAIN.tokens), sources=sources)
     steps = MIDTRAIN.tokens // MIDTRAIN.batch_tokens
     trainer = ImitationTrainer(optimisation_of(model, RunConfig(), MIDTRAIN, steps=steps))

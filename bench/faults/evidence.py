@@ -35,8 +35,8 @@ from etude.telemetry.log import EventReader, Logged
 from etude.trainer.checkpoint import Checkpoints
 from etude.types import Split
 from etude.weights.digest import state_digest
+from etude.weights.repair import verify
 from etude.weights.tensors import to_stored
-from etude.weights.verify import verify
 
 BUSY_S = 5.0
 """How long a reading waits where a reader has to."""

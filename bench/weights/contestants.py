@@ -21,10 +21,13 @@ from torch import Tensor
 
 from etude.weights import frames
 from etude.weights.chunks import Layout
+from etude.weights.codecs.classes import CLASSES
+from etude.weights.codecs.codec import Codec, Segments
+from etude.weights.codecs.dense import DENSE
+from etude.weights.codecs.full import FULL
+from etude.weights.codecs.gaps import GAPS
 from etude.weights.digest import Digest
-from etude.weights.elements import Element
-from etude.weights.frames import Codec
-from etude.weights.state import State, StoredTensor
+from etude.weights.state import Element, State, StoredTensor
 
 Packets: TypeAlias = Sequence[bytes | memoryview]
 """What goes over the wire."""
@@ -70,7 +73,7 @@ class FrameContestant:
     @property
     def name(self) -> str:
         """``etude-gaps`` and so on."""
-        return f"etude-{self.codec.name.lower()}"
+        return f"etude-{self.codec.name}"
 
     @property
     def missing(self) -> None:
@@ -92,10 +95,10 @@ class FrameContestant:
             self.layouts[len(state)] = Layout.of(state)
         return self.layouts[len(state)]
 
-    def _frame(self, old: frames.Pieces, new: frames.Pieces, element: Element) -> bytes:
-        if self.codec is Codec.FULL:
+    def _frame(self, old: Segments, new: Segments, element: Element) -> bytes:
+        if self.codec is FULL:
             return frames.encode_full(new, element, after=Digest.ZERO)
-        return frames.encode(self.codec, old, new, element, before=Digest.ZERO, after=Digest.ZERO)
+        return frames.encode(self.codec, old, new, element, digests=(Digest.ZERO, Digest.ZERO))
 
 
 @final
@@ -210,10 +213,10 @@ class FireworksContestant:
 
 
 CONTESTANTS: tuple[DeltaContestant, ...] = (
-    FrameContestant(Codec.GAPS),
-    FrameContestant(Codec.CLASSES),
-    FrameContestant(Codec.DENSE),
-    FrameContestant(Codec.FULL),
+    FrameContestant(GAPS),
+    FrameContestant(CLASSES),
+    FrameContestant(DENSE),
+    FrameContestant(FULL),
     XorContestant(),
     IndexValueContestant(),
     FireworksContestant("arc_v2", "arc_v2"),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bench.sync.rehearsal import PublishedPair
 from etude.weights import frames
-from etude.weights.elements import ELEMENTS
+from etude.weights.state import ELEMENTS
 
 _BF16 = ELEMENTS["BF16"]
 

@@ -33,7 +33,8 @@ in two places only: ``cli.main`` (exit codes) and ``rollouts.worker`` (what beco
 A process of a run that an ``InfrastructureError`` ends (exit code 1), or a bug, is started again by its supervisor, a
 bounded number of times: it goes on from what is on disk. All others (exit code 2) end the run with their message, since
 a restart would meet the same again: what is wrong has to be mended first, then ``--resume`` goes on. Damage on the way
-to a new weight version ends no engine at once: it waits for its plea to be answered (:mod:`etude.run.weight_follower`).
+to a new weight version ends no engine at once: it waits for the full snapshot that it requested
+(:mod:`etude.run.weight_follower`).
 """
 
 import traceback

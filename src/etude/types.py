@@ -608,13 +608,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPack:
-    """One immutable object of the weight store: the frames of some chunks of one rank's share."""
+    """One immutable object of the weight store: the frames of some chunks."""
 
     digest: str
     """SHA-256 of its bytes, in hex; it also names the object."""
     size_bytes: int
-    rank: int
-    """Rank whose share it is: an index into ``WeightVersion.layouts``."""
     first: int
     last: int
     """The lowest and the highest chunk with a frame in it."""
@@ -630,8 +628,8 @@ class WeightVersion:
     """The version that the packs are a change of, and its state's digest; ``None`` when they hold everything."""
     digest: str
     """Digest of the whole state after this version, 32 hex digits."""
-    layouts: tuple[str, ...]
-    """For each rank the SHA-256 of the layout of its share: which tensors, which regions, what chunk size."""
+    layout: str
+    """SHA-256 of the layout: which tensors, what chunk size."""
     packs: tuple[WeightPack, ...]
     step: int
     recipe: str

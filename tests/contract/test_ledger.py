@@ -110,7 +110,7 @@ def test_a_dropped_group_is_skipped_and_counted(ledger: Ledger) -> None:
     ledger.drop_group(TRAIN, 1, "infra: out of attempts")
     assert [group.index for group in ledger.claim_batch(1, 2) or []] == [0, 2]
     progress = ledger.progress()
-    assert (progress.admitted, progress.kept, progress.dropped, progress.claimed) == (3, 2, 1, 2)
+    assert (progress.admitted, progress.usable, progress.dropped, progress.claimed) == (3, 2, 1, 2)
     with pytest.raises(ValueError, match="no move from dropped to dropped"):
         ledger.drop_group(TRAIN, 1, "again")
 

@@ -14,8 +14,8 @@ from threading import Barrier
 import pytest
 
 from etude.errors import DamagedError, InfrastructureError, UserError
-from etude.weights.faulty import FaultyStore
 from etude.weights.store import CLOCK_FOLDER, Objects, ObjectStore, StoreOptions
+from faulty_store import FaultyStore
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
@@ -104,28 +104,6 @@ def test_of_sixteen_racers_one_wins(store: Objects) -> None:
         won = list(pool.map(race, range(16)))
     assert won.count(True) == 1
     assert store.get("commits/00000001.json") == b"%d" % won.index(True)
-
-
-def test_ranges_come_back_in_the_order_asked_for(store: Objects) -> None:
-    data = bytes(range(256)) * 20_000
-    store.put_if_absent("k", data)
-    ranges = [(5_000_000, 5_000_100), (0, 1), (0, len(data)), (255, 257), (254, 256)]
-    assert store.get_ranges("k", ranges) == [data[start:stop] for start, stop in ranges]
-    assert store.get_ranges("k", []) == []
-    assert store.get_ranges("other", [(0, 1)]) is None
-
-
-@pytest.mark.parametrize("ranges", [[(0, 11)], [(0, 1), (5, 11)], [(10, 11)], [(100, 200)]])
-def test_a_range_beyond_the_end_is_damage(store: Objects, ranges: list[tuple[int, int]]) -> None:
-    store.put_if_absent("k", b"0123456789")
-    with pytest.raises(DamagedError, match=r"'k' in .* ends after 10 bytes"):
-        store.get_ranges("k", ranges)
-
-
-@pytest.mark.parametrize("ranges", [[(1, 1)], [(0, 1), (2, 1)], [(-1, 1)]])
-def test_empty_ranges_are_refused(store: Objects, ranges: list[tuple[int, int]]) -> None:
-    with pytest.raises(ValueError, match="must be non-empty and ascending"):
-        store.get_ranges("k", ranges)
 
 
 def test_what_is_deleted_is_gone_and_can_be_created_again(store: Objects) -> None:
@@ -249,7 +227,6 @@ def test_nothing_but_files_is_opened_in_a_folder(tmp_path: Path, made: Callable[
     looks: list[Callable[[], object]] = [
         lambda: store.get("k"),
         lambda: store.exists("k"),
-        lambda: store.get_ranges("k", [(0, 1)]),
     ]
     for look in looks:
         with pytest.raises(DamagedError, match=r"'k' .* is no file but a pipe, a socket or a device"):
@@ -282,7 +259,6 @@ def test_broken_storage_is_an_infrastructure_error(tmp_path: Path) -> None:
 
 CALLS: dict[str, Callable[[ObjectStore], object]] = {
     "get": lambda store: store.get("k"),
-    "get_ranges": lambda store: store.get_ranges("k", [(0, 1), (9_000_000, 9_000_001)]),
     "put_if_absent": lambda store: store.put_if_absent("k", b"data"),
     "renew": lambda store: store.renew("k", b"data"),
     "exists": lambda store: store.exists("k"),

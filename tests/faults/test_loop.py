@@ -26,7 +26,7 @@ from etude.run.weight_log import open_log
 from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
-from etude.weights.verify import verify
+from etude.weights.repair import verify
 from waiting import wait_until
 
 STEPS, GROUPS, GROUP_SIZE = 40, 4, 4

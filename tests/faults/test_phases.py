@@ -17,7 +17,7 @@ from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.phases import run_phase, run_phases
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
-from etude.weights.verify import verify
+from etude.weights.repair import verify
 from waiting import wait_until
 
 KILLS = 2

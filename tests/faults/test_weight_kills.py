@@ -16,7 +16,7 @@ from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver
 from etude.weights.retention import collect
 from etude.weights.store import ObjectStore
-from etude.weights.synthetic_updates import alike, drifting
+from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
 
 KILLS = 12
@@ -25,13 +25,13 @@ NURSERY = """
 import os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 from etude.weights.chunks import Layout
-from etude.weights.encoding import DeltaEncoding
+from etude.weights.publish import DeltaEncoding
 from etude.weights.frames import Codec, parse
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver
-from etude.weights.synthetic_updates import alike, drifting
-from etude.weights.shards import Share
+from synthetic_updates import alike, synthetic_version
+from etude.weights.replica import Replica
 from etude.weights.store import ObjectStore
 
 def publish(log):
@@ -40,29 +40,29 @@ def publish(log):
         newest = log.latest()
         version = 0 if newest is None else newest  # again, as a trainer does that does not know how far it came
         while True:
-            publisher.publish(drifting(version), version=version, step=version).result(20)
+            publisher.publish(synthetic_version(version), version=version, step=version).result(20)
             version += 1
 
 def receive(log):
-    receiver_weights = log.receiver_weights(f"reader-{os.getpid()}")
+    lease = log.lease(f"reader-{os.getpid()}")
     with Receiver(log) as receiver:
         while True:
             for target in (None, 0, 3, None, 1):
                 receiver.prefetch()
                 receiver.advance(target)
-                receiver_weights.renew(receiver.version)
-                if not alike(receiver.weights().state, drifting(receiver.version)):
+                lease.renew(receiver.version)
+                if not alike(receiver.weights().state, synthetic_version(receiver.version)):
                     os._exit(3)
 
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-share, target = Share.copy_of(Layout.of(drifting(0)), drifting(0)), drifting(1)
-for chunk in share.layout.chunks:  # compiles all there is to compile, once for all children
-    move = share.advance(chunk, target, Codec.GAPS)
-    other = Share.empty(share.layout)
-    other.apply(chunk, parse(share.full(chunk)))
+replica, target = Replica.copy_of(Layout.of(synthetic_version(0)), synthetic_version(0)), synthetic_version(1)
+for chunk in replica.layout.chunks:  # compiles all there is to compile, once for all children
+    move = replica.advance(chunk, target, GAPS)
+    other = Replica.empty(replica.layout)
+    other.apply(chunk, parse(replica.full(chunk)))
     if move:
-        share.undo(move)
-        share.apply(chunk, parse(move.frame))
+        replica.undo(move)
+        replica.apply(chunk, parse(move.frame))
 print("ready", flush=True)
 for line in sys.stdin:
     role, folder = line.split()
@@ -119,9 +119,9 @@ def assert_sound(log: WeightLog, first: int) -> int | None:
     with Receiver(log) as receiver:
         for version in [version for version in log.versions() if version >= first]:
             assert receiver.advance(version).faults == ()
-            receiver_weights = receiver.weights()
-            assert receiver_weights.digest == state_digest(receiver_weights.state)
-            assert alike(receiver_weights.state, drifting(version))
+            version_held = receiver.weights()
+            assert version_held.digest == state_digest(version_held.state)
+            assert alike(version_held.state, synthetic_version(version))
         return receiver.version
 
 
@@ -138,10 +138,10 @@ def test_killed_publishers_leave_a_log_that_the_next_one_goes_on_with(start: Sta
     draw, log = random.Random(11), WeightLog(ObjectStore(str(tmp_path)))
     for _ in range(KILLS // 2):
         kill(start("publish", tmp_path), draw.uniform(0, 0.2))  # at any moment, its first ones too
-        result, publisher = newest_of(log), start("publish", tmp_path)
-        wait_for_version(log, result + 2)
+        versions_seen, publisher = newest_of(log), start("publish", tmp_path)
+        wait_for_version(log, versions_seen + 2)
         kill(publisher, draw.uniform(0, 0.2))
-        assert_sound(log, result + 1)
+        assert_sound(log, versions_seen + 1)
     assert log.versions() == list(range(newest_of(log) + 1))
     assert_sound(log, 0)
 
@@ -152,10 +152,10 @@ def test_killed_receivers_leave_no_trace_but_leases(start: Start, tmp_path: Path
     publisher = start("publish", tmp_path)
     wait_until(lambda: len(log.versions()) >= 6)
     kill(publisher)
-    stored = {folder: store.list(folder) for folder in ("commits", "links", "packs", "layouts")}
+    survivors = {folder: store.list(folder) for folder in ("commits", "links", "packs", "layouts")}
     for _ in range(KILLS):
         kill(start("receive", tmp_path), draw.uniform(0.02, 0.2))
-        assert {folder: store.list(folder) for folder in stored} == stored
+        assert {folder: store.list(folder) for folder in survivors} == survivors
     receiver = start("receive", tmp_path)
     wait_until(lambda: store.list("leases") != [])
     kill(receiver)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier, Event
 
@@ -17,7 +17,6 @@ import pytest
 from etude.errors import DamagedError, FencedError, InfrastructureError
 from etude.types import WeightVersion
 from etude.weights.digest import state_digest
-from etude.weights.faulty import Failure, FaultyStore, random_failures
 from etude.weights.log import WeightLog
 from etude.weights.plan import edge_of, reachable
 from etude.weights.publish import Publisher, PublishOptions
@@ -26,11 +25,17 @@ from etude.weights.records import Link, commit_key, layout_key, link_key, pack_k
 from etude.weights.retention import collect
 from etude.weights.state import State
 from etude.weights.store import ObjectEntry, Objects, ObjectStore, StoreOptions
-from etude.weights.synthetic_updates import alike, drifting
-from etude.weights.timed_store import ClockedStore
+from fake_clock_store import FakeClockStore
+from faulty_store import Failure, FaultyStore, random_failures
+from synthetic_updates import alike, synthetic_version
 
 OPTIONS = PublishOptions(
-    codec="gaps", chunk_numbers=100, pack_bytes=400, encoders=2, uploads=2, anchor_every=3, deadline_s=20
+    codec="gaps",
+    chunk_numbers=100,
+    pack_bytes=400,
+    encoders=2,
+    uploads=2,
+    anchor_every=3,
 )
 READING = ReceiveOptions(connections=2, appliers=2)
 BUSY_S = 120.0
@@ -58,15 +63,15 @@ def cloud(endpoint: str, tmp_path: Path) -> Fresh:
 
 
 def weights(version: int) -> State:
-    return drifting(version, rows=10, columns=12)
+    return synthetic_version(version, rows=10, columns=12)
 
 
 def assert_committed(receiver: Receiver) -> None:
     """What it holds is one version, or nothing."""
     if receiver.version is not None:
-        loaded = receiver.weights()
-        assert loaded.digest == state_digest(loaded.state)
-        assert alike(loaded.state, weights(receiver.version))
+        before = receiver.weights()
+        assert before.digest == state_digest(before.state)
+        assert alike(before.state, weights(receiver.version))
 
 
 def assert_reaches(log: WeightLog, version: int, *have: int | None) -> None:
@@ -182,8 +187,8 @@ class Damage:
 
 
 def contents(store: Objects) -> dict[str, bytes]:
-    objects = {key: store.get(key) for folder in FOLDERS for key in store.list(folder)}
-    return {key: data for key, data in objects.items() if data is not None}
+    arrived = {key: store.get(key) for folder in FOLDERS for key in store.list(folder)}
+    return {key: data for key, data in arrived.items() if data is not None}
 
 
 def damages(objects: Mapping[str, bytes], seed: int, flips: int) -> Iterator[Damage]:
@@ -212,7 +217,7 @@ def can_be_reached(objects: Mapping[str, bytes], log: WeightLog, broken: str, ha
         edge_of(record)
         for record in records
         if broken not in {pack_key(pack.digest) for pack in record.packs}
-        and (have is not None or broken not in {layout_key(digest) for digest in record.layouts})
+        and (have is not None or broken != layout_key(record.layout))
         and broken not in {own_key(record), commit_key(edge_of(record).target)}
     ]
     return target in reachable(sound, {None, have})
@@ -337,7 +342,7 @@ def test_of_two_writers_one_goes_on(fresh: Fresh, seed: int) -> None:
 
 
 def test_readers_arrive_while_a_collector_removes_what_they_came_over() -> None:
-    store, done = ClockedStore(), Event()
+    store, done = FakeClockStore(), Event()
     log = WeightLog(store)
     write(log, 0)
 
@@ -366,7 +371,7 @@ def test_readers_arrive_while_a_collector_removes_what_they_came_over() -> None:
         cleaner = threads.submit(go_on_cleaning)
         readers = [threads.submit(read, leases) for leases in (True, False, False)]
         try:
-            with Publisher(log, replace(OPTIONS, deadline_s=BUSY_S)) as publisher:
+            with Publisher(log, OPTIONS) as publisher:
                 for version in range(1, 41):
                     publisher.publish(weights(version), version=version, step=version).result(BUSY_S)
                     store.now_s += 10  # an upload takes no longer than 10 s, hence less than the grace period
@@ -380,7 +385,7 @@ def test_readers_arrive_while_a_collector_removes_what_they_came_over() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_clock_that_jumps_removes_nothing_that_is_needed(seed: int) -> None:
-    store, draw = ClockedStore(), random.Random(seed)
+    store, draw = FakeClockStore(), random.Random(seed)
     log = WeightLog(store)
     with Publisher(log, OPTIONS) as publisher, Receiver(log, READING) as receiver:
         lease = log.lease("reader")
@@ -401,21 +406,21 @@ def test_a_clock_that_jumps_removes_nothing_that_is_needed(seed: int) -> None:
 
 def test_a_pack_that_comes_back_into_use_survives_the_collector() -> None:
     """A frozen tensor gives the same pack again and again: one that was rubbish may be needed the next moment."""
-    store = ClockedStore()
+    store = FakeClockStore()
     log = WeightLog(store)
     digest = log.put_pack(b"once used, then rubbish")
     write(log, 0)
     store.now_s += 1000
     list_entries, listed = store.entries, []
 
-    def use_again_after_a_list(prefix: str) -> "list[ObjectEntry]":
+    def use_again_after_list(prefix: str) -> "list[ObjectEntry]":
         entries = list_entries(prefix)
         listed.append(prefix)
         if prefix == "clock":  # the last folder of the first pass over what is old
             log.put_pack(b"once used, then rubbish")
         return entries
 
-    store.entries = use_again_after_a_list  # type: ignore[method-assign]  # this double is ours to bend
+    store.entries = use_again_after_list  # type: ignore[method-assign]  # this double is ours to bend
     collect(log, keep=0, grace_s=60, lease_s=60)
     assert "clock" in listed
     assert store.exists(pack_key(digest))

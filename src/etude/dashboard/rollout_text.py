@@ -15,7 +15,7 @@ from rich.text import Text
 
 from etude.dashboard.formatting import MISSING, count, decimal, percent, small
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
-from etude.ledger.archive import Census, Found, Outcome
+from etude.ledger.archive import Census, Outcome, RolloutMatch
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Json, RolloutStatus
 
@@ -183,7 +183,7 @@ class ReadRollout:
         return tuple(sorted({version for turn in self.turns for version in turn.versions}))
 
 
-Shown: TypeAlias = ReadRollout | Found
+Shown: TypeAlias = ReadRollout | RolloutMatch
 """A rollout with its turns, or as a search finds it."""
 
 
@@ -224,7 +224,7 @@ def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) 
     return Group(*parts)
 
 
-def rollout_list(matches: Sequence[Found], total: int) -> RenderableType:
+def rollout_list(matches: Sequence[RolloutMatch], total: int) -> RenderableType:
     """Results of a search, a line each."""
     if not matches:
         return Text("no rollout is like that", WARN)
@@ -318,7 +318,7 @@ def _reason_lines(reasons: Reasons) -> Iterator[RenderableType]:
         yield Block(f"{count(number):>8}  ", Text.assemble((f"{status} ", DIM), (said, style)))
 
 
-def _ended(rollout: Found) -> Text:
+def _ended(rollout: RolloutMatch) -> Text:
     """Reason for its end, and remarks."""
     said = visible(rollout.reason).replace("\n", " ")
     said = said if len(said) <= REASON_CHARACTERS else said[: REASON_CHARACTERS - 1] + "…"

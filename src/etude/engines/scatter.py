@@ -15,10 +15,9 @@ from torch import Tensor
 
 from etude.errors import UserError
 from etude.types import TensorSpec
-from etude.weights.elements import ELEMENTS
 from etude.weights.kernels import put_numbers
 from etude.weights.replica import ChangedNumbers
-from etude.weights.state import NUMBER_TYPES, spec_bytes
+from etude.weights.state import ELEMENTS, NUMBER_TYPES, spec_bytes
 
 SIGNED: Mapping[int, torch.dtype] = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 """Bytes of a number → the integer type its bits are written as."""

@@ -1,7 +1,7 @@
 """Looking into a ledger: finding rollouts among a hundred thousand, and reading one.
 
 Owns the questions of people, who read while the run goes on. The database is opened to read only, without a lease or a
-lock: a reader waits for nobody and stops nobody. Does not own what a rollout is worth to the trainer
+lock: a reader neither waits nor stops a writer. Does not own what a rollout is worth to the trainer
 (:mod:`etude.cli.commands.rollout_view`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
 
 **Cost.** A search reads ``catalogue``, a row of some hundred bytes for each rollout, and no record. Newest first it
@@ -23,20 +23,19 @@ from etude.ledger import rows
 from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
 from etude.ledger.open import open_database
-from etude.ledger.records import decode_rollout
+from etude.ledger.records import decode_rollout, decode_task
 from etude.ledger.states import GroupState
-from etude.ledger.tasks import decode_task
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.types import Disposition, Group, Rollout, RolloutStatus
 
 ALIKE_CHARACTERS = 60
 """Reasons that have so many in common at their beginning are counted as one."""
 Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
-"""How a reward is compared with a bound."""
+"""Comparison of a reward with a bound."""
 
 
 class Outcome(StrEnum):
-    """What became of a rollout, as people ask for it."""
+    """Outcome of a rollout, as people ask for it."""
 
     GRADED = "graded"
     """It has a reward; quarantined ones are among them."""
@@ -48,7 +47,7 @@ class Outcome(StrEnum):
 
 
 class Order(StrEnum):
-    """What comes first."""
+    """Order of the results."""
 
     NEWEST = "newest"
     """The group that was admitted last."""
@@ -63,7 +62,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Which rollouts are wanted; every condition must hold, and one that is not given holds of all."""
+    """Conditions on rollouts; every condition must hold, and one that is not given holds of all."""
 
     purpose: str = TRAIN
     group: int | None = None
@@ -81,7 +80,7 @@ class Search:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class RolloutMatch:
     """A rollout as a search finds it: what can be said without reading its record."""
 
     rollout_id: str
@@ -95,22 +94,22 @@ class Found:
     step: int | None
     """The optimiser step that claimed its group."""
     disposition: Disposition | None
-    """``None`` where nobody looked for cheating."""
+    """``None`` where cheating was not looked for."""
     cause: str
-    """What decided that; empty if kept."""
+    """The reason; empty if kept."""
     traits: "Traits | None"
     """``None`` where an older étude recorded it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What the catalogue knows of a rollout's turns."""
+    """Traits in the catalogue of a rollout's turns."""
 
     turns: int
     summaries: int
     hints: int
     prompt_tokens: int
-    """Of all turns; what they share is counted each time."""
+    """Prompt tokens of all turns; what they share is counted each time."""
     sampled_tokens: int
     first_version: int | None
     """The oldest weight version that sampled some of it; ``None`` where nothing was sampled."""
@@ -124,7 +123,7 @@ TRAITS = tuple(field.name for field in fields(Traits))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
-    """What a ledger holds of one purpose."""
+    """Contents of a ledger for one purpose."""
 
     purpose: str
     groups: Mapping[GroupState, int]
@@ -164,9 +163,9 @@ class Archive(LedgerConnection):
         return self._db.read(_steps_done)
 
     def census(self) -> list[Census]:
-        """What there is of every purpose, training first."""
-        found = self._db.read(_census)
-        return sorted(found, key=lambda census: (census.purpose != TRAIN, census.purpose))
+        """The contents of every purpose, training first."""
+        matches = self._db.read(_census)
+        return sorted(matches, key=lambda census: (census.purpose != TRAIN, census.purpose))
 
     def reasons(self, purpose: str, limit: int) -> list[tuple[RolloutStatus, str, int]]:
         """The most frequent reasons why rollouts of a purpose ended: how, why, how many.
@@ -175,15 +174,15 @@ class Archive(LedgerConnection):
         """
         return self._db.read(lambda db: _reasons(db, purpose, limit))
 
-    def find(self, search: Search) -> list[Found]:
+    def find(self, search: Search) -> list[RolloutMatch]:
         """The rollouts that are wanted, in their order."""
         return self._db.read(lambda db: _find(db, search))
 
     def count(self, search: Search) -> int:
-        """How many are wanted, whatever the limit."""
+        """The number of rollouts that a search matches, whatever its limit."""
         return self._db.read(lambda db: _count(db, search))
 
-    def rollout(self, rollout_id: str) -> tuple[Found, Rollout]:
+    def rollout(self, rollout_id: str) -> tuple[RolloutMatch, Rollout]:
         """A rollout, by its id or a beginning that no other has. Raises :class:`~etude.errors.UserError`."""
         return self._db.read(lambda db: _rollout(db, rollout_id))
 
@@ -192,7 +191,7 @@ class Archive(LedgerConnection):
         return self._db.read(lambda db: read_group(db, purpose, index))
 
     def state_of(self, purpose: str, index: int) -> GroupState:
-        """Where a group is on its way to the trainer. Raises ``ValueError`` when there is no such group."""
+        """The state of a group. Raises ``ValueError`` when there is no such group."""
         return self._db.read(lambda db: rows.group(db, purpose, index)).state
 
     def step_of(self, purpose: str, index: int) -> int | None:
@@ -201,11 +200,11 @@ class Archive(LedgerConnection):
         return next((step for (step,) in self._db.read(lambda db: db.execute(sql, purpose, index))), None)
 
     def admitted(self, purpose: str) -> int:
-        """How many groups of a purpose were ever admitted."""
+        """The number of groups of a purpose that were ever admitted."""
         return self._db.read(lambda db: rows.next_index(db, purpose))
 
     def fact(self, key: str) -> str | None:
-        """What the run last remembered under ``key``."""
+        """The fact that the run last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
 
 
@@ -243,7 +242,7 @@ def _census(db: Database) -> list[Census]:
 
 
 class _Tally(NamedTuple):
-    """What the catalogue counts of one purpose and status."""
+    """Counts in the catalogue for one purpose and status."""
 
     rollouts: int = 0
     mean_reward: float | None = None
@@ -302,7 +301,7 @@ _FIRST: Mapping[Order, str] = {
     Order.TURNS: "c.turns",
     Order.STALENESS: "g.step - c.first_version",
 }
-"""What an order puts first; of those that are alike the newest."""
+"""The SQL of an order: what it puts first; of those that are alike the newest."""
 _NEWEST = "c.group_index DESC, c.slot DESC, c.attempt DESC"
 
 
@@ -321,10 +320,10 @@ def _conditions(search: Search) -> tuple[str, list[Value]]:
     if search.reason:
         pattern = f"%{_escaped(search.reason.lower())}%"
         given.append(("lower(c.reason || ' ' || c.cause) LIKE ? ESCAPE '!'", pattern))
-    held = [(sql, value) for sql, value in given if value is not None]
+    conditions = [(sql, value) for sql, value in given if value is not None]
     fixed = [_OUTCOMES[search.outcome]] if search.outcome else []
     fixed += ["c.summaries > 0"] * search.has_summary + ["c.hints > 0"] * search.has_hint
-    return " AND ".join([*(sql for sql, _ in held), *fixed]), [value for _, value in held]
+    return " AND ".join([*(sql for sql, _ in conditions), *fixed]), [value for _, value in conditions]
 
 
 def _escaped(text: str) -> str:
@@ -332,12 +331,12 @@ def _escaped(text: str) -> str:
     return "".join(f"!{letter}" if letter in "!%_" else letter for letter in text)
 
 
-def _find(db: Database, search: Search) -> list[Found]:
+def _find(db: Database, search: Search) -> list[RolloutMatch]:
     conditions, values = _conditions(search)
     first = _FIRST[search.order]
     order = f"{f'CASE WHEN {first} IS NULL THEN 1 ELSE 0 END, {first} DESC, ' if first else ''}{_NEWEST}"
     sql = f"SELECT {_COLUMNS} {_FROM} WHERE {conditions} ORDER BY {order} LIMIT ?"
-    return [_found(row) for row in db.execute(sql, *values, search.limit)]
+    return [_match(row) for row in db.execute(sql, *values, search.limit)]
 
 
 def _count(db: Database, search: Search) -> int:
@@ -346,9 +345,9 @@ def _count(db: Database, search: Search) -> int:
     return int(number)
 
 
-def _found(row: Row) -> Found:
+def _match(row: Row) -> RolloutMatch:
     rollout_id, purpose, group, slot, attempt, status, reward, reason, step, disposition, cause, *traits = row
-    return Found(
+    return RolloutMatch(
         rollout_id=rollout_id,
         purpose=purpose,
         group=group,
@@ -364,24 +363,24 @@ def _found(row: Row) -> Found:
     )
 
 
-def _rollout(db: Database, wanted: str) -> tuple[Found, Rollout]:
-    rollout_id = _identified(db, wanted)
+def _rollout(db: Database, id_or_prefix: str) -> tuple[RolloutMatch, Rollout]:
+    rollout_id = _identified(db, id_or_prefix)
     sql = f"SELECT {_COLUMNS}, r.record {_FROM} JOIN rollouts r USING (rollout_id) WHERE c.rollout_id = ?"
     ((*row, record),) = db.execute(sql, rollout_id)
-    return _found(tuple(row)), decode_rollout(record)
+    return _match(tuple(row)), decode_rollout(record)
 
 
-def _identified(db: Database, wanted: str) -> str:
+def _identified(db: Database, id_or_prefix: str) -> str:
     """The whole id that is wanted or that alone begins so."""
-    if db.execute("SELECT 1 FROM catalogue WHERE rollout_id = ?", wanted):
-        return wanted
-    pattern = f"{_escaped(wanted)}%"
+    if db.execute("SELECT 1 FROM catalogue WHERE rollout_id = ?", id_or_prefix):
+        return id_or_prefix
+    pattern = f"{_escaped(id_or_prefix)}%"
     sql = "SELECT rollout_id FROM catalogue WHERE rollout_id LIKE ? ESCAPE '!' ORDER BY 1 LIMIT 2"
-    begun = [rollout_id for (rollout_id,) in db.execute(sql, pattern)] if wanted else []
+    begun = [rollout_id for (rollout_id,) in db.execute(sql, pattern)] if id_or_prefix else []
     if not begun:
         raise UserError(
-            f"the ledger has no rollout {wanted!r}: `etude show RUN --limit 20` lists the newest with their ids"
+            f"the ledger has no rollout {id_or_prefix!r}: `etude show RUN --limit 20` lists the newest with their ids"
         )
     if len(begun) > 1:
-        raise UserError(f"{wanted!r} begins several ids, {begun[0]} and {begun[1]} among them: say more of it")
+        raise UserError(f"{id_or_prefix!r} begins several ids, {begun[0]} and {begun[1]} among them: say more of it")
     return str(begun[0])

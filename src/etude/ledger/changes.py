@@ -1,8 +1,8 @@
 """Every change of the ledger: what is done together in one transaction, and whether it may be done at all.
 
 Owns the rules that make a run lose and repeat nothing: a prompt is trained once, batches follow admission order, a
-group is consumed by exactly one step, a slot is filled by whoever holds its group. Each function runs inside of one
-transaction, with no other writer beside it (:mod:`etude.ledger.transactions`), and may be run again when that is
+group is consumed by exactly one step, a slot is filled by the worker that holds its group. Each function runs inside of
+one transaction, with no other writer beside it (:mod:`etude.ledger.transactions`), and may be run again when that is
 interrupted. The statements are :mod:`etude.ledger.rows`', the lives of groups and steps :mod:`etude.ledger.states`'.
 """
 
@@ -13,27 +13,26 @@ from etude.errors import FencedError
 from etude.ledger import leases, rows
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease
-from etude.ledger.slots import Ending, Slots
-from etude.ledger.states import STEP_MOVES, GroupState, StepState, move
-from etude.ledger.tasks import encode_task
+from etude.ledger.records import encode_task
+from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
 from etude.types import Rollout, RolloutStatus, Task
 
 TRAIN = "train"
 """The purpose of groups that are trained on; any other purpose is the label of an evaluation."""
 TRAINER = "trainer"
 """The lease of who may claim batches and commit steps."""
-ANYBODY = ""
-"""The seat of a door that holds no lease, and of its groups."""
+ANY_WORKER = ""
+"""The worker of a connection that holds no lease, and of its groups."""
 
 
 class NotAdmitted(StrEnum):
-    """Why a task that was drawn is not admitted now."""
+    """Reason for which a drawn task is not admitted now."""
 
     FULL = "full"
     """The window is: nothing changed."""
     MOVED = "moved"
     """Another process drew in the meantime: nothing changed."""
-    KNOWN = "known"
+    TRAINED = "known"
     """It was admitted before; the cursor is past it."""
 
 
@@ -48,37 +47,37 @@ def admit_group(db: Database, task: Task, purpose: str, group: rows.GroupRow) ->
 
 def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int) -> int | NotAdmitted:
     """Admit for training the task that lies at ``group.position``: window, cursor and group in one."""
-    if rows.kept(db, TRAIN) >= kept_below:
+    if rows.usable_groups(db, TRAIN) >= kept_below:
         return NotAdmitted.FULL
     cursor = rows.cursor(db, TRAIN)
     if cursor.drawn != group.position:
         return NotAdmitted.MOVED
     rows.set_cursor(db, TRAIN, cursor._replace(drawn=cursor.drawn + 1))
     index = admit_group(db, task, TRAIN, group)
-    return NotAdmitted.KNOWN if index is None else index
+    return NotAdmitted.TRAINED if index is None else index
 
 
-def new_group(task: Task, size: int, version: int, seat: str, position: int | None = None) -> rows.GroupRow:
+def new_group(task: Task, size: int, version: int, worker: str, position: int | None = None) -> rows.GroupRow:
     """A group that is about to be admitted; its index is found when it is."""
-    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, seat, position)
+    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, worker, position)
 
 
-def record(db: Database, rollout: Rollout, purpose: str, encoded: bytes, seat: str) -> int | None:
+def record(db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str) -> int | None:
     """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
-    group = _mine(db, purpose, rollout.group_index, seat)
+    group = _mine(db, purpose, rollout.group_index, worker)
     slots = rows.slots(db, purpose, group)
     if not slots.has(rollout.rollout_id):
         _check_fits(rollout, group, slots)
         rows.insert_rollout(db, purpose, rollout, encoded)
-        slots = slots.after(Ending(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
+        slots = slots.after(EndedAttempt(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
     if group.state is not GroupState.OPEN or _settle(db, purpose, group, slots, "") is not GroupState.OPEN:
         return None
     return slots.due.get(rollout.slot)
 
 
-def lose_slot(db: Database, purpose: str, index: int, slot: int, reason: str, seat: str) -> GroupState:
+def lose_slot(db: Database, purpose: str, index: int, slot: int, reason: str, worker: str) -> GroupState:
     """Give up a slot, unless it is; the state of its group afterwards."""
-    group = _mine(db, purpose, index, seat)
+    group = _mine(db, purpose, index, worker)
     slots = rows.slots(db, purpose, group)
     if slot in slots.lost:
         return group.state
@@ -91,35 +90,35 @@ def lose_slot(db: Database, purpose: str, index: int, slot: int, reason: str, se
     return _settle(db, purpose, group, slots.without(slot), reason)
 
 
-def drop_group(db: Database, purpose: str, index: int, reason: str, seat: str) -> None:
+def drop_group(db: Database, purpose: str, index: int, reason: str, worker: str) -> None:
     """Give up an open group."""
-    rows.move_group(db, purpose, _mine(db, purpose, index, seat), GroupState.DROPPED, reason)
+    rows.move_group(db, purpose, _mine(db, purpose, index, worker), GroupState.DROPPED, reason)
 
 
-def take_over(db: Database, purpose: str, silent: Sequence[Lease], seat: str) -> None:
-    """Take the open groups of seats that are free and of those whose holders were found ``silent``.
+def take_over(db: Database, purpose: str, silent: Sequence[Lease], worker: str) -> None:
+    """Take the open groups of workers whose leases are free and of those whose holders were found ``silent``.
 
     A silent holder loses its lease first, unless it has spoken since: what it writes later is refused.
     """
-    found: Mapping[str, Lease] = {lease.name: lease for lease in silent}
-    for other in rows.other_seats(db, purpose, seat):
+    silent_by_name: Mapping[str, Lease] = {lease.name: lease for lease in silent}
+    for other in rows.other_workers(db, purpose, worker):
         lease = rows.lease(db, other)
-        if found.get(other) == lease:
+        if silent_by_name.get(other) == lease:
             lease = leases.relieve(lease)
             rows.put_lease(db, lease)
         if lease.is_free:
-            rows.reseat_groups(db, purpose, other, seat)
+            rows.reassign_groups(db, purpose, other, worker)
 
 
 def is_waiting(db: Database, step: int, num_groups: int) -> bool:
-    """Whether it is the turn of a step, and its batch is not complete."""
+    """Return true if it is the turn of a step, and its batch is not complete."""
     claimed = rows.step_state(db, step) is StepState.CLAIMED
     return not claimed and not _why_not(db, step) and not _next_batch(db, num_groups)
 
 
-def claim_batch(db: Database, step: int, num_groups: int, held: Lease | None) -> list[int] | None:
+def claim_batch(db: Database, step: int, num_groups: int, own_lease: Lease | None) -> list[int] | None:
     """Give a step its groups, or the ones that it has; ``None`` when they are not complete."""
-    _check_trainer(db, held)
+    _check_trainer(db, own_lease)
     if rows.step_state(db, step) is StepState.CLAIMED:
         return rows.groups_of_step(db, step)
     if why := _why_not(db, step):
@@ -132,9 +131,9 @@ def claim_batch(db: Database, step: int, num_groups: int, held: Lease | None) ->
     return batch
 
 
-def commit_step(db: Database, step: int, held: Lease | None) -> None:
+def commit_step(db: Database, step: int, own_lease: Lease | None) -> None:
     """Consume the groups of a step, and commit the cursor as far as everything before it is settled."""
-    _check_trainer(db, held)
+    _check_trainer(db, own_lease)
     state = rows.step_state(db, step)
     if state is None:
         raise ValueError(f"step {step} cannot be committed: it has not claimed a batch")
@@ -144,22 +143,24 @@ def commit_step(db: Database, step: int, held: Lease | None) -> None:
     rows.set_cursor(db, TRAIN, cursor._replace(committed=cursor.drawn if unsettled is None else unsettled))
 
 
-def _mine(db: Database, purpose: str, index: int, seat: str) -> rows.GroupRow:
-    """A group, which is this door's to fill."""
+def _mine(db: Database, purpose: str, index: int, worker: str) -> rows.GroupRow:
+    """A group, which is this worker's to fill."""
     group = rows.group(db, purpose, index)
-    if group.seat not in (ANYBODY, seat):
-        raise FencedError(f"group {index} of {purpose!r} belongs to {group.seat!r} now, not to {seat or 'nobody'!r}")
+    if group.worker not in (ANY_WORKER, worker):
+        raise FencedError(
+            f"group {index} of {purpose!r} belongs to {group.worker!r} now, not to {worker or 'no worker'!r}"
+        )
     return group
 
 
-def _settle(db: Database, purpose: str, group: rows.GroupRow, slots: Slots, reason: str) -> GroupState:
+def _settle(db: Database, purpose: str, group: rows.GroupRow, slots: GroupSlots, reason: str) -> GroupState:
     """Move an open group on when its slots say so; ``reason`` is why it would be dropped."""
     if slots.state is not GroupState.OPEN:
         rows.move_group(db, purpose, group, slots.state, reason if slots.state is GroupState.DROPPED else "")
     return slots.state
 
 
-def _check_fits(rollout: Rollout, group: rows.GroupRow, slots: Slots) -> None:
+def _check_fits(rollout: Rollout, group: rows.GroupRow, slots: GroupSlots) -> None:
     where = (
         f"rollout {rollout.rollout_id} for group {group.group_index}, slot {rollout.slot}, attempt {rollout.attempt}"
     )
@@ -173,7 +174,7 @@ def _check_fits(rollout: Rollout, group: rows.GroupRow, slots: Slots) -> None:
 
 
 def _why_not(db: Database, step: int) -> str:
-    """Why it is not the turn of a step to claim; empty when it is."""
+    """The reason for which it is not the turn of a step to claim; empty when it is."""
     last = rows.last_step(db)
     if step != last + 1:
         return f"step {last + 1} is next"
@@ -187,8 +188,8 @@ def _next_batch(db: Database, num_groups: int) -> list[int]:
     return [index for index, _ in unused] if complete else []
 
 
-def _check_trainer(db: Database, held: Lease | None) -> None:
-    """Only the holder of the lease may train; while nobody holds it, anybody may."""
+def _check_trainer(db: Database, own_lease: Lease | None) -> None:
+    """Only the holder of the lease may train; while it is free, every process may."""
     lease = rows.lease(db, TRAINER)
-    if not lease.is_free and (held is None or held.name != TRAINER):
+    if not lease.is_free and (own_lease is None or own_lease.name != TRAINER):
         raise FencedError(f"{lease.holder} holds the right to train: stop that process first")

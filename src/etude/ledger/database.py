@@ -1,4 +1,4 @@
-"""What the ledger asks of a database, whichever it is.
+"""The database protocol of the ledger.
 
 Owns the protocol and the two ways in which a database fails: for now, and for good. The databases are
 :mod:`etude.ledger.sqlite` and :mod:`etude.ledger.postgres`; retries are
@@ -16,9 +16,9 @@ from typing import Any, Protocol, TypeAlias
 from etude.errors import InfrastructureError
 
 Value: TypeAlias = int | float | str | bytes | None
-"""What a column may hold."""
+"""A value of a column."""
 Row: TypeAlias = tuple[Any, ...]
-"""What was selected; the types are the columns'."""
+"""A selected row; the types are the columns'."""
 
 
 class Interrupted(Exception):
@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 NOTHING_THERE = "nothing has been recorded there yet: start the run, or look into another one"
-"""What to say of a place without a ledger to whoever only reads."""
+"""Message for a reader of a place without a ledger."""
 
 
 class LedgerUnavailable(InfrastructureError):
@@ -43,7 +43,7 @@ class Database(Protocol):
 
     @property
     def name(self) -> str:
-        """What to call the ledger in messages; it has no secrets."""
+        """Name of the ledger in messages; it has no secrets."""
 
     def execute(self, sql: str, *values: Value) -> list[Row]:
         """The rows of one statement."""
@@ -57,7 +57,7 @@ class Database(Protocol):
         """Keep what was written since :meth:`begin`. When interrupted, :meth:`committed` knows."""
 
     def committed(self) -> bool:
-        """Whether the transaction was kept whose :meth:`commit` was interrupted."""
+        """Return true if the transaction was kept whose :meth:`commit` was interrupted."""
 
     def rollback(self) -> None:
         """Forget what was written since :meth:`begin`; raises nothing, also without a transaction."""

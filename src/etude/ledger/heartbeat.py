@@ -1,4 +1,4 @@
-"""Doors to a ledger that hold a lease: taken, kept up by a thread, given back.
+"""Ledger connections that hold a lease: taken, kept up by a thread, given back.
 
     take ──▶ beat, beat, beat … (a thread with a connection of its own) ──▶ release
 
@@ -24,12 +24,12 @@ from etude.ledger.leases import BEATS_PER_TERM, Lease
 from etude.ledger.ledger import Ledger
 
 WAIT_TERMS = 2.0
-"""Terms after which a lease that somebody else holds is not waited for any more: that one lives."""
+"""Terms after which another holder's lease is not waited for any more: that one lives."""
 
 
 @contextmanager
 def leased(place: Path | str, config: LedgerConfig, *, name: str, holder: str) -> Iterator[Ledger]:
-    """A door that holds the lease ``name``, for as long as the context is open.
+    """A ledger connection that holds the lease ``name``, for as long as the context is open.
 
     ``holder`` is the name under which a predecessor, known to be dead, may have held it. Raises
     :class:`~etude.errors.RunFolderError` when another holder lives.

@@ -1,4 +1,4 @@
-"""Who holds which right, and when a silent holder may be relieved of it.
+"""Leases: exclusive rights of processes, and when a silent holder may be relieved of one.
 
     free ──take──▶ held ──beat──▶ held ──release──▶ free
                     ▲              ├──relieve──────▶ free     silent for a term
@@ -15,7 +15,7 @@ monotonic clock, for how long it did not move. A watcher that was itself stopped
 learns nothing from the time it missed: between two looks at most a quarter of a term counts. Jumps of the time of day
 change nothing on either side, and so do restarts of the database.
 
-**One's own name** is taken back at once. A holder is named by its machine and run folder, and whoever vouches for that
+**One's own name** is taken back at once. A holder is named by its machine and run folder, and what vouches for that
 name (:mod:`etude.run.folder`) has seen the predecessor die. Should that be wrong, the token holds.
 
 Pure: rows and ``now`` in, decisions out.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 from etude.errors import FencedError
 
-NOBODY = ""
+NO_HOLDER = ""
 """The holder of a lease that is free."""
 BEATS_PER_TERM = 4
 """Heartbeats in the time after which silence counts as death: three may be lost."""
@@ -37,16 +37,16 @@ class Lease:
     """A right that one process holds at a time, as the ledger knows it."""
 
     name: str
-    holder: str = NOBODY
+    holder: str = NO_HOLDER
     token: int = 0
-    """How often it was taken or taken away; it stays when the lease is released."""
+    """Fencing token: counts how often it was taken or taken away; it stays when the lease is released."""
     beats: int = 0
-    """How often its holder said that it lives."""
+    """Heartbeats of its holder."""
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody holds it."""
-        return self.holder == NOBODY
+        """True if it has no holder."""
+        return self.holder == NO_HOLDER
 
 
 def take(lease: Lease, holder: str, *, silent: bool) -> Lease | None:
@@ -58,7 +58,7 @@ def take(lease: Lease, holder: str, *, silent: bool) -> Lease | None:
 
 def relieve(lease: Lease) -> Lease:
     """The lease without its silent holder."""
-    return replace(lease, holder=NOBODY, token=lease.token + 1)
+    return replace(lease, holder=NO_HOLDER, token=lease.token + 1)
 
 
 def beat(lease: Lease, mine: Lease) -> Lease:
@@ -69,7 +69,7 @@ def beat(lease: Lease, mine: Lease) -> Lease:
 
 def release(mine: Lease) -> Lease:
     """The lease after its holder, proven, let go of it."""
-    return replace(mine, holder=NOBODY)
+    return replace(mine, holder=NO_HOLDER)
 
 
 def prove(lease: Lease, mine: Lease) -> None:
@@ -82,8 +82,8 @@ def prove(lease: Lease, mine: Lease) -> None:
         )
 
 
-class Watch:
-    """What one process has seen of others' leases: it knows which holders are silent."""
+class LeaseWatch:
+    """The leases of others as one process has seen them: it knows which holders are silent."""
 
     def __init__(self, term_s: float) -> None:
         self._term_s = term_s

@@ -9,7 +9,7 @@ Does not own how many groups to admit (:mod:`etude.rollouts.admission`) or what 
 (:mod:`etude.trainer.batching`). What is done in each transaction is in :mod:`etude.ledger.changes`.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,16 +18,15 @@ from typing import Self
 from etude.clock import SystemClock
 from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
-from etude.ledger import changes, rows
+from etude.ledger import changes, leases, rows
 from etude.ledger.archive import read_group
-from etude.ledger.changes import ANYBODY, NotAdmitted
+from etude.ledger.changes import ANY_WORKER, NotAdmitted
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
-from etude.ledger.leasing import Leases
+from etude.ledger.leases import Lease, LeaseWatch
 from etude.ledger.open import open_database
-from etude.ledger.records import encode_rollout
+from etude.ledger.records import decode_task, encode_rollout
 from etude.ledger.states import GroupState
-from etude.ledger.tasks import decode_task
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
 from etude.types import Group, Rollout, RolloutStatus, Split, Task
@@ -50,7 +49,7 @@ class OpenSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How many groups of one purpose are in each state, and how many optimiser steps are committed."""
+    """Number of groups of one purpose in each state, and of committed optimiser steps."""
 
     open: int
     ready: int
@@ -71,28 +70,28 @@ class Progress:
         return self.ready + self.claimed + self.consumed
 
     @property
-    def kept(self) -> int:
+    def usable(self) -> int:
         """Groups that were or will be used: all but the dropped."""
         return self.open + self.complete
 
     @property
     def admitted(self) -> int:
         """Groups ever admitted."""
-        return self.kept + self.dropped
+        return self.usable + self.dropped
 
 
 class Ledger(LedgerConnection):
-    """One process's door to the ledger of a run; not to be shared between threads.
+    """One process's connection to the ledger of a run; not to be shared between threads.
 
     Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for
-    ``ledger.retry_timeout_s``; any that writes :class:`~etude.errors.FencedError`, when this door held a lease that
-    another process has now.
+    ``ledger.retry_timeout_s``; any that writes :class:`~etude.errors.FencedError`, when this connection held a lease
+    that another process has now.
     """
 
     def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
         super().__init__(transactions)
         self.name = transactions.name
-        """What to call it in messages; it has no secrets."""
+        """Name in messages; it has no secrets."""
         self.facts = Facts(transactions)
         self.leases = Leases(transactions, term_s=term_s, clock=clock)
 
@@ -113,7 +112,7 @@ class Ledger(LedgerConnection):
         ``version`` is the newest weight version that every engine serves at this moment.
         """
         _check_trainable(task, purpose)
-        group = changes.new_group(task, size, version, self.leases.seat)
+        group = changes.new_group(task, size, version, self.leases.worker)
         return self._db.write(lambda db: changes.admit_group(db, task, purpose, group))
 
     def admit_next(
@@ -130,7 +129,7 @@ class Ledger(LedgerConnection):
             position = self._db.read(lambda db: rows.cursor(db, TRAIN)).drawn
             task = draw(position)
             _check_trainable(task, TRAIN)
-            group = changes.new_group(task, size, version, self.leases.seat, position)
+            group = changes.new_group(task, size, version, self.leases.worker, position)
             admitted = self._db.write(partial(_admit, task, group, kept_below))
             if admitted is NotAdmitted.FULL:
                 return None
@@ -145,16 +144,17 @@ class Ledger(LedgerConnection):
     def open_slots(self, purpose: str) -> list[OpenSlot]:
         """Every slot of an open group that is neither graded nor lost, in admission order: what is left to do.
 
-        A door that holds a lease gets its own groups only, among them those that it takes over now: of nobody, of
-        seats that were released, and of those whose holders have been silent for a term of such calls.
+        A connection that holds a lease gets its own groups only, among them those that it takes over now: free ones,
+        those of workers whose leases were released, and of those whose holders have been silent for a term of such
+        calls.
         """
-        seat = self.leases.seat
-        if seat != ANYBODY:
-            others = self._db.read(lambda db: rows.other_seats(db, purpose, seat))
+        worker = self.leases.worker
+        if worker != ANY_WORKER:
+            others = self._db.read(lambda db: rows.other_workers(db, purpose, worker))
             silent = self.leases.silent(others)
             if others:
-                self._db.write(lambda db: changes.take_over(db, purpose, silent, seat))
-        return self._db.read(lambda db: _open_slots(db, purpose, seat))
+                self._db.write(lambda db: changes.take_over(db, purpose, silent, worker))
+        return self._db.read(lambda db: _open_slots(db, purpose, worker))
 
     def record(self, rollout: Rollout, purpose: str) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
@@ -163,8 +163,8 @@ class Ledger(LedgerConnection):
         rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot that
         is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
-        encoded, seat = encode_rollout(rollout), self.leases.seat
-        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, seat))
+        encoded, worker = encode_rollout(rollout), self.leases.worker
+        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, worker))
 
     def lose_slot(self, purpose: str, index: int, slot: int, reason: str) -> GroupState:
         """Give up a slot whose attempts are used up; return what its group is now.
@@ -173,11 +173,11 @@ class Ledger(LedgerConnection):
         :func:`~etude.ledger.states.quorum` can still be graded. Losing a slot again changes nothing. Raises
         ``ValueError`` for a slot that is not open.
         """
-        return self._db.write(lambda db: changes.lose_slot(db, purpose, index, slot, reason, self.leases.seat))
+        return self._db.write(lambda db: changes.lose_slot(db, purpose, index, slot, reason, self.leases.worker))
 
     def drop_group(self, purpose: str, index: int, reason: str) -> None:
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
-        self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.seat))
+        self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
     def claim_batch(self, step: int, num_groups: int) -> list[Group] | None:
         """The groups of an optimiser step: the first ``num_groups`` unused ones, or ``None`` while one is unfinished.
@@ -199,13 +199,13 @@ class Ledger(LedgerConnection):
         self._db.write(lambda db: changes.commit_step(db, step, self._db.lease))
 
     def progress(self, purpose: str = TRAIN) -> Progress:
-        """How far the groups of a purpose are, and the run's optimiser steps."""
+        """The progress of the groups of a purpose, and of the run's optimiser steps."""
         counts = self._db.read(lambda db: rows.progress_counts(db, purpose))
         zeros = dict.fromkeys((*GroupState, "drawn", "committed"), 0)
         return Progress(**{str(name): count for name, count in (zeros | counts).items()})
 
     def rollout_counts(self, purpose: str) -> dict[RolloutStatus, int]:
-        """How many rollouts of a purpose ended in each way, every way named."""
+        """The number of rollouts of a purpose that ended in each way, every way named."""
         counts = self._db.read(lambda db: rows.rollout_counts(db, purpose))
         return {status: counts.get(status, 0) for status in RolloutStatus}
 
@@ -234,8 +234,64 @@ class Facts:
         self._db.write(lambda db: rows.set_fact(db, key, value))
 
     def get(self, key: str) -> str | None:
-        """What was last remembered under ``key``."""
+        """The fact that was last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
+
+
+class Leases:
+    """The leases of a ledger, as one connection sees them; it holds at most one itself."""
+
+    def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
+        self._db = transactions
+        self._clock = clock
+        self._rival = LeaseWatch(term_s)
+        self._others = LeaseWatch(term_s)
+
+    @property
+    def worker(self) -> str:
+        """The name of the lease that this connection holds; groups that it admits are filled under that name."""
+        return ANY_WORKER if self._db.lease is None else self._db.lease.name
+
+    def look(self, name: str) -> Lease:
+        """The lease as the ledger has it."""
+        return self._db.read(lambda db: rows.lease(db, name))
+
+    def take(self, name: str, holder: str) -> Lease | None:
+        """Take a lease; ``None`` while another holder lives, which is known after a term of such calls.
+
+        From then on every write of this connection proves it first. Raises ``ValueError`` when it holds one already.
+        """
+        if self._db.lease is not None:
+            raise ValueError(f"this connection holds the lease {self._db.lease.name!r}: open another one for {name!r}")
+        seen = self.look(name)
+        silent = name in self._rival.silent([seen], self._clock.now())
+        self._db.lease = self._db.write(lambda db: _take(db, seen, holder, silent=silent))
+        return self._db.lease
+
+    def beat(self, mine: Lease) -> None:
+        """Say that the holder of a lease lives. Raises :class:`~etude.errors.FencedError` when it is lost."""
+        self._db.write(lambda db: rows.put_lease(db, leases.beat(rows.lease(db, mine.name), mine)))
+
+    def release(self) -> None:
+        """Let go of the lease, so that no successor has to wait for its silence."""
+        mine = self._db.lease
+        if mine is not None:
+            self._db.write(lambda db: rows.put_lease(db, leases.release(mine)))
+            self._db.lease = None
+
+    def silent(self, names: Sequence[str]) -> list[Lease]:
+        """Those of the named leases whose holders were silent for a term of such calls."""
+        seen = [self.look(name) for name in names if name != ANY_WORKER]
+        silent = self._others.silent(seen, self._clock.now())
+        return [lease for lease in seen if lease.name in silent]
+
+
+def _take(db: Database, seen: Lease, holder: str, *, silent: bool) -> Lease | None:
+    lease = rows.lease(db, seen.name)
+    taken = leases.take(lease, holder, silent=silent and lease == seen)
+    if taken is not None:
+        rows.put_lease(db, taken)
+    return taken
 
 
 def _check_trainable(task: Task, purpose: str) -> None:
@@ -247,11 +303,11 @@ def _admit(task: Task, group: rows.GroupRow, kept_below: int, db: Database) -> i
     return changes.admit_drawn(db, task, group, kept_below)
 
 
-def _open_slots(db: Database, purpose: str, seat: str) -> list[OpenSlot]:
+def _open_slots(db: Database, purpose: str, worker: str) -> list[OpenSlot]:
     return [
         opened(slot=slot, attempt=attempt)
         for group in rows.open_groups(db, purpose)
-        if seat in (ANYBODY, group.seat)
+        if worker in (ANY_WORKER, group.worker)
         for opened in (_opening(group),)
         for slot, attempt in rows.slots(db, purpose, group).due.items()
     ]

@@ -1,4 +1,4 @@
-"""Where a ledger is: a file, or a schema of a PostgreSQL database.
+"""The place of a ledger: a file, or a schema of a PostgreSQL database.
 
     runs/quickstart-s0/ledger.db                              a path: SQLite, for the processes of one machine
     postgresql://etude@db.example:5432/runs#quickstart_s0_3f  a URL: PostgreSQL, for any number of runs and machines
@@ -21,9 +21,9 @@ from etude.ledger.sqlite import SqliteDatabase
 from etude.ledger.transactions import retry
 
 SCHEMES = ("postgresql", "postgres")
-"""Of URLs that lead to PostgreSQL."""
+"""Schemes of URLs that lead to PostgreSQL."""
 SCHEMA = re.compile(r"[a-z_][a-z0-9_]{0,62}")
-"""What PostgreSQL takes for a name without quotes."""
+"""A name that PostgreSQL takes without quotes."""
 LONGEST_LABEL = 40
 """Letters of a run's name that its schema keeps."""
 
@@ -49,7 +49,7 @@ def open_database(place: Path | str, *, retry_timeout_s: float, read_only: bool 
 
 
 def is_url(place: Path | str) -> bool:
-    """Whether a place is a URL and not a path."""
+    """Return true if a place is a URL and not a path."""
     return isinstance(place, str) and place.partition("://")[0] in SCHEMES
 
 
@@ -60,7 +60,7 @@ def public(url: str) -> str:
 
 
 def place_of_run(url: str, label: str) -> str:
-    """A place for a new run's ledger in a database: a schema that nobody else has, which ``label`` lets people find."""
+    """A place for a new run's ledger in a database: a schema of its own, which ``label`` lets people find."""
     readable = re.sub(r"[^a-z0-9]+", "_", label.lower())[:LONGEST_LABEL]
     return f"{url}#etude_{readable}_{secrets.token_hex(4)}"
 

@@ -1,4 +1,4 @@
-"""The bulky half of a turn, its routes and kept sets, as files beside the ledger.
+"""The bulky half of a turn, its routes and sampling mask, as files beside the ledger.
 
 A turn of a large model has kilobytes of routes per token. They are written once, by the gateway, and read once, by the
 trainer; everything between handles a :class:`~etude.types.PayloadRef`: 64 characters of digest and a size.
@@ -44,15 +44,15 @@ class Payloads:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def stow(self, turn: Turn, session: str, known: int = 0) -> Turn:
-        """The same turn with a reference in place of its routes and kept sets, which are written to disk.
+    def stow(self, turn: Turn, session: str, stored: int = 0) -> Turn:
+        """The same turn with a reference in place of its routes and sampling mask, which are written to disk.
 
-        The first ``known`` rows of its routes are left out: all that an earlier turn of the conversation has, from
+        The first ``stored`` rows of its routes are left out: all that an earlier turn of the conversation has, from
         which this one goes on. A turn that has neither comes back as it is. ``session`` goes into the file, so that
         equal turns of one session share it and those of two sessions do not: either rollout can be done with before
         the other.
         """
-        arrays = _arrays(turn, known)
+        arrays = _arrays(turn, stored)
         if not arrays:
             return turn
         data = save(arrays, metadata={"session": session})
@@ -65,11 +65,11 @@ class Payloads:
 
         Raises :class:`~etude.errors.DamagedError` naming the file.
         """
-        found = [{} if turn.payload is None else self._read(turn.payload) for turn in turns]
-        routes = _joined(turns, [arrays.get(ROUTES) for arrays in found])
+        payloads = [{} if turn.payload is None else self._read(turn.payload) for turn in turns]
+        routes = _joined(turns, [arrays.get(ROUTES) for arrays in payloads])
         return tuple(
             turn if turn.payload is None else self._restored(turn, turn.payload, arrays, rows)
-            for turn, arrays, rows in zip(turns, found, routes, strict=True)
+            for turn, arrays, rows in zip(turns, payloads, routes, strict=True)
         )
 
     def _read(self, ref: PayloadRef) -> dict[str, npt.NDArray[Any]]:
@@ -77,20 +77,20 @@ class Payloads:
         try:
             data = file.read_bytes()
             if hashlib.sha256(data).hexdigest() != ref.digest:
-                raise DamagedError(f"payload {file} does not match its name, a SHA-256; {_WAY_OUT}")
+                raise DamagedError(f"payload {file} does not match its name, a SHA-256; {_FIX}")
             return load(data)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise DamagedError(f"payload {file} cannot be read: {error}; {_WAY_OUT}") from error
+            raise DamagedError(f"payload {file} cannot be read: {error}; {_FIX}") from error
 
     def _restored(
         self, turn: Turn, ref: PayloadRef, arrays: dict[str, npt.NDArray[Any]], routes: Routes | None
     ) -> Turn:
         try:
             offsets = arrays.get(KEPT_OFFSETS)
-            kept = None if offsets is None else SamplingMask(offsets=offsets, token_ids=arrays[KEPT_IDS])
-            return replace(turn, routes=routes, sampling_mask=kept, payload=None)
+            mask = None if offsets is None else SamplingMask(offsets=offsets, token_ids=arrays[KEPT_IDS])
+            return replace(turn, routes=routes, sampling_mask=mask, payload=None)
         except (ValueError, KeyError) as error:
-            raise DamagedError(f"payload {self._file(ref)} is of another turn: {error}; {_WAY_OUT}") from error
+            raise DamagedError(f"payload {self._file(ref)} is of another turn: {error}; {_FIX}") from error
 
     def drop(self, refs: Iterable[PayloadRef]) -> None:
         """Remove files whose rollouts will not be read again; those that are gone already are no fault."""
@@ -106,8 +106,8 @@ class Payloads:
         before_s = time.time() - older_than_s
         old = [file for file in self._folder.glob("*/*") if _modified_s(file) < before_s]
         if old:
-            kept = set(map(self._file, in_use()))
-            old = [file for file in old if file not in kept]
+            needed = set(map(self._file, in_use()))
+            old = [file for file in old if file not in needed]
         for file in old:
             file.unlink(missing_ok=True)
         return len(old)
@@ -137,13 +137,13 @@ def _modified_s(file: Path) -> float:
         return math.inf
 
 
-_WAY_OUT = "restore it from a copy of the run folder: what an engine did cannot be computed again"
+_FIX = "restore it from a copy of the run folder: what an engine did cannot be computed again"
 
 
-def _arrays(turn: Turn, known: int) -> dict[str, npt.NDArray[np.generic]]:
+def _arrays(turn: Turn, stored: int) -> dict[str, npt.NDArray[np.generic]]:
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     if turn.routes is not None:
-        arrays[ROUTES] = np.ascontiguousarray(turn.routes[known:])
+        arrays[ROUTES] = np.ascontiguousarray(turn.routes[stored:])
     if turn.sampling_mask is not None:
         arrays[KEPT_OFFSETS] = np.ascontiguousarray(turn.sampling_mask.offsets)
         arrays[KEPT_IDS] = np.ascontiguousarray(turn.sampling_mask.token_ids)
@@ -176,7 +176,7 @@ def _joined(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[Route
 
 
 def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[int | None]:
-    """For each turn the earlier one that has all rows that its own lack; ``None``: they lack none, or nobody has."""
+    """For each turn the earlier one that has all rows that its own lack; ``None``: they lack none, or no turn has."""
     above: list[int | None] = []
     complete: dict[tuple[int, ...], list[int]] = {}  # by the shape of all their rows, oldest first
     for index, (turn, rows) in enumerate(zip(turns, fresh, strict=True)):

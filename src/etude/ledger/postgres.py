@@ -29,9 +29,9 @@ except ImportError as missing:
     ) from missing
 
 CONNECT_TIMEOUT_S = 5
-"""Of one try to connect."""
+"""Timeout of one try to connect."""
 LOCK_TIMEOUT_S = 30.0
-"""How long one call waits for another process's transaction at most; those take milliseconds."""
+"""Longest wait of one call for another process's transaction; those take milliseconds."""
 SETTINGS = {
     "statement_timeout": "60s",
     "idle_in_transaction_session_timeout": "10s",  # of a process that was stopped in the middle: others go on
@@ -81,7 +81,7 @@ class PostgresDatabase:
                     opened._check_there()
                     check_newest(opened)
                 else:
-                    opened._found()
+                    opened._match()
                     upgrade(opened)
             except BaseException:
                 opened.close()
@@ -97,7 +97,7 @@ class PostgresDatabase:
 
     def execute(self, statement: str, *values: Value) -> list[Row]:
         """The rows of one statement."""
-        cursor = self._sent(_dialect(statement), values)
+        cursor = self._sent(_postgres_sql(statement), values)
         return cursor.fetchall() if cursor.description else []
 
     def begin(self) -> None:
@@ -111,7 +111,9 @@ class PostgresDatabase:
         self._sent("COMMIT")
 
     def committed(self) -> bool:
-        """Whether the last transaction is kept; :class:`Interrupted` while the server itself does not know yet."""
+        """Return true if the last transaction is kept; :class:`Interrupted` while the server itself does not know
+        yet.
+        """
         try:
             ((status,),) = self.execute("SELECT pg_xact_status(CAST(? AS xid8))", self._transaction)
         except errors.InvalidParameterValue:  # from its future: a standby took over that never heard of it
@@ -155,7 +157,7 @@ class PostgresDatabase:
                 raise Interrupted(str(error).strip()) from error
             raise
 
-    def _found(self) -> None:
+    def _match(self) -> None:
         """Make the schema and its table of versions, unless they are there."""
         if VERSION_TABLE in self._tables():
             return
@@ -185,16 +187,16 @@ class PostgresDatabase:
 
 
 def _connection(server: str, schema: str, retry_timeout_s: float, settings: Mapping[str, str]) -> dict[str, Any]:
-    """How to connect: what the URL says, our bounds where it says nothing, the schema."""
+    """Parameters of a connection: what the URL says, our bounds where it says nothing, the schema."""
     given = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "etude", **NETWORK}
     given |= conninfo.conninfo_to_dict(server)
     lock_timeout = f"{round(1000 * min(retry_timeout_s, LOCK_TIMEOUT_S))}ms"
-    said = {"search_path": schema, "lock_timeout": lock_timeout, **settings}
-    options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in said.items()))
+    given = {"search_path": schema, "lock_timeout": lock_timeout, **settings}
+    options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in given.items()))
     return {**given, "options": " ".join(options)}
 
 
 @cache
-def _dialect(statement: str) -> str:
+def _postgres_sql(statement: str) -> str:
     """A statement as PostgreSQL and psycopg say it; the ledger has a few dozen."""
     return TYPE.sub(lambda word: TYPES[word[0]], statement).replace("?", "%s")

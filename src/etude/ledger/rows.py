@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from etude.ledger.database import Database, Row
 from etude.ledger.leases import Lease
-from etude.ledger.slots import Ending, Slots
-from etude.ledger.states import GROUP_MOVES, GroupState, StepState, move
+from etude.ledger.states import GROUP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
 from etude.types import Rollout, RolloutStatus, TurnKind
 
 
@@ -22,14 +21,14 @@ class GroupRow(NamedTuple):
     size: int
     admitted_version: int
     state: GroupState
-    seat: str
-    """The lease under which its slots are being filled; empty: anybody's."""
+    worker: str
+    """The lease under which its slots are being filled; empty: free."""
     position: int | None
-    """Where in the training data its task was drawn; ``None``: it was not drawn."""
+    """Position in the training data at which its task was drawn; ``None``: it was not drawn."""
 
 
-class Cursor(NamedTuple):
-    """How far the training data of a purpose is used."""
+class DataCursor(NamedTuple):
+    """Cursor into the training data of a purpose."""
 
     drawn: int
     """Position of the next draw."""
@@ -47,7 +46,7 @@ def insert_group(db: Database, purpose: str, task_id: str, group: GroupRow) -> N
 
 
 def is_trained_on(db: Database, task_id: str) -> bool:
-    """Whether a task was ever admitted for training; spelled so that the index ``trained_once`` answers it."""
+    """Return true if a task was ever admitted for training; spelled so that the index ``trained_once`` answers it."""
     return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'train' AND task_id = ?", task_id))
 
 
@@ -128,7 +127,7 @@ def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) 
 
 
 def _catalogue(db: Database, purpose: str, rollout: Rollout) -> None:
-    """Note what people look for rollouts by, so that nobody has to read records to find one."""
+    """Note what people look for rollouts by, so that no search has to read records."""
     sampled = [turn.versions for turn in rollout.turns if len(turn.versions)]
     db.execute(
         "INSERT INTO catalogue (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, disposition,"
@@ -155,21 +154,21 @@ def _catalogue(db: Database, purpose: str, rollout: Rollout) -> None:
     )
 
 
-def slots(db: Database, purpose: str, group: GroupRow) -> Slots:
-    """What became of the slots of a group."""
+def slots(db: Database, purpose: str, group: GroupRow) -> GroupSlots:
+    """The slots of a group, with the rollouts that ended."""
     sql = (
         "SELECT slot, attempt, status, rollout_id FROM rollouts WHERE purpose = ? AND group_index = ?"
         " UNION ALL SELECT slot, 0, 'lost', '' FROM lost_slots WHERE purpose = ? AND group_index = ? ORDER BY 1, 2"
     )
-    found = db.execute(sql, purpose, group.group_index, purpose, group.group_index)
-    return Slots(
+    ended = db.execute(sql, purpose, group.group_index, purpose, group.group_index)
+    return GroupSlots(
         size=group.size,
         endings=tuple(
-            Ending(slot, attempt, RolloutStatus(status), rollout_id)
-            for slot, attempt, status, rollout_id in found
+            EndedAttempt(slot, attempt, RolloutStatus(status), rollout_id)
+            for slot, attempt, status, rollout_id in ended
             if status != "lost"
         ),
-        lost=frozenset(slot for slot, _, status, _ in found if status == "lost"),
+        lost=frozenset(slot for slot, _, status, _ in ended if status == "lost"),
     )
 
 
@@ -209,19 +208,19 @@ def progress_counts(db: Database, purpose: str) -> dict[str, int]:
     return dict(db.execute(sql, purpose, purpose, purpose))
 
 
-def kept(db: Database, purpose: str) -> int:
+def usable_groups(db: Database, purpose: str) -> int:
     """Groups ever admitted but for the dropped ones; counted so that a long run does not make it slow."""
     ((dropped,),) = db.execute("SELECT count(*) FROM groups WHERE purpose = ? AND state = 'dropped'", purpose)
     return next_index(db, purpose) - int(dropped)
 
 
-def cursor(db: Database, purpose: str) -> Cursor:
-    """How far the training data is used; at its beginning when nothing was drawn."""
+def cursor(db: Database, purpose: str) -> DataCursor:
+    """The cursor into the training data; at its beginning when nothing was drawn."""
     rows = db.execute("SELECT drawn, committed FROM cursors WHERE purpose = ?", purpose)
-    return Cursor(*rows[0]) if rows else Cursor(0, 0)
+    return DataCursor(*rows[0]) if rows else DataCursor(0, 0)
 
 
-def set_cursor(db: Database, purpose: str, cursor: Cursor) -> None:
+def set_cursor(db: Database, purpose: str, cursor: DataCursor) -> None:
     """Note how far the training data is used."""
     sql = (
         "INSERT INTO cursors (purpose, drawn, committed) VALUES (?, ?, ?)"
@@ -238,7 +237,7 @@ def first_unsettled(db: Database, purpose: str) -> int | None:
 
 
 def lease(db: Database, name: str) -> Lease:
-    """What is known of a lease; one that was never taken is free."""
+    """The row of a lease; one that was never taken is free."""
     rows = db.execute("SELECT holder, token, beats FROM leases WHERE name = ?", name)
     if not rows:
         return Lease(name=name)
@@ -255,16 +254,16 @@ def put_lease(db: Database, lease: Lease) -> None:
     db.execute(sql, lease.name, lease.holder, lease.token, lease.beats)
 
 
-def other_seats(db: Database, purpose: str, mine: str) -> list[str]:
+def other_workers(db: Database, purpose: str, mine: str) -> list[str]:
     """The seats but mine under which open groups of a purpose are being filled."""
     sql = "SELECT DISTINCT seat FROM groups WHERE purpose = ? AND state = 'open' AND seat <> ?"
-    return [seat for (seat,) in db.execute(sql, purpose, mine)]
+    return [worker for (worker,) in db.execute(sql, purpose, mine)]
 
 
-def reseat_groups(db: Database, purpose: str, seat: str, to: str) -> None:
+def reassign_groups(db: Database, purpose: str, worker: str, to: str) -> None:
     """Hand the open groups of a seat to another one."""
     sql = "UPDATE groups SET seat = ? WHERE purpose = ? AND state = 'open' AND seat = ?"
-    db.execute(sql, to, purpose, seat)
+    db.execute(sql, to, purpose, worker)
 
 
 def insert_step(db: Database, step: int) -> None:
@@ -278,7 +277,7 @@ def set_step_state(db: Database, step: int, state: StepState) -> None:
 
 
 def step_state(db: Database, step: int) -> StepState | None:
-    """Where a step is; ``None`` before it claimed a batch."""
+    """The state of a step; ``None`` before it claimed a batch."""
     rows = db.execute("SELECT state FROM steps WHERE step = ?", step)
     return StepState(rows[0][0]) if rows else None
 
@@ -302,5 +301,5 @@ def get_fact(db: Database, key: str) -> str | None:
 
 
 def _group_row(row: Row) -> GroupRow:
-    group_index, task, size, admitted_version, state, seat, position = row
-    return GroupRow(group_index, task, size, admitted_version, GroupState(state), seat, position)
+    group_index, task, size, admitted_version, state, worker, position = row
+    return GroupRow(group_index, task, size, admitted_version, GroupState(state), worker, position)

@@ -20,7 +20,7 @@ from etude.ledger.schema import check_newest, upgrade
 APPLICATION_ID = int.from_bytes(b"etud", "big")
 """Marks an SQLite file as ours, so that a stranger's database is never written to."""
 BUSY_TIMEOUT_S = 30.0
-"""How long one call waits for another process's transaction at most; those take about a millisecond."""
+"""Longest wait of one call for another process's transaction; those take about a millisecond."""
 PASSING = frozenset(
     {
         sqlite3.SQLITE_BUSY,
@@ -114,7 +114,7 @@ class SqliteDatabase:
 
     @classmethod
     def _create(cls, path: Path) -> None:
-        """Make a whole ledger under another name, then link it: nobody ever sees half of one, and the first one stays.
+        """Make a whole ledger under another name, then link it: half of one is never seen, and the first one stays.
 
         SQLite itself cannot promise that: a change to WAL fails at once when another process has the file open.
         """
@@ -156,7 +156,7 @@ class SqliteDatabase:
 
 
 def _reading_mode(path: Path) -> str:
-    """How to open a ledger to read it: as one that is written to meanwhile, but where nobody can.
+    """The URI to open a ledger for reading: as one that is written to meanwhile, or as one that cannot be.
 
     Readers, too, keep their place in ``-shm``; in a folder that cannot be written they need one that is there.
     Raises :class:`~etude.errors.RunFolderError` if they have none and without it part of the ledger cannot be read.

@@ -1,19 +1,25 @@
-"""The lives of groups and steps, as tables.
+"""The states of groups, their slots and steps, as tables.
 
                  ┌──▶ dropped
     group   open ┴──▶ ready ──▶ claimed ──▶ consumed          step   claimed ──▶ done
 
 A group's slots each end as graded or lost. With the last of them it is ready, or dropped when too few are graded. An
-evaluation's groups end as ready or dropped. Pure: the rows themselves are moved by :mod:`etude.ledger.changes`.
+evaluation's groups end as ready or dropped. Pure: how rollouts ended goes
+in, attempts that are due and the state of the group come out. The rows themselves are moved by
+:mod:`etude.ledger.changes`.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from etude.types import RolloutStatus
 
 
 class GroupState(StrEnum):
-    """Where a group is on its way to the trainer."""
+    """State of a group on its way to the trainer."""
 
     OPEN = "open"
     """Some slot is neither graded nor lost yet."""
@@ -28,7 +34,7 @@ class GroupState(StrEnum):
 
 
 class StepState(StrEnum):
-    """Where an optimiser step is."""
+    """State of an optimiser step."""
 
     CLAIMED = "claimed"
     """Its groups are fixed."""
@@ -64,7 +70,7 @@ def quorum(size: int) -> int:
 
 
 def settled(size: int, *, graded: int, lost: int) -> GroupState:
-    """What a group of ``size`` slots is when so many of them ended in either way.
+    """The state of a group of ``size`` slots when so many of them ended in either way.
 
     It is dropped as soon as the quorum is out of reach: what still runs could not save it.
     """
@@ -77,8 +83,55 @@ State = TypeVar("State", GroupState, StepState)
 
 
 def move(moves: Mapping[State, frozenset[State]], state: State, to: State) -> State:
-    """Where something in ``state`` is after moving ``to``. Raises ``ValueError`` when the table has no such move."""
+    """The state after a move from ``state`` ``to`` another. Raises ``ValueError`` when the table has no such move."""
     if to not in moves[state]:
         allowed = ", ".join(sorted(moves[state])) or "nothing: that is an end"
         raise ValueError(f"no move from {state!s} to {to!s}; from {state!s} it may become {allowed}")
     return to
+
+
+class EndedAttempt(NamedTuple):
+    """An attempt at a slot that has ended, and how."""
+
+    slot: int
+    attempt: int
+    status: RolloutStatus
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSlots:
+    """The slots 0 … ``size`` − 1 of a group."""
+
+    size: int
+    endings: tuple[EndedAttempt, ...] = ()
+    lost: frozenset[int] = frozenset()
+    """Those whose attempts are used up."""
+
+    @property
+    def due(self) -> dict[int, int]:
+        """Slot → its next attempt, for the slots that are neither graded nor lost."""
+        made = Counter(ending.slot for ending in self.endings)
+        over = self.lost | self._graded
+        return {slot: made[slot] for slot in range(self.size) if slot not in over}
+
+    @property
+    def state(self) -> GroupState:
+        """The state of a group that is neither claimed nor given up."""
+        return settled(self.size, graded=len(self._graded), lost=len(self.lost))
+
+    def has(self, rollout_id: str) -> bool:
+        """Return true if a rollout is among the ended ones."""
+        return any(ending.rollout_id == rollout_id for ending in self.endings)
+
+    def after(self, ending: EndedAttempt) -> "GroupSlots":
+        """The slots when another rollout has ended."""
+        return replace(self, endings=(*self.endings, ending))
+
+    def without(self, slot: int) -> "GroupSlots":
+        """The slots when one more is lost."""
+        return replace(self, lost=self.lost | {slot})
+
+    @property
+    def _graded(self) -> frozenset[int]:
+        return frozenset(ending.slot for ending in self.endings if ending.status is RolloutStatus.GRADED)

@@ -1,4 +1,4 @@
-"""Transactions that survive the loss of their connection and are refused to whoever lost its lease.
+"""Transactions that survive the loss of their connection and are refused to a process that lost its lease.
 
     write(work)   begin ──▶ prove the lease ──▶ work ──▶ commit ──▶ result
                     ▲              │             │          │
@@ -52,25 +52,25 @@ def retry(attempt: Callable[[], T], name: str, timeout_s: float) -> T:
 
 
 class Transactions:
-    """What one door does to a database; not to be shared between threads."""
+    """Reads and writes on one connection to a database; not to be shared between threads."""
 
     def __init__(self, database: Database, *, retry_timeout_s: float) -> None:
         self._database = database
         self._retry_timeout_s = retry_timeout_s
         self.lease: Lease | None = None
-        """What every write has to prove first; a door has at most one."""
+        """The lease that every write has to prove first; a connection has at most one."""
 
     @property
     def name(self) -> str:
-        """What to call the ledger in messages."""
+        """Name of the ledger in messages."""
         return self._database.name
 
     def read(self, work: Work[T]) -> T:
-        """What ``work`` finds; its statements see one moment each."""
+        """Return the result of ``work``, which only reads; its statements see one moment each."""
         return retry(lambda: work(self._database), self.name, self._retry_timeout_s)
 
     def write(self, work: Work[T]) -> T:
-        """What ``work`` returns, after everything it wrote is kept. Whatever it raises undoes it.
+        """Return the result of ``work`` once everything it wrote is kept. Whatever it raises undoes it.
 
         Raises :class:`~etude.errors.FencedError` when the lease is lost, and
         :class:`~etude.ledger.database.LedgerUnavailable`.

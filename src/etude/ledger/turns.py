@@ -53,7 +53,7 @@ FORMS: Mapping[str, np.dtype[Any]] = MappingProxyType(
 )
 """Name → type of every array."""
 DIGEST_BYTES = 32
-"""Of a SHA-256."""
+"""Bytes of a SHA-256."""
 NO_PAYLOAD = -1
 """Size of the payload of a turn that has none."""
 FINISHES = tuple(Finish)
@@ -91,7 +91,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 def decode_turns(data: bytes) -> tuple[Turn, ...]:
     """The turns of :func:`encode_turns`; their arrays are read-only and share memory.
 
-    Raises ``ValueError`` on anything else. What it takes to read a blob is bounded by the size of it, whoever made it.
+    Raises ``ValueError`` on anything else. What it takes to read a blob is bounded by the size of it.
     """
     try:
         arrays = _in_todays_form(load(data))
@@ -143,14 +143,14 @@ def _check(arrays: dict[str, Array]) -> int:
     shapes |= dict.fromkeys(("finish", "kind", "temperatures", "payload_sizes"), (num_turns,))
     shapes |= dict.fromkeys(("prompt_starts", "prompt_lengths"), (num_turns,))
     shapes |= {"completion_offsets": (num_turns + 1,), "prompt_ids": (arrays["prompt_ids"].size,)}
-    found = {name: arrays[name].shape for name in shapes}
-    if found != shapes or arrays["payload_digests"].shape != (num_turns, DIGEST_BYTES):
-        raise ValueError(f"the arrays of {num_turns} turns do not fit each other: {found}, expected {shapes}")
+    sections = {name: arrays[name].shape for name in shapes}
+    if sections != shapes or arrays["payload_digests"].shape != (num_turns, DIGEST_BYTES):
+        raise ValueError(f"the arrays of {num_turns} turns do not fit each other: {sections}, expected {shapes}")
     return num_turns
 
 
 def _prompts(arrays: dict[str, Array]) -> list[slice]:
-    """Where each turn's prompt lies. They may overlap: that is what they do in a conversation, and costs nothing."""
+    """The place of each turn's prompt. They may overlap: that is what they do in a conversation, and costs nothing."""
     starts, lengths, size = arrays["prompt_starts"], arrays["prompt_lengths"], arrays["prompt_ids"].size
     wrong = np.flatnonzero((starts < 0) | (lengths < 0) | (starts > size) | (lengths > size - starts))
     if len(wrong):
@@ -160,7 +160,7 @@ def _prompts(arrays: dict[str, Array]) -> list[slice]:
 
 
 def _completions(arrays: dict[str, Array]) -> list[slice]:
-    """Where each turn's completion lies. They never overlap, so all of them together are as long as their array."""
+    """The place of each turn's completion. They never overlap, so all of them together are as long as their array."""
     offsets, size = arrays["completion_offsets"], arrays["completion_ids"].size
     if offsets[0] != 0 or offsets[-1] != size or bool((offsets[1:] < offsets[:-1]).any()):
         raise ValueError(f"the {len(offsets)} completion_offsets do not ascend from 0 to {size}")

@@ -68,7 +68,7 @@ class Dispatcher:
                     look_s = self._context.clock.now() + LOOK_S
                     runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
                 version = self._serving_version()
-                self._admit(admission, runner, admitted=progress.kept, version=version)
+                self._admit(admission, runner, admitted=progress.usable, version=version)
                 while not await runner.turn(POLL_S):
                     if self._serving_version() != version or self._context.clock.now() >= look_s:
                         break

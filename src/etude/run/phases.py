@@ -32,10 +32,10 @@ from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_comp
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
 from etude.run.store_outages import StoreOutages
-from etude.run.task_families import open_practice
+from etude.run.task_families import open_demonstrations
 from etude.run.weight_log import open_log
 from etude.tasks.corpora.conversations import Conversations
-from etude.tasks.corpora.corpus import practice_sources, tokenizer_texts
+from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Source, Stream, Taken, heldout_documents
 from etude.tasks.corpora.texts import PlainText, TextFiles
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
@@ -267,7 +267,7 @@ def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig
 
 def make_start(target: Path, config: RunConfig) -> None:
     """A model from random weights in ``target``, with a tokenizer learnt from what it will read."""
-    chat = ChatTemplate.train(tokenizer_texts(open_practice(config), config.seed), config.model.vocab_size)
+    chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), config.model.vocab_size)
     model = Decoder(spec_from_config(config.model, chat.vocab_size))
     model.initialise(config.seed)
     chat.save(target)
@@ -405,11 +405,11 @@ def _open(
     weight = settings_of(config, phase).context_weight
     opened: dict[str, Source] = {}
     if any(name in PRACTICE_SOURCES for name in names):
-        opened = practice_sources(open_practice(config, split), text, side, context_weight=weight)
+        opened = demonstration_sources(open_demonstrations(config, split), text, side, context_weight=weight)
     for name in names:
         kind, _, path = name.partition(":")
         if kind == "text":
-            opened[name] = TextFiles(Path(path), text, side, piece_bytes=config.midtrain.document_bytes)
+            opened[name] = TextFiles(Path(path), text, side, chunk_bytes=config.midtrain.document_bytes)
         elif kind == "chat":
             opened[name] = Conversations(Path(path), chat, side, context_weight=weight)
     return {name: opened[name] for name in names}

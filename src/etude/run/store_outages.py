@@ -1,7 +1,7 @@
 """Waiting for a run's weight store while it is away, and telling of it.
 
 Owns how long a process waits, what it says meanwhile and that it stays alive; which calls are tried again is
-:mod:`etude.weights.retrying`'s.
+:mod:`etude.weights.store`'s.
 """
 
 import logging

@@ -9,19 +9,19 @@ from etude.protocols import TaskFamily
 from etude.run.task_sandboxes import image_store
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.corpus import Practice
-from etude.tasks.corpora.lookup import LookupPractice
-from etude.tasks.corpora.nextedit import NextEditPractice
+from etude.tasks.corpora.corpus import Demonstrations
+from etude.tasks.corpora.lookup import LookupDemonstrations
+from etude.tasks.corpora.nextedit import NextEditDemonstrations
 from etude.tasks.corpora.shell_transcripts import SHELL, ShellTasks
-from etude.tasks.corpora.transcripts import TOOLS, BugfixPractice
+from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
 from etude.tasks.harbor.family import HarborTasks
 from etude.tasks.impossible import WithImpossible
 from etude.tasks.lookup import LookupFamily
 from etude.tasks.migrations.family import MigrationFamily
 from etude.tasks.nextedit import NextEditFamily
-from etude.tasks.repositories.family import BriefTasks, RepairPractice
+from etude.tasks.repositories.family import BriefTasks, RepairDemonstrations
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.tasks.summaries import SummariesFamily, SummariesPractice
+from etude.tasks.summaries import SummariesFamily, SummaryDemonstrations
 from etude.types import Split
 
 logger = logging.getLogger(__name__)
@@ -65,24 +65,24 @@ def _family(config: RunConfig) -> TaskFamily:
             return SummariesFamily(seed=config.seed, heldout_every=tasks.heldout_every)
 
 
-def open_practice(config: RunConfig, split: Split = Split.TRAIN) -> Practice:
+def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demonstrations:
     """Demonstrations of a recipe's family for mid-training, or, of the held-out side, for measuring it.
 
     Raises :class:`~etude.errors.ConfigError` for one that a model from random weights has nothing to learn from in.
     """
     family = _family(config)
     if isinstance(family, BriefTasks):
-        return RepairPractice(family, config.transcripts, split)
+        return RepairDemonstrations(family, config.transcripts, split)
     if isinstance(family, LookupFamily):
-        return LookupPractice(family, config.transcripts, config.harness, split)
+        return LookupDemonstrations(family, config.transcripts, config.harness, split)
     if isinstance(family, NextEditFamily):
-        return NextEditPractice(family, config.transcripts, split)
+        return NextEditDemonstrations(family, config.transcripts, split)
     if isinstance(family, SummariesFamily):
-        return SummariesPractice(family, split)
+        return SummaryDemonstrations(family, split)
     if not isinstance(family, BugfixFamily):
         raise ConfigError(
             f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: "
             f"set tasks.brief = true with a repository family, or midtrain.tokens = 0 with a model.checkpoint"
         )
     style = TOOLS if config.harness.kind == "coding" else SHELL
-    return BugfixPractice(family, config.transcripts, style, split)
+    return BugfixDemonstrations(family, config.transcripts, style, split)

@@ -8,8 +8,7 @@ from etude.ledger.archive import Archive
 from etude.run.folder import LOG_ID, RunFolder
 from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
-from etude.weights.retrying import RetryingStore
-from etude.weights.store import Objects, ObjectStore
+from etude.weights.store import Objects, ObjectStore, RetryingStore
 
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 """The environment variable with the secret that signs weight records; every process of a run needs the same."""

@@ -1,4 +1,4 @@
-"""What could become a task: every deletion and planted bug in functions that tests reach, in an order drawn by seed.
+"""Candidates for tasks: every deletion and planted bug in functions that tests reach, in an order drawn by seed.
 
 Pure and deterministic: the same package, survey and seed give the same candidates with the same ids, so that a build
 that was interrupted goes on where it was.
@@ -20,10 +20,10 @@ from etude.taskgen.deletions import (
 from etude.taskgen.projects import Project
 from etude.taskgen.survey import Survey
 from etude.tasks.repositories.mutations import mutants
-from etude.tasks.repositories.spans import Function, Source, apply
+from etude.tasks.repositories.spans import Function, SourceText, apply
 
 BUGS_PER_FUNCTION = 3
-"""Of different operators."""
+"""A rank for different operators."""
 DOCUMENTS = (".rst", ".md", ".txt")
 BUG = "bug"
 DELETION = "deletion"
@@ -48,7 +48,7 @@ class Candidate:
     """The same files, as they are now."""
     gone: str = ""
     """A name that nothing mentions any more."""
-    wanted: str = field(default="", repr=False)
+    required: str = field(default="", repr=False)
     """For a deletion: signature and docstring of what is wanted."""
 
     @property
@@ -57,16 +57,16 @@ class Candidate:
         return self.target.partition(".")[0]
 
 
-def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, Source]:
+def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, SourceText]:
     """The files of the packages that are Python, stubs included."""
-    found: dict[str, Source] = {}
+    matches: dict[str, SourceText] = {}
     for path, text in texts.items():
         if path.endswith((".py", ".pyi")) and project.is_source(path):
             try:
-                found[path] = Source(path, text)
+                matches[path] = SourceText(path, text)
             except (SyntaxError, ValueError):
                 continue  # a template, or Python of another age
-    return found
+    return matches
 
 
 def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed: int) -> list[Candidate]:
@@ -78,7 +78,7 @@ def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed:
         for path, text in texts.items()
         if path not in package and path not in documents and not project.is_test(path) and path != "PKG-INFO"
     ]
-    found: dict[str, Candidate] = {}
+    matches: dict[str, Candidate] = {}
     for path, source in package.items():
         if path.endswith(".py"):
             for deletion in (
@@ -88,13 +88,13 @@ def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed:
             ):
                 candidate = _deletion(source, deletion, texts)
                 if survey.affected(candidate.functions):
-                    found[candidate.candidate_id] = candidate
+                    matches[candidate.candidate_id] = candidate
             for candidate in _bugs(source, survey, seed):
-                found[candidate.candidate_id] = candidate
-    return sorted(found.values(), key=lambda candidate: _digest(seed, candidate.candidate_id))
+                matches[candidate.candidate_id] = candidate
+    return sorted(matches.values(), key=lambda candidate: _digest(seed, candidate.candidate_id))
 
 
-def _bugs(source: Source, survey: Survey, seed: int) -> Iterator[Candidate]:
+def _bugs(source: SourceText, survey: Survey, seed: int) -> Iterator[Candidate]:
     """A few bugs for each function, of different operators, chosen by seed."""
     for function in source.functions():
         key = f"{source.path}:{function.line}"
@@ -118,7 +118,7 @@ def _bugs(source: Source, survey: Survey, seed: int) -> Iterator[Candidate]:
                 )
 
 
-def _deletion(source: Source, deletion: Deletion, texts: Mapping[str, str]) -> Candidate:
+def _deletion(source: SourceText, deletion: Deletion, texts: Mapping[str, str]) -> Candidate:
     return Candidate(
         candidate_id=_digest(deletion.path, deletion.kind, deletion.changed),
         kind=DELETION,
@@ -129,12 +129,12 @@ def _deletion(source: Source, deletion: Deletion, texts: Mapping[str, str]) -> C
         before={path: texts[path] for path in deletion.changed},
         after=deletion.changed,
         gone=deletion.gone,
-        wanted=_wanted(source, deletion),
+        required=_required_names(source, deletion),
     )
 
 
-def _wanted(source: Source, deletion: Deletion) -> str:
-    """What a deletion's functions looked like from outside."""
+def _required_names(source: SourceText, deletion: Deletion) -> str:
+    """The signatures and docstrings of a deletion's functions as they looked from outside."""
     parts = []
     for function in source.functions():
         if function.line in deletion.lines:
@@ -145,7 +145,7 @@ def _wanted(source: Source, deletion: Deletion) -> str:
     return "\n\n".join(parts)
 
 
-def _is_trivial(source: Source, function: Function) -> bool:
+def _is_trivial(source: SourceText, function: Function) -> bool:
     return not function.code or len(function_text(source, function)) > 20_000
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from etude.tasks.repositories.spans import FUNCTION_NODES, Edit, Function, Source, apply, last_line
+from etude.tasks.repositories.spans import FUNCTION_NODES, Edit, Function, SourceText, apply, last_line
 
 MIN_LINES = 3
 """Lines of code that a body must have to be worth writing again."""
@@ -27,7 +27,7 @@ STUB = "raise NotImplementedError"
 
 
 class DeletionKind(StrEnum):
-    """How much is gone."""
+    """Amount that is removed."""
 
     BODY = "delete_body"
     CLASS = "delete_class"
@@ -43,16 +43,16 @@ class Deletion:
     target: str
     """The dotted name in the module of what is gone."""
     lines: tuple[int, ...]
-    """Where the functions it took begin, as their code objects say."""
+    """Lines at which the functions it took begin, as their code objects say."""
     changed: Mapping[str, str]
     """Every file that differs: path → its text without the feature."""
     bodies: tuple[str, ...]
-    """What was removed, a text for each place."""
+    """The removed source, a text for each place."""
     gone: str = ""
     """A name that nothing in the package mentions any more."""
 
 
-def body_deletions(source: Source) -> Iterator[Deletion]:
+def body_deletions(source: SourceText) -> Iterator[Deletion]:
     """A deletion for each function and method with enough of a body."""
     for function in source.functions():
         if is_worth(function) and is_described(function):
@@ -67,7 +67,7 @@ def body_deletions(source: Source) -> Iterator[Deletion]:
             )
 
 
-def class_deletions(source: Source) -> Iterator[Deletion]:
+def class_deletions(source: SourceText) -> Iterator[Deletion]:
     """A deletion for each class at the top that has several methods worth writing again."""
     functions = tuple(source.functions())
     for node in source.classes():
@@ -88,7 +88,7 @@ def class_deletions(source: Source) -> Iterator[Deletion]:
 
 
 def whole_deletions(
-    source: Source, package: Mapping[str, Source], documents: Mapping[str, str], built: Sequence[str] = ()
+    source: SourceText, package: Mapping[str, SourceText], documents: Mapping[str, str], built: Sequence[str] = ()
 ) -> Iterator[Deletion]:
     """A deletion for each function at the top of a module that nothing else in the package uses, only exports.
 
@@ -122,24 +122,24 @@ def whole_deletions(
 
 
 def is_worth(function: Function) -> bool:
-    """Whether a function has a body worth writing again."""
+    """Return true if a function has a body worth writing again."""
     decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.node.decorator_list}
     return MIN_LINES <= _size(function) <= MAX_LINES and not decorators & {"overload", "abstractmethod"}
 
 
 def is_described(function: Function) -> bool:
-    """Whether its docstring says what a function does, or its name does because Python gave it."""
+    """Return true if its docstring says what a function does, or its name does because Python gave it."""
     name = function.node.name
     has_document = len(ast.get_docstring(function.node) or "") >= MIN_DOCUMENT
     return has_document or (name.startswith("__") and name.endswith("__"))
 
 
-def function_text(source: Source, function: Function) -> str:
+def function_text(source: SourceText, function: Function) -> str:
     """A function with its decorators, whole lines."""
     return source.text[source.line_start(function.line) : source.line_start(last_line(function.node) + 1)]
 
 
-def signature(source: Source, function: Function) -> str:
+def signature(source: SourceText, function: Function) -> str:
     """Decorators and the line of ``def``, as they are written, without the indentation."""
     _, end = _header(source, function)
     indent = source.indent(function.line)
@@ -164,8 +164,8 @@ def _size(function: Function) -> int:
     return last_line(code[-1]) - code[0].lineno + 1
 
 
-def _header(source: Source, function: Function) -> tuple[int, int]:
-    """Where ``def`` begins and where its colon is: the last one before the body that no comment follows up to it."""
+def _header(source: SourceText, function: Function) -> tuple[int, int]:
+    """The positions of ``def`` and of its colon: the last one before the body that no comment follows up to it."""
     node = function.node
     arguments = node.args
     parts = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
@@ -177,7 +177,7 @@ def _header(source: Source, function: Function) -> tuple[int, int]:
     return start, colon + 1
 
 
-def _stub(source: Source, function: Function) -> Edit:
+def _stub(source: SourceText, function: Function) -> Edit:
     """From the end of the docstring, or of the signature, to the last line of the body, comments included."""
     _, start = _header(source, function)
     node = function.node
@@ -192,16 +192,16 @@ def _stub(source: Source, function: Function) -> Edit:
     return Edit(start=start, end=end, text=f"{ending}{indent}{STUB}{ending}")
 
 
-def _is_comment_at(source: Source, number: int, indent: str) -> bool:
-    """Whether a line is a comment that belongs to the block that is indented so."""
+def _is_comment_at(source: SourceText, number: int, indent: str) -> bool:
+    """Return true if a line is a comment that belongs to the block that is indented so."""
     line = source.line(number)
     return line.startswith(indent) and line.strip().startswith("#")
 
 
 def _without(
-    source: Source,
+    source: SourceText,
     function: Function,
-    package: Mapping[str, Source],
+    package: Mapping[str, SourceText],
     documents: Mapping[str, str],
     word: re.Pattern[str],
 ) -> Mapping[str, str] | None:
@@ -229,11 +229,11 @@ def _without(
     return changed
 
 
-def _is_within(edit: Edit, file: Source, function: Function) -> bool:
+def _is_within(edit: Edit, file: SourceText, function: Function) -> bool:
     return file.line_start(function.line) <= edit.start < file.line_start(last_line(function.node) + 1)
 
 
-def _export_edits(file: Source, name: str, own: ast.AST) -> list[Edit] | None:
+def _export_edits(file: SourceText, name: str, own: ast.AST) -> list[Edit] | None:
     """Take a name out of imports and lists of exports; ``None`` where it is used otherwise."""
     edits: list[Edit] = []
     inside = {id(node) for node in ast.walk(own)}
@@ -255,7 +255,7 @@ def _export_edits(file: Source, name: str, own: ast.AST) -> list[Edit] | None:
     return edits
 
 
-def without_alias(file: Source, node: ast.ImportFrom, name: str) -> Edit:
+def without_alias(file: SourceText, node: ast.ImportFrom, name: str) -> Edit:
     """The edit that takes one name out of an import; the whole statement if it has no other."""
     names = [alias for alias in node.names if alias.name != name]
     if not names:
@@ -271,7 +271,7 @@ def without_alias(file: Source, node: ast.ImportFrom, name: str) -> Edit:
     return file.replace(node, head + ", ".join(aliases))
 
 
-def _element_edits(file: Source, node: ast.List | ast.Tuple, name: str) -> Iterator[Edit]:
+def _element_edits(file: SourceText, node: ast.List | ast.Tuple, name: str) -> Iterator[Edit]:
     """Take a text out of a list, with the comma that follows or comes before it."""
     for index, element in enumerate(node.elts):
         if isinstance(element, ast.Constant) and element.value == name:

@@ -1,4 +1,4 @@
-"""Why no tasks can be made of a repository. Each of these is the caller's to mend, and says how.
+"""Errors for repositories of which no tasks can be made. Each of these is the caller's to fix, and says how.
 
 UserError
 └── RepositoryError         something is wrong with the repository, or with what was asked
@@ -18,7 +18,7 @@ class RepositoryError(UserError):
     def __init__(self, message: str, *, log: str = "") -> None:
         super().__init__(message)
         self.log = log
-        """What the failing program said, its end."""
+        """End of the failing program's output."""
 
 
 class SourceError(RepositoryError):
@@ -26,7 +26,7 @@ class SourceError(RepositoryError):
 
 
 class InstallError(RepositoryError):
-    """What the package or its tests need cannot be installed."""
+    """A requirement of the package or its tests cannot be installed."""
 
 
 class NoTestsError(RepositoryError):

@@ -1,4 +1,5 @@
-"""Which tests an agent sees: those that would give a task away are cut out of its copy of the test files.
+"""Selection of the tests that an agent sees: those that would give a task away are cut out of its copy of the test
+files.
 
 For a deletion, every test that fails without the feature is hidden. For a planted bug a part of the failing tests stays
 visible, as in a repository where the build is red; the others are hidden, so that mending just what is seen is not
@@ -12,26 +13,26 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from etude.taskgen.deletions import without_alias
-from etude.tasks.repositories.spans import Edit, Source, apply, last_line
+from etude.tasks.repositories.spans import Edit, SourceText, apply, last_line
 
 VISIBLE_SHARE = 0.5
-"""Of the failing tests of a planted bug, at most so many stay visible…"""
+"""Most failing tests of a planted bug that stay visible…"""
 MAX_VISIBLE = 3
 """…and no more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestView:
-    """What becomes of the test files of a package."""
+    """The test files of a package, split into visible and hidden ones."""
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
     changed: Mapping[str, str | None]
     """Files that are others in the agent's copy: path → text, or ``None`` for one that is left out."""
     hidden: frozenset[str]
-    """Of the failing tests, those that the agent does not see."""
+    """Failing tests that the agent does not see."""
     visible: frozenset[str]
-    """Of the failing tests, those that it does."""
+    """Failing tests that it does."""
 
 
 def place_of(test: str) -> tuple[str, str]:
@@ -72,18 +73,18 @@ def _without(path: str, text: str | None, names: Iterable[str], gone: str) -> st
     if text is None:
         return None
     try:
-        source = Source(path, text)
+        source = SourceText(path, text)
     except (SyntaxError, ValueError):
         return None
-    wanted = set(names)
+    required = set(names)
     edits: list[Edit] = []
-    found: set[str] = set()
+    matches: set[str] = set()
     for name, node, block in _definitions(source):
         mentions = bool(gone) and _mentions(source, node, gone)
-        if name in wanted or (mentions and not isinstance(node, ast.ClassDef)):
-            found.add(name)
+        if name in required or (mentions and not isinstance(node, ast.ClassDef)):
+            matches.add(name)
             edits.append(_cut(source, node, block))
-    if wanted - found:
+    if required - matches:
         return None  # it comes from a class elsewhere, or is made by a loop
     if gone:
         imports = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom)]
@@ -94,34 +95,34 @@ def _without(path: str, text: str | None, names: Iterable[str], gone: str) -> st
         return None
     if gone and re.search(rf"\b{re.escape(gone)}\b", result):
         return None
-    return result if any(_is_test(name) for name, *_ in _definitions(Source(path, result))) else None
+    return result if any(_is_test(name) for name, *_ in _definitions(SourceText(path, result))) else None
 
 
-def _definitions(source: Source) -> list[tuple[str, ast.stmt, list[ast.stmt]]]:
+def _definitions(source: SourceText) -> list[tuple[str, ast.stmt, list[ast.stmt]]]:
     """Functions and classes at the top and methods of these classes, each with the block it is in."""
-    found: list[tuple[str, ast.stmt, list[ast.stmt]]] = []
+    matches: list[tuple[str, ast.stmt, list[ast.stmt]]] = []
     waiting: list[tuple[str, list[ast.stmt]]] = [("", source.tree.body)]
     while waiting:
         prefix, block = waiting.pop()
         for node in block:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.append((prefix + node.name, node, block))
+                matches.append((prefix + node.name, node, block))
             elif isinstance(node, ast.ClassDef):
                 waiting.append((f"{prefix}{node.name}.", node.body))
             elif isinstance(node, ast.If | ast.With):
                 waiting.append((prefix, node.body))
-    return found
+    return matches
 
 
 def _is_test(name: str) -> bool:
     return name.rpartition(".")[2].startswith("test")
 
 
-def _mentions(source: Source, node: ast.stmt, gone: str) -> bool:
+def _mentions(source: SourceText, node: ast.stmt, gone: str) -> bool:
     return re.search(rf"\b{re.escape(gone)}\b", source.segment(node)) is not None
 
 
-def _cut(source: Source, node: ast.stmt, block: list[ast.stmt]) -> Edit:
+def _cut(source: SourceText, node: ast.stmt, block: list[ast.stmt]) -> Edit:
     """Remove a definition with its decorators and the blank lines after it; a block that loses all keeps a ``pass``."""
     decorators = getattr(node, "decorator_list", [])
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])

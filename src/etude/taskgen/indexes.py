@@ -1,4 +1,4 @@
-"""How pip is asked for what a stranger's project needs: names with versions, from indexes, as wheels, run by nobody.
+"""Requests to pip for what a stranger's project needs: names with versions, from indexes, as wheels, none of them run.
 
 Owns which requirements are taken, what pip is told of this machine, and what is refused of what it brought. Of a
 direct reference (``NAME @ URL``, a path) pip runs the build program, here, with all that it was told; see
@@ -23,7 +23,7 @@ PIP = (sys.executable, "-P", str(Path(__file__).with_name("pip_alone.py")))
 """pip that starts no program; ``-P``: nothing is imported from the folder it is run in."""
 INSTALL_TIMEOUT_S = 900.0
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ftp_proxy")
-TOLD = frozenset(
+MESSAGES = frozenset(
     {
         *("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH"),
         *("XDG_CONFIG_HOME", "XDG_CONFIG_DIRS", "XDG_CACHE_HOME"),
@@ -35,7 +35,7 @@ TOLD = frozenset(
 """Variables of this machine that pip is told, beside its own: how to run, where its settings are, how to reach out."""
 OWN = "PIP_"
 TAKEN = re.compile(r"^(?:Collecting|Processing) (.+)$", re.MULTILINE)
-"""What pip tells that it has begun with."""
+"""Messages with which pip names the requirement it works on."""
 WAY_OUT = (
     "write NAME or NAME==VERSION of an index in a copy of the project, or let a model install it in a sandbox "
     "(--installer URL --model NAME)"
@@ -43,9 +43,9 @@ WAY_OUT = (
 
 
 def pip_environment() -> dict[str, str]:
-    """What pip is told of this machine: nobody's keys but those of its indexes."""
-    told = {name: value for name, value in os.environ.items() if name in TOLD or name.startswith(OWN)}
-    return {**told, "PYTHONDONTWRITEBYTECODE": "1"}
+    """The environment of pip: no keys but those of its indexes."""
+    message = {name: value for name, value in os.environ.items() if name in MESSAGES or name.startswith(OWN)}
+    return {**message, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def run_pip(
@@ -75,15 +75,15 @@ def _index_requirement(line: str) -> str:
     try:
         requirement = Requirement(line)
     except InvalidRequirement:
-        raise _refusal(line, "it is no name with versions") from None
+        raise _rejection(line, "it is no name with versions") from None
     if requirement.url is not None:
-        raise _refusal(line, f"it is a direct reference to {requirement.url}, which would be built on this machine")
+        raise _rejection(line, f"it is a direct reference to {requirement.url}, which would be built on this machine")
     if any(specifier.operator == "===" for specifier in requirement.specifier):
-        raise _refusal(line, "what follows === is any text, which pip may take for a path")
+        raise _rejection(line, "what follows === is any text, which pip may take for a path")
     return str(requirement)
 
 
-def _refusal(line: str, why: str) -> InstallError:
+def _rejection(line: str, why: str) -> InstallError:
     return InstallError(f"the requirement {line!r} cannot be installed here: {why}; {WAY_OUT}")
 
 
@@ -93,39 +93,44 @@ def install_wheels(requirements: Sequence[str], options: Sequence[str]) -> None:
     Raises :class:`~etude.taskgen.failures.InstallError`, with the end of what pip said. What a wheel
     brought that is of no index may be unpacked by then; it has not been run.
     """
-    asked = index_requirements(requirements)
+    requested = index_requirements(requirements)
     with tempfile.TemporaryDirectory(prefix="etude-pip-") as scratch:
         report = Path(scratch) / "report.json"
         empty = Path(scratch) / "empty"  # to pip, a name may be a file of the folder that it runs in
         empty.mkdir()
         argv = [*PIP, "install", "--no-input", "--progress-bar=off", "--only-binary=:all:", "--no-compile", *options]
         try:
-            argv += ["--report", str(report), "--", *asked]
+            argv += ["--report", str(report), "--", *requested]
             done = run_pip(argv, timeout_s=INSTALL_TIMEOUT_S, folder=empty)
         except subprocess.TimeoutExpired:
-            raise InstallError(f"pip did not install {list(asked)} within {INSTALL_TIMEOUT_S:g} s") from None
+            raise InstallError(f"pip did not install {list(requested)} within {INSTALL_TIMEOUT_S:g} s") from None
         if done.returncode != 0:
-            raise _failure(asked, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip())
-        _refuse_direct(report.read_bytes(), asked)
+            raise _failure(
+                requested, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace").strip()
+            )
+        _refuse_direct(report.read_bytes(), requested)
 
 
-def _failure(asked: Sequence[str], told: str, said: str) -> InstallError:
-    """Why pip failed, by what it told of its work and what it said of its trouble."""
-    errors = [line for line in said.splitlines() if line.startswith("ERROR")]
-    if REFUSED in said:
-        taken = TAKEN.findall(told)
+def _failure(requested: Sequence[str], message: str, output: str) -> InstallError:
+    """The reason for pip's failure, from its messages and its errors."""
+    errors = [line for line in output.splitlines() if line.startswith("ERROR")]
+    if REFUSED in output:
+        taken = TAKEN.findall(message)
         what = taken[-1] if taken else "something"
         why = f"{what} is no wheel of an index and would be built on this machine: {WAY_OUT}"
     else:
-        why = errors[-1] if errors else said[-200:]
-    return InstallError(f"pip cannot install {list(asked)} from wheels: {why}", log=f"{told[-2000:]}\n{said[-4000:]}")
+        why = errors[-1] if errors else output[-200:]
+    return InstallError(
+        f"pip cannot install {list(requested)} from wheels: {why}", log=f"{message[-2000:]}\n{output[-4000:]}"
+    )
 
 
-def _refuse_direct(report: bytes, asked: Sequence[str]) -> None:
+def _refuse_direct(report: bytes, requested: Sequence[str]) -> None:
     """Look in pip's report for what came by a direct reference of some wheel."""
     for item in json.loads(report)["install"]:
         if item["is_direct"] or "archive_info" not in item["download_info"]:
             raise InstallError(
-                f"of what {list(asked)} need, {item['metadata']['name']!r} comes from {item['download_info']['url']}, "
+                f"of what {list(requested)} need, {item['metadata']['name']!r} comes from "
+                f"{item['download_info']['url']}, "
                 f"no index: {WAY_OUT}"
             )

@@ -26,7 +26,7 @@ from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
 from etude.taskgen.failures import InstallError
 from etude.taskgen.installs import SITE, environment
 from etude.taskgen.projects import Project
-from etude.taskgen.testruns import Observation, Run, observe
+from etude.taskgen.testruns import TestObservation, TestRun, observe
 from etude.types import Json
 
 COMMANDS = re.compile(r"```(?:sh|bash|shell|console)?\s*\n(.*?)```", re.DOTALL)
@@ -51,7 +51,7 @@ Answer with one block of commands between ```sh and ```. You are told how the te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallerOptions:
-    """Which model installs, and what it may use."""
+    """The model that installs, and what it may use."""
 
     url: str
     """Base of an OpenAI-compatible API, up to and with ``/v1``."""
@@ -101,7 +101,7 @@ class Installer:
             {"role": "system", "content": BRIEF},
             {"role": "user", "content": describe(project, texts)},
         ]
-        said = ""
+        output = ""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=MODEL_TIMEOUT_S)) as http:
             for _ in range(self._options.rounds):
                 answer = await self._ask(http, [*messages, {"role": "user", "content": words}])
@@ -116,7 +116,7 @@ class Installer:
                 except BaseException:
                     await trial.close()
                     raise
-                said = words
+                output = words
                 loser, best = (best, trial) if passed > reached else (trial, best)
                 await loser.close()
                 reached = max(reached, passed)
@@ -125,7 +125,7 @@ class Installer:
         if reached <= 0:
             raise InstallError(
                 f"{self._options.model!r} got no test of {project.name} to pass in {self._options.rounds} rounds",
-                log=said,
+                log=output,
             )
         return best
 
@@ -136,8 +136,8 @@ class Installer:
         data = b""
         try:
             async with http.post(url, json=body, headers=headers) as response:
-                async for piece in response.content.iter_any():
-                    data += piece
+                async for chunk in response.content.iter_any():
+                    data += chunk
                     if len(data) > ANSWER_BYTES:
                         raise InstallError(
                             f"the installer's model at {url} answers with more than {ANSWER_BYTES} bytes"
@@ -155,7 +155,7 @@ class Installer:
 
 
 def describe(project: Project, texts: Mapping[str, str]) -> str:
-    """What the model is told of a package."""
+    """The prompt about a package."""
     shown = [path for path in texts if path in SHOWN_FILES or (path.endswith(".txt") and "require" in path)][:8]
     files = "\n\n".join(f"--- {path}\n{texts[path][:SHOWN]}" for path in shown)
     paths = "\n".join(sorted(texts)[:200])
@@ -170,8 +170,8 @@ def commands_in(answer: str) -> str | None:
     return blocks[-1].strip() or None if blocks else None
 
 
-def score(seen: Observation) -> tuple[int, bool]:
-    """How many tests passed, and whether that is enough: nearly all, and every file could be read."""
+def score(seen: TestObservation) -> tuple[int, bool]:
+    """The number of tests passed, and whether that is enough: nearly all, and every file could be read."""
     ran = [test for test in seen.tests.values() if test.status != "skipped"]
     passed = sum(test.status == "passed" for test in ran)
     return passed, passed > 0 and passed >= ENOUGH * len(ran) and not seen.errors and not seen.ended
@@ -184,7 +184,7 @@ async def _attempt(sandbox: Sandbox, project: Project, commands: str) -> tuple[i
         how = "ran out of time" if done.timed_out else f"ended with {done.exit_code}"
         return -1, False, f"The commands {how} and were undone:\n{(done.stdout + done.stderr)[-SHOWN:]}"
     try:
-        run = Run(targets=project.tests, timeout_s=TEST_TIMEOUT_S)
+        run = TestRun(targets=project.tests, timeout_s=TEST_TIMEOUT_S)
         (seen,) = await observe(sandbox, [run], options=project.options)
     except (SandboxError, AgentFault) as error:
         return -1, False, f"The tests cannot be run: {str(error)[-SHOWN:]}"
@@ -198,11 +198,11 @@ def _unpack(tar: bytes, target: Path) -> None:
     parts = Path(SITE).parts[1:]
     target.mkdir(parents=True)
     with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
-        kept: Sequence[tarfile.TarInfo] = [
+        selected: Sequence[tarfile.TarInfo] = [
             member
             for member in archive
             if (member.isfile() or member.isdir()) and not member.name.endswith((".pyc", ".pyo"))
         ]
-        archive.extractall(target, members=kept, filter="data")
+        archive.extractall(target, members=selected, filter="data")
     if not target.joinpath(*parts).is_dir():
         raise InstallError(f"the installer's commands left nothing in {SITE}")

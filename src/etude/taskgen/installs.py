@@ -1,4 +1,4 @@
-"""What a package and its tests need, as a layer of an image.
+"""Installation of what a package and its tests need, as a layer of an image.
 
     requirements ──pip, wheels only──▶ /opt/site of a layer          the project itself stays in the working folder
 
@@ -23,7 +23,7 @@ from etude.taskgen.indexes import index_requirements, install_wheels
 from etude.taskgen.projects import Project, bare_name
 
 SITE = "/opt/site"
-"""Where the dependencies are, inside."""
+"""Folder of the dependencies, inside."""
 RUNNER = "pytest"
 DATED_SINCE = 26
 """The major version of pip that can leave out what was uploaded after a date."""
@@ -59,8 +59,8 @@ NO_FIXTURE = re.compile(r"fixture '([A-Za-z0-9_]+)' not found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wants:
-    """What is to be installed."""
+class Requirements:
+    """Requirements to install."""
 
     requirements: tuple[str, ...]
     python: str
@@ -82,14 +82,14 @@ def attempts(project: Project) -> Sequence[tuple[str, ...]]:
     return tuple(dict.fromkeys(tries))
 
 
-def missing_modules(output: str, known: Sequence[str]) -> tuple[str, ...]:
-    """What to install in addition, judging by what failing tests said; ``known`` was installed or asked for already."""
+def missing_modules(output: str, index: Sequence[str]) -> tuple[str, ...]:
+    """The modules to install in addition, judging by failing tests; ``index`` was installed or asked for already."""
     names = {IMPORT_NAMES.get(name, name) for name in MISSING.findall(output)}
     names |= {FIXTURES[name] for name in NO_FIXTURE.findall(output) if name in FIXTURES}
-    return tuple(sorted(name for name in names if bare_name(name) not in {bare_name(line) for line in known}))
+    return tuple(sorted(name for name in names if bare_name(name) not in {bare_name(line) for line in index}))
 
 
-def install(wants: Wants, tree: Path) -> tuple[str, ...]:
+def install(requirements: Requirements, tree: Path) -> tuple[str, ...]:
     """Unpack wheels into ``tree``, a new folder, below ``SITE``, and return what came: ``NAME==VERSION`` each.
 
     Raises :class:`~etude.taskgen.failures.InstallError` with the end of what pip said, and
@@ -98,13 +98,18 @@ def install(wants: Wants, tree: Path) -> tuple[str, ...]:
     site = tree / SITE.strip("/")
     site.mkdir(parents=True)
     options = ["--no-warn-conflicts", "--no-warn-script-location", "--target", str(site)]
-    options += ["--python-version", wants.python, "--implementation", "cp"]
-    if wants.before:
+    options += ["--python-version", requirements.python, "--implementation", "cp"]
+    if requirements.before:
         if int(version("pip").partition(".")[0]) < DATED_SINCE:
-            raise ConfigError(f"--before {wants.before} needs pip {DATED_SINCE}, here is {version('pip')}: upgrade pip")
-        options += ["--uploaded-prior-to", wants.before if "T" in wants.before else f"{wants.before}T00:00:00Z"]
+            raise ConfigError(
+                f"--before {requirements.before} needs pip {DATED_SINCE}, here is {version('pip')}: upgrade pip"
+            )
+        options += [
+            "--uploaded-prior-to",
+            requirements.before if "T" in requirements.before else f"{requirements.before}T00:00:00Z",
+        ]
     try:
-        install_wheels(wants.requirements, options)
+        install_wheels(requirements.requirements, options)
     except InstallError:
         rmtree(site)
         raise

@@ -1,4 +1,4 @@
-"""What an agent is told: the words of a task, from templates; never a line of the answer.
+"""Instructions for the agent: the words of a task, from templates; never a line of the answer.
 
 A deletion is described by signature, docstring and examples of calls; a planted bug by what fails, as a person would
 report it. Pure.
@@ -57,7 +57,7 @@ def _deletion(project: Project, candidate: Candidate, examples: Sequence[Case]) 
         )
     else:
         opening = f"{name} in `{candidate.path}` is not implemented: it raises NotImplementedError. Write it:"
-    parts = [opening, f"```python\n{candidate.wanted}\n```"]
+    parts = [opening, f"```python\n{candidate.required}\n```"]
     if examples:
         calls = [_example(candidate.target, case) for case in examples[:EXAMPLES]]
         parts.append("Examples of what it returns:\n\n```python\n" + "\n".join(calls) + "\n```")

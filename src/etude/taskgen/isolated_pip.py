@@ -15,7 +15,7 @@ STARTS = frozenset(
         "pty.spawn",
     }
 )
-"""What Python's audit calls the ways to start a program."""
+"""Names of Python's audit events for starting a program."""
 REFUSED = "no other program may be started beside pip"
 
 

@@ -30,7 +30,7 @@ WINDOW = 3
 WINDOW_CHARACTERS = 40
 """A window with less is idiom rather than answer: ``try:``, ``return None``."""
 LINE_CHARACTERS = 24
-"""Of a body that is shorter than a window: the least that one line must have to be searched for by itself."""
+"""Length for a body that is shorter than a window: the least that one line must have to be searched for by itself."""
 WORD_CHARACTERS = 5
 WORDS = 3
 """Words of the removed code that must meet in one file to be its trace; fewer if it has no more of its own."""
@@ -40,10 +40,10 @@ UNPACKED_BYTES = 64 << 20
 """The most that one file may hold, unpacked."""
 MEMBERS = 10_000
 """The most that one archive may hold."""
-COMPILED = (".pyc", ".pyo")
+BYTECODE_SUFFIXES = (".pyc", ".pyo")
 PACKS = (".pack", ".idx", ".bundle")
 UNSEARCHABLE = (b"7z\xbc\xaf\x27\x1c", b"Rar!", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PACK\x00")
-"""How formats begin that are not opened here: 7z, RAR, zstandard, LZ4, packs of git."""
+"""First bytes of formats that are not opened here: 7z, RAR, zstandard, LZ4, packs of git."""
 WORD = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -52,8 +52,8 @@ class _Unsearchable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needles:
-    """What must be nowhere."""
+class RemovedIdentifiers:
+    """Texts that must be nowhere."""
 
     windows: tuple[str, ...] = ()
     """Lines in a row, each stripped."""
@@ -79,32 +79,34 @@ class Leak:
         return f"{self.place}: {self.what}"
 
 
-def needles_of(
+def removed_identifiers(
     before: Mapping[str, str], after: Mapping[str, str | None], rest: Iterable[str], *, gone: str = ""
-) -> Needles:
-    """What to search for when ``before`` became ``after`` (path → text of the files that changed).
+) -> RemovedIdentifiers:
+    """The texts to search for when ``before`` became ``after`` (path → text of the files that changed).
 
     ``rest`` are the other texts of the package: words that they have, too, tell nothing.
     """
     removed = {path: _removed(text, after.get(path) or "") for path, text in before.items() if path.endswith(".py")}
-    kept = {word for text in (*rest, *(text or "" for text in after.values())) for word in WORD.findall(text.encode())}
+    selected = {
+        word for text in (*rest, *(text or "" for text in after.values())) for word in WORD.findall(text.encode())
+    }
     words = {word for path, lines in removed.items() for word in _words(before[path], lines)}
-    return Needles(
+    return RemovedIdentifiers(
         windows=tuple(dict.fromkeys(w for path, lines in removed.items() for w in _windows(lines, before[path]))),
         digests=frozenset(
             hashlib.sha256(text.encode()).hexdigest() for text in before.values() if len(text) > WINDOW_CHARACTERS
         ),
-        words=frozenset(word for word in words if word not in kept),
+        words=frozenset(word for word in words if word not in selected),
         gone=gone,
         modules=frozenset(PurePosixPath(path).stem for path in removed),
     )
 
 
-def search(tree: Path, needles: Needles, *, prefix: str = "") -> Iterator[Leak]:
+def search(tree: Path, removed_names: RemovedIdentifiers, *, prefix: str = "") -> Iterator[Leak]:
     """Every trace of the needles below ``tree``; ``prefix`` is what the tree is called in the places reported."""
     gone = (
-        re.compile(rb"(?<![A-Za-z0-9_])" + re.escape(needles.gone.encode()) + rb"(?![A-Za-z0-9_])")
-        if needles.gone
+        re.compile(rb"(?<![A-Za-z0-9_])" + re.escape(removed_names.gone.encode()) + rb"(?![A-Za-z0-9_])")
+        if removed_names.gone
         else None
     )
     for folder, folders, files in os.walk(tree):
@@ -113,44 +115,48 @@ def search(tree: Path, needles: Needles, *, prefix: str = "") -> Iterator[Leak]:
             path = Path(folder) / name
             place = prefix + str(path.relative_to(tree))
             if gone is not None and gone.search(os.fsencode(name)):
-                yield Leak(place=place, what=f"is called {needles.gone}")
+                yield Leak(place=place, what=f"is called {removed_names.gone}")
             status = path.lstat()
             if stat.S_ISLNK(status.st_mode):
                 continue
             if stat.S_ISREG(status.st_mode):
-                yield from _search_file(path.read_bytes(), place, needles, gone)
+                yield from _search_file(path.read_bytes(), place, removed_names, gone)
 
 
-def _search_file(data: bytes, place: str, needles: Needles, gone: "re.Pattern[bytes] | None") -> Iterator[Leak]:
+def _search_file(
+    data: bytes, place: str, removed_names: RemovedIdentifiers, gone: "re.Pattern[bytes] | None"
+) -> Iterator[Leak]:
     suffix = PurePosixPath(place).suffix
     if suffix in PACKS and "/objects/" in place:
         yield Leak(place=place, what="packed git objects, which are not searched: leave them loose")
         return
-    if suffix in COMPILED and PurePosixPath(place).name.partition(".")[0] in needles.modules:
+    if suffix in BYTECODE_SUFFIXES and PurePosixPath(place).name.partition(".")[0] in removed_names.modules:
         yield Leak(place=place, what="a compiled form of a module that was changed")
     try:
         for inner, content in _contents(data, place, DEPTH, [UNPACKED_BYTES]):
-            yield from _search_data(content, inner, needles, gone)
+            yield from _search_data(content, inner, removed_names, gone)
     except _Unsearchable as error:
         yield Leak(place=place, what=str(error))
 
 
-def _search_data(data: bytes, place: str, needles: Needles, gone: "re.Pattern[bytes] | None") -> Iterator[Leak]:
+def _search_data(
+    data: bytes, place: str, removed_names: RemovedIdentifiers, gone: "re.Pattern[bytes] | None"
+) -> Iterator[Leak]:
     """Search one piece of data that nothing needs unpacking of any more."""
-    if hashlib.sha256(data).hexdigest() in needles.digests:
+    if hashlib.sha256(data).hexdigest() in removed_names.digests:
         yield Leak(place=place, what="a file as it was before")
         return
     if gone is not None and gone.search(data):
-        yield Leak(place=place, what=f"mentions {needles.gone}")
+        yield Leak(place=place, what=f"mentions {removed_names.gone}")
     if b"\0" in data:  # between words of compiled code stands anything, letters too
-        found = {word for word in needles.words if word in data}
+        matches = {word for word in removed_names.words if word in data}
     else:
-        found = set(WORD.findall(data)) & needles.words
-    if needles.words and len(found) >= min(WORDS, len(needles.words)):
-        yield Leak(place=place, what=f"has words of the removed code: {sorted(found)[:WORDS]}")
-    if needles.windows:
+        matches = set(WORD.findall(data)) & removed_names.words
+    if removed_names.words and len(matches) >= min(WORDS, len(removed_names.words)):
+        yield Leak(place=place, what=f"has words of the removed code: {sorted(matches)[:WORDS]}")
+    if removed_names.windows:
         text = normalised(data.decode("utf-8", "replace"))
-        for window in needles.windows:
+        for window in removed_names.windows:
             if window in text:
                 yield Leak(place=place, what=f"has lines of the removed code: {window[:80]!r}")
                 return
@@ -175,7 +181,7 @@ def _contents(data: bytes, place: str, depth: int, left: list[int]) -> Iterator[
 
 
 def _unpacked(data: bytes, place: str, limit: int) -> Iterator[tuple[str, bytes]]:
-    """What one layer of packing holds."""
+    """The contents of one layer of packing."""
     if data.startswith(UNSEARCHABLE):
         raise _Unsearchable("is packed in a way that cannot be searched")
     try:
@@ -254,16 +260,16 @@ def _windows(removed: list[tuple[int, str]], before: str) -> Iterator[str]:
     """Every three lines in a row around or in what was removed; of a shorter text its longest line, if it says much."""
     lines = [(number, line.strip()) for number, line in enumerate(before.splitlines()) if line.strip()]
     numbers = {number for number, line in removed if line.strip()}
-    found = 0
+    matches = 0
     for start in range(len(lines) - WINDOW + 1):
         window = lines[start : start + WINDOW]
         text = "\n".join(line for _, line in window)
         inside = sum(number in numbers for number, _ in window)
         if inside >= min(WINDOW, len(numbers)) and inside and len(text) >= WINDOW_CHARACTERS:
-            found += 1
+            matches += 1
             yield f"\n{text}\n"
     longest = max((line.strip() for _, line in removed), key=len, default="")
-    if not found and len(longest) >= LINE_CHARACTERS:
+    if not matches and len(longest) >= LINE_CHARACTERS:
         yield f"\n{longest}\n"
 
 

@@ -1,4 +1,5 @@
-"""What runs inside of a sandbox while a package is examined: tests in forks of one process, and who called what.
+"""The observer that runs inside of a sandbox while a package is examined: tests in forks of one process, and who called
+what.
 
     stdin: JSON request ──▶ preload pytest ──▶ for each step: write files, fork, run, put the files back ──▶ report file
 
@@ -30,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 MESSAGE_CHARACTERS = 300
-"""Of what a failing test said."""
+"""Most characters of a failing test's message."""
 CALLS = 60
 """Different calls that are recorded of one function."""
 CALL_CHARACTERS = 600
-"""Of the arguments of one call, as JSON."""
+"""Most bytes of the arguments of one call, as JSON."""
 ATTEMPTS = 600
 """Calls of one function that are looked at."""
 WORST = ("passed", "skipped", "failed", "error")
@@ -65,9 +66,9 @@ class Observer:
         """Keep the tests that were asked for, in the order of the seed: files are shuffled, then tests in each."""
         ids = self.step.get("ids")
         if ids is not None:
-            wanted = set(ids)
-            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
-            items[:] = [item for item in items if item.nodeid in wanted]
+            required = set(ids)
+            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in required])
+            items[:] = [item for item in items if item.nodeid in required]
         if self.step.get("seed"):
             shuffler = random.Random(self.step["seed"])
             groups: dict[str, list[Any]] = {}
@@ -96,7 +97,7 @@ class Observer:
         self._seen.clear()
 
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> None:
-        """What a fixture of a wider scope reaches, it reaches for all the tests that share it.
+        """Credit the reach of a fixture of a wider scope: it counts for all the tests that share it.
 
         Those that it needs were set up before, so that the last one to be announced is the one that runs.
         """
@@ -116,11 +117,11 @@ class Observer:
             outcome = "skipped"
         elif outcome == "failed" and report.when != "call":
             outcome = "error"
-        known = self.tests.setdefault(report.nodeid, ["passed", 0.0, ""])
-        known[1] += report.duration
-        if WORST.index(outcome) > WORST.index(known[0]):
-            known[0] = outcome
-            known[2] = message_of(report)[:MESSAGE_CHARACTERS] if outcome != "skipped" else ""
+        by_name = self.tests.setdefault(report.nodeid, ["passed", 0.0, ""])
+        by_name[1] += report.duration
+        if WORST.index(outcome) > WORST.index(by_name[0]):
+            by_name[0] = outcome
+            by_name[2] = message_of(report)[:MESSAGE_CHARACTERS] if outcome != "skipped" else ""
 
     def profile(self, frame: Any, event: str, argument: object) -> None:
         """Called by the interpreter whenever a function begins or ends."""
@@ -170,14 +171,14 @@ class Observer:
 
 
 def message_of(report: Any) -> str:
-    """What a failing test said, in a line."""
+    """The message of a failing test, in a line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(getattr(crash, "message", report.longrepr))
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
 def is_plain(value: object, depth: int = 8) -> bool:
-    """Whether JSON can carry a value as it is: no tuple, no subclass, nothing deep."""
+    """Return true if JSON can carry a value as it is: no tuple, no subclass, nothing deep."""
     kind = type(value)
     if kind is list:
         return depth > 0 and all(is_plain(item, depth - 1) for item in value)  # type: ignore[attr-defined]  # a list
@@ -281,8 +282,8 @@ def wait(child: int, deadline: float) -> str:
     ended = ""
     pause = 0.001
     while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
+        matches, status = os.waitpid(child, os.WNOHANG)
+        if matches:
             break
         if time.monotonic() > deadline:
             ended = "timeout"

@@ -20,7 +20,7 @@ from etude.taskgen.failures import CopyError, InstallError
 from etude.taskgen.installer import Installer, score
 from etude.taskgen.installs import (
     SITE,
-    Wants,
+    Requirements,
     attempts,
     environment,
     install,
@@ -31,8 +31,8 @@ from etude.taskgen.installs import (
 from etude.taskgen.projects import Project
 from etude.taskgen.scrubbing import copy_clean
 from etude.taskgen.survey import Survey, survey_of
-from etude.taskgen.testruns import Observation, Run, observe
-from etude.taskgen.validator import SANDBOX_TTL_S, Bench
+from etude.taskgen.testruns import TestObservation, TestRun, observe
+from etude.taskgen.validator import SANDBOX_TTL_S, PreparedRepository
 from etude.tasks.repositories.folder import PackageFolder
 
 REPAIRS = 3
@@ -41,7 +41,7 @@ RUNS = 3
 """Runs of the unchanged tests that must agree, the first as they come, the others shuffled."""
 RUN_TIMEOUT_S = 300.0
 WATCHED_SLACK = 6.0
-"""How much slower a run under observation may be."""
+"""Factor by which a run under observation may be slower."""
 ASK_PYTHON = "import sys; print('%d.%d' % sys.version_info[:2])"
 FIND_COPIES = """
 find / \\( -path /proc -o -path /sys -o -path /dev -o -path {work} -o -path {site} -o -path /tmp \\) -prune -o \\
@@ -54,7 +54,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a package is prepared."""
+    """Options of a package's preparation."""
 
     base: str = ""
     """The stored base system that tasks are over; empty: the provider's own."""
@@ -83,7 +83,9 @@ class Preparation:
         self._folder = folder
         self._settings = settings
 
-    async def bench(self, tree: Path, project: Project, texts: Mapping[str, str], scratch: Path, *, say: Say) -> Bench:
+    async def bench(
+        self, tree: Path, project: Project, texts: Mapping[str, str], scratch: Path, *, say: Say
+    ) -> PreparedRepository:
         """Install, survey and look for copies; ``scratch`` is an empty folder for what only this needs.
 
         Raises :class:`~etude.taskgen.failures.RepositoryError` with what is wrong, and
@@ -97,13 +99,13 @@ class Preparation:
         installed, first = await self._installed(project, texts, scratch, pristine, say)
         digest = await asyncio.to_thread(self._store.add_layer, installed)
         image = Image(base=self._settings.base, layers=(self._store.layer(digest), pristine), environment=variables)
-        survey = self._known()
+        survey = self._index()
         async with self._sandbox(image) as sandbox:
             await self._refuse_copies(sandbox, project)
             if survey is None:
                 survey = await self._survey(sandbox, project, texts, first, say)
                 self._folder.write("survey.json", survey.encode())
-        return Bench(
+        return PreparedRepository(
             project=project,
             texts=texts,
             tree=tree,
@@ -117,7 +119,7 @@ class Preparation:
 
     async def _installed(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say
-    ) -> tuple[Path, Observation]:
+    ) -> tuple[Path, TestObservation]:
         """By what the files say; where that does not make a test pass, by the installer, if there is one."""
         try:
             installed, first = await self._install(project, texts, scratch, pristine, say)
@@ -132,7 +134,7 @@ class Preparation:
 
     async def _ask_installer(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path
-    ) -> tuple[Path, Observation]:
+    ) -> tuple[Path, TestObservation]:
         assert self._installer is not None
         layer = scratch / "site-installer"
         image = Image(base=self._settings.base, layers=(pristine,))
@@ -141,7 +143,7 @@ class Preparation:
         record_project(layer, project, texts)
         return layer, await self._first_run(project, (layer, pristine), environment(project))
 
-    def _known(self) -> Survey | None:
+    def _index(self) -> Survey | None:
         """The survey of an earlier build of the same version."""
         data = self._folder.read("survey.json")
         try:
@@ -151,18 +153,20 @@ class Preparation:
 
     async def _install(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say
-    ) -> tuple[Path, Observation]:
+    ) -> tuple[Path, TestObservation]:
         """Try lists of requirements, and add what turns out to be missing, until the tests can be collected."""
         python = await self._python()
         last: InstallError | None = None
         for number, requirements in enumerate(attempts(project)):
-            wants = requirements
-            found: tuple[Path, Observation] | None = None
+            requirements = requirements
+            matches: tuple[Path, TestObservation] | None = None
             for repair in range(REPAIRS):
                 layer = scratch / f"site-{number}-{repair}"
                 try:
                     pins = await asyncio.to_thread(
-                        install, Wants(requirements=wants, python=python, before=self._settings.before), layer
+                        install,
+                        Requirements(requirements=requirements, python=python, before=self._settings.before),
+                        layer,
                     )
                 except InstallError as error:
                     last = error
@@ -172,14 +176,14 @@ class Preparation:
                 say(f"installed {len(pins)} packages: {' '.join(pins)}")
                 self._folder.write("requirements.txt", "".join(f"{pin}\n" for pin in pins).encode())
                 run = await self._first_run(project, (layer, pristine), environment(project))
-                found = layer, run
-                missing = _missing(project, run, wants)
+                matches = layer, run
+                missing = _missing(project, run, requirements)
                 if not missing:
-                    return found
+                    return matches
                 say(f"missing: {', '.join(missing)}")
-                wants = (*wants, *missing)
-            if found is not None:
-                return found  # what is missing yet cannot be had, or is the tests' own
+                requirements = (*requirements, *missing)
+            if matches is not None:
+                return matches  # what is missing yet cannot be had, or is the tests' own
         raise last or InstallError(f"nothing to install for {project.name}")
 
     async def _python(self) -> str:
@@ -189,19 +193,21 @@ class Preparation:
             raise InstallError(f"the base system {self._settings.base!r} has no python3: {result.stderr[-300:]}")
         return result.stdout.strip()
 
-    async def _first_run(self, project: Project, layers: Sequence[Path], variables: Mapping[str, str]) -> Observation:
+    async def _first_run(
+        self, project: Project, layers: Sequence[Path], variables: Mapping[str, str]
+    ) -> TestObservation:
         image = Image(base=self._settings.base, layers=tuple(layers), environment=variables)
         async with self._sandbox(image) as sandbox:
-            run = Run(targets=project.tests, timeout_s=self._settings.timeout_s)
+            run = TestRun(targets=project.tests, timeout_s=self._settings.timeout_s)
             return (await observe(sandbox, [run], options=project.options, hash_seed=0))[0]
 
     async def _survey(
-        self, sandbox: Sandbox, project: Project, texts: Mapping[str, str], first: Observation, say: Say
+        self, sandbox: Sandbox, project: Project, texts: Mapping[str, str], first: TestObservation, say: Say
     ) -> Survey:
         survey_of([first], first)  # what no run would mend is told at once
         runs = [first]
         for number in range(1, RUNS):
-            run = Run(targets=project.tests, seed=self._settings.seed + number, timeout_s=self._settings.timeout_s)
+            run = TestRun(targets=project.tests, seed=self._settings.seed + number, timeout_s=self._settings.timeout_s)
             runs += await observe(sandbox, [run], options=project.options, hash_seed=number)
             say(f"run {number + 1} of the tests: {sum(runs[-1].passed(test) for test in runs[-1].tests)} passed")
         passed = [test for test in first.tests if first.passed(test)]
@@ -211,7 +217,7 @@ class Preparation:
             path: [function.line for function in source.functions() if not function.parents]
             for path, source in sources.items()
         }
-        watched = Run(
+        watched = TestRun(
             targets=project.tests,
             ids=tuple(passed),
             watch=watch,
@@ -231,10 +237,11 @@ class Preparation:
         names = [f"-path '*-packages/{name}' -o -path '*-packages/{name}.py'" for name in project.modules]
         script = FIND_COPIES.format(work=WORKDIR, site=SITE, names=" -o ".join(names))
         result = await sandbox.exec(["sh", "-c", script], timeout_s=120.0)
-        found = result.stdout.split()
-        if found:
+        matches = result.stdout.split()
+        if matches:
             raise CopyError(
-                f"the base system {self._settings.base!r} holds a copy of {project.name} in {found[0]}, where an agent "
+                f"the base system {self._settings.base!r} holds a copy of {project.name} in {matches[0]}, where an "
+                f"agent "
                 "could look everything up: use one without it, such as --base debian"
             )
 
@@ -247,7 +254,7 @@ class Preparation:
             await sandbox.close()
 
 
-def _missing(project: Project, run: Observation, wants: Sequence[str]) -> tuple[str, ...]:
-    """What a run of the tests says is not installed."""
-    said = (*(why for _, why in run.errors), *(seen.message for seen in run.tests.values()), run.output)
-    return tuple(name for name in missing_modules("\n".join(said), wants) if name not in project.modules)
+def _missing(project: Project, run: TestObservation, requirements: Sequence[str]) -> tuple[str, ...]:
+    """The modules that a run of the tests reports as not installed."""
+    utterance = (*(why for _, why in run.errors), *(seen.message for seen in run.tests.values()), run.output)
+    return tuple(name for name in missing_modules("\n".join(utterance), requirements) if name not in project.modules)

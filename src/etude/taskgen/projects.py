@@ -1,4 +1,4 @@
-"""What a Python project is, read off its files: its packages, what it needs, where its tests are.
+"""A Python project, read off its files: its packages, what it needs, where its tests are.
 
 Pure: texts in, a :class:`Project` out. Nothing of the project is run, so what only running it would tell
 (requirements that ``setup.py`` computes) is not known here; the installer may find it out
@@ -28,7 +28,7 @@ NOT_MODULES = frozenset(
     {"setup.py", "conftest.py", "noxfile.py", "versioneer.py", "tasks.py", "fabfile.py", "prebuild.py"}
 )
 TEST_EXTRAS = ("test", "tests", "testing", "dev", "develop")
-"""What extras and dependency groups for tests are called, the likeliest first."""
+"""Names of extras and dependency groups for tests, the likeliest first."""
 REQUIREMENT_FILES = (
     *("requirements/tests.txt", "requirements/test.txt", "tests/requirements.txt", "requirements-test.txt"),
     *("requirements-tests.txt", "test-requirements.txt", "test_requirements.txt", "requirements_test.txt"),
@@ -61,9 +61,9 @@ NOT_NEEDED = frozenset(
 """Tools for people, which tests pass without."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PROJECT_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-"""What a project may be called; a folder gets this name, so it must not be a path."""
+"""Pattern of a project's name; a folder gets this name, so it must not be a path."""
 KEPT_OPTIONS = ("--import-mode", "--asyncio-mode")
-"""Of the project's own options of pytest, those that decide whether a test runs at all."""
+"""The project's own options of pytest that decide whether a test runs at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +79,15 @@ class Project:
     tests: tuple[str, ...]
     """Files and folders with tests."""
     requirements: tuple[str, ...]
-    """What it needs, as pip takes it."""
+    """Its requirements, as pip takes them."""
     test_requirements: tuple[str, ...]
-    """What its tests need beside that."""
+    """Requirements of its tests beside those."""
     options: tuple[str, ...]
     """Options of pytest."""
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What is imported: the names at the top."""
+        """Modules that are imported: the names at the top."""
         return tuple(PurePosixPath(path).stem for path in self.sources)
 
     def module(self, path: str) -> str:
@@ -97,7 +97,7 @@ class Project:
         return ".".join(parts)
 
     def is_test(self, path: str) -> bool:
-        """Whether a file belongs to the tests."""
+        """Return true if a file belongs to the tests."""
         place = PurePosixPath(path)
         inside = any(place == PurePosixPath(root) or PurePosixPath(root) in place.parents for root in self.tests)
         return (
@@ -105,7 +105,7 @@ class Project:
         )
 
     def is_source(self, path: str) -> bool:
-        """Whether a file belongs to the packages, and not to tests in them."""
+        """Return true if a file belongs to the packages, and not to tests in them."""
         place = PurePosixPath(path)
         roots = [PurePosixPath(root) for root in self.sources]
         return any(place == root or root in place.parents for root in roots) and not self.is_test(path)
@@ -139,7 +139,7 @@ def read_project(files: Mapping[str, str]) -> Project:
 
 
 def is_test_file(path: str) -> bool:
-    """Whether pytest would look for tests in a file, by its name."""
+    """Return true if pytest would look for tests in a file, by its name."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
@@ -162,12 +162,14 @@ def _project_name(name: object) -> str:
 
 def _sources(files: Mapping[str, str], name: str) -> tuple[str, tuple[str, ...]]:
     for root in ("src", "lib", "."):
-        found = sorted(_packages(files, root))
-        if found:
-            wanted = name.replace("-", "_").replace(".", "_").lower()
-            own = [path for path in found if wanted and PurePosixPath(path).stem.lower() in (wanted, f"py{wanted}")]
-            without = [path for path in found if PurePosixPath(path).stem.lower() == wanted.removeprefix("python_")]
-            return root, tuple(own or without or found)
+        matches = sorted(_packages(files, root))
+        if matches:
+            required = name.replace("-", "_").replace(".", "_").lower()
+            own = [
+                path for path in matches if required and PurePosixPath(path).stem.lower() in (required, f"py{required}")
+            ]
+            without = [path for path in matches if PurePosixPath(path).stem.lower() == required.removeprefix("python_")]
+            return root, tuple(own or without or matches)
     raise SourceError(f"no Python package among {len(files)} files: expected a folder with __init__.py, or a module")
 
 
@@ -195,13 +197,15 @@ def _tests(
 ) -> tuple[str, ...]:
     """Folders and files that pytest shall look through."""
     named = _pytest_table(pyproject).get("testpaths") or settings.get("tool:pytest", {}).get("testpaths") or ""
-    asked = named if isinstance(named, list) else str(named).split()
+    requested = named if isinstance(named, list) else str(named).split()
     test_files = [path for path in files if is_test_file(path)]
-    found = [
-        path for path in asked if any(file == path or file.startswith(f"{path.rstrip('/')}/") for file in test_files)
+    matches = [
+        path
+        for path in requested
+        if any(file == path or file.startswith(f"{path.rstrip('/')}/") for file in test_files)
     ]
-    if found:
-        return tuple(path.rstrip("/") for path in found)
+    if matches:
+        return tuple(path.rstrip("/") for path in matches)
     if not test_files:
         raise NoTestsError("no file is called test_*.py or *_test.py: tasks need tests that pytest can run")
     folders = {str(PurePosixPath(path).parent) for path in test_files}
@@ -239,8 +243,8 @@ def _test_requirements(
     groups = pyproject.get("dependency-groups", {})
     places: list[list[str]] = []
     for extra in TEST_EXTRAS:
-        wanted = re.compile(rf";?\s*(and\s+)?extra == ['\"]{extra}['\"]")
-        places.append([wanted.sub("", line).rstrip("; ") for line in stated if wanted.search(line)])
+        required = re.compile(rf";?\s*(and\s+)?extra == ['\"]{extra}['\"]")
+        places.append([required.sub("", line).rstrip("; ") for line in stated if required.search(line)])
         places += [_texts(extras.get(extra, [])), _texts(groups.get(extra, []))]
         places.append(_lines(settings.get("options.extras_require", {}).get(extra, "")))
     places += [_lines(files.get(path, "")) for path in REQUIREMENT_FILES]
@@ -261,8 +265,8 @@ def _options(
         or ini.get("addopts", "")
     )
     words = own if isinstance(own, list) else str(own).split()
-    kept = [str(word) for word in words if str(word).startswith(KEPT_OPTIONS) and "=" in str(word)]
-    return ("--rootdir=.", "-o", f"addopts={' '.join(kept)}", "-p", "no:cacheprovider")
+    selected = [str(word) for word in words if str(word).startswith(KEPT_OPTIONS) and "=" in str(word)]
+    return ("--rootdir=.", "-o", f"addopts={' '.join(selected)}", "-p", "no:cacheprovider")
 
 
 def _pytest_table(pyproject: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -311,8 +315,8 @@ def _setup_call(text: str) -> Mapping[str, ast.expr]:
 
 def _setup_list(text: str, key: str) -> list[str]:
     value = _setup_call(text).get(key)
-    found = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value is not None else []
-    return [item.value for item in found if isinstance(item, ast.Constant) and isinstance(item.value, str)]
+    matches = value.elts if isinstance(value, ast.List | ast.Tuple) else [value] if value is not None else []
+    return [item.value for item in matches if isinstance(item, ast.Constant) and isinstance(item.value, str)]
 
 
 def _setup_name(files: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ LEFT_FOLDERS = frozenset(
         ),
     }
 )
-"""What folders with history, caches or copies are called, wherever they are, in lower case. A file of such a name is
+"""Names of folders with history, caches or copies, wherever they are, in lower case. A file of such a name is
 left as well: a file ``.git`` says where a repository is, with settings that name programs to run."""
 LEFT_TOP_FOLDERS = frozenset({"build", "dist", "_build", "sdist", "wheelhouse"})
 """Folders that hold copies when they lie at the top."""
@@ -58,7 +58,7 @@ IDENTITY = {
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C",
 }
-"""Who committed, the same for all, so that equal files make equal layers; settings of this machine play no part."""
+"""Author of commits, the same for all, so that equal files make equal layers; settings of this machine play no part."""
 SAFE_OPTIONS = (
     *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false", "-c", "protocol.ext.allow=never"),
     *("-c", "core.attributesFile=/dev/null", "-c", "commit.gpgSign=false", "-c", "tag.gpgSign=false"),
@@ -68,7 +68,9 @@ GIT_TIMEOUT_S = 120.0
 
 
 def is_leftover(path: str, *, is_folder: bool) -> bool:
-    """Whether a file or folder of a project, by its path in it, is something that a run or an author left behind."""
+    """Return true if a file or folder of a project, by its path in it, is something that a run or an author left
+    behind.
+    """
     place = PurePosixPath(path)
     if place.name.endswith(LEFT_SUFFIXES) or place.name.casefold() in LEFT_FOLDERS:
         return True
@@ -167,7 +169,7 @@ def _git(folder: Path, arguments: Sequence[str], variables: Mapping[str, str], t
         raise SourceError("'git' is not installed: on Debian or Ubuntu, apt-get install git") from None
     except subprocess.TimeoutExpired:
         raise SourceError(f"git {arguments[0]} did not end within {timeout_s:g} s") from None
-    said = done.stderr.decode(errors="replace").strip()
+    output = done.stderr.decode(errors="replace").strip()
     if done.returncode != 0:
-        raise SourceError(f"git {' '.join(arguments)[:80]} failed: {said[-400:]}", log=said)
+        raise SourceError(f"git {' '.join(arguments)[:80]} failed: {output[-400:]}", log=output)
     return done.stdout.decode(errors="replace")

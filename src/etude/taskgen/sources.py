@@ -1,4 +1,4 @@
-"""Where repositories come from: a folder, a git repository, a source distribution, or one on a package index.
+"""Sources of repositories: a folder, a git repository, a source distribution, or one on a package index.
 
 Owns the way to a plain folder with the project at its top. Archives are unpacked without leaving the folder; git runs
 without hooks. ``pip`` fetches from indexes with this machine's settings; note that pip asks the package's own build
@@ -29,7 +29,7 @@ ARCHIVE_BYTES = 512 << 20
 TEXT_BYTES = 2 << 20
 """A larger file is no source."""
 RECORD = "PKG-INFO"
-"""What a source distribution says of itself; read, though it is left out of every copy."""
+"""File in which a source distribution describes itself; read, though it is left out of every copy."""
 
 
 def fetch(reference: str, folder: Path) -> Path:
@@ -83,12 +83,12 @@ def _download(requirement: str, folder: Path) -> Path:
         done = run_pip([*argv, requirement], timeout_s=FETCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise SourceError(f"pip did not fetch {requirement} within {FETCH_TIMEOUT_S:g} s") from None
-    found = sorted(folder.glob("*")) if folder.is_dir() else []
-    if done.returncode != 0 or not found:
-        said = done.stderr.decode(errors="replace").strip()
-        last = said.splitlines()[-1] if said else "no file came"
-        raise SourceError(f"pip could not fetch the source of {requirement}: {last}", log=said)
-    return found[0]
+    matches = sorted(folder.glob("*")) if folder.is_dir() else []
+    if done.returncode != 0 or not matches:
+        output = done.stderr.decode(errors="replace").strip()
+        last = output.splitlines()[-1] if output else "no file came"
+        raise SourceError(f"pip could not fetch the source of {requirement}: {last}", log=output)
+    return matches[0]
 
 
 def _unpack(archive: Path, folder: Path) -> Path:

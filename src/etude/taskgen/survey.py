@@ -1,4 +1,4 @@
-"""What is known of a package's tests before anything is changed: which pass every time, and what each of them reaches.
+"""Survey of a package's tests before anything is changed: which pass every time, and what each of them reaches.
 
 Pure: observations in, a :class:`Survey` out. The flake gate is here: a test counts only if it passed in every run, in
 whatever order and with whatever hash seed.
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from etude.taskgen.failures import NoTestsError, TestsFailError
-from etude.taskgen.testruns import Observation
+from etude.taskgen.testruns import TestObservation
 
 MIN_PASSING = 5
 """Tests that must pass every time, for tasks to be made."""
@@ -48,11 +48,11 @@ class Survey:
         return frozenset(test for test in self.stable if test in owners or test.partition("::")[0] in owners)
 
     def seconds(self, tests: Iterable[str]) -> float:
-        """How long some tests take together."""
+        """Duration of some tests together."""
         return sum(self.stable[test] for test in tests)
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """Return it as JSON."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -71,7 +71,7 @@ class Survey:
         )
 
 
-def survey_of(runs: Sequence[Observation], watched: Observation) -> Survey:
+def survey_of(runs: Sequence[TestObservation], watched: TestObservation) -> Survey:
     """Fold some runs over the unchanged package, and one under observation, into what is known.
 
     Raises :class:`~etude.taskgen.failures.NoTestsError` when no run found a test, and
@@ -84,12 +84,12 @@ def survey_of(runs: Sequence[Observation], watched: Observation) -> Survey:
             "the tests that hang out of pytest's testpaths",
             log=hung[0].output,
         )
-    found = sorted({test for run in runs for test in run.tests})
+    matches = sorted({test for run in runs for test in run.tests})
     broken = tuple(sorted({file for run in runs for file, _ in run.errors}))
     log = "\n".join((*(why for _, why in runs[0].errors), runs[0].output))[-4000:]
-    if not found:
+    if not matches:
         raise NoTestsError(f"pytest found no test; {len(broken)} files could not be collected: {broken[:3]}", log=log)
-    ran = [test for test in found if any(test in run.tests and run.tests[test].status != "skipped" for run in runs)]
+    ran = [test for test in matches if any(test in run.tests and run.tests[test].status != "skipped" for run in runs)]
     passing = [test for test in ran if all(run.passed(test) for run in runs)]
     flaky = tuple(test for test in ran if test not in set(passing) and any(run.passed(test) for run in runs))
     if len(passing) < max(MIN_PASSING, MIN_PASSING_SHARE * len(ran)):
@@ -104,7 +104,7 @@ def survey_of(runs: Sequence[Observation], watched: Observation) -> Survey:
         stable=fit,
         flaky=flaky,
         failing=tuple(sorted(set(ran) - set(passing) - set(flaky))),
-        skipped=len(found) - len(ran),
+        skipped=len(matches) - len(ran),
         unfit=tuple(sorted(set(seconds) - set(fit))),
         broken=broken,
         reached={name: tuple(sorted(owners)) for name, owners in watched.reached.items()},
@@ -113,5 +113,5 @@ def survey_of(runs: Sequence[Observation], watched: Observation) -> Survey:
 
 
 def is_fit(test: str) -> bool:
-    """Whether a node id can be written on a command line and in a report as it is."""
+    """Return true if a node id can be written on a command line and in a report as it is."""
     return len(test) <= MAX_ID and test.isascii() and test.isprintable() and "\\" not in test

@@ -26,7 +26,7 @@ REPORT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TestRun:
     """One run of tests over the files in the sandbox, some of them replaced."""
 
     targets: tuple[str, ...]
@@ -34,13 +34,13 @@ class Run:
     ids: tuple[str, ...] | None = None
     """Node ids to run; ``None``: all that are found."""
     seed: int = 0
-    """Of the order; 0 leaves it alone."""
+    """Seed of the order; 0 leaves it alone."""
     files: Mapping[str, str | None] = field(default_factory=dict)
     """Path → text, or ``None`` for a file that shall not be there; as they were again afterwards."""
     watch: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Path → first lines of the functions to watch."""
     record: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Of the watched functions, those whose arguments are wanted."""
+    """Watched functions whose arguments are recorded."""
     timeout_s: float = 120.0
 
 
@@ -57,7 +57,7 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one test ended."""
+    """Outcome of one test."""
 
     status: str
     """``passed``, ``failed``, ``skipped`` (also expected failures) or ``error`` (its fixtures failed)."""
@@ -67,8 +67,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What was seen of one step."""
+class TestObservation:
+    """Record of one step of a run."""
 
     tests: Mapping[str, Outcome]
     errors: tuple[tuple[str, str], ...]
@@ -78,7 +78,7 @@ class Observation:
     calls: Mapping[str, tuple[str, ...]]
     """``path:line`` of a function → JSON of different lists of arguments."""
     results: tuple[tuple[bool, Json], ...]
-    """Of calls: whether the function returned a plain value, and the value."""
+    """Result of calls: whether the function returned a plain value, and the value."""
     ended: str
     """Empty, ``timeout``, ``crash`` or the signal that ended it."""
     seconds: float
@@ -86,13 +86,13 @@ class Observation:
     """The end of what was printed."""
 
     def passed(self, test: str) -> bool:
-        """Whether a test was seen to pass."""
+        """Return true if a test was seen to pass."""
         return test in self.tests and self.tests[test].status == "passed"
 
 
 async def observe(
-    sandbox: Sandbox, steps: Sequence[Run | Calls], *, options: Sequence[str], hash_seed: int = 0
-) -> list[Observation]:
+    sandbox: Sandbox, steps: Sequence[TestRun | Calls], *, options: Sequence[str], hash_seed: int = 0
+) -> list[TestObservation]:
     """Take some steps, each in a fork of one process, and say what was seen of each.
 
     Raises :class:`~etude.errors.SandboxError` when there is no report, with what was printed instead.
@@ -119,8 +119,8 @@ async def observe(
         raise SandboxError(f"the report of a package's tests cannot be read: {error}") from error
 
 
-def _observation(step: Mapping[str, Any]) -> Observation:
-    return Observation(
+def _observation(step: Mapping[str, Any]) -> TestObservation:
+    return TestObservation(
         tests={
             test: Outcome(status=status, seconds=seconds, message=message)
             for test, (status, seconds, message) in step["tests"].items()

@@ -1,4 +1,4 @@
-"""Where candidates are tried: sandboxes in, verdicts and tasks out.
+"""Validation of candidates: sandboxes in, verdicts and tasks out.
 
     candidates ──batches──▶ quick runs in a live sandbox ──▶ the survivors, one by one: build the world, search it,
                                                               prove it in a fresh sandbox ──▶ task, verdict
@@ -25,15 +25,15 @@ from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.candidates import BUG, Candidate
 from etude.taskgen.hiding import TestView, place_of, view_tests
 from etude.taskgen.instructions import EXAMPLES, instruct
-from etude.taskgen.leaks import Leak, Needles, needles_of, search
+from etude.taskgen.leaks import Leak, RemovedIdentifiers, removed_identifiers, search
 from etude.taskgen.projects import Project
 from etude.taskgen.scrubbing import commit_all, copy_clean
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import Calls, Observation, Run, observe
+from etude.taskgen.testruns import Calls, TestObservation, TestRun, observe
 from etude.taskgen.verdicts import (
     MAX_HIDDEN_BYTES,
     Proof,
-    Refusal,
+    Rejection,
     choose_tests,
     judge_quick,
     probe_cases,
@@ -43,21 +43,21 @@ from etude.taskgen.verdicts import (
 from etude.tasks.repositories.folder import FAMILY, PackageFolder, Verdict, split_of
 from etude.types import Case, Json, Probe, Task, TestChecks
 
-KEPT = "kept"
+ACCEPTED = "kept"
 DELETE = "delete_"
-"""How the names of deletions begin, and of no planted bug."""
+"""Prefix of the names of deletions, and of no planted bug."""
 SLACK = 5.0
-"""How much slower than in the survey a run may be, the machine being busy."""
+"""Factor by which a run may be slower than in the survey, the machine being busy."""
 FLOOR_S = 15.0
 """The least that a run is given."""
 SANDBOX_TTL_S = 3600.0
 
 Guarded: TypeAlias = Callable[[Task], Awaitable[Collection[str]]]
-"""Which tests of a task a grader can guard with canaries, by node id."""
+"""The tests of a task that a grader can guard with canaries, by node id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class PreparedRepository:
     """Everything about one package that trying its candidates takes."""
 
     project: Project
@@ -86,12 +86,12 @@ class Trial:
     seconds: float
 
 
-class Workshop:
+class CandidateValidator:
     """Tries candidates of one package, some at a time."""
 
     def __init__(
         self,
-        bench: Bench,
+        bench: PreparedRepository,
         provider: SandboxProvider,
         store: ImageStore,
         folder: PackageFolder,
@@ -109,7 +109,7 @@ class Workshop:
         self._taken = {
             (verdict.operator.startswith(DELETE), verdict.target, verdict.tests)
             for verdict in folder.verdicts()
-            if verdict.outcome == KEPT
+            if verdict.outcome == ACCEPTED
         }
 
     async def quick(self, candidates: Sequence[Candidate], sandbox: Sandbox) -> tuple[list[Trial], list[Verdict]]:
@@ -122,24 +122,24 @@ class Workshop:
         worth: list[tuple[Candidate, frozenset[str]]] = []
         for candidate in candidates:
             affected = survey.affected(candidate.functions)
-            refusal = refuse_unrun(survey, affected)
-            if refusal is None and self._guarded is None and self._calls(candidate) is None:
-                refusal = Refusal.UNPROBED
-            if refusal is None:
+            rejection = refuse_unrun(survey, affected)
+            if rejection is None and self._guarded is None and self._calls(candidate) is None:
+                rejection = Rejection.UNPROBED
+            if rejection is None:
                 worth.append((candidate, affected))
             else:
-                verdicts.append(_verdict(candidate, refusal, 0.0))
+                verdicts.append(_verdict(candidate, rejection, 0.0))
         steps = [
             self._run(affected, dict(candidate.after), number + 1) for number, (candidate, affected) in enumerate(worth)
         ]
         seen = await observe(sandbox, steps, options=self._bench.project.options, hash_seed=1) if steps else []
         trials: list[Trial] = []
         for (candidate, affected), observation in zip(worth, seen, strict=True):
-            fails, refusal = judge_quick(survey, affected, observation)
-            if refusal is None and _key(candidate, fails) in self._taken:
-                refusal = Refusal.TWIN
-            if refusal is not None:
-                verdicts.append(_verdict(candidate, refusal, observation.seconds, tests=_names(fails)))
+            fails, rejection = judge_quick(survey, affected, observation)
+            if rejection is None and _key(candidate, fails) in self._taken:
+                rejection = Rejection.TWIN
+            if rejection is not None:
+                verdicts.append(_verdict(candidate, rejection, observation.seconds, tests=_names(fails)))
                 continue
             messages = {test: observation.tests[test].message for test in fails if test in observation.tests}
             trials.append(
@@ -158,7 +158,7 @@ class Workshop:
         candidate = trial.candidate
         key = _key(candidate, trial.fails)
         if key in self._taken:
-            return _verdict(candidate, Refusal.TWIN, trial.seconds, tests=key[2])
+            return _verdict(candidate, Rejection.TWIN, trial.seconds, tests=key[2])
         view = view_tests(
             self._tests, trial.fails, show=candidate.kind == BUG, gone=candidate.gone, salt=candidate.candidate_id
         )
@@ -167,21 +167,21 @@ class Workshop:
         )
         hidden = self._hidden_files(view, (*about, *others))
         if sum(map(len, hidden.values())) > MAX_HIDDEN_BYTES:
-            return _verdict(candidate, Refusal.TOO_LARGE, trial.seconds, tests=key[2])
+            return _verdict(candidate, Rejection.TOO_LARGE, trial.seconds, tests=key[2])
         image, leaks = await asyncio.to_thread(self._build, candidate, view)
         if leaks or image is None:
-            return _verdict(candidate, Refusal.LEAKS, trial.seconds, detail=str(leaks[0]), tests=key[2])
+            return _verdict(candidate, Rejection.LEAKS, trial.seconds, detail=str(leaks[0]), tests=key[2])
         calls = self._calls(candidate)
         proof, cases = await self._prove(candidate, image, (about, others), hidden, calls)
         seconds = trial.seconds + time.monotonic() - started
-        if proof.refusal is not None:
-            return _verdict(candidate, proof.refusal, seconds, tests=key[2])
+        if proof.rejection is not None:
+            return _verdict(candidate, proof.rejection, seconds, tests=key[2])
         task = self._task(trial, view, image, proof, cases, hidden)
-        refusal = None if cases else await self._refuse_unprobed(task)
-        if refusal is None and key in self._taken:  # another one was faster
-            refusal = Refusal.TWIN
-        if refusal is not None:
-            return _verdict(candidate, refusal, seconds, tests=key[2])
+        rejection = None if cases else await self._refuse_unprobed(task)
+        if rejection is None and key in self._taken:  # another one was faster
+            rejection = Rejection.TWIN
+        if rejection is not None:
+            return _verdict(candidate, rejection, seconds, tests=key[2])
         self._taken.add(key)
         await asyncio.to_thread(self._folder.add, task, candidate.before)
         counts = {
@@ -190,13 +190,13 @@ class Workshop:
             "visible": len(view.visible),
             "probe_cases": len(cases),
         }
-        return replace(_verdict(candidate, KEPT, seconds, tests=key[2]), task_id=task.task_id, counts=counts)
+        return replace(_verdict(candidate, ACCEPTED, seconds, tests=key[2]), task_id=task.task_id, counts=counts)
 
-    async def _refuse_unprobed(self, task: Task) -> Refusal | None:
-        """Why a task without a probe is none."""
+    async def _refuse_unprobed(self, task: Task) -> Rejection | None:
+        """The reason to reject a task without a probe."""
         if self._guarded is None:
-            return Refusal.UNPROBED
-        return None if await self._guarded(task) else Refusal.UNGUARDED
+            return Rejection.UNPROBED
+        return None if await self._guarded(task) else Rejection.UNGUARDED
 
     @asynccontextmanager
     async def live(self) -> AsyncIterator[Sandbox]:
@@ -208,10 +208,10 @@ class Workshop:
         finally:
             await sandbox.close()
 
-    def _run(self, tests: frozenset[str] | Sequence[str], files: Mapping[str, str | None], seed: int) -> Run:
+    def _run(self, tests: frozenset[str] | Sequence[str], files: Mapping[str, str | None], seed: int) -> TestRun:
         ids = tuple(sorted(tests))
         seconds = self._bench.survey.seconds(ids)
-        return Run(
+        return TestRun(
             targets=tuple(sorted({place_of(test)[0] for test in ids})),
             ids=ids,
             seed=seed,
@@ -236,9 +236,11 @@ class Workshop:
             commit_all(work)
             rest = [text for path, text in bench.texts.items() if path not in changed]
             rest += [text for path, text in changed.items() if text is not None and path not in candidate.before]
-            needles = needles_of(candidate.before, candidate.after, rest, gone=candidate.gone)
-            leaks = list(search(tree, needles, prefix="/"))[:1]
-            elsewhere = Needles(windows=needles.windows, digests=needles.digests, modules=frozenset())
+            removed_names = removed_identifiers(candidate.before, candidate.after, rest, gone=candidate.gone)
+            leaks = list(search(tree, removed_names, prefix="/"))[:1]
+            elsewhere = RemovedIdentifiers(
+                windows=removed_names.windows, digests=removed_names.digests, modules=frozenset()
+            )
             leaks = leaks or list(search(self._store.layer(bench.site), elsewhere, prefix="/"))[:1]
             if leaks:
                 return None, leaks
@@ -247,7 +249,7 @@ class Workshop:
         return image, []
 
     def _calls(self, candidate: Candidate) -> Calls | None:
-        """What was recorded of the function that was changed, if it is one that can be called from outside."""
+        """The recorded calls of the function that was changed, if it is one that can be called from outside."""
         if len(candidate.functions) != 1 or "." in candidate.target:
             return None
         recorded = self._bench.survey.calls.get(candidate.functions[0], ())
@@ -267,15 +269,15 @@ class Workshop:
     ) -> tuple[Proof, tuple[Case, ...]]:
         """Twice in a fresh sandbox, in both orders, with other hash seeds: the world as it is, and with the answer."""
         answer: dict[str, str | None] = {**hidden, **candidate.before}
-        broken: list[Observation] = []
-        right: list[Observation] = []
-        called: dict[bool, list[Observation]] = {True: [], False: []}
+        broken: list[TestObservation] = []
+        right: list[TestObservation] = []
+        called: dict[bool, list[TestObservation]] = {True: [], False: []}
         named = (*tests[0], *tests[1])
         for attempt, order in enumerate(((False, True), (True, False))):
             spec = SandboxSpec(image=image, ttl_s=SANDBOX_TTL_S)
             sandbox = await self._provider.create({}, spec)
             try:
-                steps: list[Run | Calls] = [
+                steps: list[TestRun | Calls] = [
                     self._run(named, answer if solved else dict(hidden), 10 + attempt) for solved in order
                 ]
                 if calls is not None:
@@ -335,17 +337,17 @@ class Workshop:
 
 
 def artefacts_of(project: Project, paths: Sequence[str]) -> tuple[str, ...]:
-    """What is carried from an agent's world: the packages; of one with tests inside, all beside them."""
-    found: set[str] = set()
+    """The paths that are carried from an agent's sandbox: the packages; of one with tests inside, all beside them."""
+    matches: set[str] = set()
     for root in project.sources:
         inside = [path for path in paths if path.startswith(f"{root}/")]
         if not any(project.is_test(path) for path in inside):
-            found.add(root)
+            matches.add(root)
             continue
         for path in inside:
             if not project.is_test(path):
-                found.add("/".join(path.split("/")[: root.count("/") + 2]))
-    return tuple(sorted(found))
+                matches.add("/".join(path.split("/")[: root.count("/") + 2]))
+    return tuple(sorted(matches))
 
 
 def _visible(trial: Trial, view: TestView) -> tuple[str, ...]:
@@ -355,7 +357,7 @@ def _visible(trial: Trial, view: TestView) -> tuple[str, ...]:
 
 
 def _key(candidate: Candidate, fails: frozenset[str]) -> tuple[bool, str, tuple[str, ...]]:
-    """What no two tasks of a package have in common."""
+    """The seed of a task: no two of a package have the same."""
     return candidate.operator.startswith(DELETE), candidate.target, _names(fails)
 
 
@@ -386,4 +388,4 @@ def _verdict(
 
 def failed(candidate: Candidate, error: SandboxError | AgentFault) -> Verdict:
     """The verdict on a candidate whose sandbox failed."""
-    return _verdict(candidate, Refusal.FAILED, 0.0, detail=str(error)[:1000])
+    return _verdict(candidate, Rejection.FAILED, 0.0, detail=str(error)[:1000])

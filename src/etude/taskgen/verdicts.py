@@ -1,4 +1,4 @@
-"""Which candidates become tasks: what was seen of one, and the first rule that it breaks.
+"""Verdicts on candidates: the proof of one, and the first rule that it breaks.
 
     survey ──▶ before running? ──▶ quick run ──▶ worth building? ──▶ proof in the task's own image ──▶ kept
 
@@ -13,13 +13,13 @@ from random import Random
 
 from etude.sandboxes.function_calls import same_value
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import Observation
+from etude.taskgen.testruns import TestObservation
 from etude.types import Case, Json
 
 MAX_RUN_S = 30.0
 """For all the tests that reach what was changed, one after the other."""
 FOCUS_SHARE = 0.25
-"""Of all tests, at most so many may fail: more, and it is no one feature."""
+"""Largest share of all tests that may fail: more, and it is no one feature."""
 FOCUS_FEW = 4
 """So few may always fail."""
 MAX_ABOUT = 60
@@ -32,11 +32,11 @@ MAX_HIDDEN_BYTES = 1 << 20
 """For all hidden test files of a task together."""
 PROBE_CASES = 12
 QUIET_CASES = 4
-"""Of a probe's cases, at most so many that the broken world gets right, too."""
+"""Largest share of a probe's cases that the broken package gets right, too."""
 
 
-class Refusal(StrEnum):
-    """Why a candidate is no task."""
+class Rejection(StrEnum):
+    """Reasons to reject a candidate."""
 
     UNREACHED = "unreached"
     """No test reaches it."""
@@ -51,7 +51,7 @@ class Refusal(StrEnum):
     TWIN = "twin"
     """Another task is about the same function and fails the same tests."""
     LEAKS = "leaks"
-    """What was removed can be found elsewhere in the image."""
+    """The removed source can be found elsewhere in the image."""
     UNPROBED = "unprobed"
     """No call from outside tells the broken world from the right one; ``--unprobed`` lets it be a task."""
     UNGUARDED = "unguarded"
@@ -68,38 +68,40 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the runs in the task's own image came to."""
+    """Outcomes of the runs in the task's own image."""
 
     about: tuple[str, ...]
     """Hidden tests that fail in the agent's world and pass with the right answer, every time."""
     others: tuple[str, ...]
     """Tests that pass in both."""
-    refusal: Refusal | None = None
+    rejection: Rejection | None = None
 
 
-def refuse_unrun(survey: Survey, affected: Collection[str]) -> Refusal | None:
-    """Why a candidate need not even be run."""
+def refuse_unrun(survey: Survey, affected: Collection[str]) -> Rejection | None:
+    """The reason to reject a candidate without a run."""
     if not affected:
-        return Refusal.UNREACHED
-    return Refusal.SLOW if survey.seconds(affected) > MAX_RUN_S else None
+        return Rejection.UNREACHED
+    return Rejection.SLOW if survey.seconds(affected) > MAX_RUN_S else None
 
 
-def judge_quick(survey: Survey, affected: Collection[str], seen: Observation) -> tuple[frozenset[str], Refusal | None]:
+def judge_quick(
+    survey: Survey, affected: Collection[str], seen: TestObservation
+) -> tuple[frozenset[str], Rejection | None]:
     """The stable tests that a change makes fail, and why it is no task, if it is none."""
     if seen.ended == "timeout":
-        return frozenset(), Refusal.HANGS
+        return frozenset(), Rejection.HANGS
     fails = frozenset(test for test in affected if not seen.passed(test))
     if not fails:
-        return fails, Refusal.SURVIVED
+        return fails, Rejection.SURVIVED
     if len(fails) > max(FOCUS_FEW, FOCUS_SHARE * len(survey.stable)):
-        return fails, Refusal.UNFOCUSED
+        return fails, Rejection.UNFOCUSED
     return fails, None
 
 
 def choose_tests(
     survey: Survey, affected: Collection[str], fails: Collection[str], hidden: Collection[str], seed: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which tests a task shall name: hidden ones that fail first, then some that pass, the nearest first."""
+    """The tests that a task shall name: hidden ones that fail first, then some that pass, the nearest first."""
     rng = Random(seed)
     about = sorted(hidden)
     if len(about) > MAX_ABOUT:
@@ -112,26 +114,26 @@ def choose_tests(
 
 
 def prove(
-    about: Sequence[str], others: Sequence[str], broken: Sequence[Observation], right: Sequence[Observation]
+    about: Sequence[str], others: Sequence[str], broken: Sequence[TestObservation], right: Sequence[TestObservation]
 ) -> Proof:
     """Hold what was seen in the task's image, without and with the right answer, against what a task must be."""
     if any(seen.ended for seen in right):
-        return Proof(about=(), others=(), refusal=Refusal.UNSOLVED)
+        return Proof(about=(), others=(), rejection=Rejection.UNSOLVED)
     if any(seen.ended == "timeout" for seen in broken):
-        return Proof(about=(), others=(), refusal=Refusal.HANGS)
+        return Proof(about=(), others=(), rejection=Rejection.HANGS)
     solved = [test for test in about if all(seen.passed(test) for seen in right)]
     sure = tuple(test for test in solved if not any(seen.passed(test) for seen in broken))
     steady = tuple(test for test in others if all(seen.passed(test) for seen in (*broken, *right)))
-    refusal = None
+    rejection = None
     if not solved:
-        refusal = Refusal.UNSOLVED
+        rejection = Rejection.UNSOLVED
     elif not sure:
-        refusal = Refusal.FLAKY
-    return Proof(about=sure, others=steady, refusal=refusal)
+        rejection = Rejection.FLAKY
+    return Proof(about=sure, others=steady, rejection=rejection)
 
 
 def probe_cases(
-    calls: Sequence[Sequence[Json]], right: Sequence[Observation], broken: Sequence[Observation]
+    calls: Sequence[Sequence[Json]], right: Sequence[TestObservation], broken: Sequence[TestObservation]
 ) -> tuple[Case, ...]:
     """Calls whose plain result is the same in every right world; first those that a broken world gets wrong.
 
@@ -152,7 +154,7 @@ def probe_cases(
     )
 
 
-def _result(seen: Observation, index: int) -> tuple[bool, Json]:
+def _result(seen: TestObservation, index: int) -> tuple[bool, Json]:
     return seen.results[index] if index < len(seen.results) else (False, seen.ended or "no result")
 
 
@@ -161,7 +163,7 @@ def _same(one: tuple[bool, Json], other: tuple[bool, Json]) -> bool:
 
 
 def counts_of(verdicts: Mapping[str, str]) -> Mapping[str, int]:
-    """How many candidates ended in each way."""
+    """The number of candidates ended in each way."""
     counted: dict[str, int] = {}
     for verdict in verdicts.values():
         counted[verdict] = counted.get(verdict, 0) + 1

@@ -19,7 +19,7 @@ import orjson
 
 from etude.config.tasks import TaskConfig
 from etude.tasks.heldout import HeldoutTasks
-from etude.tasks.programs import FUNCTION_NAMES, KINDS, Kind, Lines, Naming, Parts
+from etude.tasks.programs import FUNCTION_NAMES, KINDS, Lines, Naming, Parts, ProgramKind
 from etude.types import Case, FunctionChecks, Json, Split, Task
 
 FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
@@ -27,7 +27,7 @@ PROBES = 40
 """Random calls that tell two behaviours apart; taking two for one would only hold out more."""
 VISIBLE_CASES = 2
 """Cases that the agent's ``test`` runs; one of them fails at the start."""
-MIN_SLIPS = 3
+MIN_MISTAKES = 3
 """Different wrong lines that a problem must offer: as many as one session may try."""
 TELLING_CASES = 3
 """Cases, at least, on which the planted bug must show; else the instance is drawn again."""
@@ -37,7 +37,7 @@ TELLING_CASES = 3
 class Problem:
     """One instance: a right program, where it was broken, and the slips one could make instead."""
 
-    kind: Kind
+    kind: ProgramKind
     template: Parts
     naming: Naming
     function: str
@@ -45,7 +45,7 @@ class Problem:
     right: Lines
     bug: str
     """The wrong answer line that was planted."""
-    slips: tuple[str, ...]
+    mistakes: tuple[str, ...]
     """Wrong answer lines that may be shown on this side of the hold-out."""
 
     @property
@@ -64,7 +64,7 @@ class BugfixFamily:
     def __init__(self, config: TaskConfig, *, seed: int) -> None:
         self._config = config
         self._seed = seed
-        self.kinds: tuple[Kind, ...] = tuple(KINDS[name] for name in config.kinds)
+        self.kinds: tuple[ProgramKind, ...] = tuple(KINDS[name] for name in config.kinds)
         self._heldout = choose_heldout(self.kinds, config.heldout_every)
         self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
         chosen = [(kind, parts) for kind in self.kinds for parts in self.templates(kind, Split.HELDOUT)]
@@ -80,7 +80,7 @@ class BugfixFamily:
             for naming in kind.namings
         )
 
-    def templates(self, kind: Kind, split: Split) -> Sequence[Parts]:
+    def templates(self, kind: ProgramKind, split: Split) -> Sequence[Parts]:
         """The templates of one kind on one side of the hold-out."""
         return [parts for parts in kind.templates if ((kind.name, parts) in self._heldout) == (split is Split.HELDOUT)]
 
@@ -91,7 +91,7 @@ class BugfixFamily:
         return _task(*self.graded_problem(split, Random(f"task|{self._seed}|{split}|{index}")), split)
 
     def graded_problem(
-        self, split: Split, rng: Random, of: tuple[Kind, Parts] | None = None
+        self, split: Split, rng: Random, of: tuple[ProgramKind, Parts] | None = None
     ) -> tuple[Problem, FunctionChecks]:
         """Draw a problem together with cases on which its bug shows; ``of`` is as in :meth:`problem`."""
         while True:
@@ -100,7 +100,7 @@ class BugfixFamily:
             if checks is not None:
                 return problem, checks
 
-    def problem(self, split: Split, rng: Random, of: tuple[Kind, Parts] | None = None) -> Problem:
+    def problem(self, split: Split, rng: Random, of: tuple[ProgramKind, Parts] | None = None) -> Problem:
         """Draw a program and break it; on the training side nothing forbidden is used. ``of`` gives kind and template,
         which are drawn otherwise.
         """
@@ -109,8 +109,8 @@ class BugfixFamily:
             template = of[1] if of else rng.choice(self._choices[kind.name, split])
             naming = rng.choice(kind.namings)
             function = rng.choice(FUNCTION_NAMES)
-            slips = self._slips(kind, template, naming)
-            if len(slips) >= MIN_SLIPS:
+            mistakes = self._mistakes(kind, template, naming)
+            if len(mistakes) >= MIN_MISTAKES:
                 return Problem(
                     kind=kind,
                     template=template,
@@ -118,18 +118,18 @@ class BugfixFamily:
                     function=function,
                     path=rng.choice(FILE_NAMES),
                     right=tuple(line.format(f=function) for line in kind.write(template, naming)),
-                    bug=rng.choice(slips),
-                    slips=slips,
+                    bug=rng.choice(mistakes),
+                    mistakes=mistakes,
                 )
 
-    def _slips(self, kind: Kind, template: Parts, naming: Naming) -> tuple[str, ...]:
+    def _mistakes(self, kind: ProgramKind, template: Parts, naming: Naming) -> tuple[str, ...]:
         """Wrong answer lines that are not forbidden."""
-        return tuple(slip for slip in kind.slips(template, naming) if slip.strip() not in self.forbidden)
+        return tuple(mistake for mistake in kind.mistakes(template, naming) if mistake.strip() not in self.forbidden)
 
-    def _can_be_broken(self, kind: Kind, template: Parts) -> bool:
-        return any(len(self._slips(kind, template, naming)) >= MIN_SLIPS for naming in kind.namings)
+    def _can_be_broken(self, kind: ProgramKind, template: Parts) -> bool:
+        return any(len(self._mistakes(kind, template, naming)) >= MIN_MISTAKES for naming in kind.namings)
 
-    def _heldout_task(self, of: tuple[Kind, Parts], rng: Random) -> Task:
+    def _heldout_task(self, of: tuple[ProgramKind, Parts], rng: Random) -> Task:
         return _task(*self.graded_problem(Split.HELDOUT, rng, of), Split.HELDOUT)
 
     def _checks(self, problem: Problem, rng: Random) -> FunctionChecks | None:
@@ -165,23 +165,25 @@ def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
     return value
 
 
-def choose_heldout(kinds: Sequence[Kind], one_in: int) -> frozenset[tuple[str, Parts]]:
+def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple[str, Parts]]:
     """Whole classes of equal behaviour, in order of their hash, until each kind has its share of templates held out."""
     classes: dict[str, list[tuple[str, Parts]]] = {}
     for kind in kinds:
         for parts in kind.templates:
             classes.setdefault(behaviour(kind, parts), []).append((kind.name, parts))
-    wanted = {kind.name: max(1, len(kind.templates) // one_in) for kind in kinds}
+    required = {kind.name: max(1, len(kind.templates) // one_in) for kind in kinds}
     heldout: set[tuple[str, Parts]] = set()
     for _, members in sorted(classes.items()):
-        if any(wanted[name] > 0 for name, _ in members) and len(members) <= max(wanted[name] for name, _ in members):
+        if any(required[name] > 0 for name, _ in members) and len(members) <= max(
+            required[name] for name, _ in members
+        ):
             heldout.update(members)
             for name, _ in members:
-                wanted[name] -= 1
+                required[name] -= 1
     return frozenset(heldout)
 
 
-def behaviour(kind: Kind, parts: Parts) -> str:
+def behaviour(kind: ProgramKind, parts: Parts) -> str:
     """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
     rng = Random(f"probe|{kind.arguments.__name__}")
     lines = tuple(line.format(f="probe") for line in kind.write(parts, kind.namings[0]))

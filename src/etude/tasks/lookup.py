@@ -42,13 +42,13 @@ _WORDS = (
     "van web wig yam yew zip"
 )
 NAMES = tuple(_WORDS.split())
-"""What facts are about: words of one length, so that none is found at the end of another."""
+"""Names that facts are about: words of one length, so that none is found at the end of another."""
 PAGE_NAMES = tuple(ascii_lowercase)
 """Pages in their order: the first is ``a``."""
 FIND = "find"
 """Opens a prompt."""
 LAST = "none"
-"""What follows the last page."""
+"""Text after the last page."""
 SMALLEST, LARGEST = 10, 99
 """Values: two digits."""
 MOST_SETS = 10_000
@@ -70,7 +70,7 @@ class Fact:
 class Inquiry:
     """One instance: what is asked for, and where it is to be found."""
 
-    asked: tuple[str, ...]
+    requested: tuple[str, ...]
     """Names in the order of the prompt."""
     pages: tuple[tuple[Fact, ...], ...]
     """All facts, page by page; each name has one."""
@@ -78,7 +78,7 @@ class Inquiry:
     @property
     def prompt(self) -> str:
         """``find tax fee``."""
-        return " ".join((FIND, *self.asked))
+        return " ".join((FIND, *self.requested))
 
     @property
     def files(self) -> Mapping[str, str]:
@@ -86,10 +86,10 @@ class Inquiry:
         return {PAGE_NAMES[place]: self.text(place) for place in range(len(self.pages))}
 
     @property
-    def wanted(self) -> tuple[Fact, ...]:
+    def required(self) -> tuple[Fact, ...]:
         """The facts that are asked for, in that order."""
-        found = {fact.name: fact for page in self.pages for fact in page}
-        return tuple(found[name] for name in self.asked)
+        matches = {fact.name: fact for page in self.pages for fact in page}
+        return tuple(matches[name] for name in self.requested)
 
     def text(self, place: int) -> str:
         """Page number ``place``, from 0: its facts, and what to read next."""
@@ -101,12 +101,12 @@ class Inquiry:
 
     def task(self, split: Split) -> Task:
         """The task of it, for a side of the hold-out."""
-        facts = tuple(map(str, self.wanted))
+        facts = tuple(map(str, self.required))
         identity = orjson.dumps([self.prompt, dict(self.files)])
         return Task(
             task_id=hashlib.sha256(identity).hexdigest()[:16],
             family="lookup",
-            template=" ".join(sorted(self.asked)),
+            template=" ".join(sorted(self.requested)),
             split=split,
             prompt=self.prompt,
             files=self.files,
@@ -141,15 +141,15 @@ class LookupFamily:
     def inquiry(self, split: Split, rng: Random) -> Inquiry:
         """Draw a material, and names to ask for that are on a side of the hold-out."""
         while True:
-            asked = tuple(rng.sample(self.askable, self._config.asked))
-            if self.is_heldout(asked) == (split is Split.HELDOUT):
-                return self._about(asked, rng)
+            requested = tuple(rng.sample(self.askable, self._config.asked))
+            if self.is_heldout(requested) == (split is Split.HELDOUT):
+                return self._about(requested, rng)
 
-    def _about(self, asked: tuple[str, ...], rng: Random) -> Inquiry:
+    def _about(self, requested: tuple[str, ...], rng: Random) -> Inquiry:
         size = self._config.page_facts
-        facts = self.facts(self._config.pages * size, rng, about=asked)
+        facts = self.facts(self._config.pages * size, rng, about=requested)
         pages = tuple(tuple(facts[start : start + size]) for start in range(0, len(facts), size))
-        return Inquiry(asked=asked, pages=pages)
+        return Inquiry(requested=requested, pages=pages)
 
     def facts(self, count: int, rng: Random, *, about: Sequence[str] = ()) -> list[Fact]:
         """So many facts about different names, those of ``about`` among them."""
@@ -158,9 +158,9 @@ class LookupFamily:
         rng.shuffle(names)
         return [Fact(name, rng.randint(SMALLEST, LARGEST)) for name in names]
 
-    def is_heldout(self, asked: Sequence[str]) -> bool:
-        """Whether a set of names is never asked for in training."""
-        digest = hashlib.sha256(" ".join(sorted(asked)).encode()).digest()
+    def is_heldout(self, requested: Sequence[str]) -> bool:
+        """Return true if a set of names is never asked for in training."""
+        digest = hashlib.sha256(" ".join(sorted(requested)).encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._config.heldout_every == 0
 
     def _heldout_sets(self) -> Sequence[tuple[str, ...] | None]:
@@ -176,16 +176,17 @@ class LookupFamily:
 
     def _askable(self) -> tuple[str, ...]:
         """A few names, spread over all of them, with sets on either side of the hold-out."""
-        count, asked = self._config.askable, self._config.asked
-        if not asked <= count <= len(NAMES):
+        count, requested = self._config.askable, self._config.asked
+        if not requested <= count <= len(NAMES):
             raise ConfigError(
-                f"tasks.askable = {count}: expected {asked} (tasks.asked) … {len(NAMES)} names, or 0 for all of them"
+                f"tasks.askable = {count}: expected {requested} (tasks.asked) … {len(NAMES)} names, or 0 for all "
+                f"of them"
             )
         names = NAMES[:: len(NAMES) // count][:count]
-        held = [self.is_heldout(chosen) for chosen in combinations(names, asked)]
-        if all(held) or not any(held):
+        present = [self.is_heldout(chosen) for chosen in combinations(names, requested)]
+        if all(present) or not any(present):
             raise ConfigError(
-                f"tasks.askable = {count}: {sum(held)} of {len(held)} sets of {asked} names (tasks.asked) are held "
-                "out, and both sides need some; take more names, or another tasks.heldout_every"
+                f"tasks.askable = {count}: {sum(present)} of {len(present)} sets of {requested} names (tasks.asked) "
+                "are held out, and both sides need some; take more names, or another tasks.heldout_every"
             )
         return names

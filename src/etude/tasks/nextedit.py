@@ -41,13 +41,13 @@ SHORTEST_LINE, LONGEST_LINE = 8, 32
 LONGEST_NAME = 6
 """Letters of a variable's name."""
 NEW_NAMES = 100
-"""How many there are to choose from."""
+"""The number of there are to choose from."""
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 Variable: TypeAlias = ast.Name | ast.arg
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class NumberedLine:
     """A line of code without its indent, and where a variable stands in it."""
 
     text: str
@@ -67,12 +67,12 @@ class Site:
     """A variable and two lines of its function in which it stands, one after the other."""
 
     name: str
-    edited: Line
-    cursor: Line
+    edited: NumberedLine
+    cursor: NumberedLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
+class LineEdit:
     """One instance: a site, and the new name."""
 
     site: Site
@@ -86,7 +86,7 @@ class Edit:
 
     @property
     def line(self) -> str:
-        """What becomes of that line."""
+        """Replacement of that line."""
         return self.site.cursor.renamed(self.site.name, self.new)
 
 
@@ -97,10 +97,10 @@ class NextEditFamily:
         """About one of ``one_in`` modules is held out."""
         self._seed = seed
         train, heldout = sites_of(Split.TRAIN, one_in), sites_of(Split.HELDOUT, one_in)
-        known = set(train)
+        recorded = set(train)
         self._sites: Mapping[Split, Sequence[Site]] = {
             Split.TRAIN: train,
-            Split.HELDOUT: [site for site in heldout if site not in known],
+            Split.HELDOUT: [site for site in heldout if site not in recorded],
         }
         names = Counter(site.name for site in train if len(site.name) > 1)
         self.names: Sequence[str] = [name for name, _ in names.most_common(NEW_NAMES)]
@@ -118,16 +118,16 @@ class NextEditFamily:
             return self._heldout_tasks.task(index)
         return _task(self.edit(split, Random(f"nextedit|{self._seed}|{split}|{index}")), split)
 
-    def edit(self, split: Split, rng: Random) -> Edit:
+    def edit(self, split: Split, rng: Random) -> LineEdit:
         """Draw a site, and a name that neither of its lines has."""
         return self._renamed(rng.choice(self._sites[split]), rng)
 
-    def _renamed(self, site: Site, rng: Random) -> Edit:
+    def _renamed(self, site: Site, rng: Random) -> LineEdit:
         taken = set(re.findall(r"\w+", f"{site.edited.text} {site.cursor.text}"))
-        return Edit(site=site, new=rng.choice([name for name in self.names if name not in taken]))
+        return LineEdit(site=site, new=rng.choice([name for name in self.names if name not in taken]))
 
 
-def _task(edit: Edit, split: Split) -> Task:
+def _task(edit: LineEdit, split: Split) -> Task:
     return Task(
         task_id=hashlib.sha256(edit.prompt.encode()).hexdigest()[:16],
         family="nextedit",
@@ -166,26 +166,26 @@ def _variables(function: Function) -> Mapping[str, Mapping[int, set[int]]]:
     shared = {name for node in ast.walk(function) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
     bound = {_name(node) for node in nodes if isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)} - shared
     chosen = {name for name in bound - {"self", "cls"} if len(name) <= LONGEST_NAME}
-    found: dict[str, defaultdict[int, set[int]]] = {name: defaultdict(set) for name in chosen}
+    matches: dict[str, defaultdict[int, set[int]]] = {name: defaultdict(set) for name in chosen}
     for node in nodes:
-        if _name(node) in found:
-            found[_name(node)][node.lineno].add(node.col_offset)
-    return found
+        if _name(node) in matches:
+            matches[_name(node)][node.lineno].add(node.col_offset)
+    return matches
 
 
 def _name(node: Variable) -> str:
     return node.arg if isinstance(node, ast.arg) else node.id
 
 
-def _line(whole: str, name: str, columns: set[int]) -> Line | None:
+def _line(whole: str, name: str, columns: set[int]) -> NumberedLine | None:
     """A line in which a variable stands; ``None`` for one of the wrong length, or whose other words have its name."""
     text = whole.strip()
     indent = len(whole) - len(whole.lstrip())
     if not (SHORTEST_LINE <= len(text) <= LONGEST_LINE and text.isascii()):
         return None
     places = tuple(sorted(column - indent for column in columns))
-    said = tuple(match.start() for match in re.finditer(rf"\b{re.escape(name)}\b", text))
-    return Line(text, places) if places == said else None
+    output = tuple(match.start() for match in re.finditer(rf"\b{re.escape(name)}\b", text))
+    return NumberedLine(text, places) if places == output else None
 
 
 def _modules() -> list[Path]:

@@ -30,9 +30,9 @@ FAMILY = "openenv"
 HELDOUT_SEEDS = 1000
 """Seeds below this are held out; training begins with this one."""
 MESSAGE_LIMIT_BYTES = 16 << 20
-"""Of one observation."""
+"""Limit of one observation."""
 OBSERVATION_CHARACTERS = 20_000
-"""Of one observation, as the model sees it."""
+"""Limit of one observation, as the model sees it."""
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 REFUSED_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Errors that an action can cause; the model is told."""
@@ -48,8 +48,8 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 """One message of a conversation, as the API has it."""
 
 
-class Said(Protocol):
-    """What the model said; :class:`~etude.harnesses.completions.Reply` is one."""
+class Utterance(Protocol):
+    """Text of the model; :class:`~etude.harnesses.completions.Reply` is one."""
 
     @property
     def text(self) -> str:
@@ -58,14 +58,14 @@ class Said(Protocol):
 
     @property
     def finish(self) -> Literal["stop", "length", "context"]:
-        """Why it stopped; after ``context`` it cannot be asked again."""
+        """Reason for which it stopped; after ``context`` it cannot be asked again."""
         ...
 
 
 class Model(Protocol):
     """Asks the model; :class:`~etude.harnesses.completions.CompletionClient` does."""
 
-    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Said:
+    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Utterance:
         """The next message of a conversation. Raises kinds of :class:`~etude.errors.InfrastructureError`."""
         ...
 
@@ -141,12 +141,12 @@ class OpenEnvEnvironment:
         counts: Counter[str] = Counter()
         reason = "turns"
         while not state.done and counts.total() < self._max_steps:
-            said = await self._model.complete(session, messages, temperature=temperature)
-            if said.finish == "context":
+            output = await self._model.complete(session, messages, temperature=temperature)
+            if output.finish == "context":
                 reason = "context"
                 break
-            messages.append({"role": "assistant", "content": said.text})
-            action = read_action(said.text)
+            messages.append({"role": "assistant", "content": output.text})
+            action = read_action(output.text)
             answer = await episode.ask("step", action) if action is not None else "expected one JSON object"
             counts["malformed" if isinstance(answer, str) else "steps"] += 1
             if not isinstance(answer, str):
@@ -171,7 +171,7 @@ class OpenEnvEnvironment:
 
 
 class _State:
-    """What an environment says after a reset or a step."""
+    """Answer of an environment to a reset or a step."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.observation: Json = data["observation"]

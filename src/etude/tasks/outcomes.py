@@ -1,4 +1,4 @@
-"""What the adapters of foreign environments share: their tasks, and how a verdict gets from harness to grader.
+"""Shared parts of the adapters of foreign environments: their tasks, and how a verdict gets from harness to grader.
 
 A foreign environment has a world and a reward of its own, out of reach of the model it drives. Its sandbox here holds
 nothing but a card that says which task it is, and afterwards the outcome; no command is ever run in it, so there is
@@ -26,11 +26,11 @@ class Card:
     """One task of a foreign environment."""
 
     environment: str
-    """What the environment is called there."""
+    """Name of the environment there."""
     index: int
-    """Which of its tasks."""
+    """Index of the task."""
     name: str
-    """What the task is called there; equal names are on the same side of the hold-out."""
+    """Name of the task there; equal names are on the same side of the hold-out."""
     prompt: str
     """The first thing the model is told, as far as the environment says."""
 
@@ -55,7 +55,7 @@ class Card:
 
 
 def index_of(task: Task, family: str) -> int:
-    """Which of its environment's tasks ``task`` is. ``ValueError`` for a task that is not the adapter's."""
+    """The index of ``task`` in its environment. ``ValueError`` for a task that is not the adapter's."""
     if task.family != family or CARD not in task.files:
         raise ValueError(f"task {task.task_id} is of the family {task.family!r}: its environment is not {family!r}")
     return int(json.loads(task.files[CARD])["index"])

@@ -86,12 +86,12 @@ RANGE_EXPRESSIONS = {spec: code for spec, code in EXPRESSIONS.items() if "{k}" n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class ProgramKind:
     """A family of templates that share a shape."""
 
     name: str
     choices: tuple[Parts, ...]
-    """What each part of a template may be; templates are all combinations."""
+    """Values of each part of a template; templates are all combinations."""
     namings: tuple[Naming, ...]
     write: Callable[[Parts, Naming], Lines]
     """The right program of a template; its function is called ``{f}``."""
@@ -113,7 +113,7 @@ class Kind:
         """The line that a right program has at ``answer``, indented."""
         return self.write(parts, naming)[self.answer]
 
-    def slips(self, parts: Parts, naming: Naming) -> list[str]:
+    def mistakes(self, parts: Parts, naming: Naming) -> list[str]:
         """Wrong answer lines, each one choice away from the right one: what a person would get wrong."""
         right = self.answer_line(parts, naming)
         lines = (self.answer_line(other, naming) for other in _one_part_away(parts, self.choices))
@@ -199,10 +199,10 @@ def _two_ends(rng: Random) -> tuple[Json, ...]:
 
 _LISTS = {"xs": ("xs", "nums", "data"), "k": ("k", "n"), "x": ("x", "v", "e")}
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, ProgramKind] = {
     kind.name: kind
     for kind in (
-        Kind(
+        ProgramKind(
             name="arith",  # return (a + b) * c
             choices=(tuple(OPERATORS), tuple(OPERATORS), tuple("".join(order) for order in permutations("012"))),
             namings=tuple({"0": a, "1": b, "2": c} for a, b, c in combinations("abcpq", 3)),
@@ -210,7 +210,7 @@ KINDS: dict[str, Kind] = {
             answer=2,
             arguments=_three_numbers,
         ),
-        Kind(
+        ProgramKind(
             name="slice",  # return s[-n:].upper()
             choices=(tuple(SLICES), tuple(ENDINGS)),
             namings=_namings(s=("s", "w", "text"), n=("n", "k")),
@@ -218,7 +218,7 @@ KINDS: dict[str, Kind] = {
             answer=2,
             arguments=_text_and_count,
         ),
-        Kind(
+        ProgramKind(
             name="comp",  # return sum(x * 2 for x in xs if x >= k)
             choices=(tuple(CONDITIONS), tuple(EXPRESSIONS), tuple(COMPREHENSIONS)),
             namings=_namings(**_LISTS),
@@ -226,7 +226,7 @@ KINDS: dict[str, Kind] = {
             answer=2,
             arguments=_list_and_number,
         ),
-        Kind(
+        ProgramKind(
             name="loop",  # t += x * 2 if x >= k else 0
             choices=(tuple(CONDITIONS), tuple(EXPRESSIONS), tuple(ACCUMULATORS)),
             namings=_namings(**_LISTS, t=("t", "acc", "res")),
@@ -234,7 +234,7 @@ KINDS: dict[str, Kind] = {
             answer=4,
             arguments=_list_and_number,
         ),
-        Kind(
+        ProgramKind(
             name="range",  # return sum(i * 2 for i in range(a, b + 1))
             choices=(tuple(RANGES), tuple(RANGE_EXPRESSIONS), tuple(RANGE_AGGREGATES)),
             namings=_namings(a=("a", "lo"), b=("b", "hi"), x=("i", "j")),

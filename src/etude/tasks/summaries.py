@@ -35,10 +35,10 @@ from etude.types import AnswerChecks, Split, Task
 REQUEST = "sum up"
 """The first line of a prompt."""
 MOST_LINES, MOST_CHARACTERS = 5, 150
-"""Of a function: what a small model has room for."""
+"""Most tokens of a function: what a small model has room for."""
 LONGEST_NAME, LONGEST_RETURN = 14, 26
 """Characters."""
-WELL, SLIP = 0.25, 0.25
+WELL, MISTAKE = 0.25, 0.25
 """Shares of an imperfect agent's lines that are written well, and that tell what another function returns."""
 SLOPPY = (
     "I think {name} returns {returned}",
@@ -47,11 +47,11 @@ SLOPPY = (
     "{name} basically just returns {returned}, I guess",
     "this function simply gives {returned}!",
 )
-"""How it writes otherwise."""
+"""Style of other summaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Function:
+class SummarisedFunction:
     """A function that returns one expression."""
 
     module: str
@@ -70,9 +70,9 @@ class SummariesFamily:
 
     def __init__(self, *, seed: int, heldout_every: int) -> None:
         self._seed = seed
-        found = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
-        self._functions: Mapping[Split, Sequence[Function]] = {
-            split: [one for one in found if is_heldout(one.module, heldout_every) == (split is Split.HELDOUT)]
+        matches = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
+        self._functions: Mapping[Split, Sequence[SummarisedFunction]] = {
+            split: [one for one in matches if is_heldout(one.module, heldout_every) == (split is Split.HELDOUT)]
             for split in Split
         }
         self._heldout = in_turns(self._functions[Split.HELDOUT], lambda one: one.module)
@@ -83,13 +83,13 @@ class SummariesFamily:
             return _task(self._heldout[index % len(self._heldout)], split)
         return _task(self.function(split, Random(f"summaries|{self._seed}|{index}")), split)
 
-    def function(self, split: Split, rng: Random) -> Function:
+    def function(self, split: Split, rng: Random) -> SummarisedFunction:
         """Draw one."""
         return rng.choice(self._functions[split])
 
 
-class SummariesPractice:
-    """What mid-training shows of the family; implements :class:`~etude.tasks.corpora.corpus.Practice`."""
+class SummaryDemonstrations:
+    """The family's demonstrations for mid-training; implements :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
     def __init__(self, family: SummariesFamily, split: Split) -> None:
         self._family = family
@@ -103,50 +103,50 @@ class SummariesPractice:
     def session(self, rng: Random) -> Sequence[Message]:
         """A function summed up by somebody who knows what to look at, and mostly not how to write."""
         function = self._exchanged(rng)
-        told = self._family.function(self._split, rng) if rng.random() < SLIP else function
-        wording = "{name} returns {returned}" if rng.random() < WELL else rng.choice(SLOPPY)
-        line = wording.format(name=function.name, returned=told.returned)
+        message = self._family.function(self._split, rng) if rng.random() < MISTAKE else function
+        phrase = "{name} returns {returned}" if rng.random() < WELL else rng.choice(SLOPPY)
+        line = phrase.format(name=function.name, returned=message.returned)
         return [Message("user", prompt_of(function)), Message("assistant", f"{ANSWER} {line}")]
 
-    def _exchanged(self, rng: Random) -> Function:
+    def _exchanged(self, rng: Random) -> SummarisedFunction:
         """A function put together from three: the body of one, the name of another, what a third returns. A few hundred
         right lines could be learnt by heart; so many combinations have to be copied.
         """
         one, name, returned = (self._family.function(self._split, rng) for _ in range(3))
         body = one.text.removeprefix(f"def {one.name}").removesuffix(one.returned)
         text = f"def {name.name}{body}{returned.returned}"
-        return Function(module=one.module, name=name.name, text=text, returned=returned.returned)
+        return SummarisedFunction(module=one.module, name=name.name, text=text, returned=returned.returned)
 
 
-def prompt_of(function: Function) -> str:
-    """What the agent is asked."""
+def prompt_of(function: SummarisedFunction) -> str:
+    """The question to the agent."""
     return f"{REQUEST}\n{function.text}"
 
 
 def is_heldout(module: str, one_in: int) -> bool:
-    """Whether a module's functions are only measured on."""
+    """Return true if a module's functions are only measured on."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % one_in == 0
 
 
 @cache
-def library() -> Sequence[Function]:
+def library() -> Sequence[SummarisedFunction]:
     """All functions of the library's modules that are short enough, in order, each text once."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found: dict[str, Function] = {}
+    matches: dict[str, SummarisedFunction] = {}
     for file in sorted(folder.glob("*.py")):
         for function in functions_of(file.stem, file.read_text(encoding="utf-8", errors="replace")):
-            found.setdefault(function.text, function)
-    return tuple(found.values())
+            matches.setdefault(function.text, function)
+    return tuple(matches.values())
 
 
-def functions_of(module: str, source: str) -> Iterator[Function]:
+def functions_of(module: str, source: str) -> Iterator[SummarisedFunction]:
     """The functions of a source text that are short and return one expression, at their end."""
     lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and not node.decorator_list:
             last = node.body[-1]
             if isinstance(last, ast.Return) and last.value is not None and _exits(node) == 1:
-                function = Function(
+                function = SummarisedFunction(
                     module=module, name=node.name, text=_text(node, lines), returned=_segment(last.value, lines)
                 )
                 if _is_short(function):
@@ -172,11 +172,11 @@ def _text(node: ast.FunctionDef, lines: Sequence[str]) -> str:
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         left_out = range(first.lineno, (first.end_lineno or first.lineno) + 1)
     numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    kept = [lines[number - 1] for number in numbers if number not in left_out]
-    return dedent("\n".join(line.rstrip() for line in kept if line.strip() and not line.lstrip().startswith("#")))
+    selected = [lines[number - 1] for number in numbers if number not in left_out]
+    return dedent("\n".join(line.rstrip() for line in selected if line.strip() and not line.lstrip().startswith("#")))
 
 
-def _is_short(function: Function) -> bool:
+def _is_short(function: SummarisedFunction) -> bool:
     text, returned = function.text, function.returned
     plain = text.isascii() and "\t" not in text and "#" not in text and text.startswith(f"def {function.name}(")
     fits = len(text) <= MOST_CHARACTERS and text.count("\n") < MOST_LINES and len(function.name) <= LONGEST_NAME
@@ -184,7 +184,7 @@ def _is_short(function: Function) -> bool:
     return plain and fits and 0 < len(returned) <= LONGEST_RETURN and ends is not None and ends[1] == returned
 
 
-def _task(function: Function, split: Split) -> Task:
+def _task(function: SummarisedFunction, split: Split) -> Task:
     identity = orjson.dumps([function.text, function.line])
     return Task(
         task_id=hashlib.sha256(identity).hexdigest()[:16],

@@ -10,13 +10,12 @@ from typing import final
 
 from etude.errors import DamagedError
 from etude.types import WeightPack
-from etude.weights.frames import Codec, Frame, invert, merge, parse
+from etude.weights.codecs.codec import Frame
+from etude.weights.frames import invert, merge, parse
 from etude.weights.log import WeightLog
 from etude.weights.packs import PACK_BYTES, fill_packs, read_pack
 from etude.weights.plan import Edge, LinkSpeed, ladder, plan
 from etude.weights.records import Link
-
-_ADDABLE = frozenset((Codec.GAPS, Codec.DENSE))
 
 
 @final
@@ -36,7 +35,7 @@ class Compactor:
         """Write a link from ``source`` to ``target``, merged from those there are; the older may be the target.
 
         Returns ``None``, and writes nothing, when there is such a link already or none can be made: a version on the
-        way is missing or whole, its ranks hold other parts, or its frames (classes) cannot be added without weights.
+        way is missing or whole, its layout is another, or its frames (classes) cannot be added without weights.
         Raises :class:`~etude.errors.DamagedError` when what is on the way is damaged.
         """
         first, last = min(source, target), max(source, target)
@@ -47,18 +46,17 @@ class Compactor:
         if merged is None:
             return None
         if source > target:
-            merged = {place: invert(parse(frame)) for place, frame in merged.items()}
+            merged = {chunk: invert(parse(frame)) for chunk, frame in merged.items()}
         start, record = self._log.read(source), self._log.read(target)
         if start is None or record is None:
             return None
-        packs = tuple(pack for rank in range(len(record.layouts)) for pack in self._store(rank, merged))
         link = Link(
             source=source,
             source_digest=start.digest,
             target=target,
             digest=record.digest,
-            layouts=record.layouts,
-            packs=packs,
+            layout=record.layout,
+            packs=tuple(self._store(merged)),
         )
         self._log.add_link(link)
         return link
@@ -71,42 +69,34 @@ class Compactor:
         except DamagedError:
             return ()
         start = self._log.read(first)
-        alike = start is not None and all(edge.layouts == start.layouts for edge in way)
+        alike = start is not None and all(edge.layout == start.layout for edge in way)
         return way if alike else ()
 
     def _exists(self, source: int, target: int) -> bool:
         return any((edge.source, edge.target) == (source, target) for edge in self._log.edges(source, target))
 
-    def _merge(self, edges: tuple[Edge, ...]) -> dict[tuple[int, int], bytes] | None:
-        """(rank, chunk) → one frame for all edges; ``None`` when some frame cannot be added."""
-        merged: dict[tuple[int, int], bytes] = {}
+    def _merge(self, edges: tuple[Edge, ...]) -> dict[int, bytes] | None:
+        """Chunk → one frame for all edges; ``None`` when some frame cannot be added."""
+        merged: dict[int, bytes] = {}
         for edge in edges:
-            for place, data in self._frames(edge):
+            for chunk, data in self._frames(edge):
                 frame = parse(data)
-                if frame.codec not in _ADDABLE:
+                if not frame.codec.is_additive:
                     return None
-                added = _add(merged.get(place), frame, data)
+                added = _add(merged.get(chunk), frame, data)
                 if added is None:
-                    merged.pop(place, None)
+                    merged.pop(chunk, None)
                 else:
-                    merged[place] = added
+                    merged[chunk] = added
         return merged
 
-    def _frames(self, edge: Edge) -> Iterator[tuple[tuple[int, int], memoryview]]:
+    def _frames(self, edge: Edge) -> Iterator[tuple[int, memoryview]]:
         for pack in edge.packs:
-            for chunk, frame in read_pack(self._log.pack(pack)):
-                yield (pack.rank, chunk), frame
+            yield from read_pack(self._log.pack(pack))
 
-    def _store(self, rank: int, frames: dict[tuple[int, int], bytes]) -> Iterator[WeightPack]:
-        own = sorted((chunk, frame) for (owner, chunk), frame in frames.items() if owner == rank)
-        for filled in fill_packs(own, self._pack_bytes):
-            yield WeightPack(
-                digest=self._log.put_pack(filled.data),
-                size_bytes=len(filled.data),
-                rank=rank,
-                first=filled.first,
-                last=filled.last,
-            )
+    def _store(self, frames: dict[int, bytes]) -> Iterator[WeightPack]:
+        for filled in fill_packs(sorted(frames.items()), self._pack_bytes):
+            yield self._log.put_filled(filled)
 
 
 def _add(before: bytes | None, frame: Frame, data: memoryview) -> bytes | None:

@@ -1,4 +1,4 @@
-"""What 128 bits say about a whole state, however it is cut up.
+"""A digest of 128 bits of a whole state, however it is cut up.
 
     D = Σ over tensors presence(name, type, shape) + Σ over numbers mix(key, canonical index, bits)    two lanes mod 2⁶⁴
 
@@ -21,8 +21,7 @@ import orjson
 
 from etude.types import TensorSpec
 from etude.weights import kernels
-from etude.weights.elements import Element
-from etude.weights.state import Numbers, Region, State, ordered, spec_key
+from etude.weights.state import Element, Numbers, Region, State, ordered, spec_key
 
 _MODULUS = 1 << 64
 _HEX_DIGITS = 32
@@ -65,18 +64,18 @@ Digest.ZERO = Digest(0, 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an array of numbers lies."""
+    """The place of an array of numbers in a tensor."""
 
     element: Element
     key: int
     """The tensor's :func:`~etude.weights.state.spec_key`."""
     region: Region
     first: int
-    """What the region calls the array's first number."""
+    """Index in the region of the array's first number."""
 
 
 def digest_numbers(numbers: Numbers, key: int, region: Region, start: int = 0) -> Digest:
-    """What some numbers of a tensor add to the digest.
+    """The term that some numbers of a tensor add to the digest.
 
     ``numbers`` [n] are those that the region counts as ``start``, ``start + 1``, …; ``key`` is the tensor's
     :func:`~etude.weights.state.spec_key`. Raises ``ValueError`` when the region has fewer.
@@ -92,7 +91,7 @@ def digest_numbers(numbers: Numbers, key: int, region: Region, start: int = 0) -
 
 
 def digest_change(key: int, indices: npt.NDArray[np.uint64], old: Numbers, new: Numbers) -> Digest:
-    """What the digest gains when the numbers at ``indices`` change from ``old`` to ``new``.
+    """The difference to the digest when the numbers at ``indices`` change from ``old`` to ``new``.
 
     ``indices`` [k] are canonical; ``old`` and ``new`` are [k] bits of one type. The digest of the state after a change
     is the one before plus this.
@@ -106,7 +105,7 @@ def digest_change(key: int, indices: npt.NDArray[np.uint64], old: Numbers, new: 
 def digest_steps(
     numbers: Numbers, start: int, changes: tuple[kernels.Positions, kernels.Steps], place: Place, *, take: bool
 ) -> Digest:
-    """What the digest gains when some numbers move by steps; with ``take`` they do so, in place.
+    """The difference to the digest when some numbers move by steps; with ``take`` they do so, in place.
 
     ``changes`` are (positions, steps), [k] each; ``numbers`` begin at position ``start`` and lie at ``place``.
     """
@@ -115,13 +114,13 @@ def digest_steps(
     fold = kernels.fold_of(place.element)
     moves = kernels.Moves(start, kernels.readonly(positions), kernels.readonly(steps), fold)
     region = place.region
-    part = kernels.Part(np.uint64(place.key), place.first, region.offset, region.width, region.stride)
-    kernels.take_steps(numbers, moves, part, take, lanes)
+    stretch = kernels.Stretch(np.uint64(place.key), place.first, region.offset, region.width, region.stride)
+    kernels.take_steps(numbers, moves, stretch, take, lanes)
     return Digest(int(lanes[0]), int(lanes[1]))
 
 
 def presence(spec: TensorSpec) -> Digest:
-    """What a tensor's being there adds, so that names, types and shapes count, also of tensors without numbers."""
+    """The term of a tensor itself, so that names, types and shapes count, also of tensors without numbers."""
     line = orjson.dumps([spec.name, spec.dtype, list(spec.shape)])
     lanes = hashlib.sha256(line).digest()[8:24]
     return Digest(int.from_bytes(lanes[:8], "little"), int.from_bytes(lanes[8:], "little"))
@@ -133,14 +132,14 @@ def layout_digest(specs: Iterable[TensorSpec]) -> Digest:
 
 
 def content_digest(state: State) -> Digest:
-    """The part of a state's digest that its numbers make up; those of shards of one state add up to it."""
-    parts = (digest_numbers(tensor.numbers, spec_key(tensor.spec), tensor.held) for tensor in ordered(state))
+    """The part of a state's digest that its numbers make up."""
+    parts = (
+        digest_numbers(tensor.numbers, spec_key(tensor.spec), Region.run(0, len(tensor.numbers)))
+        for tensor in ordered(state)
+    )
     return sum(parts, start=Digest.ZERO)
 
 
 def state_digest(state: State) -> str:
-    """The digest of a whole state, in hex: equal exactly when names, types, shapes and bits are, but for accidents.
-
-    For states that are spread over ranks, add up their :func:`content_digest` and, once, the :func:`layout_digest`.
-    """
+    """The digest of a whole state, in hex: equal exactly when names, types, shapes and bits are, but for accidents."""
     return (layout_digest(tensor.spec for tensor in ordered(state)) + content_digest(state)).hex()

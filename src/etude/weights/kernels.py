@@ -15,16 +15,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba import types
 
-from etude.jit import inlined, kernel
-from etude.weights.elements import Element
-from etude.weights.state import Bytes1d, Numbers
-from etude.weights.vectors import LANES, popcount, trailing_zeros, unequal
+from etude.jit import inlined, kernel, vector
+from etude.weights.state import Bytes1d, Element, Numbers
 
 Positions = npt.NDArray[np.uint32]
 """[k] ascending places in a chunk."""
 Steps = npt.NDArray[np.int32]
 """[k] ordinal differences, sign-extended from the width of the numbers, never 0."""
+LANES = 64
+"""Numbers that are compared at once: bits of a mask."""
+
 Array = TypeVar("Array", bound=npt.NDArray[Any])
 
 GAP_LIMIT = 255
@@ -34,7 +37,7 @@ EXCEPTION_LIMIT = 255
 SMALLEST_EXCEPTION = 2
 """Steps of ±1 are no exceptions."""
 INTACT = 0
-"""What a decoder returns when the streams are well-formed."""
+"""Result of a decoder for well-formed streams."""
 
 _READ_AHEAD = 256
 """Numbers read before the first of them is written, so that the waits for memory overlap: 1.6 times as fast."""
@@ -69,12 +72,12 @@ class Moves(NamedTuple):
     fold: int
 
 
-class Part(NamedTuple):
-    """Where an array lies in a tensor: a stretch of a region, as :class:`~etude.weights.state.Region` counts it."""
+class Stretch(NamedTuple):
+    """The place of an array in a tensor: a stretch of a region, as :class:`~etude.weights.state.Region` counts it."""
 
     key: np.uint64
     first: int
-    """What the region calls the array's first number."""
+    """Index in the region of the array's first number."""
     offset: int
     width: int
     stride: int
@@ -85,6 +88,53 @@ def readonly(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+# ── 64 numbers at once, on any processor, without a C compiler ──────────────────────────────────────────────────────
+#
+# Each intrinsic is a few lines of LLVM vector code, which LLVM lowers to what the machine has (AVX-512, AVX2, SSE2,
+# NEON). The result is a 64-bit mask: bit j speaks of element ``offset + j``. The arrays must hold 64 elements from
+# ``offset`` on; nothing checks that here.
+
+
+@vector
+def unequal(_context: Any, first: Any, second: Any, offset: Any) -> Any:
+    """Bit j: ``first[offset + j] != second[offset + j]``."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        x = _load(context, builder, signature.args[0], arguments[0], arguments[2])
+        y = _load(context, builder, signature.args[1], arguments[1], arguments[2])
+        return builder.bitcast(builder.icmp_unsigned("!=", x, y), ir.IntType(64))
+
+    return types.uint64(first, second, types.int64), generate
+
+
+@vector
+def trailing_zeros(_context: Any, mask: Any) -> Any:
+    """Index of the lowest set bit; undefined for 0."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), generate
+
+
+@vector
+def popcount(_context: Any, mask: Any) -> Any:
+    """Number of set bits."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.ctpop(arguments[0])
+
+    return types.int64(types.uint64), generate
+
+
+def _load(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
+    data = context.make_array(array_type)(context, builder, array).data
+    lanes = ir.VectorType(ir.IntType(array_type.dtype.bitwidth), LANES)
+    loaded = builder.load(builder.bitcast(builder.gep(data, [offset]), lanes.as_pointer()))
+    loaded.align = array_type.dtype.bitwidth // 8
+    return loaded
 
 
 # ── ordinals and steps ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,7 +173,7 @@ def scan(old: Numbers, new: Numbers, place: tuple[int, int], fold: int, position
     aligned = len(new) - len(new) % LANES
     for block in range(0, aligned, LANES):
         mask = unequal(old, new, block)
-        found = popcount(mask)
+        differing = popcount(mask)
         i = block + trailing_zeros(mask | _LAST)
         positions[count] = start + i
         steps[count] = step_between(old[i], new[i], fold, shift)
@@ -132,7 +182,7 @@ def scan(old: Numbers, new: Numbers, place: tuple[int, int], fold: int, position
         positions[count + 1] = start + i
         steps[count + 1] = step_between(old[i], new[i], fold, shift)
         mask &= mask - _ONE
-        count += min(found, 2)
+        count += min(differing, 2)
         while mask != np.uint64(0):
             i = block + trailing_zeros(mask)
             mask &= mask - _ONE
@@ -144,18 +194,6 @@ def scan(old: Numbers, new: Numbers, place: tuple[int, int], fold: int, position
             positions[count] = start + i
             steps[count] = step_between(old[i], new[i], fold, shift)
             count += 1
-    return count
-
-
-@kernel
-def count_unequal(old: Numbers, new: Numbers) -> int:
-    """How many numbers differ."""
-    count = 0
-    aligned = len(new) - len(new) % LANES
-    for block in range(0, aligned, LANES):
-        count += popcount(unequal(old, new, block))
-    for i in range(aligned, len(new)):
-        count += old[i] != new[i]
     return count
 
 
@@ -369,7 +407,7 @@ def gather_changes(zigzags: Numbers, positions: Positions, steps: Steps) -> None
 
 @kernel
 def count_nonzero(numbers: Numbers) -> int:
-    """How many numbers are not 0."""
+    """Count the numbers that are not 0."""
     count = 0
     for i in range(len(numbers)):
         count += numbers[i] != 0
@@ -455,7 +493,7 @@ def digest_region(
 
 
 @kernel
-def take_steps(numbers: Numbers, moves: Moves, part: Part, take: bool, lanes: npt.NDArray[np.uint64]) -> None:
+def take_steps(numbers: Numbers, moves: Moves, part: Stretch, take: bool, lanes: npt.NDArray[np.uint64]) -> None:
     """Add to ``lanes`` [2] what moving numbers does to a digest; ``take`` the steps as well, in place, or only tell."""
     shift = 64 - 8 * numbers.itemsize
     seen = np.empty(_READ_AHEAD, numbers.dtype)

@@ -1,27 +1,44 @@
 """The log of weight versions: which exist, who may add one, and what leads from one to another.
 
-A version exists from the moment its commit record does; packs without a record are rubbish that harms nobody. The
+A version exists from the moment its commit record does; packs without a record are rubbish that harms nothing. The
 record is also the fence: a second writer of the same version loses. This file owns reading and writing what
-``records.py`` describes and the objects that records refer to, each checked against its digest. What to fetch is
-``plan.py``'s, what to delete ``retention.py``'s, what is inside a pack ``packs.py``'s.
+``records.py`` describes and the objects that records refer to, each checked against its digest. Three habits hold for
+all of it: an object that is there with our bytes is ours, a record that has been read is not read again, and a record
+of another log is damage. What to fetch is ``plan.py``'s, what to delete ``retention.py``'s, what is inside a pack
+``packs.py``'s.
 
     writer   put_layout, put_pack … ─▶ announce … ─▶ commit            (then, in the background, add_link)
-    reader   latest ─▶ lease ─▶ edges ─▶ plan ─▶ layout, pack …
+    reader   latest ─▶ lease ─▶ edges ─▶ plan ─▶ layout, pack …        (no sound way: request_full)
+
+A reader that no sound way leads on asks for a full snapshot: else it would wait for the next anchor. The request is an
+empty object that names the version to be published whole. That version is two ahead, so that it is seen before the
+publisher starts on it. Requests are not signed: all that they can bring about is a large version.
 """
 
 import hashlib
 import re
+import secrets
+from collections import OrderedDict
 from collections.abc import Iterable
-from typing import final
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import Enum
+from threading import Lock
+from typing import cast, final
 
+from etude import clock
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
+from etude.weights.packs import FilledPack
 from etude.weights.plan import Edge, edge_of, reachable
-from etude.weights.record_files import RecordShelf, put_content
 from etude.weights.records import (
+    LOG_KEY,
     Announcement,
-    Lease,
     Link,
+    LogStart,
+    ReaderLease,
+    Record,
+    RecordT,
     commit_key,
     layout_key,
     lease_folder,
@@ -29,54 +46,26 @@ from etude.weights.records import (
     pack_key,
     parse_commit_key,
     parse_link_key,
+    parse_record,
+    record_bytes,
     record_key,
+    require_log_id,
     staged_folder,
 )
-from etude.weights.store import Objects
+from etude.weights.store import FULL_REQUEST_FOLDER, Objects
 
-_LAYOUTS_KEPT = 1024
-"""One for each rank of a large trainer, and some of the launch before."""
+_LAYOUTS_KEPT = 16
+"""That of this launch of the trainer, and of some launches before."""
 _LEASES_HELD = 2
 """A reader's newest lease and the one before, so that no listing finds it between two."""
-
-
-@final
-class LeaseHolder:
-    """One reader's word for what it still needs; used by one thread at a time.
-
-    Lease the version you hold before planning with it, and again once you hold another. A reader that holds nothing
-    leases the first target of its plan. A lease that is not renewed expires by itself.
-    """
-
-    def __init__(self, store: Objects, records: RecordShelf, reader: str) -> None:
-        self._store = store
-        self._records = records
-        self._reader = reader
-        self._next = 1 + max(map(_sequence, store.list(lease_folder(reader))), default=-1)
-        self._held: list[str] = []
-
-    def renew(self, version: int) -> None:
-        """Say that ``version`` is needed, from now on and for the time that the collector grants.
-
-        The lease before the last is removed; storage that fails at that is forgiven until the next renewal.
-        """
-        lease = Lease(reader=self._reader, version=version, sequence=self._next)
-        while self._records.add(lease) != lease:
-            # Another process reads under this name; both leases hold.
-            lease = Lease(reader=self._reader, version=version, sequence=lease.sequence + 1)
-        self._next = lease.sequence + 1
-        self._held.append(record_key(lease))
-        stale = self._held[:-_LEASES_HELD]
-        try:
-            self._store.delete(*stale)
-        except InfrastructureError:
-            return
-        del self._held[: len(stale)]
-
-    def release(self) -> None:
-        """Take back what was said; calling it twice is harmless."""
-        self._store.delete(*self._held)
-        self._held.clear()
+FULL_REQUEST_AHEAD = 2
+"""Distance from the newest version to the one that is to be whole."""
+_CREATE_TRIES = 3
+"""Tries to send an object whose answers get lost; the store has its own retries below that."""
+_CACHE_BYTES = 64 << 20
+"""Bytes of records, as stored, that stay parsed."""
+_READERS = 16
+"""Records that are fetched at a time."""
 
 
 @final
@@ -97,14 +86,14 @@ class WeightLog:
         self.store = store
         self._layouts: dict[str, bytes] = {}
         self.key = key
-        """What records are signed with; ``None`` when they are not."""
+        """Key that signs records; ``None`` when they are not signed."""
         self.at_least = at_least
         """A version that is known to be there: an older one is not the newest, whatever the storage says."""
-        self.records = RecordShelf(store, key, log_id)
+        self.records = RecordFiles(store, key, log_id)
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is wrong with the records that ``edges``, ``links`` and ``announced`` passed over."""
+        """Faults of the records that ``edges``, ``links`` and ``announced`` passed over."""
         return self.records.faults
 
     # --- Versions ---
@@ -177,7 +166,8 @@ class WeightLog:
     def edges(
         self, have: int | None, target: int, without: frozenset[tuple[int | None, int]] = frozenset()
     ) -> list[Edge]:
-        """What may help to get from ``have``, or from nothing, to ``target``; :func:`etude.weights.plan.plan` chooses.
+        """The edges that may help to get from ``have``, or from nothing, to ``target``; :func:`etude.weights.plan.plan`
+        chooses.
 
         ``without`` names the ends of edges that turned out broken: they are left out, and older ways are looked for.
         Records below the newest usable anchor and below ``have`` are not read. Damaged ones are noted in ``faults``;
@@ -193,15 +183,15 @@ class WeightLog:
         floors, highest = [*anchors, 0], target
         if have is not None and (have in committed or any(start == have for start, _ in ends)):
             floors[0], highest = min(have, floors[0]), max(have, target)
-        found: list[Edge] = []
+        usable: list[Edge] = []
         for floor in floors:
             commits = [commit_key(version) for version in committed if floor <= version <= target]
             spanned = [link_key(*pair) for pair in ends if _lies_within(pair, floor, highest)]
-            told = _edges(self.records, commits, spanned)
-            found = [edge for edge in told if (edge.source, edge.target) not in without]
-            if target in reachable(found, {None, have}):
+            edges = _edges(self.records, commits, spanned)
+            usable = [edge for edge in edges if (edge.source, edge.target) not in without]
+            if target in reachable(usable, {None, have}):
                 break
-        return found
+        return usable
 
     # --- Payloads ---
 
@@ -232,6 +222,11 @@ class WeightLog:
         put_content(self.store, pack_key(digest), data)
         return digest
 
+    def put_filled(self, filled: FilledPack) -> WeightPack:
+        """Store a filled pack and return its description for a record."""
+        digest = self.put_pack(filled.data)
+        return WeightPack(digest=digest, size_bytes=len(filled.data), first=filled.first, last=filled.last)
+
     def pack(self, pack: WeightPack) -> bytes:
         """The bytes of a pack. Raises :class:`~etude.errors.DamagedError` if they are gone or not what they were."""
         data = self.store.get(pack_key(pack.digest))
@@ -253,33 +248,237 @@ class WeightLog:
             )
 
     def announced(self, version: int) -> list[Announcement]:
-        """What has been announced for a version, by writer, rank and sequence; damaged ones are noted in ``faults``."""
-        found = self.records.read_sound(Announcement, self.store.list(staged_folder(version)))
-        return sorted(found, key=lambda one: (one.writer, one.rank, one.sequence))
+        """The announcements for a version, by writer and sequence; damaged ones are noted in ``faults``."""
+        usable = self.records.read_sound(Announcement, self.store.list(staged_folder(version)))
+        return sorted(usable, key=lambda one: (one.writer, one.sequence))
 
-    def lease(self, reader: str) -> LeaseHolder:
-        """The means to keep what ``reader`` needs from being deleted; each reader has its own name.
+    def lease(self, reader: str) -> "LeaseHolder":
+        """The leases that keep what ``reader`` needs from being deleted; each reader has its own name.
 
         Raises :class:`~etude.errors.UserError` for a name that cannot be part of a key.
         """
         try:
-            Lease(reader=reader, version=0, sequence=0)
+            ReaderLease(reader=reader, version=0, sequence=0)
         except ValueError as error:
             raise UserError(str(error)) from error
         return LeaseHolder(self.store, self.records, reader)
 
+    # --- Full snapshots on request ---
 
-def newest(log: WeightLog, held: int | None, at_least: int) -> int | None:
-    """The newest version, for who has ``held``; ``None`` if there is none and none has to be.
+    def request_full(self) -> None:
+        """Ask for a full snapshot soon. A reader that may not write, or cannot, waits for the next anchor."""
+        with suppress(InfrastructureError):
+            version = self.latest()
+            if version is not None:
+                self.store.put_if_absent(_full_request_key(version + FULL_REQUEST_AHEAD), b"")
 
-    Raises :class:`~etude.errors.DamagedError` when it is older than what is held, or than ``at_least``.
+    def is_full_requested(self, before: WeightVersion, version: int) -> bool:
+        """Return true if ``version`` shall be whole; ``before`` is the one of which it would else be a change.
+
+        A request for ``version`` speaks of older ones than ``before``, hence counts for nothing when that is whole; one
+        for the next version is answered at once.
+        """
+        if self.store.exists(_full_request_key(version + 1)):
+            return True
+        return before.base is not None and self.store.exists(_full_request_key(version))
+
+
+@final
+class RecordFiles:
+    """The records of one store: signed, checked, and parsed once. Safe to share between threads.
+
+    Records never change, so what has been read is not read again, also if somebody has deleted it since: ask a listing
+    what exists.
+
+    All are of one log: of ``log_id`` where that is given, else, with a ``key``, of the log that is there at the first
+    look. Without either the storage is trusted, since whoever writes to it could write any id.
     """
-    version, known = log.latest(after=held), max(-1 if held is None else held, at_least or -1)
-    if known > (-1 if version is None else version):
+
+    def __init__(self, store: Objects, key: bytes | None, log_id: str | None = None) -> None:
+        if log_id is not None:
+            try:
+                require_log_id(log_id)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+        self._store = store
+        self._key = key
+        self._expected = log_id
+        self._written: str | None = None
+        self._lock = Lock()
+        self._cache: OrderedDict[str, tuple[Record, int]] = OrderedDict()
+        self._cached_bytes = 0
+        self._faults: dict[str, str] = {}
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Faults of the records that were passed over, by ascending name."""
+        with self._lock:
+            return tuple(message for _, message in sorted(self._faults.items()))
+
+    def add(self, record: RecordT) -> RecordT:
+        """Write a record unless there is one at its place, and return the one that is there now."""
+        name = record_key(record)
+        if create(self._store, name, record_bytes(record, self._started(), self._key)):
+            return record
+        existing = self.read(type(record), name)
+        if existing is None:
+            raise DamagedError(f"{name} vanished from {self._store.url}: something deletes from the log")
+        return existing
+
+    def read(self, kind: type[RecordT], name: str) -> RecordT | None:
+        """The record at an object key, ``None`` if there is none. Raises :class:`~etude.errors.DamagedError`."""
+        with self._lock:
+            if name in self._cache:
+                self._cache.move_to_end(name)
+                return cast(RecordT, self._cache[name][0])
+        return self.read_again(kind, name)
+
+    def read_again(self, kind: type[RecordT], name: str) -> RecordT | None:
+        """Read as :meth:`read`, but from the store, whatever has been read before."""
+        data = self._store.get(name)
+        if data is None:
+            return None
+        record = self.parse(data, kind, name)
+        self._remember(name, record, len(data))
+        return record
+
+    def parse(self, data: bytes, kind: type[RecordT], name: str) -> RecordT:
+        """The record in the bytes of an object. Raises :class:`~etude.errors.DamagedError`, also for another log's."""
+        record, log_id = parse_record(data, kind, name, self._key)
+        if self._expected is None and self._key is not None:
+            self._expected = self.log_id() or log_id
+        if self._expected not in (None, log_id):
+            raise DamagedError(f"record {name} is of log {log_id}, this is log {self._expected}")
+        return record
+
+    def log_id(self) -> str | None:
+        """The id that the log in this store bears, of its first record or else of its newest; ``None`` for no log."""
+        if (log_id := self._id_in(LOG_KEY, LogStart)) is not None:
+            return log_id
+        commits = [name for name in self._store.list("commits") if parse_commit_key(name) is not None]
+        ids = (self._id_in(name, WeightVersion) for name in reversed(commits))
+        return next(filter(None, ids), None)
+
+    def _id_in(self, name: str, kind: type[Record]) -> str | None:
+        data = self._store.get(name)
+        try:
+            return None if data is None else parse_record(data, kind, name, self._key)[1]
+        except DamagedError:
+            return None
+
+    def _started(self) -> str:
+        """The id of the log, which begins now if there is none.
+
+        Raises :class:`~etude.errors.FencedError` where another log is than the one that is expected.
+        """
+        if self._written is None:
+            log_id = self.log_id()
+            if log_id is None:
+                log_id = self._expected or secrets.token_hex(16)
+                if not create(self._store, LOG_KEY, self._first_record(log_id)):
+                    log_id = self.log_id() or self.begin_again(log_id)
+            if self._expected not in (None, log_id):
+                raise FencedError(
+                    f"{self._store.url} holds the log {log_id}, what should be written is of log {self._expected}: "
+                    f"give each run a store of its own"
+                )
+            self._written = log_id
+        return self._written
+
+    def begin_again(self, log_id: str) -> str:
+        """Write the first record over one that nobody can read; returns the id."""
+        self._store.renew(LOG_KEY, self._first_record(log_id))
+        return log_id
+
+    def _first_record(self, log_id: str) -> bytes:
+        return record_bytes(LogStart(created=clock.date_utc()), log_id, self._key)
+
+    def read_sound(self, kind: type[RecordT], names: Iterable[str]) -> list[RecordT]:
+        """The records at many keys, fetched together; absent ones are left out, damaged ones noted in ``faults``."""
+
+        def read(name: str) -> RecordT | None:
+            try:
+                return self.read(kind, name)
+            except DamagedError as error:
+                self.note_fault(name, str(error))
+                return None
+
+        requested = list(names)
+        with self._lock:
+            unread = [name for name in requested if name not in self._cache]
+        if len(unread) <= 1:
+            usable = list(map(read, requested))
+        else:
+            with ThreadPoolExecutor(min(_READERS, len(unread))) as pool:
+                usable = list(pool.map(read, requested))
+        return [record for record in usable if record is not None]
+
+    def note_fault(self, name: str, message: str) -> None:
+        """Remember why the record ``name`` was passed over."""
+        with self._lock:
+            self._faults[name] = message
+
+    def _remember(self, name: str, record: Record, size_bytes: int) -> None:
+        with self._lock:
+            self._faults.pop(name, None)
+            if name not in self._cache:
+                self._cache[name] = record, size_bytes
+                self._cached_bytes += size_bytes
+            while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
+                _, (_, freed_bytes) = self._cache.popitem(last=False)
+                self._cached_bytes -= freed_bytes
+
+
+@final
+class LeaseHolder:
+    """One reader's leases, of what it still needs; used by one thread at a time.
+
+    Lease the version you hold before planning with it, and again once you hold another. A reader that holds nothing
+    leases the first target of its plan. A lease that is not renewed expires by itself.
+    """
+
+    def __init__(self, store: Objects, records: RecordFiles, reader: str) -> None:
+        self._store = store
+        self._records = records
+        self._reader = reader
+        self._next = 1 + max(map(_sequence, store.list(lease_folder(reader))), default=-1)
+        self._lease_keys: list[str] = []
+
+    def renew(self, version: int) -> None:
+        """Say that ``version`` is needed, from now on and for the time that the collector grants.
+
+        The lease before the last is removed; storage that fails at that is forgiven until the next renewal.
+        """
+        lease = ReaderLease(reader=self._reader, version=version, sequence=self._next)
+        while self._records.add(lease) != lease:
+            # Another process reads under this name; both leases hold.
+            lease = ReaderLease(reader=self._reader, version=version, sequence=lease.sequence + 1)
+        self._next = lease.sequence + 1
+        self._lease_keys.append(record_key(lease))
+        stale = self._lease_keys[:-_LEASES_HELD]
+        try:
+            self._store.delete(*stale)
+        except InfrastructureError:
+            return
+        del self._lease_keys[: len(stale)]
+
+    def release(self) -> None:
+        """Take back what was said; calling it twice is harmless."""
+        self._store.delete(*self._lease_keys)
+        self._lease_keys.clear()
+
+
+def newest(log: WeightLog, current: int | None, at_least: int) -> int | None:
+    """The newest version, for a reader that has ``current``; ``None`` if there is none and none has to be.
+
+    Raises :class:`~etude.errors.DamagedError` when it is older than ``current``, or than ``at_least``.
+    """
+    version, newest_known = log.latest(after=current), max(-1 if current is None else current, at_least or -1)
+    if newest_known > (-1 if version is None else version):
         raise DamagedError(
-            f"the newest weight version in {log.store.url} is {version}, but version {known} was published: records "
-            f"were deleted, or this is an older copy of the log; repair it from a mirror, or name the version to go "
-            f"back to"
+            f"the newest weight version in {log.store.url} is {version}, but version {newest_known} was published: "
+            f"records were deleted, or this is an older copy of the log; repair it from a mirror, or name the "
+            f"version to go back to"
         )
     return version
 
@@ -306,19 +505,19 @@ def _link_ends(store: Objects) -> list[tuple[int | None, int]]:
     return [ends for ends in map(parse_link_key, store.list("links")) if ends is not None]
 
 
-def _edges(records: RecordShelf, commits: Iterable[str], links: Iterable[str]) -> list[Edge]:
+def _edges(records: RecordFiles, commits: Iterable[str], links: Iterable[str]) -> list[Edge]:
     """Edges from the records at these keys. Links that contradict the commit of their target are noted as faults."""
     versions = records.read_sound(WeightVersion, commits)
     digests = {record.version: record.digest for record in versions}
-    found = [edge_of(record) for record in versions]
+    usable = [edge_of(record) for record in versions]
     for link in records.read_sound(Link, links):
         committed = digests.get(link.target, link.digest)
         if link.digest == committed:
-            found.append(edge_of(link))
+            usable.append(edge_of(link))
         else:
             name = record_key(link)
             records.note_fault(name, f"record {name} leads to state {link.digest}, its version is {committed}")
-    return found
+    return usable
 
 
 def _lies_within(ends: tuple[int | None, int], lowest: int, highest: int) -> bool:
@@ -329,3 +528,48 @@ def _lies_within(ends: tuple[int | None, int], lowest: int, highest: int) -> boo
 def _sequence(key: str) -> int:
     match = re.search(r"/(\d{8,15})\.json$", key, re.ASCII)
     return int(match[1]) if match else -1
+
+
+def _full_request_key(version: int) -> str:
+    return f"{FULL_REQUEST_FOLDER}/{version:08d}"
+
+
+def create(store: Objects, key: str, data: bytes) -> bool:
+    """Create an object; false, and nothing is changed, when ``key`` is there with other bytes.
+
+    An object with the same bytes counts as ours: it is what an earlier call made whose answer got lost.
+    """
+    return _place(store, key, data) is not _Creation.OTHER
+
+
+def put_content(store: Objects, key: str, data: bytes) -> None:
+    """Store an object that is named by its content; one that is there already counts as written now.
+
+    What lies there and is not what its name says is damage, and is replaced: nobody could have used it.
+    """
+    if _place(store, key, data) is not _Creation.NEW:
+        store.renew(key, data)
+
+
+class _Creation(Enum):
+    """Outcome of creating an object."""
+
+    NEW = "new"
+    SAME = "it was there"
+    OTHER = "something else was there"
+
+
+def _place(store: Objects, key: str, data: bytes) -> _Creation:
+    """Create an object whatever answers get lost, and say what is there now."""
+    for last_try in (*[False] * (_CREATE_TRIES - 1), True):
+        try:
+            if store.put_if_absent(key, data):
+                return _Creation.NEW
+            existing = store.get(key)
+        except InfrastructureError:
+            if last_try:
+                raise
+            continue
+        if existing is not None:
+            return _Creation.SAME if existing == data else _Creation.OTHER
+    raise DamagedError(f"{key} comes and goes in {store.url}: something deletes from the log")

@@ -3,8 +3,7 @@
     pack    magic ``ETP2`` │ u32 frames │ index │ frames, one after the other
     index   per frame: u32 chunk, ascending │ u32 size in bytes
 
-Little-endian throughout. The index comes first, so that a reader that needs a few chunks can fetch the head of a pack
-and then only their ranges. This file owns the bundling; what a frame holds is ``frames.py``'s, where packs lie
+Little-endian throughout. This file owns the bundling; what a frame holds is ``frames.py``'s, where packs lie
 ``log.py``'s.
 """
 
@@ -37,15 +36,6 @@ class FilledPack:
     """The highest."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Where a chunk's frame lies in a pack."""
-
-    chunk: int
-    offset: int
-    size_bytes: int
-
-
 def fill_packs(frames: Iterable[tuple[int, bytes]], pack_bytes: int = PACK_BYTES) -> Iterator[FilledPack]:
     """Bundle ``(chunk, frame)`` pairs in ascending order of chunks; each pack is given out as soon as it is full."""
     batch: list[tuple[int, bytes]] = []
@@ -60,45 +50,28 @@ def fill_packs(frames: Iterable[tuple[int, bytes]], pack_bytes: int = PACK_BYTES
         yield _fill(batch)
 
 
-def index_bytes(head: bytes) -> int:
-    """How many bytes of a pack its index takes, magic included, from its first 8 or more bytes.
-
-    Raises :class:`~etude.errors.DamagedError` when these are not the first bytes of a pack.
-    """
-    if len(head) < _HEAD.size:
-        raise DamagedError(f"a pack is cut off after {len(head)} bytes")
-    magic, count = _HEAD.unpack_from(head)
-    if magic != _MAGIC or count > _MOST_FRAMES:
-        raise DamagedError(f"a pack starts with {bytes(head[:8])!r}: it holds no frames")
-    return int(_HEAD.size + count * _ENTRY_BYTES)
-
-
-def parse_index(head: bytes, pack_bytes: int) -> list[Entry]:
-    """The frames of a pack of ``pack_bytes`` from at least its index.
-
-    Raises :class:`~etude.errors.DamagedError` unless they fill the pack exactly, in ascending order of chunks.
-    """
-    start = index_bytes(head)
-    if len(head) < start:
-        raise DamagedError(f"a pack's index of {start} bytes is cut off after {len(head)}")
-    table = np.frombuffer(head, "<u4", (start - _HEAD.size) // 4, _HEAD.size).reshape(-1, 2).tolist()
-    offsets = list(accumulate((size for _, size in table), initial=start))
-    if offsets[-1] != pack_bytes:
-        raise DamagedError(f"a pack of {pack_bytes} bytes declares frames up to byte {offsets[-1]}")
-    entries = [
-        Entry(chunk=chunk, offset=offset, size_bytes=size)
-        for (chunk, size), offset in zip(table, offsets, strict=False)
-    ]
-    if any(one.chunk >= two.chunk for one, two in pairwise(entries)):
-        raise DamagedError("a pack's chunks are not in ascending order")
-    return entries
-
-
 def read_pack(data: bytes) -> Iterator[tuple[int, memoryview]]:
-    """The ``(chunk, frame)`` pairs of a whole pack, without copying. Raises :class:`~etude.errors.DamagedError`."""
+    """The ``(chunk, frame)`` pairs of a pack, without copying.
+
+    Raises :class:`~etude.errors.DamagedError` unless frames fill it exactly, in ascending order of chunks.
+    """
+    if len(data) < _HEAD.size:
+        raise DamagedError(f"a pack is cut off after {len(data)} bytes")
+    magic, count = _HEAD.unpack_from(data)
+    if magic != _MAGIC or count > _MOST_FRAMES:
+        raise DamagedError(f"a pack starts with {bytes(data[:8])!r}: it holds no frames")
+    start = _HEAD.size + count * _ENTRY_BYTES
+    if len(data) < start:
+        raise DamagedError(f"a pack's index of {start} bytes is cut off after {len(data)}")
+    index = np.frombuffer(data, "<u4", 2 * count, _HEAD.size).reshape(-1, 2).tolist()
+    bounds = list(accumulate((size for _, size in index), initial=start))
+    if bounds[-1] != len(data):
+        raise DamagedError(f"a pack of {len(data)} bytes declares frames up to byte {bounds[-1]}")
+    if any(one >= two for (one, _), (two, _) in pairwise(index)):
+        raise DamagedError("a pack's chunks are not in ascending order")
     view = memoryview(data)
-    for entry in parse_index(data, len(data)):
-        yield entry.chunk, view[entry.offset : entry.offset + entry.size_bytes]
+    for (chunk, _), (begin, end) in zip(index, pairwise(bounds), strict=True):
+        yield chunk, view[begin:end]
 
 
 def _fill(batch: list[tuple[int, bytes]]) -> FilledPack:

@@ -1,4 +1,4 @@
-"""Where each number of a checkpoint lives in the parameters an engine computes with.
+"""The map from a checkpoint's numbers to the parameters that an engine computes with.
 
 An engine keeps weights fused, stacked, sliced, transposed or padded; a change names checkpoint tensors and canonical
 indices. A :class:`Placement` is the map between the two, so that a change costs what changed and not the model's size.
@@ -22,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.types import TensorSpec
-from etude.weights.elements import ELEMENTS, Element
-from etude.weights.state import NUMBER_TYPES, Numbers, Region, spec_bytes
+from etude.weights.state import ELEMENTS, NUMBER_TYPES, Element, Numbers, Region, spec_bytes
 
 Places: TypeAlias = npt.NDArray[np.int64]
 """[k] codes, canonical indices or positions."""
@@ -31,7 +30,7 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 """[k] one truth value each."""
 
 NO_CODE = 0
-"""What a position has as its code where the loader writes nothing, e.g. in padding."""
+"""Code of a position where the loader writes nothing, e.g. in padding."""
 BASE_LIMIT = 1 << 24
 """No type is asked to carry larger digits: what float32 represents exactly."""
 PART_NUMBERS = 1 << 22
@@ -58,7 +57,7 @@ class Rectangle:
 
     @property
     def count(self) -> int:
-        """How many numbers it places."""
+        """Numbers that it places."""
         return self.region.count
 
     @property
@@ -75,7 +74,7 @@ class Rectangle:
         return indices.ravel(), positions.ravel()
 
     def find(self, indices: Places) -> tuple[Places, Places]:
-        """Of ascending canonical indices [k], which are in it (places in ``indices``), and their positions."""
+        """Find those of ascending canonical indices [k] that are in it (places in ``indices``), and their positions."""
         low, high = np.searchsorted(indices, (self.region.offset, self.region.end))
         rows, columns = np.divmod(indices[low:high] - self.region.offset, max(self.region.stride, 1))
         inside = np.flatnonzero(columns < self.region.width)
@@ -120,7 +119,7 @@ class Scattering:
 
     @property
     def count(self) -> int:
-        """How many numbers it places."""
+        """Numbers that it places."""
         return len(self.indices)
 
     @property
@@ -133,7 +132,7 @@ class Scattering:
         return self.indices, self.positions
 
     def find(self, indices: Places) -> tuple[Places, Places]:
-        """Of ascending canonical indices [k], which are in it (places in ``indices``), and their positions."""
+        """Find those of ascending canonical indices [k] that are in it (places in ``indices``), and their positions."""
         nearest = np.minimum(np.searchsorted(self.indices, indices), self.count - 1)
         chosen = np.flatnonzero(self.indices[nearest] == indices)
         return chosen, self.positions[nearest[chosen]]
@@ -154,7 +153,7 @@ Block: TypeAlias = Rectangle | Scattering
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Placed:
+class PlacedNumbers:
     """Some of the numbers that were looked up, and where they lie in one parameter."""
 
     parameter: str
@@ -166,7 +165,7 @@ class Placed:
 
 @final
 class Placement:
-    """Where every number of a checkpoint lives, in as many parameters and places as it does."""
+    """The places of all numbers of a checkpoint, in as many parameters and places as it does."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self.blocks = tuple(blocks)
@@ -174,19 +173,19 @@ class Placement:
         for block in self.blocks:
             self._of_tensor.setdefault(block.tensor, []).append(block)
 
-    def place(self, tensor: str, indices: npt.NDArray[np.uint64]) -> list[Placed]:
+    def place(self, tensor: str, indices: npt.NDArray[np.uint64]) -> list[PlacedNumbers]:
         """Look up ascending canonical indices [k] of one tensor.
 
         A number that lives in several places is in several answers, one that is not here is in none. Costs O(k) for
         each block of the tensor that has numbers in the range of the indices.
         """
-        found = []
+        placed = []
         signed = indices.astype(np.int64)
         for block in self._of_tensor.get(tensor, ()):
             chosen, positions = block.find(signed)
             if len(chosen):
-                found.append(Placed(parameter=block.parameter, positions=positions, chosen=chosen))
-        return found
+                placed.append(PlacedNumbers(parameter=block.parameter, positions=positions, chosen=chosen))
+        return placed
 
     @cached_property
     def witnesses(self) -> tuple[Block, ...]:
@@ -194,7 +193,7 @@ class Placement:
         return tuple(witness for blocks in self._of_tensor.values() for witness in _first_places(blocks))
 
     def resident(self, tensor: str) -> int:
-        """How many numbers of a tensor have a place."""
+        """The count of a tensor's numbers that have a place."""
         return self._residents.get(tensor, 0)
 
     @cached_property
@@ -242,7 +241,7 @@ def fit(tensor: str, parameter: str, indices: Places, positions: Places) -> list
 
 
 def _runs(indices: Places, positions: Places) -> tuple[Places, int]:
-    """Where runs of neighbours at one step begin, and that step (0 when all runs are of one number)."""
+    """The beginnings of runs of neighbours at one step, and that step (0 when all runs are of one number)."""
     moves = np.diff(positions)
     is_next = np.diff(indices) == 1
     step = _most_common(moves[is_next])
@@ -252,7 +251,7 @@ def _runs(indices: Places, positions: Places) -> tuple[Places, int]:
 
 
 def _tops(starts: Places, places: Places, widths: Places) -> Places:
-    """Which of the runs begin a rectangle."""
+    """The runs that begin a rectangle."""
     strides, moves = np.diff(starts), np.diff(places)
     is_alike = widths[1:] == widths[:-1]
     move = _most_common(moves[is_alike])
@@ -262,7 +261,9 @@ def _tops(starts: Places, places: Places, widths: Places) -> Places:
 
 
 def _heads(joined: Flags) -> Places:
-    """Which of n things in a row start a group, when ``joined`` [n − 1] says which belong to the one before."""
+    """The indices, among n things in a row, that start a group, when ``joined`` [n − 1] says which belong to the one
+    before.
+    """
     return np.flatnonzero(np.concatenate((np.ones(1, np.bool_), ~joined)))
 
 
@@ -320,22 +321,22 @@ class Numbering:
         """Describe a parameter by the codes that lie at its positions, [n] each, :data:`NO_CODE` for none."""
         positions = np.flatnonzero(codes)
         positions = positions[np.argsort(codes[positions], kind="stable")]
-        found = codes[positions]
-        which = np.searchsorted(self.starts, found, side="right") - 1
-        repeats = _repeats(found)
+        placed = codes[positions]
+        which = np.searchsorted(self.starts, placed, side="right") - 1
+        repeats = _repeats(placed)
         blocks = []
         for number in np.unique(which).tolist():
             low, high = np.searchsorted(which, (number, number + 1))
-            indices = found[low:high] - self.starts[number]
+            indices = placed[low:high] - self.starts[number]
             for repeat in range(int(repeats[low:high].max()) + 1):
-                kept = repeats[low:high] == repeat
+                chosen = repeats[low:high] == repeat
                 name = self.specs[number].name
-                blocks += fit(name, parameter, indices[kept], positions[low:high][kept])
+                blocks += fit(name, parameter, indices[chosen], positions[low:high][chosen])
         return blocks
 
 
 def has_codes(spec: TensorSpec) -> bool:
-    """Whether the tensor's type can carry digits and be placed by them."""
+    """Return true if the tensor's type can carry digits and be placed by them."""
     return ELEMENTS[spec.dtype].per_value == 1 and spec.dtype != "BOOL"
 
 
@@ -345,7 +346,7 @@ def digit_base(elements: Iterable[Element]) -> int:
 
 
 def digit_count(end: int, base: int) -> int:
-    """How many digits the codes below ``end`` have."""
+    """The number of digits of the codes below ``end``."""
     count = 1
     while base**count < end:
         count += 1

@@ -1,4 +1,4 @@
-"""Which packs to fetch: the fastest way from what a reader has to the version it wants.
+"""The choice of packs to fetch: the fastest way from what a reader has to the version it wants.
 
 Versions are points and everything that turns one into another is an edge: deltas, merged deltas, inverses, and anchors,
 which start from nothing. This file owns the choice among them, and which shortcuts are worth writing. It is pure: no
@@ -42,8 +42,8 @@ class Edge:
     kind: Literal["delta", "merged", "anchor", "inverse"]
     digest: str
     """Digest of the whole state at ``target``, 32 hex digits."""
-    layouts: tuple[str, ...]
-    """For each rank the SHA-256 of the layout of its share."""
+    layout: str
+    """SHA-256 of the layout."""
     packs: tuple[WeightPack, ...]
 
     @property
@@ -60,14 +60,14 @@ def edge_of(record: WeightVersion | Link) -> Edge:
         target=record.target if isinstance(record, Link) else record.version,
         kind=record.kind if isinstance(record, Link) else ("anchor" if record.base is None else "delta"),
         digest=record.digest,
-        layouts=record.layouts,
+        layout=record.layout,
         packs=record.packs,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """What a reader's time goes into. Both rates are of packs, hence of compressed bytes."""
+    """The speeds that a reader's time depends on. Both rates are of packs, hence of compressed bytes."""
 
     bytes_per_s: float = 1.25e9
     """Download; the default is a 10 Gb/s network."""
@@ -87,31 +87,25 @@ class Plan:
 
     edges: tuple[Edge, ...]
     size_bytes: int
-    """What has to be downloaded."""
+    """Bytes to download."""
     seconds: float
     """The estimate that made it the best."""
 
 
-def plan(
-    edges: Iterable[Edge],
-    target: int,
-    have: int | None,
-    speed: LinkSpeed,
-    cached: Collection[str] = frozenset(),
-) -> Plan:
+def plan(edges: Iterable[Edge], target: int, have: int | None, speed: LinkSpeed) -> Plan:
     """The fastest way to ``target`` from ``have`` or from nothing, whichever is faster.
 
-    An edge takes ``seconds_per_edge`` and the longer of its download and its application, which overlap. Packs whose
-    digests are in ``cached`` need no download. Of equally fast ways the one with fewer bytes wins, then the one with
-    fewer edges. Raises :class:`~etude.errors.DamagedError`, naming what is missing, when no way leads to ``target``.
+    An edge takes ``seconds_per_edge`` and the longer of its download and its application, which overlap. Of equally
+    fast ways the one with fewer bytes wins, then the one with fewer edges. Raises :class:`~etude.errors.DamagedError`,
+    naming what is missing, when no way leads to ``target``.
 
     Example: deltas 0→1→2→3→4, merged 0→4 and ``have=0`` give the one merged edge.
     """
     if have == target:
         return Plan(edges=(), size_bytes=0, seconds=0.0)
-    known = list(edges)
+    ways = list(edges)
     leaving: dict[Place, list[Edge]] = defaultdict(list)
-    for edge in known:
+    for edge in ways:
         leaving[edge.source].append(edge)
     starts: set[Place] = {None, have}
     arrivals: dict[int, tuple[_Cost, Edge]] = {}
@@ -119,7 +113,7 @@ def plan(
 
     def leave(place: Place, cost: _Cost) -> None:
         for edge in leaving[place]:
-            total = _add(cost, _edge_cost(edge, speed, cached))
+            total = _add(cost, _edge_cost(edge, speed))
             if edge.target not in starts and (edge.target not in arrivals or total < arrivals[edge.target][0]):
                 arrivals[edge.target] = total, edge
                 heapq.heappush(queue, (total, edge.target))
@@ -133,7 +127,7 @@ def plan(
             return Plan(edges=_way(arrivals, target), size_bytes=size_bytes, seconds=microseconds / 1e6)
         if cost == arrivals[version][0]:
             leave(version, cost)
-    raise DamagedError(_missing(known, target, have))
+    raise DamagedError(_missing(ways, target, have))
 
 
 def reachable(edges: Iterable[Edge], starts: Iterable[Place]) -> frozenset[Place]:
@@ -166,16 +160,17 @@ def ladder(version: int, base: int = LADDER_BASE, levels: Collection[int] = LADD
 
 
 def needs_anchor(version: int, every: int) -> bool:
-    """Whether an anchor should be written for ``version``: every so many, and not for 0, which is whole itself."""
+    """Return true if an anchor should be written for ``version``: every so many, and not for 0, which is whole
+    itself.
+    """
     if every < 1:
         raise ValueError(f"anchors every {every} versions cannot be; the least is 1")
     return version > 0 and version % every == 0
 
 
-def _edge_cost(edge: Edge, speed: LinkSpeed, cached: Collection[str]) -> _Cost:
-    download_bytes = sum(pack.size_bytes for pack in edge.packs if pack.digest not in cached)
-    transfer_s = max(download_bytes / speed.bytes_per_s, edge.size_bytes / speed.apply_bytes_per_s)
-    return round((speed.seconds_per_edge + transfer_s) * 1e6), download_bytes, 1
+def _edge_cost(edge: Edge, speed: LinkSpeed) -> _Cost:
+    transfer_s = edge.size_bytes / min(speed.bytes_per_s, speed.apply_bytes_per_s)
+    return round((speed.seconds_per_edge + transfer_s) * 1e6), edge.size_bytes, 1
 
 
 def _add(one: _Cost, two: _Cost) -> _Cost:
@@ -193,7 +188,7 @@ def _way(arrivals: Mapping[int, tuple[_Cost, Edge]], target: int) -> tuple[Edge,
 
 
 def _missing(edges: list[Edge], target: int, have: int | None) -> str:
-    """Why ``target`` cannot be reached: what would have to be there."""
+    """Message why ``target`` cannot be reached: what would have to be there."""
     arriving: dict[int, list[Edge]] = defaultdict(list)
     for edge in edges:
         arriving[edge.target].append(edge)

@@ -5,48 +5,48 @@
        └── next forward, backward    └── weights may change again: ``Publication.wait_read``
 
 Everything right of the first arrow happens on threads of the publisher. The order of writes is what makes it safe to
-die anywhere: packs first, commit record second, and only then does anyone believe in the version. What one rank does is
-here; how several make one version is in ``ranks.py``, how a share is encoded in ``encoding.py``.
+die anywhere: packs first, commit record second, and only then does anyone believe in the version. One process publishes
+the whole state: of a trainer on several ranks, the one that gathers it.
 """
 
 import os
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from threading import BoundedSemaphore, Event
 from typing import final
 
 from etude import clock
 from etude.closing import Closing
-from etude.errors import DamagedError, EtudeError, InfrastructureError
+from etude.errors import DamagedError, EtudeError, FencedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
-from etude.weights.chunks import CHUNK_NUMBERS, Layout
-from etude.weights.codec_choice import CodecChoice, CodecWish
+from etude.weights.chunks import CHUNK_NUMBERS, Chunk, Layout
+from etude.weights.codecs.codec import Codec
+from etude.weights.codecs.gaps import GAPS
 from etude.weights.compact import Compactor
-from etude.weights.encoding import DeltaEncoding, full_frames
-from etude.weights.full_requests import is_pleaded
+from etude.weights.frames import sparse_codecs
 from etude.weights.log import WeightLog
 from etude.weights.packs import PACK_BYTES, FilledPack, fill_packs
 from etude.weights.plan import ladder, needs_anchor
-from etude.weights.pull import pull_share
-from etude.weights.ranks import Rank, Ranks, SharePacks
-from etude.weights.records import Link, commit_key
-from etude.weights.shards import Share
+from etude.weights.pull import Receiver
+from etude.weights.records import Announcement, Link, commit_key
+from etude.weights.replica import Move, Replica
 from etude.weights.state import State
 
-ANCHOR = "-anchor"
-"""What the packs of an anchor are gathered for, after those of the version itself."""
 MOST_FOLLOW_UPS = 4
 """Commits whose merged links are being written; beyond this the shortest links wait: long ones save more."""
+WINDOW = 64
+"""Chunks of a full version that are encoded ahead of their upload: enough for every thread, little enough to hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOptions:
-    """How a publisher works; the defaults suit anything from a laptop to a cluster."""
+    """The way a publisher works; the defaults suit anything from a laptop to a cluster."""
 
-    codec: CodecWish = "auto"
+    codec: str = "auto"
     """``gaps`` can be merged and taken back, ``classes`` is a quarter smaller; ``auto`` takes the one with which a
     version arrives earlier over the link as uploads have shown it.
     """
@@ -57,27 +57,25 @@ class PublishOptions:
     uploads: int = 8
     """Packs on their way at once."""
     anchor_every: int = 64
-    """Every how many versions everything is stored whole, for readers that start from nothing; 0 for never."""
+    """Versions between those that are stored whole, for readers that start from nothing; 0 for none."""
     compact: bool = True
-    """Whether merged links are written after commits, so that readers that fell behind catch up in few steps."""
-    deadline_s: float = 600.0
-    """How long the other ranks may take before a publication fails; how long the store may is the store's own."""
+    """True if merged links are written after commits, so that readers that fell behind catch up in few steps."""
 
 
 @final
 class Publication:
-    """A version on its way: made by a :class:`Publisher`, watched by whoever called it."""
+    """A version on its way: made by a :class:`Publisher`, watched by its caller."""
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.released = Event()
         """Set once the published tensors have been read."""
         self.record: Future[WeightVersion] = Future()
-        """The commit record, or what went wrong."""
+        """The commit record, or the error."""
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`result` would return or raise at once."""
+        """True if :meth:`result` would return or raise at once."""
         return self.record.done()
 
     def wait_read(self, timeout_s: float | None = None) -> float:
@@ -100,21 +98,18 @@ class Publication:
 
 @final
 class Publisher(Closing):
-    """Publishes one rank's share, version after version; versions are committed in the order of the calls.
+    """Publishes a state, version after version; versions are committed in the order of the calls.
 
     It holds a copy of what it published last. Leaving it as a context manager waits for what is under way.
     """
 
-    def __init__(self, log: WeightLog, options: PublishOptions | None = None, rank: Rank | None = None) -> None:
+    def __init__(self, log: WeightLog, options: PublishOptions | None = None) -> None:
         self._log = log
         self._options = options or PublishOptions()
-        self._rank = rank or Rank()
-        self._writer = self._rank.launch or uuid.uuid4().hex
-        self._ranks = Ranks(log, self._rank, self._writer, self._options.deadline_s)
-        self._codec = CodecChoice(self._options.codec, self._options.encoders)
+        self._writer = uuid.uuid4().hex
+        self._codec = CodecSelection(self._options.codec, self._options.encoders)
         self._compactor = Compactor(log)
-        self._held: tuple[int, Share] | None = None
-        self._is_first = True
+        self._published: tuple[int, Replica] | None = None
         self._unreadable: int | None = None
         self._in_order = ThreadPoolExecutor(1, "publish")
         self._encoders = ThreadPoolExecutor(self._options.encoders, "encode")
@@ -132,11 +127,11 @@ class Publisher(Closing):
     def publish(self, state: State, *, version: int, step: int, recipe: str = "") -> Publication:
         """Start to publish ``state`` as ``version``; returns at once.
 
-        Nobody may write to ``state`` before :meth:`Publication.wait_read` returns. Publishing what is already there
+        ``state`` must not be written to before :meth:`Publication.wait_read` returns. Publishing what is already there
         (after a crash) gives the first record. The publication raises :class:`~etude.errors.FencedError` when the
-        version is committed with other weights, :class:`~etude.errors.InfrastructureError` when the store or another
-        rank does not answer in time, ``ValueError`` when tensors changed their names, types or shapes; the publisher
-        can be called again after any of them.
+        version is committed with other weights, :class:`~etude.errors.InfrastructureError` when the store does not
+        answer in time, ``ValueError`` when tensors changed their names, types or shapes; the publisher can be called
+        again after any of them.
         """
         if version < 0:
             raise ValueError(f"weight version {version} is negative; versions count from 0")
@@ -165,36 +160,35 @@ class Publisher(Closing):
         self._follow_up(record)
 
     def _publish(self, publication: Publication, state: State, step: int, recipe: str) -> WeightVersion:
-        """Packs, then the record; when either fails the share goes back to where it was."""
+        """Packs, then the record; when either fails the replica goes back to where it was."""
         version = publication.version
-        known = self._held[1].layout if self._held else None
-        layout = known if known and known.is_of(state) else Layout.of(state, self._options.chunk_numbers)
-        held, self._held = self._base(version, layout), None
-        if held is None:
-            share = Share.copy_of(layout, state)
+        layout = self._published[1].layout if self._published else None
+        if layout is None or not layout.is_of(state):
+            layout = Layout.of(state, self._options.chunk_numbers)
+        published, self._published = self._base(version, layout), None
+        if published is None:
+            replica = Replica.copy_of(layout, state)
             publication.released.set()
-            packs = self._upload(full_frames(share, self._encoders), publication)
-            whole = SharePacks(layout=layout, content=share.content(), packs=packs, base=None)
-            record = self._commit(version, whole, step, recipe)
-            self._held = (version, share)
+            packs = self._upload(full_frames(replica, self._encoders), publication)
+            record = self._commit(version, replica, packs, step, recipe)
+            self._published = (version, replica)
             return record
-        base, share = held
+        base, replica = published
         base_digest = self._uploaders.submit(self._digest_to_build_on, base, version)  # costs no time beside the rest
-        encoding = DeltaEncoding(share, state, self._codec.current, self._encoders)
+        encoding = DeltaEncoding(replica, state, self._codec.current, self._encoders)
         try:
             packs = self._upload(encoding.frames(), publication)
             built_on = base_digest.result()
             if built_on is None:
-                packs = self._upload(full_frames(share, self._encoders), publication)
-            contribution = SharePacks(
-                layout=layout, content=share.content(), packs=packs, base=None if built_on is None else base
-            )
-            record = self._commit(version, contribution, step, recipe, built_on)
+                packs = self._upload(full_frames(replica, self._encoders), publication)
+                record = self._commit(version, replica, packs, step, recipe)
+            else:
+                record = self._commit(version, replica, packs, step, recipe, (base, built_on))
         except BaseException:
             encoding.take_back()
-            self._held = held
+            self._published = published
             raise
-        self._held = (version, share)
+        self._published = (version, replica)
         return record
 
     def _digest_to_build_on(self, base: int, version: int) -> str | None:
@@ -202,39 +196,34 @@ class Publisher(Closing):
         on.
         """
         before = _stored(self._log, base)
-        if before is None or is_pleaded(self._log, before, version, alone=self._ranks.alone):
+        if before is None or self._log.is_full_requested(before, version):
             return None
         return before.digest
 
-    def _base(self, version: int, layout: Layout) -> tuple[int, Share] | None:
-        """The version to publish against and this rank's share of it; ``None`` when everything shall be published.
+    def _base(self, version: int, layout: Layout) -> tuple[int, Replica] | None:
+        """The version to publish against and a replica of it; ``None`` when everything shall be published.
 
         Usually that is what was published last. After a restart it is read back from the log; when that cannot be done,
         everything is published again: a sound way around the damage.
         """
-        held = self._held
-        if held is None or held[0] != version - 1:
-            newest = max((known for known in self._log.versions() if known < version), default=None)
-            if held is None or held[0] != newest:
-                held = self._read_back(version, newest, layout)
-        if held is not None and held[1].layout.digest != layout.digest:
-            raise ValueError(_difference(held[1].layout, layout))
-        return held
+        published = self._published
+        if published is None or published[0] != version - 1:
+            newest = max((number for number in self._log.versions() if number < version), default=None)
+            if published is None or published[0] != newest:
+                published = self._read_back(newest)
+        return None if published is None else (published[0], published[1].laid_out(layout))
 
-    def _read_back(self, version: int, newest: int | None, layout: Layout) -> tuple[int, Share] | None:
-        """The share of the newest version, if that can be had; all ranks decide alike about a damaged one."""
-        held: tuple[int, Share] | None = None
-        if newest is not None and newest != self._unreadable:
-            try:
-                held = newest, pull_share(self._log, newest, self._rank.index, layout)
-            except DamagedError:
-                if not self._is_first and not self._ranks.alone:
-                    raise  # the others go on from what they hold: the next launch will publish everything
-        if self._is_first:
-            if self._ranks.agree(version, None if held is None else newest) is None:
-                held, self._unreadable = None, newest
-            self._is_first = False
-        return held
+    def _read_back(self, newest: int | None) -> tuple[int, Replica] | None:
+        """The newest version, if it can be had."""
+        if newest is None or newest == self._unreadable:
+            return None
+        try:
+            with Receiver(self._log) as receiver:
+                receiver.advance(newest)
+                return newest, receiver.replica
+        except DamagedError:
+            self._unreadable = newest
+            return None
 
     def _upload(
         self, frames: Iterator[tuple[int, bytes]], publication: Publication, *, is_ahead: bool = True
@@ -242,7 +231,7 @@ class Publisher(Closing):
         """Store frames as packs while they come, and tell readers of them when they are ahead of a commit.
 
         While the trainer's own tensors are being read nothing waits for uploads, lest the trainer wait, too: what is
-        queued is a delta, a few per cent of the share. A full version comes from a copy and keeps to a window.
+        queued is a delta, a few per cent of the state. A full version comes from a copy and keeps to a window.
         """
         started_s = time.perf_counter()
         keeps_window = publication.released.is_set()
@@ -262,32 +251,32 @@ class Publisher(Closing):
         return packs
 
     def _store(self, filled: FilledPack, version: int | None, sequence: int) -> WeightPack:
-        pack = WeightPack(
-            digest=self._log.put_pack(filled.data),
-            size_bytes=len(filled.data),
-            rank=self._rank.index,
-            first=filled.first,
-            last=filled.last,
-        )
+        pack = self._log.put_filled(filled)
         if version is not None and len(filled.data) >= self._options.pack_bytes:  # more are coming before the commit
-            self._ranks.announce_pack(version, sequence, pack)
+            with suppress(FencedError):  # an earlier try has announced another pack, which stays
+                self._log.announce(Announcement(version=version, writer=self._writer, sequence=sequence, packs=(pack,)))
         return pack
 
     def _commit(
-        self, version: int, share: SharePacks, step: int, recipe: str, base_digest: str | None = None
+        self,
+        version: int,
+        replica: Replica,
+        packs: tuple[WeightPack, ...],
+        step: int,
+        recipe: str,
+        base: tuple[int, str] | None = None,
     ) -> WeightVersion:
-        self._log.put_layout(share.layout.to_bytes(), again=share.base is None)  # what is whole mends everything
-        whole = self._ranks.gather(version, share)
-        if whole is None:
-            return self._ranks.await_commit(version)
+        """Write the record; ``base`` is the version that the packs are a change of, and its digest."""
+        source, source_digest = base or (None, None)
+        layout = self._log.put_layout(replica.layout.to_bytes(), again=base is None)  # what is whole repairs everything
         return self._log.commit(
             WeightVersion(
                 version=version,
-                base=share.base,
-                base_digest=base_digest,
-                digest=whole.digest,
-                layouts=whole.layouts,
-                packs=whole.packs,
+                base=source,
+                base_digest=source_digest,
+                digest=replica.state_digest(),
+                layout=layout,
+                packs=packs,
                 step=step,
                 recipe=recipe,
                 writer=self._writer,
@@ -296,11 +285,11 @@ class Publisher(Closing):
         )
 
     def _follow_up(self, record: WeightVersion) -> None:
-        """Give readers shorter ways to ``record``; nobody waits for them, and their failure costs nobody anything."""
+        """Give readers shorter ways to ``record``; a commit does not wait for them, nor fail with them."""
         done = [future for future in self._pending if future.done()]
         self._failed = [*self._failed, *filter(None, (one.exception() for one in done))][:MOST_FOLLOW_UPS]
         self._pending = [future for future in self._pending if not future.done()]
-        links = ladder(record.version) if self._options.compact and self._rank.index == 0 else []
+        links = ladder(record.version) if self._options.compact else []
         is_long = len(links) > 1
         if links:  # readers of a long one pass the short ones by
             self._owed = [*([] if is_long else self._owed), record.version]
@@ -308,7 +297,7 @@ class Publisher(Closing):
         every = self._options.anchor_every
         if every and record.base is not None and needs_anchor(record.version, every):
             try:
-                self._write_anchor(record)  # at once, so that all ranks do it at the same point
+                self._write_anchor(record)
             except EtudeError as error:
                 self._failed.append(error)
 
@@ -318,25 +307,108 @@ class Publisher(Closing):
         self._pending += [self._follow_ups.submit(self._compactor.after, version) for version in due]
 
     def _write_anchor(self, record: WeightVersion) -> None:
-        """Store this rank's share whole; rank 0 links all of them."""
-        assert self._held is not None and self._held[0] == record.version, "an anchor follows its version at once"
-        share = self._held[1]
+        """Store the version whole, and a link to it from nothing."""
+        assert self._published is not None and self._published[0] == record.version, (
+            "an anchor follows its version at once"
+        )
         reading = Publication(record.version)
         reading.released.set()
-        packs = self._upload(full_frames(share, self._encoders), reading, is_ahead=False)
-        contribution = SharePacks(layout=share.layout, content=share.content(), packs=packs, base=None)
-        whole = self._ranks.gather(record.version, contribution, ANCHOR)
-        if whole is not None:
-            self._log.add_link(
-                Link(
-                    source=None,
-                    source_digest=None,
-                    target=record.version,
-                    digest=record.digest,
-                    layouts=whole.layouts,
-                    packs=whole.packs,
-                )
-            )
+        packs = self._upload(full_frames(self._published[1], self._encoders), reading, is_ahead=False)
+        anchor = Link(
+            source=None,
+            source_digest=None,
+            target=record.version,
+            digest=record.digest,
+            layout=record.layout,
+            packs=packs,
+        )
+        self._log.add_link(anchor)
+
+
+@final
+class DeltaEncoding:
+    """Moves a replica to ``target`` on several threads; it is at the target when all frames are out."""
+
+    def __init__(self, replica: Replica, target: State, codec: Codec, encoders: Executor) -> None:
+        self._replica = replica
+        self._futures: list[Future[Move | None]] = [
+            encoders.submit(replica.advance, chunk, target, codec) for chunk in replica.layout.chunks
+        ]
+
+    def frames(self) -> Iterator[tuple[int, bytes]]:
+        """The changed chunks, ascending."""
+        for future in self._futures:
+            move = future.result()
+            if move is not None:
+                yield move.chunk.index, move.frame
+
+    def take_back(self) -> None:
+        """Bring the replica back to where it was, from wherever it is now."""
+        wait([future for future in self._futures if not future.cancel()])
+        for future in self._futures:
+            if not future.cancelled() and future.exception() is None and (move := future.result()) is not None:
+                self._replica.undo(move)
+
+
+def full_frames(replica: Replica, encoders: Executor) -> Iterator[tuple[int, bytes]]:
+    """All chunks of a replica, whole, ascending; never more than a window of them is held."""
+    ahead: list[tuple[Chunk, Future[bytes]]] = []
+    for chunk in replica.layout.chunks:
+        ahead.append((chunk, encoders.submit(replica.full, chunk)))
+        if len(ahead) >= WINDOW:
+            first, future = ahead.pop(0)
+            yield first.index, future.result()
+    for chunk, future in ahead:
+        yield chunk.index, future.result()
+
+
+def faster_codec(link_bytes_per_s: float, cores: int) -> Codec:
+    """The codec with which a sparse change arrives earlier: transfer and coding overlap, so the slower of them counts.
+
+    Example: at 25 MB/s bytes decide (classes); at 5 GB/s coding does (gaps).
+    """
+
+    def seconds(codec: Codec) -> float:
+        assert codec.cost is not None, "sparse codecs have a cost"
+        return max(codec.cost.size_bytes / link_bytes_per_s, codec.cost.seconds / cores)
+
+    return min(sparse_codecs(), key=lambda codec: (seconds(codec), codec is not GAPS))
+
+
+@final
+class CodecSelection:
+    """The codec to encode the next version with: the one that was named, or by the speed of the link.
+
+    Raises :class:`~etude.errors.UserError` for a name that is neither ``auto`` nor that of a sparse codec.
+    """
+
+    MEMORY = 0.7
+    """Weight of the speed so far beside each new measurement: a single slow upload decides nothing."""
+    SMALLEST_SAMPLE = 1 << 20
+    """Uploads below a megabyte measure the round trip, not the link."""
+
+    def __init__(self, name: str, cores: int) -> None:
+        codecs = {codec.name: codec for codec in sparse_codecs()}
+        if name != "auto" and name not in codecs:
+            raise UserError(f"there is no codec {name!r} for changes; choose auto, {' or '.join(sorted(codecs))}")
+        self._fixed = codecs.get(name)
+        self._cores = cores
+        self._link_bytes_per_s: float | None = None
+
+    @property
+    def current(self) -> Codec:
+        """The codec to use now; before anything is known about the link, the one that can do everything."""
+        if self._fixed is not None:
+            return self._fixed
+        return GAPS if self._link_bytes_per_s is None else faster_codec(self._link_bytes_per_s, self._cores)
+
+    def observe(self, size_bytes: int, seconds: float) -> None:
+        """Take note of an upload."""
+        if size_bytes < self.SMALLEST_SAMPLE or seconds <= 0:
+            return
+        speed = size_bytes / seconds
+        before = self._link_bytes_per_s
+        self._link_bytes_per_s = speed if before is None else self.MEMORY * before + (1 - self.MEMORY) * speed
 
 
 def _stored(log: WeightLog, version: int) -> WeightVersion | None:
@@ -345,12 +417,3 @@ def _stored(log: WeightLog, version: int) -> WeightVersion | None:
         return log.records.read_again(WeightVersion, commit_key(version))
     except DamagedError:
         return None
-
-
-def _difference(before: Layout, after: Layout) -> str:
-    old, new = ({part.spec.name: part for part in layout.parts} for layout in (before, after))
-    name = min((name for name in old.keys() | new.keys() if old.get(name) != new.get(name)), default="chunk_numbers")
-    return (
-        f"{name!r} differs from the version before in more than bytes: {old.get(name)} became {new.get(name)}; "
-        f"publish another model to another store"
-    )

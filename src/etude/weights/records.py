@@ -3,8 +3,8 @@
     log.json                                    which log this is (:class:`LogStart`)
     commits/<version>.json                      a version exists (:class:`~etude.types.WeightVersion`)
     links/<source|anchor>-<target>.json         another way to a version (:class:`Link`)
-    staged/<version>/<writer>/<rank>-<seq>.json packs that are up before the version is (:class:`Announcement`)
-    leases/<reader>/<seq>.json                  a reader still needs a version (:class:`Lease`)
+    staged/<version>/<writer>/<seq>.json        packs that are up before the version is (:class:`Announcement`)
+    leases/<reader>/<seq>.json                  a reader still needs a version (:class:`ReaderLease`)
     packs/<sha256>, layouts/<sha256>.json       what records refer to, named by its content
 
 This file owns their form: it turns records into bytes and back and does no I/O. Nothing from a bucket is trusted. A
@@ -12,7 +12,8 @@ record must be canonical JSON (sorted keys, no spaces), lie where it says it lie
 range; fields unknown here are refused unless their names start with ``x_``. With a key, records are signed (HMAC-SHA256
 of the canonical bytes without ``signature``) and unsigned ones are refused; without one, signatures are not looked at.
 Every record bears its ``format`` and the id of its ``log``, so that a record of one log is none of another's, and what
-is a change of a version bears the digest of that, so that no record continues any other history than its own.
+is a change of a version bears the digest of that, so that no record continues any other history than its own. The
+format has room for shares of several ranks; what is written and read is one, of rank 0.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal, TypeAlias, TypeVar, assert_never, cast
+from typing import Any, Literal, TypeAlias, TypeVar, assert_never, cast
 
 import orjson
 
@@ -39,7 +40,7 @@ MOST_RECORD_BYTES = 64 << 20
 """No record is larger: a version of a few TB in packs of 32 MB needs less than 1 % of it."""
 
 _MOST_INTEGER = 2**53 - 1  # beyond it, JSON readers in other languages round
-_MOST_RANKS = 1 << 20
+_RANK = 0
 _MOST_CHUNK = 2**32 - 1
 _MOST_TEXT = 10_000
 _MOST_SHOWN = 100
@@ -71,8 +72,8 @@ class Link:
     target: int
     digest: str
     """Digest of the whole state at ``target``, 32 hex digits."""
-    layouts: tuple[str, ...]
-    """For each rank the SHA-256 of the layout of its share."""
+    layout: str
+    """SHA-256 of the layout."""
     packs: tuple[WeightPack, ...]
 
     def __post_init__(self) -> None:
@@ -81,7 +82,7 @@ class Link:
 
     @property
     def kind(self) -> Literal["merged", "anchor", "inverse"]:
-        """Whether it skips versions, starts from nothing, or goes back."""
+        """The kind of way: one that skips versions, starts from nothing, or goes back."""
         if self.source is None:
             return "anchor"
         return "merged" if self.source < self.target else "inverse"
@@ -89,33 +90,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """Packs that one rank has uploaded for a version that is not committed yet, and perhaps never will be."""
+    """Packs that have been uploaded for a version that is not committed yet, and perhaps never will be."""
 
     version: int
     writer: str
-    """Which process: new after each restart, so that announcements of a dead one are not mixed with ours."""
-    rank: int
+    """Name of the process: new after each restart, so that announcements of a dead one are not mixed with ours."""
     sequence: int
-    """Counts the announcements of this rank from 0."""
+    """Counts the announcements of a version from 0."""
     packs: tuple[WeightPack, ...]
-    """Those since the announcement before."""
-    done: bool = False
-    """Whether it is the rank's last."""
-    layout: str | None = None
-    """SHA-256 of the layout of the rank's share."""
-    content: str | None = None
-    """What the rank's share adds to the state digest, 32 hex digits."""
-    base: int | None = None
-    """The version that the rank's packs are a change of; ``None`` when they hold everything, or before it is done."""
 
     def __post_init__(self) -> None:
         _require_name("writer", self.writer)
-        if any(pack.rank != self.rank for pack in self.packs):
-            raise ValueError(f"rank {self.rank} announces packs of other ranks: {self.packs!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class ReaderLease:
     """A reader holds ``version``, or is on its way there: what leads from it to the newest must stay."""
 
     reader: str
@@ -127,7 +116,7 @@ class Lease:
         _require_name("reader", self.reader)
 
 
-Record: TypeAlias = LogStart | WeightVersion | Link | Announcement | Lease
+Record: TypeAlias = LogStart | WeightVersion | Link | Announcement | ReaderLease
 """Anything that lies in the store as a record."""
 RecordT = TypeVar("RecordT", bound=Record)
 
@@ -136,37 +125,37 @@ RecordT = TypeVar("RecordT", bound=Record)
 
 
 def commit_key(version: int) -> str:
-    """Where a version's record lies."""
+    """Key of a version's record."""
     return f"commits/{version:08d}.json"
 
 
 def link_key(source: int | None, target: int) -> str:
-    """Where the link between two versions lies; ``source`` is ``None`` for anchors."""
+    """Key of the link between two versions; ``source`` is ``None`` for anchors."""
     return f"links/{_ANCHOR if source is None else f'{source:08d}'}-{target:08d}.json"
 
 
 def pack_key(digest: str) -> str:
-    """Where the pack with this SHA-256 lies."""
+    """Key of the pack with this SHA-256."""
     return f"packs/{digest}"
 
 
 def layout_key(digest: str) -> str:
-    """Where the layout with this SHA-256 lies."""
+    """Key of the layout with this SHA-256."""
     return f"layouts/{digest}.json"
 
 
 def staged_folder(version: int) -> str:
-    """Below which the announcements for a version lie."""
+    """Folder of the announcements for a version."""
     return f"staged/{version:08d}"
 
 
 def lease_folder(reader: str) -> str:
-    """Below which a reader's leases lie."""
+    """Folder of a reader's leases."""
     return f"leases/{reader}"
 
 
 def record_key(record: Record) -> str:
-    """Where a record lies."""
+    """Key of a record."""
     match record:
         case LogStart():
             return LOG_KEY
@@ -175,8 +164,8 @@ def record_key(record: Record) -> str:
         case Link():
             return link_key(record.source, record.target)
         case Announcement():
-            return f"{staged_folder(record.version)}/{record.writer}/{record.rank:05d}-{record.sequence:06d}.json"
-        case Lease():
+            return f"{staged_folder(record.version)}/{record.writer}/{record.sequence:06d}.json"
+        case ReaderLease():
             return f"{lease_folder(record.reader)}/{record.sequence:08d}.json"
         case _:
             assert_never(record)
@@ -210,7 +199,7 @@ def require_log_id(log_id: str) -> None:
 def record_bytes(record: Record, log_id: str, key: bytes | None = None) -> bytes:
     """The canonical bytes of a record of the log ``log_id``, signed when there is a ``key``.
 
-    Raises ``ValueError`` for a record that nobody could read back, e.g. with a negative size.
+    Raises ``ValueError`` for a record that could not be read back, e.g. with a negative size.
     """
     try:
         fields = _plain(record, log_id)
@@ -234,7 +223,7 @@ def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None 
     try:
         fields = _load(data)
         _check_signature(fields, key)
-        reader = _Fields(fields)
+        reader = _FieldReader(fields)
         reader.format()
         log_id = reader.matching("log", _LOG_ID)
         reader.literal("kind", _KINDS[kind])
@@ -248,7 +237,11 @@ def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None 
 
 
 def _plain(record: Record, log_id: str) -> dict[str, Json]:
-    fields: dict[str, Json] = orjson.loads(orjson.dumps(dataclasses.asdict(record)))
+    fields: dict[str, Any] = orjson.loads(orjson.dumps(dataclasses.asdict(record)))
+    if "layout" in fields:
+        fields["layouts"] = [fields.pop("layout")]
+    for pack in fields.get("packs", ()):
+        pack["rank"] = _RANK
     return {"kind": _KINDS[type(record)], "format": FORMAT, "log": log_id, **fields}
 
 
@@ -279,13 +272,13 @@ def _check_signature(fields: dict[str, Json], key: bytes | None) -> None:
     if not isinstance(signature, str):
         raise ValueError("it is not signed")
     if not hmac.compare_digest(signature.encode(), _sign(_canonical(fields), key).encode()):
-        raise ValueError("its signature is wrong: another key, or somebody changed it")
+        raise ValueError("its signature is wrong: another key, or it was changed")
 
 
 # --- Fields -------------------------------------------------------------------------------------------------------
 
 
-class _Fields:
+class _FieldReader:
     """Takes fields out of JSON, each checked; raises ``ValueError`` with the name and value of what is wrong."""
 
     def __init__(self, fields: Mapping[str, Json]) -> None:
@@ -321,13 +314,6 @@ class _Fields:
         """The number of a version."""
         return self.integer(name, MOST_VERSION)
 
-    def truth(self, name: str) -> bool:
-        """True or false."""
-        value = self.take(name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {_shown(value)}, neither true nor false")
-        return value
-
     def text(self, name: str) -> str:
         """Something that can be shown on a terminal: no control characters but line ends."""
         value = self.take(name)
@@ -362,27 +348,26 @@ class _Fields:
         return value
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is ``null``, in which case it is taken."""
+        """Return true if the field is ``null``, in which case it is taken."""
         if name in self._left and self._left[name] is None:
             del self._left[name]
             return True
         return False
 
     def refuse_others(self) -> None:
-        """Raise if fields are left that are not marked as somebody else's."""
+        """Raise if fields are left that are not marked as foreign."""
         if unknown := sorted(name for name in self._left if not name.startswith(_FOREIGN)):
             raise ValueError(f"fields {_shown(unknown)} are unknown")
 
 
-def _read_version(fields: _Fields) -> WeightVersion:
-    layouts = _read_layouts(fields)
+def _read_version(fields: _FieldReader) -> WeightVersion:
     record = WeightVersion(
         version=fields.version("version"),
         base=None if fields.is_null("base") else fields.version("base"),
         base_digest=fields.optional("base_digest", _STATE_DIGEST),
         digest=fields.matching("digest", _STATE_DIGEST),
-        layouts=layouts,
-        packs=_read_packs(fields, len(layouts)),
+        layout=_read_layout(fields),
+        packs=_read_packs(fields),
         step=fields.integer("step"),
         recipe=fields.text("recipe"),
         writer=fields.text("writer"),
@@ -394,65 +379,59 @@ def _read_version(fields: _Fields) -> WeightVersion:
     return record
 
 
-def _read_link(fields: _Fields) -> Link:
-    layouts = _read_layouts(fields)
+def _read_link(fields: _FieldReader) -> Link:
     link = Link(
         source=None if fields.is_null("source") else fields.version("source"),
         source_digest=fields.optional("source_digest", _STATE_DIGEST),
         target=fields.version("target"),
         digest=fields.matching("digest", _STATE_DIGEST),
-        layouts=layouts,
-        packs=_read_packs(fields, len(layouts)),
+        layout=_read_layout(fields),
+        packs=_read_packs(fields),
     )
     _require_both("source", link.source, link.source_digest)
     return link
 
 
-def _read_start(fields: _Fields) -> LogStart:
+def _read_start(fields: _FieldReader) -> LogStart:
     return LogStart(created=fields.utc("created"))
 
 
-def _read_announcement(fields: _Fields) -> Announcement:
+def _read_announcement(fields: _FieldReader) -> Announcement:
     return Announcement(
         version=fields.version("version"),
         writer=fields.matching("writer", _NAME),
-        rank=fields.integer("rank", _MOST_RANKS - 1),
         sequence=fields.integer("sequence"),
-        packs=_read_packs(fields, _MOST_RANKS),
-        done=fields.truth("done"),
-        layout=fields.optional("layout", _SHA256),
-        content=fields.optional("content", _STATE_DIGEST),
-        base=None if fields.is_null("base") else fields.version("base"),
+        packs=_read_packs(fields),
     )
 
 
-def _read_lease(fields: _Fields) -> Lease:
-    return Lease(
+def _read_lease(fields: _FieldReader) -> ReaderLease:
+    return ReaderLease(
         reader=fields.matching("reader", _NAME),
         version=fields.version("version"),
         sequence=fields.integer("sequence"),
     )
 
 
-def _read_layouts(fields: _Fields) -> tuple[str, ...]:
-    layouts = tuple(_matching("a layout", layout, _SHA256) for layout in fields.several("layouts"))
-    if not 1 <= len(layouts) <= _MOST_RANKS:
-        raise ValueError(f"layouts are {len(layouts)}, not 1 to {_MOST_RANKS}")
-    return layouts
+def _read_layout(fields: _FieldReader) -> str:
+    layouts = fields.several("layouts")
+    if len(layouts) != 1:
+        raise ValueError(f"layouts are {len(layouts)}, not one: shares of several ranks are not read")
+    return _matching("a layout", layouts[0], _SHA256)
 
 
-def _read_packs(fields: _Fields, ranks: int) -> tuple[WeightPack, ...]:
-    return tuple(_read_pack(pack, ranks) for pack in fields.several("packs"))
+def _read_packs(fields: _FieldReader) -> tuple[WeightPack, ...]:
+    return tuple(map(_read_pack, fields.several("packs")))
 
 
-def _read_pack(pack: Json, ranks: int) -> WeightPack:
+def _read_pack(pack: Json) -> WeightPack:
     if not isinstance(pack, dict):
         raise ValueError(f"a pack is {_shown(pack)}, not an object")
-    fields = _Fields(pack)
+    fields = _FieldReader(pack)
+    fields.integer("rank", _RANK)
     record = WeightPack(
         digest=fields.matching("digest", _SHA256),
         size_bytes=fields.integer("size_bytes"),
-        rank=fields.integer("rank", ranks - 1),
         first=fields.integer("first", _MOST_CHUNK),
         last=fields.integer("last", _MOST_CHUNK),
     )
@@ -484,17 +463,17 @@ def _require_name(role: str, name: str) -> None:
         raise ValueError(f"{role} {name!r} must be 1 to 100 letters, digits, - and _: it becomes part of object keys")
 
 
-_READERS: Mapping[type[object], Callable[[_Fields], Record]] = {
+_READERS: Mapping[type[object], Callable[[_FieldReader], Record]] = {
     LogStart: _read_start,
     WeightVersion: _read_version,
     Link: _read_link,
     Announcement: _read_announcement,
-    Lease: _read_lease,
+    ReaderLease: _read_lease,
 }
 _KINDS: Mapping[type[object], str] = {
     LogStart: "log",
     WeightVersion: "version",
     Link: "link",
     Announcement: "announcement",
-    Lease: "lease",
+    ReaderLease: "lease",
 }

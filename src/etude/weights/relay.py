@@ -19,13 +19,12 @@ from etude.closing import Closing
 from etude.errors import DamagedError, FencedError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
-from etude.weights.log import WeightLog, newest
+from etude.weights.log import WeightLog, create, newest
 from etude.weights.plan import Edge, LinkSpeed, plan
-from etude.weights.record_files import create
 from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, link_key
 
 LOOK_S = 5.0
-"""How often the origin is looked at as a whole; in between only the version that should come next is asked for."""
+"""Seconds between looks at the whole origin; in between only the version that should come next is asked for."""
 
 
 @final
@@ -37,7 +36,7 @@ class Relay(Closing):
         self._region = region
         self._compactor = Compactor(region)
         self._copied: set[str] = set()
-        self._held: int | None = None
+        self._copied_version: int | None = None
         self._looked_s = -LOOK_S
         self._threads = ThreadPoolExecutor(connections, "relay")
 
@@ -58,52 +57,52 @@ class Relay(Closing):
         :class:`~etude.errors.DamagedError` when the origin has no sound way to its newest version,
         :class:`~etude.errors.FencedError` when the region holds another log.
         """
-        if self._held is not None and not self._is_due_for_a_look():
+        if self._copied_version is not None and not self._is_due_for_a_look():
             with suppress(DamagedError):  # whatever is unusual is left to a look at everything
-                while self._copy_next(self._held):
-                    self._held += 1
-                return self._held
+                while self._copy_next(self._copied_version):
+                    self._copied_version += 1
+                return self._copied_version
         self._copy_start()
-        held = self._newest_sound()
-        target = newest(self._origin, held, max(held or 0, self._origin.at_least))
-        if target is None or target == held:
-            self._held = held
-            return held
+        current = self._newest_sound()
+        target = newest(self._origin, current, max(current or 0, self._origin.at_least))
+        if target is None or target == current:
+            self._copied_version = current
+            return current
         broken: frozenset[tuple[int | None, int]] = frozenset()
-        while held != target:
-            edge = plan(self._origin.edges(held, target, broken), target, held, LinkSpeed()).edges[0]
+        while current != target:
+            edge = plan(self._origin.edges(current, target, broken), target, current, LinkSpeed()).edges[0]
             try:
                 self._copy_edge(edge)
-                held = edge.target
+                current = edge.target
             except DamagedError:
                 broken |= {(edge.source, edge.target)}  # the plan says so when there is no other way
         self._copied.clear()
         with suppress(DamagedError):  # links are a convenience
             self._compactor.after(target)
-        self._held = target
+        self._copied_version = target
         return target
 
     def _is_due_for_a_look(self) -> bool:
-        """Whether to look at everything again, rather than for the next version alone."""
+        """Return true if everything is to be looked at again, rather than the next version alone."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return False
         self._looked_s = now_s
         return True
 
-    def _copy_next(self, held: int) -> bool:
+    def _copy_next(self, current: int) -> bool:
         """Copy the version after ``held``, if it is there: two requests, one after the other.
 
         Raises :class:`~etude.errors.DamagedError` when it is not simply a sound change of ``held``.
         """
-        key = commit_key(held + 1)
+        key = commit_key(current + 1)
         data = self._origin.store.get(key)
         if data is None:
             return False
         record = self._origin.records.parse(data, WeightVersion, key)
-        if record.base != held or not self._continues(held, record.base_digest):
-            raise DamagedError(f"weight version {record.version} does not follow version {held}")
-        self._copy_content(record.packs, record.layouts)
+        if record.base != current or not self._continues(current, record.base_digest):
+            raise DamagedError(f"weight version {record.version} does not follow version {current}")
+        self._copy_content(record.packs, record.layout)
         self._copied.clear()
         if not create(self._region.store, key, data):
             raise DamagedError(f"{key} is already in {self._region.store.url}, with other bytes")
@@ -126,10 +125,10 @@ class Relay(Closing):
                 f"give each log a regional store of its own"
             )
 
-    def _continues(self, held: int, digest: str | None) -> bool:
+    def _continues(self, current: int, digest: str | None) -> bool:
         """True if a change of the state ``digest`` is one of the version ``held`` in the region."""
         with suppress(DamagedError):
-            record = self._region.read(held)
+            record = self._region.read(current)
             return record is None or record.digest == digest
         return True  # a damaged record says nothing
 
@@ -149,19 +148,18 @@ class Relay(Closing):
             raise DamagedError(
                 f"what leads to version {edge.target} does not continue what {self._region.store.url} has"
             )
-        self._copy_content(edge.packs, edge.layouts)
+        self._copy_content(edge.packs, edge.layout)
         if edge.kind != "delta":
             self._copy_record(Link, link_key(edge.source, edge.target))
         if not self._copy_record(WeightVersion, commit_key(edge.target)):
             raise DamagedError(f"version {edge.target} vanished from {self._origin.store.url} while it was copied")
 
-    def _copy_content(self, packs: Iterable[WeightPack], layouts: Iterable[str]) -> None:
+    def _copy_content(self, packs: Iterable[WeightPack], layout_digest: str) -> None:
         self._copy_packs(packs)
-        for digest in layouts:
-            layout = self._origin.layout(digest)
-            if layout is None:
-                raise DamagedError(f"layout {digest[:12]} is missing from {self._origin.store.url}")
-            self._region.put_layout(layout)
+        layout = self._origin.layout(layout_digest)
+        if layout is None:
+            raise DamagedError(f"layout {layout_digest[:12]} is missing from {self._origin.store.url}")
+        self._region.put_layout(layout)
 
     def _copy_record(self, kind: type[WeightVersion] | type[Link], key: str) -> bool:
         """Copy a record, byte for byte, once it has been checked; false when there is none."""
@@ -173,7 +171,7 @@ class Relay(Closing):
             try:
                 self._region.records.read_again(kind, key)
             except DamagedError:
-                self._region.store.renew(key, data)  # what lies there nobody can read
+                self._region.store.renew(key, data)  # what lies there cannot be read
         return True
 
     def _copy_packs(self, packs: Iterable[WeightPack]) -> int:

@@ -1,4 +1,4 @@
-"""What may be deleted from the weight store, and deleting it.
+"""Garbage collection of the weight store: the decision what may be deleted, and deleting it.
 
 Everything from a *floor* on is kept. The floor is a version that can be had from nothing by what is in the store, and
 lies neither above what any reader has leased nor within the versions to keep anyway. This file owns that decision
@@ -16,8 +16,8 @@ from etude.errors import UserError
 from etude.types import WeightVersion
 from etude.weights.log import WeightLog
 from etude.weights.plan import Edge, Place, edge_of, reachable
-from etude.weights.records import Lease, Link, commit_key, layout_key, link_key, pack_key, record_key
-from etude.weights.store import CLOCK_FOLDER, PLEA_FOLDER, ObjectEntry
+from etude.weights.records import Link, ReaderLease, commit_key, layout_key, link_key, pack_key, record_key
+from etude.weights.store import CLOCK_FOLDER, FULL_REQUEST_FOLDER, ObjectEntry
 
 _DELETE_BATCH = 500
 """Objects removed per request."""
@@ -25,7 +25,7 @@ _DELETE_BATCH = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to drop from the log."""
+    """Versions and links to drop from the log."""
 
     keep_from: int | None
     """The floor: nothing from it on is dropped; ``None`` for an empty log."""
@@ -37,18 +37,18 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectReport:
-    """What a collection removed, or would have."""
+    """Report of a collection: what it removed, or would have."""
 
     keep_from: int | None
     """The oldest version that was kept on purpose; ``None`` for an empty log."""
     versions: int
-    """How many versions ended."""
+    """Number of versions dropped."""
     objects: int
-    """How many objects were removed, records included."""
+    """Number of objects removed, records included."""
     size_bytes: int
     """Their size together."""
     dry_run: bool
-    """Whether nothing was really removed."""
+    """True if nothing was really removed."""
 
 
 def retained(
@@ -71,9 +71,9 @@ def retained(
         return Decision(keep_from=None, drop_versions=(), drop_links=())
     edges = [*map(edge_of, versions), *map(edge_of, links)]
     sound = [edge for edge in edges if all(pack.digest in stored for pack in edge.packs)]
-    held = frozenset(leases) & frozenset(numbers)
-    highest = min(*held, numbers[-1] - keep, numbers[-1])
-    before = {start: reachable(sound, (start,)) for start in (None, *held)}
+    leased = frozenset(leases) & frozenset(numbers)
+    highest = min(*leased, numbers[-1] - keep, numbers[-1])
+    before = {start: reachable(sound, (start,)) for start in (None, *leased)}
     anchors = {edge.target for edge in sound if edge.source is None and edge.target <= highest}
     for floor in sorted(anchors, reverse=True):
         if floor in numbers and _keeps_all_ways(sound, before, floor):
@@ -134,7 +134,9 @@ def collect(
 
 
 def _keeps_all_ways(edges: Sequence[Edge], before: dict[Place, frozenset[Place]], floor: int) -> bool:
-    """Whether without all that is below ``floor`` each start still leads to all versions from there on it leads to."""
+    """Return true if without all that is below ``floor`` each start still leads to all versions from there on it leads
+    to.
+    """
     left = [edge for edge in edges if _is_above(edge, floor)]
     for start, places in before.items():
         needed = {place for place in places if place is not None and place >= floor}
@@ -157,24 +159,24 @@ def _read_commits(log: WeightLog) -> list[WeightVersion]:
 def _leased(log: WeightLog, expired_s: float) -> list[int]:
     """The versions that readers hold. Raises :class:`~etude.errors.DamagedError` if a live lease cannot be read."""
     names = [entry.key for entry in log.store.entries("leases") if entry.modified_s >= expired_s]
-    leases = [log.records.read(Lease, name) for name in names]
+    leases = [log.records.read(ReaderLease, name) for name in names]
     return [lease.version for lease in leases if lease is not None]
 
 
 def _unreferenced(log: WeightLog, dropped: Collection[str], before_s: float) -> list[ObjectEntry]:
-    """What was written before ``before_s`` and no record refers to, but those whose keys are ``dropped``.
+    """Objects that were written before ``before_s`` and no record refers to, but those whose keys are ``dropped``.
 
     First the objects are listed, then the records read again: what a commit made in between refers to is kept.
     Announcements count for nothing: what they tell of is either committed or younger than the grace period.
     """
-    folders = ("packs", "layouts", "staged", CLOCK_FOLDER, PLEA_FOLDER)
+    folders = ("packs", "layouts", "staged", CLOCK_FOLDER, FULL_REQUEST_FOLDER)
     old = [entry for folder in folders for entry in log.store.entries(folder) if entry.modified_s < before_s]
     referenced: set[str] = set()
     records: list[WeightVersion | Link] = [*_read_commits(log), *log.links()]
     for record in records:
         if record_key(record) not in dropped:
             referenced.update(pack_key(pack.digest) for pack in record.packs)
-            referenced.update(layout_key(digest) for digest in record.layouts)
+            referenced.add(layout_key(record.layout))
     return [entry for entry in old if entry.key not in referenced]
 
 

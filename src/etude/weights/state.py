@@ -1,11 +1,17 @@
-"""Weights as bytes: named tensors, whole or a rank's share of them.
+"""Weights as bytes: named tensors.
 
 This file owns what a state is. It knows neither models nor torch: a tensor here is a name, a type, a shape and raw
 little-endian bytes, spelled as in safetensors. Turning a model into a state and back is the trainer's and the
 engine's work; hashing a state is ``digest.py``'s.
 
-*Numbers* are what codecs and digests count: the elements of 1, 2 or 4 bytes that ``elements.py`` cuts a type into. The
-*canonical index* of a number is its place in the whole tensor in row-major order, whoever holds it.
+*Numbers* are what codecs and digests count: each type is cut into numbers of 1, 2 or 4 bytes (:data:`ELEMENTS`). The
+*canonical index* of a number is its place in the whole tensor in row-major order, whatever else holds it.
+
+Bits are numbered so that a change is a small number. Consecutive floats differ by 1 in their *ordinal*: the involution
+f(s) = s ^ ((s >> (w−1)) & max) on the signed integer with the same w bits. −0 and +0 are neighbours (−1 and 0),
+infinities and NaNs are ordinary numbers at the ends. A change is the difference of ordinals modulo 2^w, its *step*,
+hence lossless for every pair of bit patterns, invertible and additive: the steps form a group. Integers are their own
+ordinals. The arithmetic is in ``kernels.py``.
 """
 
 import hashlib
@@ -20,7 +26,6 @@ import numpy.typing as npt
 import orjson
 
 from etude.types import TensorSpec
-from etude.weights.elements import ELEMENTS, Element
 
 Bytes1d: TypeAlias = npt.NDArray[np.uint8]
 """[n] contiguous raw bytes."""
@@ -30,6 +35,56 @@ Numbers: TypeAlias = "npt.NDArray[np.unsignedinteger[Any]]"
 NUMBER_TYPES: Mapping[int, type[np.unsignedinteger[Any]]] = MappingProxyType({1: np.uint8, 2: np.uint16, 4: np.uint32})
 """Bytes of a number → the array type that holds its bits."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Element:
+    """The way a stored type is cut into numbers of 1, 2 or 4 bytes."""
+
+    name: str
+    """The stored type, as safetensors spells it."""
+    size_bytes: int
+    """Bytes of one number: types of 8 bytes are read as two numbers of 4."""
+    per_value: int = 1
+    """Numbers per value of the stored type."""
+    is_float: bool = False
+    """True if the numbers are sign-magnitude floats, whose ordinal is the involution above."""
+    exponent_bits: int = 0
+    """Width of the exponent, 0 for integers; the sign is above it, the mantissa below."""
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Width of the mantissa of a float."""
+        return 8 * self.size_bytes - 1 - self.exponent_bits
+
+
+ELEMENTS: Mapping[str, Element] = MappingProxyType(
+    {
+        element.name: element
+        for element in (
+            Element(name="BOOL", size_bytes=1),
+            Element(name="U8", size_bytes=1),
+            Element(name="I8", size_bytes=1),
+            Element(name="F8_E4M3", size_bytes=1, is_float=True, exponent_bits=4),
+            Element(name="F8_E5M2", size_bytes=1, is_float=True, exponent_bits=5),
+            Element(name="F8_E8M0", size_bytes=1),
+            Element(name="U16", size_bytes=2),
+            Element(name="I16", size_bytes=2),
+            Element(name="F16", size_bytes=2, is_float=True, exponent_bits=5),
+            Element(name="BF16", size_bytes=2, is_float=True, exponent_bits=8),
+            Element(name="U32", size_bytes=4),
+            Element(name="I32", size_bytes=4),
+            Element(name="F32", size_bytes=4, is_float=True, exponent_bits=8),
+            Element(name="U64", size_bytes=4, per_value=2),
+            Element(name="I64", size_bytes=4, per_value=2),
+            Element(name="F64", size_bytes=4, per_value=2),
+            Element(name="C64", size_bytes=4, per_value=2, is_float=True, exponent_bits=8),
+        )
+    }
+)
+"""Every type we store. Packed 4-bit formats (NVFP4, MXFP4, int4) are published as ``U8``, their block scales as the
+type they have; a step of one nibble is then a step of 1 or 16.
+"""
+
 MAX_DIMENSION = 2**63 - 1
 """Largest extent of one axis: what a signed 64-bit integer, and hence every tensor library, can express."""
 
@@ -38,8 +93,8 @@ MAX_DIMENSION = 2**63 - 1
 class Region:
     """A rectangle of a tensor: ``rows`` runs of ``width`` numbers, ``stride`` apart, from ``offset`` on.
 
-    Covers what sharded frameworks hold: slices of the first axis and flat ranges (one run), slices of an inner axis
-    (many runs). Number ``j`` of the region has the canonical index ``offset + (j // width) * stride + j % width``.
+    Covers what the parameters of engines hold: slices of the first axis and flat ranges (one run), slices of an inner
+    axis (many runs). Number ``j`` of the region has the canonical index ``offset + (j // width) * stride + j % width``.
 
     Example: columns 2–3 of an [8, 10] tensor of numbers → ``Region(offset=2, width=2, stride=10, rows=8)``.
     """
@@ -55,7 +110,7 @@ class Region:
 
     @property
     def count(self) -> int:
-        """How many numbers it holds."""
+        """Numbers in it."""
         return self.width * self.rows
 
     @property
@@ -71,40 +126,32 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredTensor:
-    """One tensor's description and its bytes, or those of one region of it.
+    """One tensor's description and its bytes.
 
-    Nobody writes to ``data`` once it is here, unless the state's owner says so: it may be shared. Raises ``ValueError``
-    for an unknown type, an impossible shape, a region outside of it, or bytes that do not fill it exactly.
+    ``data`` is never written to once it is here, unless the state's owner says so: it may be shared. Raises
+    ``ValueError`` for an unknown type, an impossible shape, or bytes that do not fill it exactly.
     """
 
     spec: TensorSpec
-    """Of the whole tensor, whatever part is held."""
     data: Bytes1d
-    """[n] raw little-endian bytes, in row-major order of what is held."""
-    region: Region | None = None
-    """The part that is held; ``None`` for all of it."""
+    """[n] raw little-endian bytes, in row-major order."""
 
     def __post_init__(self) -> None:
-        whole = spec_bytes(self.spec)
-        element = ELEMENTS[self.spec.dtype]
-        size = whole if self.region is None else self.region.count * element.size_bytes
-        if self.region is not None and self.region.end * element.size_bytes > whole:
-            raise ValueError(f"tensor {self.spec.name!r}: {self.region} reaches beyond its {whole} bytes")
+        size = spec_bytes(self.spec)
         if self.data.dtype != np.uint8 or self.data.ndim != 1 or not self.data.flags.c_contiguous:
             raise ValueError(
                 f"tensor {self.spec.name!r}: data must be contiguous one-dimensional uint8, "
                 f"got {self.data.dtype} {list(self.data.shape)}; pass its raw bytes"
             )
         if len(self.data) != size:
-            held = "" if self.region is None else f", of which {self.region} is held,"
             raise ValueError(
-                f"tensor {self.spec.name!r}: {self.spec.dtype} {list(self.spec.shape)}{held} is {size} bytes, "
+                f"tensor {self.spec.name!r}: {self.spec.dtype} {list(self.spec.shape)} is {size} bytes, "
                 f"got {len(self.data)}"
             )
 
     @property
     def element(self) -> Element:
-        """How its bytes are cut into numbers."""
+        """The way its bytes are cut into numbers."""
         return ELEMENTS[self.spec.dtype]
 
     @property
@@ -112,14 +159,9 @@ class StoredTensor:
         """[n] a view of the bytes as numbers."""
         return self.data.view(NUMBER_TYPES[self.element.size_bytes])
 
-    @property
-    def held(self) -> Region:
-        """The region it holds, also when that is everything."""
-        return self.region or Region.run(0, len(self.data) // self.element.size_bytes)
-
 
 State: TypeAlias = Mapping[str, StoredTensor]
-"""All tensors of a model, or one rank's part of each, by name; each key equals its tensor's ``spec.name``."""
+"""All tensors of a model by name; each key equals its tensor's ``spec.name``."""
 
 
 def spec_bytes(spec: TensorSpec) -> int:
@@ -147,10 +189,7 @@ def state_bytes(state: State) -> int:
 
 def snapshot(state: State) -> dict[str, StoredTensor]:
     """A copy whose bytes stay what they are when the owner of ``state`` goes on training in place."""
-    return {
-        name: StoredTensor(spec=tensor.spec, data=tensor.data.copy(), region=tensor.region)
-        for name, tensor in state.items()
-    }
+    return {name: StoredTensor(spec=tensor.spec, data=tensor.data.copy()) for name, tensor in state.items()}
 
 
 def spec_key(spec: TensorSpec) -> int:

@@ -1,4 +1,4 @@
-"""Where weight versions lie: named immutable objects in a folder, in memory or in a cloud bucket.
+"""Stores of weight versions: named immutable objects in a folder, in memory or in a cloud bucket.
 
 This file owns the way to the storage and nothing of what is stored. Objects are created whole or not at all, and never
 changed: :meth:`ObjectStore.put_if_absent` is all the coordination that writers need. :class:`Objects` is the seam:
@@ -10,6 +10,11 @@ the key is there, and removes the staging name. So a reader never sees part of a
 most a ``#<n>`` file, which listings skip, and the folder must lie on a file system that has hard links. Nothing is
 fsynced: objects outlive the process that wrote them, and after a power cut digests tell what was lost.
 
+A process that cannot go on without its store puts a :class:`RetryingStore` before it: what the storage fails to do is
+tried again. What it answers, also that an object is missing or was there before, is passed on, and so is a full disk,
+which stays full until room is made. How long is waited, and what is reported meanwhile, is the caller's
+(:class:`Outages`).
+
 Ages are told by the storage alone: when an object was written and what time it is (:meth:`ObjectStore.now`) come from
 the same clock, so a local clock that jumps deletes nothing.
 """
@@ -17,12 +22,13 @@ the same clock, so a local clock that jumps deletes nothing.
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, final
+from threading import Lock
+from typing import TYPE_CHECKING, Protocol, TypeVar, final
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -31,16 +37,19 @@ from obstore.store import LocalStore, MemoryStore, S3Store, from_url
 
 from etude.clock import SystemClock
 from etude.errors import DamagedError, InfrastructureError, UserError
+from etude.storage import FULL, storage_errno
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig, S3Config
 
+_Answer = TypeVar("_Answer")
+
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 """Stores that honour put-if-absent; credentials and region come from their usual environment variables."""
 CLOCK_FOLDER = "clock"
-"""Where :meth:`ObjectStore.now` writes its probes; whatever is found there may be deleted."""
-PLEA_FOLDER = "pleas"
-"""Where readers ask for whole versions (``pleas.py``); whatever is old there may be deleted."""
+"""Folder in which :meth:`ObjectStore.now` writes its probes; whatever lies there may be deleted."""
+FULL_REQUEST_FOLDER = "full-requests"
+"""Folder in which readers request full snapshots; what is old there may be deleted."""
 
 _FIRST_PAUSE_S = 0.1
 _BACKOFF_SHARE = 0.1
@@ -49,7 +58,7 @@ _BACKOFF_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectEntry:
-    """What a listing tells about one object."""
+    """Entry of a listing."""
 
     key: str
     size_bytes: int
@@ -59,24 +68,24 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How to talk to a cloud store; what is ``None`` comes from the environment (``AWS_ENDPOINT``, ``AWS_REGION``, …).
+    """Options of a cloud store; what is ``None`` comes from the environment (``AWS_ENDPOINT``, ``AWS_REGION``, …).
 
     The times hold for every request on its own: a listing makes one per 1,000 keys, other calls one or two.
     Raises :class:`~etude.errors.UserError` for times that leave no room for a second try.
     """
 
     request_s: float = 30.0
-    """How long one try of one request may take, its data included."""
+    """Timeout of one try of one request, its data included."""
     deadline_s: float = 90.0
-    """How long all tries of one request may take together, pauses included; at least twice ``request_s``."""
+    """Timeout of all tries of one request, pauses included; at least twice ``request_s``."""
     retries: int = 6
-    """How often a request that failed is tried again; creating an object only if it certainly was not done."""
+    """Retries of a request that failed; creating an object only if it certainly was not done."""
     endpoint: str | None = None
-    """Where an S3-compatible service answers, e.g. ``https://minio.example.org:9000``."""
+    """Address of an S3-compatible service, e.g. ``https://minio.example.org:9000``."""
     allow_http: bool | None = None
-    """Whether the endpoint may be without TLS; ``None`` asks ``AWS_ALLOW_HTTP``."""
+    """True if the endpoint may be without TLS; ``None`` asks ``AWS_ALLOW_HTTP``."""
     unsigned_payload: bool = True
-    """Whether to sign requests only and not what they carry (S3): five times less work per byte sent. TLS and the
+    """True to sign requests only and not what they carry (S3): five times less work per byte sent. TLS and the
     digests of packs protect the content anyway.
     """
     region: str | None = None
@@ -97,7 +106,7 @@ class Objects(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the objects lie, for people."""
+        """Place of the objects, for people."""
         ...
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
@@ -112,16 +121,12 @@ class Objects(Protocol):
         """The whole object, or ``None`` if there is none."""
         ...
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """The bytes ``[start, stop)`` of each range, or ``None`` if there is no such object."""
-        ...
-
     def exists(self, key: str) -> bool:
-        """Whether the object is there."""
+        """Return true if the object is there."""
         ...
 
     def entries(self, prefix: str) -> list[ObjectEntry]:
-        """What lies below a folder, by ascending key, with sizes and times."""
+        """The objects below a folder, by ascending key, with sizes and times."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -185,47 +190,23 @@ class ObjectStore:
             except FileNotFoundError:
                 return None
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes] | None:
-        """The bytes ``[start, stop)`` of each range, in that order, or ``None`` if there is no such object.
-
-        Ranges that lie close together share a request; ten requests are under way at a time. Raises
-        :class:`~etude.errors.DamagedError` when the object ends before a range does, ``ValueError`` for a range that
-        is empty or runs backwards.
-        """
-        if not all(0 <= start < stop for start, stop in ranges):
-            raise ValueError(f"ranges {ranges!r} of {key!r} must be non-empty and ascending, each on its own")
-        starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
-        self._require_file(key)
-        with self._blaming_storage("read", key):
-            try:
-                parts = obstore.get_ranges(self._store, key, starts=starts, ends=stops) if ranges else []
-            except FileNotFoundError:
-                return None
-            except BaseError:
-                # Storages differ in what they call a range beyond the end.
-                self._refuse_beyond(key, max(stops))
-                raise
-        if any(len(part) != stop - start for part, (start, stop) in zip(parts, ranges, strict=True)):
-            self._refuse_beyond(key, max(stops))
-            raise InfrastructureError(f"object store {self.url}: gave less of {key!r} than was asked for: {ranges!r}")
-        return [part.to_bytes() for part in parts]
-
     def exists(self, key: str) -> bool:
-        """Whether the object is there."""
+        """Return true if the object is there."""
         return self._size_bytes(key) is not None
 
     def entries(self, prefix: str) -> list[ObjectEntry]:
-        """What lies below the folder ``prefix``, by ascending key (``commits`` finds ``commits/1``, no ``commits-2``).
+        """The objects below the folder ``prefix``, by ascending key (``commits`` finds ``commits/1``, no
+        ``commits-2``).
 
         Everything that was there all the time is listed; what comes or goes meanwhile may or may not be.
         """
         with self._blaming_storage("list", prefix):
-            found = [
+            entries = [
                 ObjectEntry(key=meta["path"], size_bytes=meta["size"], modified_s=meta["last_modified"].timestamp())
                 for page in obstore.list(self._store, prefix, chunk_size=1000)
                 for meta in page
             ]
-        return sorted(found, key=lambda entry: entry.key)
+        return sorted(entries, key=lambda entry: entry.key)
 
     def list(self, prefix: str) -> list[str]:
         """The keys below the folder ``prefix``, ascending; otherwise as :meth:`entries`."""
@@ -251,11 +232,6 @@ class ObjectStore:
             modified_s = obstore.head(self._store, key)["last_modified"].timestamp()
             self._delete_one(key)
         return modified_s
-
-    def _refuse_beyond(self, key: str, stop: int) -> None:
-        size_bytes = self._size_bytes(key)
-        if size_bytes is not None and stop > size_bytes:
-            raise DamagedError(f"object {key!r} in {self.url} ends after {size_bytes} bytes, it should have {stop}")
 
     def _require_folder(self) -> None:
         """Raise :class:`~etude.errors.InfrastructureError` where the folder is gone: its objects are not missing, and
@@ -308,6 +284,94 @@ class ObjectStore:
             took_s = SystemClock().now() - started_s
             message = f"object store {self.url}: cannot {action} {key!r} (gave up after {took_s:.1f} s): "
             raise InfrastructureError(message + _first_line(error)) from error
+
+
+class Outages(Protocol):
+    """The reaction to storage that fails; shared between threads."""
+
+    def failed(self, error: InfrastructureError, *, again: bool) -> None:
+        """Wait for as long as makes sense before the next try of a call that has failed, or has ``again``.
+
+        Raises when there shall be none.
+        """
+        ...
+
+    def succeeded(self) -> None:
+        """Take note that a call which had failed was answered."""
+        ...
+
+
+@final
+class RetryingStore:
+    """The store that ``opens`` gives, which is called until it succeeds; each call is tried until it is answered.
+
+    As with every store that retries, :meth:`put_if_absent` may give false for an object that this very call created.
+    """
+
+    def __init__(self, url: str, opens: Callable[[], Objects], outages: Outages) -> None:
+        self._url = url
+        self._opens = opens
+        self._outages = outages
+        self._opened: Objects | None = None
+        self._lock = Lock()
+
+    @property
+    def url(self) -> str:
+        """Place of the objects."""
+        return self._url
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.put_if_absent(key, data))
+
+    def renew(self, key: str, data: bytes) -> None:
+        """See :class:`ObjectStore`."""
+        self._retry(lambda store: store.renew(key, data))
+
+    def get(self, key: str) -> bytes | None:
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.get(key))
+
+    def exists(self, key: str) -> bool:
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.exists(key))
+
+    def entries(self, prefix: str) -> "list[ObjectEntry]":
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.entries(prefix))
+
+    def list(self, prefix: str) -> "list[str]":
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.list(prefix))
+
+    def delete(self, *keys: str) -> None:
+        """See :class:`ObjectStore`."""
+        self._retry(lambda store: store.delete(*keys))
+
+    def now(self) -> float:
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.now())
+
+    def _retry(self, call: Callable[[Objects], _Answer]) -> _Answer:
+        has_failed = False
+        while True:
+            try:
+                answer = call(self._store())
+            except InfrastructureError as error:
+                if storage_errno(error) in FULL:
+                    raise
+                self._outages.failed(error, again=has_failed)
+                has_failed = True
+            else:
+                if has_failed:
+                    self._outages.succeeded()
+                return answer
+
+    def _store(self) -> Objects:
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._opens()
+            return self._opened
 
 
 def _open(url: str, options: StoreOptions | None, creates: bool) -> obstore.store.ObjectStore:
@@ -364,8 +428,8 @@ def _limits(options: StoreOptions) -> tuple["ClientConfig", "RetryConfig"]:
     pause_s = options.deadline_s * _BACKOFF_SHARE
     client: ClientConfig = {"timeout": timedelta(seconds=options.request_s)}
     # obstore itself does not look at the variable once it is given any client option.
-    asked = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true", "yes", "on"}
-    client["allow_http"] = asked if options.allow_http is None else options.allow_http
+    is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true", "yes", "on"}
+    client["allow_http"] = is_allowed if options.allow_http is None else options.allow_http
     retry: RetryConfig = {
         "max_retries": options.retries,
         "retry_timeout": timedelta(seconds=options.deadline_s - options.request_s - pause_s),
@@ -379,5 +443,5 @@ def _limits(options: StoreOptions) -> tuple["ClientConfig", "RetryConfig"]:
 
 
 def _first_line(error: Exception) -> str:
-    """What obstore says, without the dump of its internals that follows."""
+    """The message of obstore, without the dump of its internals that follows."""
     return str(error).partition("\n")[0]

@@ -22,7 +22,7 @@ from etude.dashboard.rollout_text import (
     to_json,
     visible,
 )
-from etude.ledger.archive import Census, Found, Outcome, Traits
+from etude.ledger.archive import Census, Outcome, RolloutMatch, Traits
 from etude.ledger.states import GroupState
 from etude.types import Disposition, RolloutStatus
 
@@ -47,7 +47,7 @@ ROLLOUT = ReadRollout(
                               has_signal=True, step_tokens=1234),
     turns=(TURN, SUMMARY), notes=("something is not known",),
 )  # fmt: skip
-FOUND = Found(
+FOUND = RolloutMatch(
     rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=1, status=RolloutStatus.GRADED, reward=0.85,
     reason="submit", step=5, disposition=Disposition.QUARANTINE, cause="reads_tests",
     traits=Traits(turns=2, summaries=1, hints=2, prompt_tokens=240, sampled_tokens=16, first_version=3, last_version=4,

@@ -9,9 +9,8 @@ import pytest
 from etude.errors import RunFolderError
 from etude.ledger.archive import Archive, Search
 from etude.ledger.ledger import TRAIN, Ledger
-from etude.ledger.records import encode_rollout
+from etude.ledger.records import encode_rollout, encode_task
 from etude.ledger.schema import NEWEST
-from etude.ledger.tasks import encode_task
 from ledgers import rollout, task
 
 VERSION_2 = """
@@ -93,11 +92,11 @@ def test_a_run_of_version_2_goes_on_where_it_was(old: Path) -> None:
 def test_rollouts_of_an_older_etude_are_catalogued_by_how_they_ended(old: Path) -> None:
     Ledger.open(old).close()
     with Archive.open(old) as archive:
-        found = archive.find(Search(reward=(">=", 1.0), limit=2))
-        assert [(rollout.group, rollout.slot, rollout.traits) for rollout in found] == [(2, 0, None), (1, 1, None)]
+        matches = archive.find(Search(reward=(">=", 1.0), limit=2))
+        assert [(rollout.group, rollout.slot, rollout.traits) for rollout in matches] == [(2, 0, None), (1, 1, None)]
         assert [census.unlisted for census in archive.census()] == [5]
         assert archive.find(Search(has_summary=True)) == []
-        assert len(archive.rollout(found[0].rollout_id)[1].turns) == 1
+        assert len(archive.rollout(matches[0].rollout_id)[1].turns) == 1
 
 
 def test_who_only_reads_leaves_an_older_ledger_as_it_is_and_makes_none(old: Path) -> None:

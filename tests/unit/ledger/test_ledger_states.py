@@ -4,7 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.ledger.states import GROUP_MOVES, STEP_MOVES, GroupState, StepState, move, quorum, settled
+from etude.ledger.states import (
+    GROUP_MOVES,
+    STEP_MOVES,
+    EndedAttempt,
+    GroupSlots,
+    GroupState,
+    StepState,
+    move,
+    quorum,
+    settled,
+)
+from etude.types import RolloutStatus
 
 
 def test_a_quorum_is_half_and_two_where_there_are_two() -> None:
@@ -44,3 +55,24 @@ def test_a_step_is_done_once() -> None:
     assert move(STEP_MOVES, StepState.CLAIMED, StepState.DONE) is StepState.DONE
     with pytest.raises(ValueError, match="no move from done to done"):
         move(STEP_MOVES, StepState.DONE, StepState.DONE)
+
+
+FAILED, GRADED = RolloutStatus.FAILED_INFRA, RolloutStatus.GRADED
+
+
+def test_a_failure_makes_the_next_attempt_due_and_an_end_none() -> None:
+    slots = GroupSlots(size=4)
+    assert slots.due == {0: 0, 1: 0, 2: 0, 3: 0}
+    slots = slots.after(EndedAttempt(0, 0, FAILED, "a")).after(EndedAttempt(1, 0, GRADED, "b")).without(3)
+    assert slots.due == {0: 1, 2: 0}
+    assert slots.has("a")
+    assert not slots.has("c")
+    assert slots.state is GroupState.OPEN
+
+
+def test_a_group_follows_from_its_slots() -> None:
+    half = GroupSlots(size=4).without(0).without(1)
+    assert half.state is GroupState.OPEN
+    assert half.without(2).state is GroupState.DROPPED
+    filled = half.after(EndedAttempt(2, 0, GRADED, "a")).after(EndedAttempt(3, 0, GRADED, "b"))
+    assert (filled.state, filled.due) == (GroupState.READY, {})

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.ledger.tasks import decode_task, encode_task
+from etude.ledger.records import decode_task, encode_task
 from etude.sandbox_spec import EnvironmentSpec, SandboxLimits, Service, ServiceKind
 from etude.types import (
     Case,

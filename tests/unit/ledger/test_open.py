@@ -47,5 +47,5 @@ def test_without_the_client_library_its_name_and_the_command_are_told() -> None:
         f"try: open_database({SERVER + '#a'!r}, retry_timeout_s=1.0)\n"
         "except ConfigError as error: print(error)"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert "pip install -e '.[postgres]'" in said.stdout
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "pip install -e '.[postgres]'" in output.stdout

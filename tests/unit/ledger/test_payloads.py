@@ -136,7 +136,7 @@ def test_what_turns_go_on_from_is_written_once_and_comes_back(
         earlier = sent[pick % len(sent)] if sent and goes_on else None
         begun = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
         sent.append(continuing([*begun, *fresh], completion))
-        stowed.append(payloads.stow(sent[-1], "s", known=max(len(begun) - 1, 0) if leaves_out else 0))
+        stowed.append(payloads.stow(sent[-1], "s", stored=max(len(begun) - 1, 0) if leaves_out else 0))
     for before, after in zip(sent, payloads.fetch(stowed), strict=True):
         assert before.routes is not None and after.routes is not None
         assert after.routes.dtype == np.uint16
@@ -147,7 +147,7 @@ def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
     payloads, ids, stowed = Payloads(tmp_path), [1], list[Turn]()
     for number in range(60):
         turn = continuing(ids, [number])
-        stowed.append(payloads.stow(turn, "s", known=max(len(ids) - 31, 0)))
+        stowed.append(payloads.stow(turn, "s", stored=max(len(ids) - 31, 0)))
         ids = [*ids, number, *range(30)]
     turns = payloads.fetch(stowed)
     assert len({turn.routes.ctypes.data for turn in turns if turn.routes is not None}) == 1
@@ -157,7 +157,7 @@ def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
 
 def test_routes_that_no_earlier_turn_has_are_missed_by_name(tmp_path: Path) -> None:
     payloads, first = Payloads(tmp_path), continuing([1, 2], [3])
-    second = payloads.stow(continuing([1, 2, 3, 4], [5]), "s", known=2)
+    second = payloads.stow(continuing([1, 2, 3, 4], [5]), "s", stored=2)
     (_, back) = payloads.fetch([payloads.stow(first, "s"), second])
     assert back.routes is not None
     other = payloads.stow(continuing([1, 1], [3]), "s")

@@ -106,7 +106,7 @@ def test_a_blob_of_the_first_form_is_still_read() -> None:
 
 def test_a_branch_is_written_once_however_often_it_was_read() -> None:
     left, right = np.arange(30_000, dtype=np.int32), -np.arange(1, 20_001, dtype=np.int32)
-    sent = [some_turn(tape[:length]) for length in range(100, 20_001, 100) for tape in (left, right)]
+    sent = [some_turn(token_buffer[:length]) for length in range(100, 20_001, 100) for token_buffer in (left, right)]
     blob = encode_turns(sent)
     assert len(blob) < 4 * 40_000 + 12 * len(sent) + 80 * len(sent) + 2_000
     received = decode_turns(blob)

@@ -175,7 +175,7 @@ class Factory:
         one.heard = self.hearable()
 
     def count(self, one: Dispatcher) -> None:
-        admitted = self.ledger.progress().kept - self.rules.extra
+        admitted = self.ledger.progress().usable - self.rules.extra
         one.may_admit = self.admission.groups_to_admit(version=one.heard, admitted=admitted, in_flight=len(one.slots))
 
     def admit(self, one: Dispatcher) -> None:

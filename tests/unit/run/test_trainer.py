@@ -36,7 +36,6 @@ from etude.types import (
     Turn,
     Verdict,
 )
-from etude.weights.full_requests import plead
 from etude.weights.records import commit_key, pack_key
 from etude.weights.retention import collect
 from records import TASK, make_rollout
@@ -181,7 +180,7 @@ def test_a_trainer_goes_on_from_its_checkpoint_when_version_0_is_no_longer_kept(
     for number in range(5):
         admit(run, number)
     log = open_log(run)
-    plead(log)  # so that version 1 is whole, and nothing below it is needed
+    log.request_full()  # so that version 1 is whole, and nothing below it is needed
     train_until(run, 3)
     collect(log, keep=0, grace_s=0, lease_s=0)
     assert log.versions() == [1, 2, 3]

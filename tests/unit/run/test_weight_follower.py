@@ -25,8 +25,7 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.replica import PulledWeights
-from etude.weights.retrying import RetryingStore
-from etude.weights.store import ObjectStore
+from etude.weights.store import ObjectStore, RetryingStore
 from etude.weights.tensors import to_stored
 from waiting import until
 
@@ -141,7 +140,7 @@ def test_a_store_that_fails_in_the_middle_of_the_way_costs_nothing_but_time(
 
 @pytest.mark.parametrize("broken", ["pack", "record"])
 @pytest.mark.parametrize("spare", [True, False])
-def test_a_broken_chain_is_pleaded_about_and_followed_again_once_that_is_answered(
+def test_behind_a_broken_chain_a_full_snapshot_is_requested_and_followed(
     tmp_path: Path, spare: bool, broken: str
 ) -> None:
     trained = Decoder(TINY)
@@ -157,12 +156,12 @@ def test_a_broken_chain_is_pleaded_about_and_followed_again_once_that_is_answere
         (tmp_path / "store" / key).write_bytes(b"not what was written")
         with EventLog(tmp_path / "events", "engine") as events:
             following = asyncio.create_task(follower.follow(updater, events))
-            await until(lambda: following.done() or bool(log.store.list("pleas")))
+            await until(lambda: following.done() or bool(log.store.list("full-requests")))
             assert not following.done(), following.exception()
             assert updater.version == 0
             train(trained, SPARSE, 2)
             stored = to_stored(state_of(trained))
-            assert publisher.publish(stored, version=2, step=2).result().base is None, "a plea is answered whole"
+            assert publisher.publish(stored, version=2, step=2).result().base is None, "a request is answered whole"
             await until(lambda: following.done() or updater.version == 2)
             assert state_in(updater) == state_digest(stored)
             following.cancel()

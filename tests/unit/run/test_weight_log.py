@@ -16,13 +16,13 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from etude.weights.records import commit_key
-from etude.weights.synthetic_updates import drifting
+from synthetic_updates import synthetic_version
 
 
 def publish(log: WeightLog, *versions: int) -> None:
     with Publisher(log) as publisher:
         for version in versions:
-            publisher.publish(drifting(version), version=version, step=version).result(60)
+            publisher.publish(synthetic_version(version), version=version, step=version).result(60)
 
 
 def test_a_run_follows_its_own_log_alone(tmp_path: Path) -> None:

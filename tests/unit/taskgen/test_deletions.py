@@ -3,7 +3,7 @@
 import ast
 
 from etude.taskgen.deletions import body_deletions, class_deletions, signature, whole_deletions
-from etude.tasks.repositories.spans import Source
+from etude.tasks.repositories.spans import SourceText
 
 MODULE = '''"""A module."""
 
@@ -39,7 +39,7 @@ class Stack:
 
 
 def test_a_body_goes_with_its_comments_and_the_docstring_stays() -> None:
-    deletions = {deletion.target: deletion for deletion in body_deletions(Source("m.py", MODULE))}
+    deletions = {deletion.target: deletion for deletion in body_deletions(SourceText("m.py", MODULE))}
     text = deletions["double_all"].changed["m.py"]
     assert deletions.keys() == {"double_all", "Stack.__init__", "Stack.push"}
     assert deletions["double_all"].lines == (6,)
@@ -51,7 +51,7 @@ def test_a_body_goes_with_its_comments_and_the_docstring_stays() -> None:
 
 
 def test_a_class_loses_the_bodies_of_all_its_methods() -> None:
-    (deletion,) = class_deletions(Source("m.py", MODULE))
+    (deletion,) = class_deletions(SourceText("m.py", MODULE))
     text = deletion.changed["m.py"]
     assert deletion.target == "Stack"
     assert text.count("raise NotImplementedError") == 2
@@ -60,9 +60,13 @@ def test_a_class_loses_the_bodies_of_all_its_methods() -> None:
 
 
 def test_a_whole_function_goes_with_its_exports_and_mentions() -> None:
-    source = Source("pkg/m.py", MODULE)
-    init = Source("pkg/init.py", "from .m import (\n    Stack as S,\n    double_all,\n)\nfrom .m import double_all\n")
-    stub = Source("pkg/m.pyi", "def double_all(\n    values: list[int],\n) -> dict[str, int]: ...\nclass Stack: ...\n")
+    source = SourceText("pkg/m.py", MODULE)
+    init = SourceText(
+        "pkg/init.py", "from .m import (\n    Stack as S,\n    double_all,\n)\nfrom .m import double_all\n"
+    )
+    stub = SourceText(
+        "pkg/m.pyi", "def double_all(\n    values: list[int],\n) -> dict[str, int]: ...\nclass Stack: ...\n"
+    )
     documents = {"README.md": "# Title\n\nUse double_all.\nOr Stack.\n", "other.md": "nothing"}
     package = {file.path: file for file in (source, init, stub)}
     (deletion,) = whole_deletions(source, package, documents)
@@ -76,15 +80,15 @@ def test_a_whole_function_goes_with_its_exports_and_mentions() -> None:
 
 
 def test_a_function_that_is_used_or_mentioned_where_nothing_can_be_changed_is_not_deleted_whole() -> None:
-    source = Source("pkg/m.py", MODULE)
-    user = Source("pkg/user.py", "from .m import double_all\nprint(double_all([1]))\n")
+    source = SourceText("pkg/m.py", MODULE)
+    user = SourceText("pkg/user.py", "from .m import double_all\nprint(double_all([1]))\n")
     assert not list(whole_deletions(source, {"pkg/m.py": source, "pkg/user.py": user}, {}))
     assert not list(whole_deletions(source, {"pkg/m.py": source}, {}, ['script = "pkg:double_all"']))
 
 
 def test_a_signature_is_as_it_was_written() -> None:
-    function = next(Source("m.py", MODULE).functions())
-    assert signature(Source("m.py", MODULE), function) == (
+    function = next(SourceText("m.py", MODULE).functions())
+    assert signature(SourceText("m.py", MODULE), function) == (
         "@deco(1)\ndef double_all(values: list[int], *, by: dict = {1: 2}) -> dict[str, int]:"
     )
 
@@ -94,12 +98,12 @@ def test_bodies_that_are_not_worth_it_are_left() -> None:
         "def small(): return 1\n\n\n@overload\ndef f(a):\n    'What it does.'\n    a = 1\n    a = 2\n    return a\n"
         "def undescribed(a):\n    a = 1\n    a = 2\n    return a\n"
     )
-    assert not list(body_deletions(Source("m.py", text)))
+    assert not list(body_deletions(SourceText("m.py", text)))
 
 
 def test_windows_line_ends_are_kept() -> None:
     text = "def f(a):\r\n    'Gives what it is given.'\r\n    a = 1\r\n    a = 2\r\n    return a\r\nx = 1\r\n"
-    (deletion,) = body_deletions(Source("m.py", text))
+    (deletion,) = body_deletions(SourceText("m.py", text))
     assert (
         deletion.changed["m.py"]
         == "def f(a):\r\n    'Gives what it is given.'\r\n    raise NotImplementedError\r\nx = 1\r\n"

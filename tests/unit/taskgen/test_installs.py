@@ -14,7 +14,7 @@ import pytest
 from etude.errors import ConfigError
 from etude.taskgen.failures import InstallError
 from etude.taskgen.indexes import pip_environment
-from etude.taskgen.installs import DATED_SINCE, SITE, Wants, environment, install, record_project, without_copies
+from etude.taskgen.installs import DATED_SINCE, SITE, Requirements, environment, install, record_project, without_copies
 from etude.taskgen.projects import read_project
 
 TEXTS = {
@@ -47,7 +47,7 @@ def test_what_cannot_be_had_is_named_with_what_pip_said(tmp_path: Path, monkeypa
     for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InstallError, match=r"pip cannot install \['nothing-like-it'\] from wheels") as caught:
-        install(Wants(requirements=("nothing-like-it",), python="3.11"), tmp_path / "tree")
+        install(Requirements(requirements=("nothing-like-it",), python="3.11"), tmp_path / "tree")
     assert "nothing-like-it" in caught.value.log
 
 
@@ -111,7 +111,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wheels_of_an_index_and_what_they_need_are_unpacked(tmp_path: Path, offline: Path) -> None:
     wheel(offline, "one", needs="two>=1")
     wheel(offline, "two")
-    pins = install(Wants(requirements=("One >=1, <2 ; python_version > '3'",), python="3.11"), tmp_path / "tree")
+    pins = install(Requirements(requirements=("One >=1, <2 ; python_version > '3'",), python="3.11"), tmp_path / "tree")
     assert pins == ("one==1.0", "two==1.0")
 
 
@@ -130,11 +130,11 @@ def test_what_is_no_name_with_versions_is_refused_and_nothing_of_it_run(
     (tmp_path / "evil" / "pyproject.toml").write_text(BUILD)
     (tmp_path / "evil" / "backend.py").write_text(BACKEND.format(mark=str(mark)))
     monkeypatch.chdir(tmp_path)
-    wanted = line.format(tar=tar, zip=zipped, folder=tmp_path / "evil")
+    required = line.format(tar=tar, zip=zipped, folder=tmp_path / "evil")
     with pytest.raises(InstallError) as caught:
-        install(Wants(requirements=(wanted,), python="3.11"), tmp_path / "tree")
+        install(Requirements(requirements=(required,), python="3.11"), tmp_path / "tree")
     assert not mark.exists()
-    assert repr(wanted) in str(caught.value)
+    assert repr(required) in str(caught.value)
     assert "write NAME or NAME==VERSION" in str(caught.value)
 
 
@@ -144,7 +144,7 @@ def test_a_file_beside_us_is_no_requirement(tmp_path: Path, offline: Path, monke
     monkeypatch.chdir(tmp_path / "evil")
     for number, line in enumerate(("evil.zip", "evil.zip[x]")):
         with pytest.raises(InstallError):
-            install(Wants(requirements=(line,), python="3.11"), tmp_path / f"tree{number}")
+            install(Requirements(requirements=(line,), python="3.11"), tmp_path / f"tree{number}")
     assert not (tmp_path / "was-run").exists()
 
 
@@ -154,7 +154,7 @@ def test_a_wheel_cannot_have_sources_built(tmp_path: Path, offline: Path, refere
     tar, zipped = evil_sources(tmp_path / "evil", mark)
     wheel(offline, "nice", needs=f"evil @ {reference.format(tar=tar, zip=zipped)}")
     with pytest.raises(InstallError, match=r"wheels: .*evil.*from nice.* is no wheel of an index .*: write NAME"):
-        install(Wants(requirements=("nice",), python="3.11"), tmp_path / "tree")
+        install(Requirements(requirements=("nice",), python="3.11"), tmp_path / "tree")
     assert not mark.exists()
 
 
@@ -162,20 +162,20 @@ def test_a_wheel_cannot_name_a_wheel_that_is_not_of_an_index(tmp_path: Path, off
     other = wheel(tmp_path / "elsewhere", "other")
     wheel(offline, "nice", needs=f"other @ file://{other}")
     with pytest.raises(InstallError, match=r"'other' comes from file://.*other-1\.0-py3-none-any\.whl, no index"):
-        install(Wants(requirements=("nice",), python="3.11"), tmp_path / "tree")
+        install(Requirements(requirements=("nice",), python="3.11"), tmp_path / "tree")
     assert not (tmp_path / "tree" / SITE.strip("/")).exists()
 
 
-def test_pip_is_told_where_to_look_and_nobody_s_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"PIP_INDEX_URL": "https://x", "HTTPS_PROXY": "p", "no_proxy": "q", "SSL_CERT_FILE": "c", "TMPDIR": "/t"}
-    for name, value in {**told, "JUDGE_API_KEY": "k", "AWS_SECRET_ACCESS_KEY": "k", "PYTHONPATH": "/evil"}.items():
+def test_pip_gets_where_to_look_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = {"PIP_INDEX_URL": "https://x", "HTTPS_PROXY": "p", "no_proxy": "q", "SSL_CERT_FILE": "c", "TMPDIR": "/t"}
+    for name, value in {**message, "JUDGE_API_KEY": "k", "AWS_SECRET_ACCESS_KEY": "k", "PYTHONPATH": "/evil"}.items():
         monkeypatch.setenv(name, value)
     seen = pip_environment()
-    assert told.items() <= seen.items()
+    assert message.items() <= seen.items()
     assert not {"JUDGE_API_KEY", "AWS_SECRET_ACCESS_KEY", "PYTHONPATH"} & set(seen)
 
 
 @pytest.mark.skipif(int(version("pip").partition(".")[0]) >= DATED_SINCE, reason="this pip can keep to a date")
 def test_a_date_that_pip_cannot_keep_to_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="upgrade pip"):
-        install(Wants(requirements=("six",), python="3.11", before="2024-01-01"), tmp_path / "tree")
+        install(Requirements(requirements=("six",), python="3.11", before="2024-01-01"), tmp_path / "tree")

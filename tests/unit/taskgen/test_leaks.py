@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.taskgen.leaks import Leak, needles_of, search
+from etude.taskgen.leaks import Leak, removed_identifiers, search
 from etude.taskgen.scrubbing import commit_all, git
 
 RIGHT = '''def rotate(values, places):
@@ -30,7 +30,7 @@ WRONG = RIGHT[: RIGHT.index("    offset")] + "    raise NotImplementedError\n" +
 BODY = RIGHT[RIGHT.index("    offset") : RIGHT.index("\n\ndef other")]
 
 
-def world(tmp_path: Path) -> Path:
+def sandbox(tmp_path: Path) -> Path:
     work = tmp_path / "layer" / "work"
     work.mkdir(parents=True)
     (work / "turns.py").write_text(WRONG)
@@ -39,8 +39,10 @@ def world(tmp_path: Path) -> Path:
 
 
 def leaks(work: Path, gone: str = "") -> list[Leak]:
-    needles = needles_of({"turns.py": RIGHT}, {"turns.py": WRONG}, ["rotate turns values round."], gone=gone)
-    return list(search(work.parent, needles, prefix="/"))
+    removed_names = removed_identifiers(
+        {"turns.py": RIGHT}, {"turns.py": WRONG}, ["rotate turns values round."], gone=gone
+    )
+    return list(search(work.parent, removed_names, prefix="/"))
 
 
 def zipped(data: bytes) -> bytes:
@@ -82,8 +84,8 @@ PACKINGS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_a_clean_world_passes(tmp_path: Path) -> None:
-    work = world(tmp_path)
+def test_a_clean_sandbox_passes(tmp_path: Path) -> None:
+    work = sandbox(tmp_path)
     (work / "data.bin").write_bytes(b"\x78\x9c" + bytes(range(256)) * 10)
     (work / "broken.zip").write_bytes(b"PK\x03\x04 no zip at all")
     (work / "other.gz").write_bytes(gzip.compress(b"nothing to see"))
@@ -93,13 +95,13 @@ def test_a_clean_world_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_answer_is_found_however_it_is_packed(tmp_path: Path, packing: str) -> None:
-    work = world(tmp_path)
+    work = sandbox(tmp_path)
     (work / "left.dat").write_bytes(PACKINGS[packing](RIGHT.encode()))
     assert any(leak.place.startswith("/work/left.dat") for leak in leaks(work))
 
 
 def test_a_compiled_file_is_found(tmp_path: Path) -> None:
-    work = world(tmp_path)
+    work = sandbox(tmp_path)
     (work / "turns.py").write_text(RIGHT)
     compileall.compile_file(work / "turns.py", quiet=1)
     (work / "turns.py").write_text(WRONG)
@@ -110,7 +112,7 @@ def test_a_compiled_file_is_found(tmp_path: Path) -> None:
 
 
 def test_history_is_found_loose_and_packed(tmp_path: Path) -> None:
-    work = world(tmp_path)
+    work = sandbox(tmp_path)
     (work / "turns.py").write_text(RIGHT)
     commit_all(work)
     (work / "turns.py").write_text(WRONG)
@@ -121,7 +123,7 @@ def test_history_is_found_loose_and_packed(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_gone_is_found_in_texts_and_names(tmp_path: Path) -> None:
-    work = world(tmp_path)
+    work = sandbox(tmp_path)
     assert {leak.place for leak in leaks(work, gone="rotate")} == {"/work/turns.py", "/work/README.md"}
     (work / "turns.py").write_text("x = 1\n")
     (work / "README.md").write_text("rotated, unrotate and rotates are other words")
@@ -130,25 +132,27 @@ def test_a_name_that_is_gone_is_found_in_texts_and_names(tmp_path: Path) -> None
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    work = world(tmp_path)
+    work = sandbox(tmp_path)
     (tmp_path / "outside.py").write_text(RIGHT)
     (work / "link").symlink_to(tmp_path / "outside.py")
     assert leaks(work) == []
 
 
 def test_a_bomb_is_a_leak_and_not_an_endless_search(tmp_path: Path) -> None:
-    work = world(tmp_path)
+    work = sandbox(tmp_path)
     (work / "bomb.gz").write_bytes(gzip.compress(b"\0" * (80 << 20)))
     assert ["too much to search" in leak.what for leak in leaks(work)] == [True]
 
 
 def test_a_planted_bug_looks_for_the_line_in_its_place() -> None:
     bug = RIGHT.replace("places % len", "places // len")
-    needles = needles_of({"turns.py": RIGHT}, {"turns.py": bug}, [])
-    assert any("offset = places % len(values)" in window for window in needles.windows)
-    assert not any(window in "\n" + bug for window in needles.windows)
+    removed_names = removed_identifiers({"turns.py": RIGHT}, {"turns.py": bug}, [])
+    assert any("offset = places % len(values)" in window for window in removed_names.windows)
+    assert not any(window in "\n" + bug for window in removed_names.windows)
 
 
 def test_documents_that_changed_are_no_python() -> None:
-    needles = needles_of({"turns.py": RIGHT, "README.md": "it's (rotate"}, {"turns.py": WRONG, "README.md": ""}, [])
-    assert needles.words
+    removed_names = removed_identifiers(
+        {"turns.py": RIGHT, "README.md": "it's (rotate"}, {"turns.py": WRONG, "README.md": ""}, []
+    )
+    assert removed_names.words

@@ -94,10 +94,10 @@ def test_what_is_no_project_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("stated", "told"), [('"2.0"', "2.0"), ("2.0", "2.0"), ('"../2"', "0"), ("[1]", "0")])
-def test_a_version_is_a_text_that_can_name_a_folder(stated: str, told: str) -> None:
+def test_a_version_is_a_text_that_can_name_a_folder(stated: str, message: str) -> None:
     settings = f'[project]\nname = "pkg"\nversion = {stated}\n'
     files = {"pyproject.toml": settings, "pkg/__init__.py": "", "tests/test_a.py": TEST}
-    assert read_project(files).version == told
+    assert read_project(files).version == message
 
 
 def test_attempts_let_go_of_versions_first_then_of_what_tests_want() -> None:
@@ -108,8 +108,8 @@ def test_attempts_let_go_of_versions_first_then_of_what_tests_want() -> None:
 
 
 def test_what_is_missing_is_read_off_the_errors() -> None:
-    said = "ModuleNotFoundError: No module named 'yaml'\nNo module named 'six.moves'\nfixture 'mocker' not found"
-    assert missing_modules(said, ["six>=1"]) == ("PyYAML", "pytest-mock")
+    output = "ModuleNotFoundError: No module named 'yaml'\nNo module named 'six.moves'\nfixture 'mocker' not found"
+    assert missing_modules(output, ["six>=1"]) == ("PyYAML", "pytest-mock")
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_requirements_that_are_no_names_with_versions_are_not_tried(files: dict[
 @pytest.mark.parametrize("place", ["PKG-INFO", "pyproject.toml", "setup.cfg", "setup.py"])
 def test_a_name_that_would_choose_a_path_is_refused(name: str, place: str) -> None:
     """The folder that a build writes is called by it."""
-    said = {
+    output = {
         "PKG-INFO": f"Name: {name}\n",
         "pyproject.toml": f'[project]\nname = "{name}"\n',
         "setup.cfg": f"[metadata]\nname = {name}\n",
         "setup.py": f"setup(name='{name}')",
     }
     with pytest.raises(SourceError, match="is no name of a project: write letters"):
-        read_project({place: said[place], "pkg/__init__.py": "", "tests/test_a.py": TEST})
+        read_project({place: output[place], "pkg/__init__.py": "", "tests/test_a.py": TEST})
 
 
 @pytest.mark.parametrize("name", ["a", "A-b_c.d", "zope.interface", "7zip"])

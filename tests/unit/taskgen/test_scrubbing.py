@@ -19,7 +19,7 @@ LEFT = (
     *("venv/lib/python3/site-packages/pkg/a.py", "x/site-packages/pkg/a.py", "a.py~", ".a.py.swp", "PKG-INFO"),
     *("fix.patch", "p-1-py3-none-any.whl", ".hypothesis/examples/x", ".tox/py/x", "p-1.dist-info/METADATA"),
 )
-KEPT = (
+ACCEPTED = (
     "pkg/a.py",
     "pkg/build/tool.py",
     "README.md",
@@ -31,7 +31,7 @@ KEPT = (
 
 
 def plant(tree: Path) -> None:
-    for path in (*LEFT, *KEPT):
+    for path in (*LEFT, *ACCEPTED):
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).write_text(f"{path}\n")
 
@@ -39,7 +39,7 @@ def plant(tree: Path) -> None:
 def test_leftovers_are_left(tmp_path: Path) -> None:
     plant(tmp_path / "tree")
     (tmp_path / "tree" / "link").symlink_to("/etc/passwd")
-    assert sorted(clean_files(tmp_path / "tree")) == sorted(KEPT)
+    assert sorted(clean_files(tmp_path / "tree")) == sorted(ACCEPTED)
 
 
 @pytest.mark.parametrize("name", ["build", "dist"])
@@ -52,7 +52,7 @@ def test_a_copy_has_the_changes(tmp_path: Path) -> None:
     plant(tmp_path / "tree")
     (tmp_path / "tree" / "pkg" / "a.py").chmod(0o755)
     copy_clean(tmp_path / "tree", tmp_path / "copy", {"README.md": None, "new/b.py": "b = 1\n"})
-    assert sorted(clean_files(tmp_path / "copy")) == sorted({*KEPT, "new/b.py"} - {"README.md"})
+    assert sorted(clean_files(tmp_path / "copy")) == sorted({*ACCEPTED, "new/b.py"} - {"README.md"})
     assert (tmp_path / "copy" / "pkg" / "a.py").stat().st_mode & 0o777 == 0o755
 
 

@@ -87,6 +87,6 @@ def test_an_archive_cannot_leave_its_folder(tmp_path: Path) -> None:
         ("file:///no/such/repository", "git clone"),
     ],
 )
-def test_what_is_no_repository_is_named(tmp_path: Path, reference: str, said: str) -> None:
-    with pytest.raises(SourceError, match=said):
+def test_what_is_no_repository_is_named(tmp_path: Path, reference: str, output: str) -> None:
+    with pytest.raises(SourceError, match=output):
         fetch(reference, tmp_path / "out")

@@ -7,10 +7,10 @@ import pytest
 from etude.config.imitation import TranscriptConfig
 from etude.config.tasks import TaskConfig
 from etude.tasks.bugfix import BugfixFamily, behaviour, run_program
-from etude.tasks.corpora.corpus import practice_sources, tokenizer_texts
+from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import Side
 from etude.tasks.corpora.texts import PlainText
-from etude.tasks.corpora.transcripts import BugfixPractice, transcript
+from etude.tasks.corpora.transcripts import BugfixDemonstrations, transcript
 from etude.tasks.programs import KINDS
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
@@ -86,9 +86,9 @@ def test_no_heldout_answer_is_in_any_transcript(config: TaskConfig) -> None:
 def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
     """What the model really reads, tokenised and decoded again: library, domain code and transcripts together."""
     family = BugfixFamily(TaskConfig(), seed=0)
-    practice = BugfixPractice(family, TranscriptConfig())
-    chat = ChatTemplate.train(tokenizer_texts(practice, 0), 576)
-    sources = practice_sources(practice, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
+    demonstrations = BugfixDemonstrations(family, TranscriptConfig())
+    chat = ChatTemplate.train(tokenizer_texts(demonstrations, 0), 576)
+    sources = demonstration_sources(demonstrations, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
     read = 0
     for source, documents in (("stdlib", 100), ("code", 200), ("sessions", 440)):
         for index in range(documents):

@@ -8,37 +8,37 @@ from etude.config.imitation import TranscriptConfig
 from etude.config.tasks import TaskConfig
 from etude.harnesses import tools
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.transcripts import REMINDER, BugfixPractice, Message
+from etude.tasks.corpora.transcripts import REMINDER, BugfixDemonstrations, Message
 
 SESSIONS = 200
 
 
 def sessions(**habits: float) -> list[list[Message]]:
-    practice = BugfixPractice(BugfixFamily(TaskConfig(), seed=0), TranscriptConfig(**habits))
+    demonstrations = BugfixDemonstrations(BugfixFamily(TaskConfig(), seed=0), TranscriptConfig(**habits))
     rng = Random(0)
-    return [practice.session(rng) for _ in range(SESSIONS)]
+    return [demonstrations.session(rng) for _ in range(SESSIONS)]
 
 
 def test_a_wrong_edit_is_a_malformed_call_and_then_the_same_edit_rightly() -> None:
     wrong = 0
     for session in sessions(bad_call=0.8):
-        for said, answered, again in zip(session, session[1:], session[2:], strict=False):
-            if said.role == "assistant" and isinstance(tools.parse_call(said.content), tools.Malformed):
+        for output, answered, again in zip(session, session[1:], session[2:], strict=False):
+            if output.role == "assistant" and isinstance(tools.parse_call(output.content), tools.Malformed):
                 wrong += 1
                 edit = tools.parse_call(again.content)
                 assert answered.content == tools.BAD_CALL
                 assert isinstance(edit, tools.EditFile)
-                assert said.content == f"edit {edit.path}:{edit.line}\n{edit.text}"
+                assert output.content == f"edit {edit.path}:{edit.line}\n{edit.text}"
     assert wrong > SESSIONS / 2
 
 
 def test_an_edit_after_a_reminder_is_written_rightly_at_once() -> None:
     seen = Counter[str]()
     for session in sessions(bad_call=1.0, reminded=0.5):
-        for said, answer in pairwise(session):
+        for output, answer in pairwise(session):
             if answer.role == "assistant":
                 called = type(tools.parse_call(answer.content))
-                assert called is not tools.Malformed or said.content != REMINDER
+                assert called is not tools.Malformed or output.content != REMINDER
                 seen[called.__name__] += 1
     assert 0.3 < seen["Malformed"] / seen["EditFile"] < 0.7
 
@@ -47,11 +47,11 @@ def test_a_reminder_does_not_say_that_it_is_time_to_edit() -> None:
     """Whatever the agent does it has been reminded before as often: who obeys learns the style and nothing else."""
     moves, reminded = Counter[str](), Counter[str]()
     for session in sessions(bad_call=0.8, reminded=0.5):
-        for said, answer in pairwise(session):
-            if answer.role == "assistant" and said.content != tools.BAD_CALL:
+        for output, answer in pairwise(session):
+            if answer.role == "assistant" and output.content != tools.BAD_CALL:
                 called = type(tools.parse_call(answer.content)).__name__.replace("Malformed", "EditFile")
                 moves[called] += 1
-                reminded[called] += said.content == REMINDER
+                reminded[called] += output.content == REMINDER
     assert {"ReadFile", "EditFile", "RunTests", "Submit"} <= set(moves)
     for move, count in moves.items():
         assert 0.35 < reminded[move] / count < 0.65, move

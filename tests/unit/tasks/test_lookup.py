@@ -86,6 +86,6 @@ def test_a_few_names_may_be_asked_for_and_all_of_those_stand_in_training() -> No
 @pytest.mark.parametrize(
     ("askable", "told"), [(1, r"expected 2 \(tasks.asked\) … 90"), (91, "expected 2"), (2, "of 1 sets")]
 )
-def test_askable_names_that_cannot_be_held_out_are_refused(askable: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks.askable = {askable}: .*{told}"):
+def test_askable_names_that_cannot_be_held_out_are_refused(askable: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks.askable = {askable}: .*{message}"):
         LookupFamily(CONFIG.model_copy(update={"askable": askable}), seed=0)

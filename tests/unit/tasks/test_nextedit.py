@@ -17,8 +17,8 @@ from etude.rewards.score import ScorePolicy, score
 from etude.rollouts.fake import FakeSandbox
 from etude.tasks.corpora.corpus import stdlib_texts
 from etude.tasks.corpora.mixture import Side
-from etude.tasks.corpora.nextedit import SLIPS, NextEditPractice
-from etude.tasks.nextedit import Line, NextEditFamily, Site, sites, sites_of
+from etude.tasks.corpora.nextedit import MISTAKES, NextEditDemonstrations
+from etude.tasks.nextedit import NextEditFamily, NumberedLine, Site, sites, sites_of
 from etude.types import AnswerChecks, Split
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -42,17 +42,17 @@ def g(x):
 
 def test_the_sites_of_a_module() -> None:
     assert list(sites(SOURCE)) == [
-        Site("data", Line("def f(self, data, other):", (12,)), Line("count = len(data) + 1", (12,))),
-        Site("data", Line("count = len(data) + 1", (12,)), Line("for item in data:", (12,))),
-        Site("item", Line("for item in data:", (4,)), Line("count += item.count", (9,))),
-        Site("other", Line("def f(self, data, other):", (18,)), Line("return count + other", (15,))),
-        Site("x", Line("def g(x):", (6,)), Line("total = x * 2", (8,))),
-        Site("x", Line("total = x * 2", (8,)), Line("return total - x", (15,))),
+        Site("data", NumberedLine("def f(self, data, other):", (12,)), NumberedLine("count = len(data) + 1", (12,))),
+        Site("data", NumberedLine("count = len(data) + 1", (12,)), NumberedLine("for item in data:", (12,))),
+        Site("item", NumberedLine("for item in data:", (4,)), NumberedLine("count += item.count", (9,))),
+        Site("other", NumberedLine("def f(self, data, other):", (18,)), NumberedLine("return count + other", (15,))),
+        Site("x", NumberedLine("def g(x):", (6,)), NumberedLine("total = x * 2", (8,))),
+        Site("x", NumberedLine("total = x * 2", (8,)), NumberedLine("return total - x", (15,))),
     ]
 
 
 def test_a_variable_is_renamed_wherever_it_stands() -> None:
-    assert Line("a = b[a] + ab", (0, 6)).renamed("a", "long") == "long = b[long] + ab"
+    assert NumberedLine("a = b[a] + ab", (0, 6)).renamed("a", "long") == "long = b[long] + ab"
 
 
 @pytest.mark.parametrize("split", Split)
@@ -71,13 +71,13 @@ def test_a_task_is_a_right_renaming(split: Split) -> None:
 
 
 def test_what_is_held_out_is_read_nowhere() -> None:
-    known = set(sites_of(Split.TRAIN, ONE_IN))
+    by_name = set(sites_of(Split.TRAIN, ONE_IN))
     text = "\n".join(stdlib_texts(Side(split=Split.TRAIN, seed=0, one_in=ONE_IN)))
     modules = set(stdlib_texts(Side(split=Split.HELDOUT, seed=0, one_in=ONE_IN)))
     assert modules
     assert not any(module in text for module in modules)
     drawn = [FAMILY.edit(Split.HELDOUT, Random(index)).site for index in range(300)]
-    assert not known.intersection(drawn)
+    assert not by_name.intersection(drawn)
     assert len(set(drawn)) > 200
 
 
@@ -88,14 +88,14 @@ def test_runs_are_measured_on_the_same_tasks_and_practise_on_their_own() -> None
 
 
 def test_the_careless_one_is_right_as_often_as_asked_for_and_silent_now_and_then() -> None:
-    practice = NextEditPractice(FAMILY, TranscriptConfig(right_edit=0.5))
+    demonstrations = NextEditDemonstrations(FAMILY, TranscriptConfig(right_edit=0.5))
     silent = right = spoken = 0
     for index in range(600):
         rng = Random(index)
-        asked, said = practice.session(rng)
-        call = parse_call(said.content)
+        requested, output = demonstrations.session(rng)
+        call = parse_call(output.content)
         assert isinstance(call, Submit)
-        assert asked.content.count("\n") == 1
+        assert requested.content.count("\n") == 1
         silent += not call.answer
         spoken += bool(call.answer)
         edit = FAMILY.edit(Split.TRAIN, Random(index))
@@ -104,20 +104,20 @@ def test_the_careless_one_is_right_as_often_as_asked_for_and_silent_now_and_then
     assert 0.42 < right / spoken < 0.6
 
 
-def test_every_slip_is_wrong() -> None:
+def test_every_mistake_is_wrong() -> None:
     for index in range(300):
         rng = Random(index)
         edit = FAMILY.edit(Split.TRAIN, rng)
-        for slip in SLIPS.values():
-            assert slip(edit, "another_one", rng).split() != edit.line.split()
+        for mistake in MISTAKES.values():
+            assert mistake(edit, "another_one", rng).split() != edit.line.split()
 
 
 def test_what_mid_training_shows_as_right_is() -> None:
     for index in range(50):
-        asked, said = NextEditPractice(FAMILY, TranscriptConfig()).code(Random(index))
+        requested, output = NextEditDemonstrations(FAMILY, TranscriptConfig()).code(Random(index))
         edit = FAMILY.edit(Split.TRAIN, Random(index))
-        assert asked.content == edit.prompt
-        assert parse_call(said.content) == Submit(edit.line)
+        assert requested.content == edit.prompt
+        assert parse_call(output.content) == Submit(edit.line)
 
 
 def test_the_recipe_pays_for_right_suggestions_and_not_for_silence() -> None:

@@ -181,19 +181,19 @@ def record(
 
 
 def test_rewards_of_all_steps_are_added(tmp_path: Path) -> None:
-    asked: list[dict[str, Json]] = []
+    requested: list[dict[str, Json]] = []
 
     def answer(message: dict[str, Json]) -> Json:
-        asked.append(message)
+        requested.append(message)
         if message["type"] == "reset":
             return observation("go", 0.25)
-        return observation("on", 0.5, done=len(asked) == 3)
+        return observation("on", 0.5, done=len(requested) == 3)
 
     result, reward = record(answer, ScriptedModel(lambda messages: '```json\n{"number": 1}\n```'), tmp_path)
     assert (result.reason, dict(result.counts)) == ("submit", {"steps": 2})
     assert (reward.value, reward.parts) == (1.25, {"steps": 2.0})
-    assert asked[0] == {"type": "reset", "data": {"seed": HELDOUT_SEEDS + 7, "episode_id": "one"}}
-    assert asked[1] == {"type": "step", "data": {"number": 1}}
+    assert requested[0] == {"type": "reset", "data": {"seed": HELDOUT_SEEDS + 7, "episode_id": "one"}}
+    assert requested[1] == {"type": "step", "data": {"number": 1}}
 
 
 def test_the_model_is_told_what_was_wrong_with_its_action(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_the_model_is_told_what_was_wrong_with_its_action(tmp_path: Path) -> Non
     model = ScriptedModel(lambda messages: "hm" if len(messages) == 1 else "{}")
     result, reward = record(answer, model, tmp_path)
     assert (result.reason, dict(result.counts), reward.value) == ("turns", {"malformed": 3}, 0.0)
-    told = [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "user"]  # type: ignore[index, union-attr, call-overload]  # JSON
-    assert told[1:] == ["expected one JSON object", "EXECUTION_ERROR: no number"]
+    notice = [message["content"] for message in model.requests[-1]["messages"] if message["role"] == "user"]  # type: ignore[index, union-attr, call-overload]  # JSON
+    assert notice[1:] == ["expected one JSON object", "EXECUTION_ERROR: no number"]
 
 
 @pytest.mark.parametrize(

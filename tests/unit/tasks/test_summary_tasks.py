@@ -3,7 +3,7 @@
 import ast
 from random import Random
 
-from etude.tasks.summaries import SummariesFamily, SummariesPractice, functions_of, is_heldout
+from etude.tasks.summaries import SummariesFamily, SummaryDemonstrations, functions_of, is_heldout
 from etude.types import AnswerChecks, Split
 
 FAMILY = SummariesFamily(seed=3, heldout_every=6)
@@ -49,27 +49,27 @@ def test_only_short_functions_with_one_return_at_their_end_are_taken() -> None:
         "def long_winded(a):\n    return 'a rather long expression indeed'\n"
         "class C:\n    def method(self):\n        return self.a\n"
     )
-    found = {function.name: function for function in functions_of("m", source)}
-    assert sorted(found) == ["good", "method"]
-    assert found["good"].text == "def good(a):\n    b = a\n    return b + 1"
-    assert found["method"].text == "def method(self):\n    return self.a"
-    assert found["good"].line == "good returns b + 1"
+    matches = {function.name: function for function in functions_of("m", source)}
+    assert sorted(matches) == ["good", "method"]
+    assert matches["good"].text == "def good(a):\n    b = a\n    return b + 1"
+    assert matches["method"].text == "def method(self):\n    return self.a"
+    assert matches["good"].line == "good returns b + 1"
 
 
 def test_the_imperfect_agent_mostly_writes_badly_and_sometimes_well() -> None:
-    practice = SummariesPractice(FAMILY, Split.TRAIN)
-    said = [practice.session(Random(number))[1].content for number in range(200)]
-    assert all(line.startswith("answer ") for line in said)
-    well = sum(line.split()[2] == "returns" and line[-1] != "!" and "think" not in line for line in said)
+    demonstrations = SummaryDemonstrations(FAMILY, Split.TRAIN)
+    output = [demonstrations.session(Random(number))[1].content for number in range(200)]
+    assert all(line.startswith("answer ") for line in output)
+    well = sum(line.split()[2] == "returns" and line[-1] != "!" and "think" not in line for line in output)
     assert 20 < well < 110
-    assert practice.session(Random(1)) == practice.session(Random(1))
+    assert demonstrations.session(Random(1)) == demonstrations.session(Random(1))
 
 
 def test_what_is_practised_cannot_be_known_by_heart() -> None:
-    practice = SummariesPractice(FAMILY, Split.TRAIN)
+    demonstrations = SummaryDemonstrations(FAMILY, Split.TRAIN)
     lines = set()
     for number in range(200):
-        text, _, line = practice.code(Random(number)).rpartition("\n# ")
+        text, _, line = demonstrations.code(Random(number)).rpartition("\n# ")
         name, returned = line.split(" returns ", 1)
         assert text.startswith(f"def {name}(")
         assert text.endswith(f"return {returned}")

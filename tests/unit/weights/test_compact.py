@@ -6,25 +6,23 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.types import TensorSpec
-from etude.weights.codec_choice import CodecWish
 from etude.weights.compact import Compactor
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull
-from etude.weights.ranks import Rank
 from etude.weights.records import pack_key
 from etude.weights.state import State, StoredTensor
 from etude.weights.store import ObjectStore
-from etude.weights.synthetic_updates import alike, drifting
+from synthetic_updates import alike, synthetic_version
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=512, encoders=2, uploads=2, anchor_every=0, compact=False)
 
 
-def chain(newest: int, codec: CodecWish = "gaps") -> WeightLog:
+def chain(newest: int, codec: str = "gaps") -> WeightLog:
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log, replace(OPTIONS, codec=codec)) as publisher:
         for version in range(newest + 1):
-            publisher.publish(drifting(version), version=version, step=version).result(60)
+            publisher.publish(synthetic_version(version), version=version, step=version).result(60)
     return log
 
 
@@ -52,7 +50,7 @@ def test_a_link_leads_to_the_same_bytes(source: int, target: int) -> None:
     with Receiver(log) as receiver:
         receiver.advance(source)
         assert receiver.advance(target).links == 1
-        assert alike(receiver.weights().state, drifting(target))
+        assert alike(receiver.weights().state, synthetic_version(target))
 
 
 def test_a_merged_link_is_smaller_than_the_deltas() -> None:
@@ -67,13 +65,13 @@ def test_there_and_back_is_an_empty_link() -> None:
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log, OPTIONS) as publisher:
         for version, content in enumerate((0, 1, 0)):
-            publisher.publish(drifting(content), version=version, step=version).result(60)
+            publisher.publish(synthetic_version(content), version=version, step=version).result(60)
     link = Compactor(log).link(0, 2)
     assert link is not None and link.packs == ()
     with Receiver(log) as receiver:
         receiver.advance(0)
         assert receiver.advance(2).size_bytes == 0
-        assert alike(receiver.weights().state, drifting(0))
+        assert alike(receiver.weights().state, synthetic_version(0))
 
 
 def test_class_frames_cannot_be_merged() -> None:
@@ -88,11 +86,11 @@ def test_nothing_is_merged_over_whole_missing_or_differently_laid_out_versions()
     assert compactor.link(0, 5) is None
     assert compactor.link(0, 1) is None, "that is a delta already"
     with Publisher(log, OPTIONS) as publisher:
-        publisher.publish(drifting(6), version=6, step=6).result(60)
-        publisher.publish(drifting(7), version=7, step=7).result(60)
+        publisher.publish(synthetic_version(6), version=6, step=6).result(60)
+        publisher.publish(synthetic_version(7), version=7, step=7).result(60)
     assert compactor.link(1, 7) is not None, "versions that were never committed do not hinder"
-    with Publisher(log, replace(OPTIONS, chunk_numbers=100), Rank(launch="again")) as publisher:
-        publisher.publish(drifting(8), version=8, step=8).result(60)
+    with Publisher(log, replace(OPTIONS, chunk_numbers=100)) as publisher:
+        publisher.publish(synthetic_version(8), version=8, step=8).result(60)
     assert compactor.link(6, 8) is None
     assert (6, 8) not in ends(log)
 
@@ -109,7 +107,7 @@ def test_damage_on_the_way_is_told() -> None:
 
 def tiny(version: int) -> State:
     spec = TensorSpec(name="w", dtype="BF16", shape=(64,))
-    data = drifting(version, rows=1, columns=64)["layer.bf16"].data
+    data = synthetic_version(version, rows=1, columns=64)["layer.bf16"].data
     return {"w": StoredTensor(spec=spec, data=data)}
 
 

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from etude.errors import DamagedError
 from etude.jit import kernel
 from etude.weights import kernels
+from etude.weights.codecs.classes import CLASSES
+from etude.weights.codecs.codec import Changes, Codec, Frame, Segments
+from etude.weights.codecs.dense import DENSE
+from etude.weights.codecs.gaps import GAPS
 from etude.weights.digest import Digest
-from etude.weights.elements import ELEMENTS, Element
 from etude.weights.frames import (
     MOST_NUMBERS,
-    Changes,
-    Codec,
-    Frame,
-    Pieces,
     apply,
     decode,
     encode,
@@ -31,7 +30,7 @@ from etude.weights.frames import (
     scan,
 )
 from etude.weights.kernels import fold_of, step_between, stepped
-from etude.weights.state import NUMBER_TYPES, Numbers
+from etude.weights.state import ELEMENTS, NUMBER_TYPES, Element, Numbers
 
 BF16 = ELEMENTS["BF16"]
 FLOATS = tuple(element for element in ELEMENTS.values() if element.is_float)
@@ -42,34 +41,34 @@ SEEDS = st.integers(0, 2**32 - 1)
 elements = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 
 
-def random_pieces(seed: int, lengths: Sequence[int], element: Element) -> list[Numbers]:
+def random_segments(seed: int, lengths: Sequence[int], element: Element) -> list[Numbers]:
     rng = np.random.default_rng(seed)
     dtype = NUMBER_TYPES[element.size_bytes]
     return [rng.integers(0, np.iinfo(dtype).max, length, dtype, endpoint=True) for length in lengths]
 
 
-def nudged(pieces: Pieces, seed: int, density: float) -> list[Numbers]:
+def nudged(segments: Segments, seed: int, density: float) -> list[Numbers]:
     """Some numbers, most of them moved by little, others to anywhere."""
     rng = np.random.default_rng(seed)
     result = []
-    for piece in pieces:
-        near = piece + rng.integers(-3, 4, len(piece)).astype(piece.dtype)
-        far = rng.integers(0, np.iinfo(piece.dtype).max, len(piece), piece.dtype, endpoint=True)
-        moved = np.where(rng.random(len(piece)) < 0.9, near, far)
-        result.append(np.where(rng.random(len(piece)) < density, moved, piece))
+    for segment in segments:
+        near = segment + rng.integers(-3, 4, len(segment)).astype(segment.dtype)
+        far = rng.integers(0, np.iinfo(segment.dtype).max, len(segment), segment.dtype, endpoint=True)
+        moved = np.where(rng.random(len(segment)) < 0.9, near, far)
+        result.append(np.where(rng.random(len(segment)) < density, moved, segment))
     return result
 
 
-def copies(pieces: Pieces) -> list[Numbers]:
-    return [piece.copy() for piece in pieces]
+def copies(segments: Segments) -> list[Numbers]:
+    return [segment.copy() for segment in segments]
 
 
-def same(one: Pieces, other: Pieces) -> bool:
+def same(one: Segments, other: Segments) -> bool:
     return all(np.array_equal(left, right) for left, right in zip(one, other, strict=True))
 
 
-def gaps_frame(old: Pieces, new: Pieces, element: Element, before: Digest, after: Digest) -> Frame:
-    return parse(encode(Codec.GAPS, old, new, element, before=before, after=after))
+def gaps_frame(old: Segments, new: Segments, element: Element, before: Digest, after: Digest) -> Frame:
+    return parse(encode(GAPS, old, new, element, digests=(before, after)))
 
 
 def assert_equal(changes: Changes | None, expected: Changes) -> None:
@@ -112,10 +111,10 @@ def test_consecutive_floats_differ_by_one_step() -> None:
 def test_patterns_that_are_no_numbers_survive() -> None:
     odd = np.array([0x7FC0, 0xFFC1, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x7FFF, 0xFFFF, 0x0001], np.uint16)
     old, new = [odd.repeat(len(odd))], [np.tile(odd, len(odd))]
-    for codec in (Codec.GAPS, Codec.CLASSES, Codec.DENSE):
-        held = copies(old)
-        apply(parse(encode(codec, old, new, BF16, before=BEFORE, after=AFTER)), held)
-        assert same(held, new), codec
+    for codec in (GAPS, CLASSES, DENSE):
+        numbers = copies(old)
+        apply(parse(encode(codec, old, new, BF16, digests=(BEFORE, AFTER))), numbers)
+        assert same(numbers, new), codec
 
 
 # ── round trips ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -125,20 +124,20 @@ def test_patterns_that_are_no_numbers_survive() -> None:
 @settings(max_examples=12, deadline=None)
 @given(seed=SEEDS, lengths=LENGTHS, density=DENSITIES)
 def test_every_codec_leads_from_old_to_new(element: Element, seed: int, lengths: list[int], density: float) -> None:
-    old = random_pieces(seed, lengths, element)
+    old = random_segments(seed, lengths, element)
     new = nudged(old, seed + 1, density)
     changes = scan(old, new, element)
-    codecs = [Codec.GAPS, Codec.DENSE, *([Codec.CLASSES] if element in FLOATS else [])]
+    codecs: list[Codec] = [GAPS, DENSE, *([CLASSES] if element in FLOATS else [])]
     for codec in codecs:
-        data = encode(codec, old, new, element, before=BEFORE, after=AFTER)
-        assert data == encode(codec, old, new, element, before=BEFORE, after=AFTER, changes=changes)
+        data = encode(codec, old, new, element, digests=(BEFORE, AFTER))
+        assert data == encode(codec, old, new, element, digests=(BEFORE, AFTER))
         frame = parse(data)
-        assert (frame.codec, frame.size_bytes, frame.elements) == (codec, element.size_bytes, sum(lengths))
+        assert (frame.codec, frame.element.size_bytes, frame.elements) == (codec, element.size_bytes, sum(lengths))
         assert (frame.before, frame.after, frame.changed) == (BEFORE, AFTER, len(changes))
         assert_equal(decode(frame, old), changes)
-        held = copies(old)
-        touched = apply(frame, held)
-        assert same(held, new)
+        numbers = copies(old)
+        touched = apply(frame, numbers)
+        assert same(numbers, new)
         assert touched is None or np.array_equal(touched, changes.positions)
 
 
@@ -146,11 +145,11 @@ def test_every_codec_leads_from_old_to_new(element: Element, seed: int, lengths:
 @settings(max_examples=12, deadline=None)
 @given(seed=SEEDS, lengths=LENGTHS)
 def test_full_frames_need_nothing(element: Element, seed: int, lengths: list[int]) -> None:
-    new = random_pieces(seed, lengths, element)
+    new = random_segments(seed, lengths, element)
     frame = parse(encode_full(new, element, after=AFTER))
-    held = [np.zeros_like(piece) for piece in new]
-    assert apply(frame, held) is None
-    assert same(held, new)
+    numbers = [np.zeros_like(segment) for segment in new]
+    assert apply(frame, numbers) is None
+    assert same(numbers, new)
     assert decode(frame) is None
     assert (frame.before, frame.after, frame.changed) == (Digest.ZERO, AFTER, sum(lengths))
 
@@ -158,7 +157,7 @@ def test_full_frames_need_nothing(element: Element, seed: int, lengths: list[int
 @given(seed=SEEDS, lengths=LENGTHS, density=DENSITIES)
 @settings(deadline=None)
 def test_scan_finds_what_differs(seed: int, lengths: list[int], density: float) -> None:
-    old = random_pieces(seed, lengths, BF16)
+    old = random_segments(seed, lengths, BF16)
     new = nudged(old, seed + 1, density)
     flat_old, flat_new = np.concatenate([*old, np.empty(0, np.uint16)]), np.concatenate([*new, np.empty(0, np.uint16)])
     assert np.array_equal(scan(old, new, BF16).positions, np.flatnonzero(flat_old != flat_new))
@@ -180,7 +179,7 @@ def test_steps_of_any_size(name: str) -> None:
     near_limits = [size for size in (1, 2, 3, 127, 128, 255, 256, 257, 258, 32767, largest - 1) if size < largest]
     steps = np.array([*near_limits, *(-size for size in near_limits), -largest], np.int32)
     changes = Changes(positions=np.arange(len(steps), dtype=np.uint32), steps=steps)
-    assert_equal(decode(parse(encode_changes(changes, element, len(steps), before=BEFORE, after=AFTER))), changes)
+    assert_equal(decode(parse(encode_changes(changes, element, len(steps), digests=(BEFORE, AFTER)))), changes)
 
 
 def test_long_streams_are_compressed_only_where_that_pays() -> None:
@@ -198,7 +197,7 @@ def test_realistic_changes_take_little_more_than_their_entropy() -> None:
     steps = np.where(rng.random(1 << 20) < 0.9, 1, 2) * np.where(rng.random(1 << 20) < 0.5, 1, -1)
     old = [rng.integers(0x3000, 0x4000, 1 << 20).astype(np.uint16)]
     new = [(old[0] + np.where(changed, steps, 0)).astype(np.uint16)]
-    size = len(encode(Codec.GAPS, old, new, BF16, before=BEFORE, after=AFTER))
+    size = len(encode(GAPS, old, new, BF16, digests=(BEFORE, AFTER)))
     density = changed.mean()
     position_bits = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) / density
     step_bits = 1 - 0.9 * np.log2(0.9) - 0.1 * np.log2(0.1)
@@ -215,13 +214,13 @@ def test_merging_is_associative_and_exact(
     name: str, seed: int, lengths: list[int], density: float, dense: tuple[bool, bool, bool]
 ) -> None:
     element = ELEMENTS[name]
-    states = [random_pieces(seed, lengths, element)]
+    states = [random_segments(seed, lengths, element)]
     for turn in range(3):
         states.append(nudged(states[-1], seed + turn + 1, density))
     ends = (BEFORE, AFTER, LATER, Digest(7, 8))
-    codecs = [Codec.DENSE if is_dense else Codec.GAPS for is_dense in dense]
+    codecs: list[Codec] = [DENSE if is_dense else GAPS for is_dense in dense]
     frames = [
-        parse(encode(codecs[i], states[i], states[i + 1], element, before=ends[i], after=ends[i + 1])) for i in range(3)
+        parse(encode(codecs[i], states[i], states[i + 1], element, digests=(ends[i], ends[i + 1]))) for i in range(3)
     ]
     direct = scan(states[0], states[3], element)
     left, right = merge(frames[0], frames[1]), merge(frames[1], frames[2])
@@ -230,29 +229,29 @@ def test_merging_is_associative_and_exact(
     merged = merge(parse(left), frames[2])
     assert merged is not None
     assert merged == merge(frames[0], parse(right))
-    assert merged == encode_changes(direct, element, sum(lengths), before=ends[0], after=ends[3])
+    assert merged == encode_changes(direct, element, sum(lengths), digests=(ends[0], ends[3]))
 
 
-@pytest.mark.parametrize("codec", [Codec.GAPS, Codec.DENSE])
+@pytest.mark.parametrize("codec", [GAPS, DENSE])
 @settings(max_examples=25, deadline=None)
 @given(seed=SEEDS, name=st.sampled_from(sorted(ELEMENTS)), density=st.sampled_from([0.05, 1.0]))
 def test_inverting_undoes_and_merging_with_the_inverse_leaves_nothing(
     codec: Codec, seed: int, name: str, density: float
 ) -> None:
     element = ELEMENTS[name]
-    old = random_pieces(seed, [100, 31], element)
+    old = random_segments(seed, [100, 31], element)
     new = nudged(old, seed + 1, density)
-    frame = parse(encode(codec, old, new, element, before=BEFORE, after=AFTER))
+    frame = parse(encode(codec, old, new, element, digests=(BEFORE, AFTER)))
     inverse = parse(invert(frame))
     assert (inverse.before, inverse.after) == (AFTER, BEFORE)
-    held = copies(new)
-    apply(inverse, held)
-    assert same(held, old)
+    numbers = copies(new)
+    apply(inverse, numbers)
+    assert same(numbers, old)
     assert merge(frame, inverse) is None
 
 
 def test_frames_that_do_not_follow_each_other_are_not_merged() -> None:
-    old, new = random_pieces(0, [10], BF16), random_pieces(1, [10], BF16)
+    old, new = random_segments(0, [10], BF16), random_segments(1, [10], BF16)
     first = gaps_frame(old, new, BF16, BEFORE, AFTER)
     with pytest.raises(DamagedError, match="do not follow"):
         merge(first, gaps_frame(new, old, BF16, LATER, BEFORE))
@@ -260,45 +259,43 @@ def test_frames_that_do_not_follow_each_other_are_not_merged() -> None:
         merge(first, gaps_frame(new, old, ELEMENTS["U16"], AFTER, BEFORE))
 
 
-def test_only_gaps_and_dense_frames_are_merged_or_inverted() -> None:
-    with pytest.raises(ValueError, match="FULL"):
-        invert(parse(encode_full(random_pieces(0, [10], BF16), BF16, after=AFTER)))
+def test_only_additive_frames_are_merged_or_inverted() -> None:
+    with pytest.raises(ValueError, match="full frame"):
+        invert(parse(encode_full(random_segments(0, [10], BF16), BF16, after=AFTER)))
 
 
 def test_wrong_arguments_are_refused() -> None:
-    piece = np.zeros(4, np.uint16)
-    with pytest.raises(ValueError, match="same pieces"):
-        scan([piece], [piece[:3]], BF16)
+    segment = np.zeros(4, np.uint16)
+    with pytest.raises(ValueError, match="same segments"):
+        scan([segment], [segment[:3]], BF16)
     with pytest.raises(ValueError, match="uint32"):
-        scan([piece], [piece], ELEMENTS["F32"])
-    with pytest.raises(ValueError, match="encode_full"):
-        encode(Codec.FULL, [piece], [piece], BF16, before=BEFORE, after=AFTER)
+        scan([segment], [segment], ELEMENTS["F32"])
     with pytest.raises(ValueError, match="beside"):
-        decode(parse(encode(Codec.CLASSES, [piece], [piece + np.uint16(1)], BF16, before=BEFORE, after=AFTER)))
+        decode(parse(encode(CLASSES, [segment], [segment + np.uint16(1)], BF16, digests=(BEFORE, AFTER))))
 
 
 # ── damage ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def sample_frames(element: Element) -> tuple[list[Numbers], list[bytes]]:
-    old = random_pieces(5, [300, 0, 77], element)
+    old = random_segments(5, [300, 0, 77], element)
     new = nudged(old, 6, 0.3)
-    codecs = [Codec.GAPS, Codec.DENSE, *([Codec.CLASSES] if element in FLOATS else [])]
-    frames = [encode(codec, old, new, element, before=BEFORE, after=AFTER) for codec in codecs]
+    codecs: list[Codec] = [GAPS, DENSE, *([CLASSES] if element in FLOATS else [])]
+    frames = [encode(codec, old, new, element, digests=(BEFORE, AFTER)) for codec in codecs]
     sparse = nudged(old, 7, 0.02)
-    frames.append(encode(Codec.GAPS, old, sparse, element, before=BEFORE, after=AFTER))
+    frames.append(encode(GAPS, old, sparse, element, digests=(BEFORE, AFTER)))
     return old, [*frames, encode_full(new, element, after=AFTER)]
 
 
-def read_damaged(data: bytes, base: Pieces) -> None:
+def read_damaged(data: bytes, base: Segments) -> None:
     """Whatever the bytes are, they either raise or yield changes that lie in the chunk."""
-    held = copies(base)
+    numbers = copies(base)
     try:
         frame = parse(data)
         changes = decode(frame, base)
-        touched = apply(frame, held)
+        touched = apply(frame, numbers)
     except DamagedError:
-        assert same(held, base), "a frame that is refused must not have written"
+        assert same(numbers, base), "a frame that is refused must not have written"
         return
     for positions in (touched, None if changes is None else changes.positions):
         if positions is not None and len(positions):
@@ -353,7 +350,7 @@ def test_arbitrary_bytes_do_no_harm(junk: bytes, start: int) -> None:
 )
 def test_arbitrary_uncompressed_streams_do_no_harm(streams: tuple[bytes, ...], changed: int, name: str) -> None:
     element = ELEMENTS[name]
-    base = random_pieces(5, [30, 0, 97], element)
+    base = random_segments(5, [30, 0, 97], element)
     header = struct.pack("<4s4BII4Q", b"ETF1", 1, element.size_bytes, element.exponent_bits, 3, 127, changed, *[0] * 4)
     table = b"".join(struct.pack("<II", len(stream), len(stream)) for stream in streams)
     read_damaged(header + table + b"".join(streams), base)
@@ -376,11 +373,11 @@ def test_a_header_cannot_make_us_allocate() -> None:
 
 
 def test_a_frame_of_another_chunk_is_damage() -> None:
-    frame = gaps_frame(random_pieces(0, [10], BF16), random_pieces(1, [10], BF16), BF16, BEFORE, AFTER)
+    frame = gaps_frame(random_segments(0, [10], BF16), random_segments(1, [10], BF16), BF16, BEFORE, AFTER)
     with pytest.raises(DamagedError, match="does not fit"):
-        apply(frame, random_pieces(0, [9], BF16))
+        apply(frame, random_segments(0, [9], BF16))
     with pytest.raises(DamagedError, match="does not fit"):
-        apply(frame, random_pieces(0, [10], ELEMENTS["F32"]))
+        apply(frame, random_segments(0, [10], ELEMENTS["F32"]))
 
 
 def test_readers_of_streams_never_pass_an_end() -> None:

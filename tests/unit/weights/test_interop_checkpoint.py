@@ -17,10 +17,16 @@ from safetensors import safe_open
 
 from etude.errors import DamagedError, UserError
 from etude.types import Json, TensorSpec
-from etude.weights.elements import ELEMENTS
-from etude.weights.interop.checkpoint import INDEX_FILE, WEIGHTS_FILE, read_checkpoint, write_checkpoint
-from etude.weights.interop.tensor_file import parse_tensor_file, read_tensor_file, write_tensor_file
-from etude.weights.state import Region, State, StoredTensor, spec_bytes
+from etude.weights.interop.checkpoint import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    parse_tensor_file,
+    read_checkpoint,
+    read_tensor_file,
+    write_checkpoint,
+    write_tensor_file,
+)
+from etude.weights.state import ELEMENTS, State, StoredTensor, spec_bytes
 
 TORCH_TYPES = {
     "BOOL": torch.bool,
@@ -58,9 +64,9 @@ def every_type() -> State:
     return state_of(*(tensor(f"w.{dtype}", dtype, (3, 5), seed) for seed, dtype in enumerate(ELEMENTS)))
 
 
-def assert_equal(found: Mapping[str, StoredTensor], expected: State) -> None:
-    assert list(found) == sorted(expected)
-    for name, stored in found.items():
+def assert_equal(actual: Mapping[str, StoredTensor], expected: State) -> None:
+    assert list(actual) == sorted(expected)
+    for name, stored in actual.items():
         assert stored.spec == expected[name].spec
         assert stored.data.tobytes() == expected[name].data.tobytes()
 
@@ -174,20 +180,7 @@ def test_tensors_at_odd_addresses_are_copied() -> None:
     assert tensors["b"].numbers.flags.aligned
 
 
-def test_a_region_that_is_everything_is_a_whole_tensor(tmp_path: Path) -> None:
-    stored = tensor("a", "F32", (4,))
-    write_checkpoint(tmp_path, state_of(StoredTensor(spec=stored.spec, data=stored.data, region=Region.run(0, 4))))
-    assert_equal(read_checkpoint(tmp_path), state_of(stored))
-
-
 # --- Refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_a_share_is_no_checkpoint(tmp_path: Path) -> None:
-    spec = TensorSpec(name="a", dtype="F32", shape=(4,))
-    share = state_of(StoredTensor(spec=spec, data=np.zeros(8, np.uint8), region=Region.run(1, 3)))
-    with pytest.raises(UserError, match="gather the shares"):
-        write_checkpoint(tmp_path, share)
 
 
 def test_weights_are_not_mixed_with_others(tmp_path: Path) -> None:

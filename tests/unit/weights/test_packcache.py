@@ -7,18 +7,18 @@ import pytest
 
 from etude.errors import DamagedError, InfrastructureError
 from etude.types import WeightPack
-from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
-from etude.weights.packcache import PackCache
+from etude.weights.pull import PackCache
 from etude.weights.records import pack_key
 from etude.weights.store import ObjectStore
+from faulty_store import Failure, FaultyStore
 
 SIZE = 10
 
 
 def put(store: ObjectStore, name: str) -> WeightPack:
     data = name.encode().ljust(SIZE)
-    return WeightPack(digest=WeightLog(store).put_pack(data), size_bytes=SIZE, rank=0, first=0, last=0)
+    return WeightPack(digest=WeightLog(store).put_pack(data), size_bytes=SIZE, first=0, last=0)
 
 
 def meet(barrier: Barrier) -> None:
@@ -74,8 +74,8 @@ def test_a_pack_beyond_the_bound_is_not_fetched_early(storage: ObjectStore, stor
 
 
 def test_what_is_not_there_or_not_sound_counts_only_when_it_is_needed(storage: ObjectStore) -> None:
-    missing = WeightPack(digest="0" * 64, size_bytes=SIZE, rank=0, first=0, last=0)
-    damaged = WeightPack(digest="1" * 64, size_bytes=SIZE, rank=0, first=0, last=0)
+    missing = WeightPack(digest="0" * 64, size_bytes=SIZE, first=0, last=0)
+    damaged = WeightPack(digest="1" * 64, size_bytes=SIZE, first=0, last=0)
     storage.put_if_absent(pack_key(damaged.digest), bytes(SIZE))
     cache = PackCache(WeightLog(storage), 100)
     for pack, why in ((missing, "is not in memory"), (damaged, "is damaged")):

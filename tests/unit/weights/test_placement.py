@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.types import TensorSpec
-from etude.weights.elements import ELEMENTS
 from etude.weights.placement import (
     Block,
     Numbering,
@@ -23,6 +22,7 @@ from etude.weights.placement import (
     fit,
     random_bits,
 )
+from etude.weights.state import ELEMENTS
 
 W = TensorSpec(name="w", dtype="BF16", shape=(24, 40))
 V = TensorSpec(name="v", dtype="BF16", shape=(16, 40))
@@ -74,8 +74,8 @@ def test_any_map_is_reproduced(seed: int, count: int, span: int, order: float) -
     positions = np.arange(count, dtype=np.int64)
     shuffled = rng.random(count) > order
     positions[shuffled] = rng.permutation(positions[shuffled])
-    found = [block.expand() for block in fit("w", "p", indices, positions)]
-    pairs = np.concatenate([np.stack(pair) for pair in found], axis=1)
+    placed = [block.expand() for block in fit("w", "p", indices, positions)]
+    pairs = np.concatenate([np.stack(pair) for pair in placed], axis=1)
     assert (pairs[:, pairs[0].argsort()] == np.stack((indices, positions))).all()
 
 
@@ -97,17 +97,17 @@ def test_lookup_finds_every_place_of_every_number(seed: int, density: float) -> 
     }
     placement = Placement(block for name, codes in parameters.items() for block in NUMBERING.blocks(name, codes))
     for spec, first, end in NUMBERING.codes():
-        asked = np.flatnonzero(rng.random(end - first) < density).astype(np.uint64)
-        found = set()
-        for placed in placement.place(spec.name, asked):
-            pairs = list(zip(placed.positions.tolist(), asked[placed.chosen].tolist(), strict=True))
-            found |= {(placed.parameter, position, int(index)) for position, index in pairs}
+        queried = np.flatnonzero(rng.random(end - first) < density).astype(np.uint64)
+        places = set()
+        for placed in placement.place(spec.name, queried):
+            pairs = list(zip(placed.positions.tolist(), queried[placed.chosen].tolist(), strict=True))
+            places |= {(placed.parameter, position, int(index)) for position, index in pairs}
         expected = {
             (name, position, int(codes[position]) - first)
             for name, codes in parameters.items()
-            for position in np.flatnonzero(np.isin(codes, asked.astype(np.int64) + first)).tolist()
+            for position in np.flatnonzero(np.isin(codes, queried.astype(np.int64) + first)).tolist()
         }
-        assert found == expected
+        assert places == expected
 
 
 def test_witnesses_hold_every_resident_number_once() -> None:

@@ -13,8 +13,8 @@ from etude.types import Json, WeightPack, WeightVersion
 from etude.weights.records import (
     MOST_VERSION,
     Announcement,
-    Lease,
     Link,
+    ReaderLease,
     Record,
     commit_key,
     link_key,
@@ -36,16 +36,15 @@ def hexadecimal(digits: int) -> st.SearchStrategy[str]:
 numbers = st.integers(0, 1000) | st.sampled_from([99_999_999, 100_000_000, MOST_VERSION])
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}", fullmatch=True)
 digests = hexadecimal(32)
-layouts = st.lists(hexadecimal(64), min_size=1, max_size=3).map(tuple)
+layouts = hexadecimal(64)
 
 
 @st.composite
-def packs(draw: st.DrawFn, ranks: range) -> tuple[WeightPack, ...]:
+def packs(draw: st.DrawFn) -> tuple[WeightPack, ...]:
     return tuple(
         WeightPack(
             digest=draw(hexadecimal(64)),
             size_bytes=draw(st.integers(0, 2**53 - 1)),
-            rank=draw(st.sampled_from(ranks)),
             first=(first := draw(st.integers(0, 100))),
             last=first + draw(st.integers(0, 100)),
         )
@@ -56,14 +55,13 @@ def packs(draw: st.DrawFn, ranks: range) -> tuple[WeightPack, ...]:
 @st.composite
 def versions(draw: st.DrawFn) -> WeightVersion:
     version = draw(numbers)
-    held = draw(layouts)
     return WeightVersion(
         version=version,
         base=(base := draw(st.none() | st.integers(0, version - 1)) if version else None),
         base_digest=None if base is None else draw(digests),
         digest=draw(digests),
-        layouts=held,
-        packs=draw(packs(range(len(held)))),
+        layout=draw(layouts),
+        packs=draw(packs()),
         step=draw(numbers),
         recipe=draw(st.sampled_from(["", "quickstart", "two\nlines", "été"])),
         writer=draw(names),
@@ -73,44 +71,39 @@ def versions(draw: st.DrawFn) -> WeightVersion:
 
 @st.composite
 def links(draw: st.DrawFn) -> Link:
-    held = draw(layouts)
     source, target = draw(st.tuples(st.none() | numbers, numbers).filter(lambda pair: pair[0] != pair[1]))
     return Link(
         source=source,
         source_digest=None if source is None else draw(digests),
         target=target,
         digest=draw(digests),
-        layouts=held,
-        packs=draw(packs(range(len(held)))),
+        layout=draw(layouts),
+        packs=draw(packs()),
     )
 
 
 @st.composite
 def announcements(draw: st.DrawFn) -> Announcement:
-    rank = draw(st.integers(0, 1000))
     return Announcement(
         version=draw(numbers),
         writer=draw(names),
-        rank=rank,
         sequence=draw(st.integers(0, 1000)),
-        packs=draw(packs(range(rank, rank + 1))),
-        done=draw(st.booleans()),
-        layout=draw(st.none() | hexadecimal(64)),
-        content=draw(st.none() | digests),
+        packs=draw(packs()),
     )
 
 
-leases = st.builds(Lease, reader=names, version=numbers, sequence=numbers)
+leases = st.builds(ReaderLease, reader=names, version=numbers, sequence=numbers)
 records: st.SearchStrategy[Record] = versions() | links() | announcements() | leases
 keys = st.none() | st.just(KEY)
 
-PACK = WeightPack(digest="a" * 64, size_bytes=10, rank=0, first=0, last=3)
+PACK = WeightPack(digest="a" * 64, size_bytes=10, first=0, last=3)
+PACK_FIELDS: dict[str, Json] = {**dataclasses.asdict(PACK), "rank": 0}
 VERSION = WeightVersion(
     version=4,
     base=3,
     base_digest="c" * 32,
     digest="d" * 32,
-    layouts=("b" * 64,),
+    layout="b" * 64,
     packs=(PACK,),
     step=4,
     recipe="quickstart",
@@ -149,7 +142,7 @@ def test_a_truncated_record_is_damage(record: Record, draw: st.DataObject) -> No
 @given(st.binary(max_size=50))
 def test_noise_is_damage(data: bytes) -> None:
     with pytest.raises(DamagedError, match=r"leases/a/00000000\.json is damaged"):
-        parse_record(data, Lease, "leases/a/00000000.json")
+        parse_record(data, ReaderLease, "leases/a/00000000.json")
 
 
 WRONG: tuple[Json, ...] = (-1, 0.5, 2**60, "\x1b[2J", {}, [{}], [None])
@@ -165,7 +158,10 @@ def test_a_field_of_a_wrong_type_is_damage(record: Record, draw: st.DataObject) 
         parse_record(changed(data, **{name: wrong}), type(record), record_key(record))
 
 
-@pytest.mark.parametrize("name", sorted([*(field.name for field in dataclasses.fields(VERSION)), "kind"]))
+@pytest.mark.parametrize(
+    "name",
+    sorted([*(field.name for field in dataclasses.fields(VERSION) if field.name != "layout"), "layouts", "kind"]),
+)
 def test_a_missing_field_is_damage(name: str) -> None:
     fields = orjson.loads(record_bytes(VERSION, LOG))
     del fields[name]
@@ -182,12 +178,13 @@ def test_a_missing_field_is_damage(name: str) -> None:
         ({"base": 4}, "base is 4, which does not come before"),
         ({"digest": "D" * 32}, "digest is 'DD"),
         ({"digest": "d" * 64}, "digest is 'dd"),
-        ({"layouts": []}, "layouts are 0"),
+        ({"layouts": []}, "layouts are 0, not one"),
+        ({"layouts": ["b" * 64] * 2}, "layouts are 2, not one"),
         ({"layouts": ["../../secret"]}, "a layout is '../../secret'"),
-        ({"packs": [dataclasses.asdict(PACK) | {"rank": 1}]}, "rank is 1, not an integer from 0 to 0"),
-        ({"packs": [dataclasses.asdict(PACK) | {"first": 4}]}, "first chunk 4 comes after its last"),
-        ({"packs": [dataclasses.asdict(PACK) | {"digest": "a" * 63 + "/"}]}, "does not match"),
-        ({"packs": [dataclasses.asdict(PACK) | {"surprise": 1}]}, "fields .'surprise'. are unknown"),
+        ({"packs": [PACK_FIELDS | {"rank": 1}]}, "rank is 1, not an integer from 0 to 0"),
+        ({"packs": [PACK_FIELDS | {"first": 4}]}, "first chunk 4 comes after its last"),
+        ({"packs": [PACK_FIELDS | {"digest": "a" * 63 + "/"}]}, "does not match"),
+        ({"packs": [PACK_FIELDS | {"surprise": 1}]}, "fields .'surprise'. are unknown"),
         ({"packs": [7]}, "a pack is 7"),
         ({"created": "2026-01-01T00:00:00+01:00"}, "not a date and time in UTC"),
         ({"created": "yesterday"}, "not a date and time in UTC"),
@@ -236,7 +233,7 @@ def test_with_a_key_only_its_signature_counts() -> None:
 
 def test_a_signed_record_is_good_for_one_place_only() -> None:
     data = record_bytes(
-        Link(source=0, source_digest="c" * 32, target=4, digest="d" * 32, layouts=("b" * 64,), packs=()), LOG, KEY
+        Link(source=0, source_digest="c" * 32, target=4, digest="d" * 32, layout="b" * 64, packs=()), LOG, KEY
     )
     with pytest.raises(DamagedError, match="it belongs at links/00000000-00000004"):
         parse_record(data, Link, link_key(1, 4), KEY)
@@ -262,16 +259,14 @@ def test_what_could_not_be_read_is_not_written(record: WeightVersion) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a.b", "-a", "é", "a" * 101, "a\n"])
 def test_names_that_could_leave_their_folder_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="letters, digits"):
-        Lease(reader=name, version=0, sequence=0)
+        ReaderLease(reader=name, version=0, sequence=0)
     with pytest.raises(ValueError, match="letters, digits"):
-        Announcement(version=0, writer=name, rank=0, sequence=0, packs=())
+        Announcement(version=0, writer=name, sequence=0, packs=())
 
 
 def test_impossible_records_are_refused() -> None:
     with pytest.raises(ValueError, match="to itself"):
-        Link(source=3, source_digest="c" * 32, target=3, digest="d" * 32, layouts=("b" * 64,), packs=())
-    with pytest.raises(ValueError, match="packs of other ranks"):
-        Announcement(version=0, writer="a", rank=1, sequence=0, packs=(PACK,))
+        Link(source=3, source_digest="c" * 32, target=3, digest="d" * 32, layout="b" * 64, packs=())
 
 
 @given(numbers, st.none() | numbers)
@@ -292,8 +287,6 @@ def test_foreign_objects_are_no_records(key: str) -> None:
 
 def test_the_kind_of_a_link_follows_from_its_ends() -> None:
     def kind(source: int | None, target: int) -> str:
-        return Link(
-            source=source, source_digest=None, target=target, digest="d" * 32, layouts=("b" * 64,), packs=()
-        ).kind
+        return Link(source=source, source_digest=None, target=target, digest="d" * 32, layout="b" * 64, packs=()).kind
 
     assert (kind(None, 4), kind(0, 4), kind(4, 0)) == ("anchor", "merged", "inverse")

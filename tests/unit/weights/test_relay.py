@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError
-from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.relay import Relay
 from etude.weights.store import ObjectStore
-from etude.weights.synthetic_updates import alike, drifting
+from faulty_store import Failure, FaultyStore
+from synthetic_updates import alike, synthetic_version
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=512, pack_bytes=1000, encoders=2, uploads=2, anchor_every=0)
 KEY = b"the key that signs records"
@@ -26,7 +26,7 @@ def memory_log(key: bytes | None = None) -> WeightLog:
 def publish(log: WeightLog, *versions: int, options: PublishOptions = OPTIONS) -> None:
     with Publisher(log, options) as publisher:
         for version in versions:
-            publisher.publish(drifting(version), version=version, step=version).result(60)
+            publisher.publish(synthetic_version(version), version=version, step=version).result(60)
             publisher.settle()
 
 
@@ -45,7 +45,7 @@ def test_every_byte_comes_from_afar_once_for_any_number_of_receivers() -> None:
             assert relay.advance() == version
             for receiver in (one, two):
                 receiver.advance()
-                assert alike(receiver.weights().state, drifting(version))
+                assert alike(receiver.weights().state, synthetic_version(version))
             read += packs_read(far)
     deltas = {pack.digest for version in range(9) if (record := origin.read(version)) for pack in record.packs}
     assert read == Counter(dict.fromkeys(map(pack_key, deltas), 1))
@@ -72,7 +72,7 @@ def test_a_second_relay_takes_what_the_first_has_brought() -> None:
         assert second.prefetch() > 0
         assert second.advance() == 1
     assert packs_read(far) == Counter([torn]), "what is damaged is fetched again, and nothing else"
-    assert alike(pull(WeightLog(region.store)).state, drifting(1))
+    assert alike(pull(WeightLog(region.store)).state, synthetic_version(1))
 
 
 def test_a_relay_does_not_go_back() -> None:
@@ -110,7 +110,7 @@ def test_packs_may_come_before_their_version() -> None:
         far.calls.clear()
         assert relay.advance() == 1
         assert packs_read(far) == Counter()
-    assert alike(pull(region).state, drifting(1))
+    assert alike(pull(region).state, synthetic_version(1))
 
 
 def test_another_relay_goes_on_where_the_last_one_stopped() -> None:
@@ -122,7 +122,7 @@ def test_another_relay_goes_on_where_the_last_one_stopped() -> None:
     with Relay(origin, region) as first, Relay(origin, region) as second:
         assert (first.advance(), second.advance()) == (4, 4)
     for version in range(5):
-        assert alike(pull(region, version).state, drifting(version))
+        assert alike(pull(region, version).state, synthetic_version(version))
 
 
 @pytest.mark.parametrize("side", ["origin", "region"])
@@ -139,10 +139,10 @@ def test_a_relay_may_die_at_any_call(side: str) -> None:
                 relay.advance()
             except InfrastructureError:
                 if region.latest() is not None:
-                    assert alike(pull(region).state, drifting(pull(region).version))
+                    assert alike(pull(region).state, synthetic_version(pull(region).version))
         with Relay(origin, region) as relay:
             assert relay.advance() == 4
-        assert alike(pull(region).state, drifting(4))
+        assert alike(pull(region).state, synthetic_version(4))
         happened = len(failing.calls) > number
         number += 1
     assert number > 10
@@ -156,7 +156,7 @@ def test_a_relay_far_behind_takes_the_short_way() -> None:
     assert region.versions() == [16, 17]
     with Receiver(region) as receiver:
         receiver.advance()
-        assert alike(receiver.weights().state, drifting(17))
+        assert alike(receiver.weights().state, synthetic_version(17))
 
 
 def test_signatures_are_copied_as_they_are() -> None:
@@ -164,7 +164,7 @@ def test_signatures_are_copied_as_they_are() -> None:
     publish(origin, 0, 1)
     with Relay(WeightLog(origin.store), region) as relay:
         relay.advance()
-    assert alike(pull(WeightLog(region.store, key=KEY)).state, drifting(1))
+    assert alike(pull(WeightLog(region.store, key=KEY)).state, synthetic_version(1))
     with pytest.raises(DamagedError, match="signature is wrong"):
         pull(WeightLog(region.store, key=KEY[::-1]))
 
@@ -177,7 +177,7 @@ def test_what_is_damaged_in_the_region_is_copied_again() -> None:
     region.store.renew(commit_key(1), b"torn")
     with Relay(origin, WeightLog(region.store)) as relay:
         assert relay.advance() == 1
-    assert alike(pull(WeightLog(region.store)).state, drifting(1))
+    assert alike(pull(WeightLog(region.store)).state, synthetic_version(1))
 
 
 def test_damage_at_the_origin_is_got_around_and_not_copied() -> None:
@@ -192,14 +192,14 @@ def test_damage_at_the_origin_is_got_around_and_not_copied() -> None:
         publish(WeightLog(origin.store), 6)
         assert relay.advance() == 6
     assert not region.store.exists(pack_key(broken.packs[0].digest))
-    assert alike(pull(region).state, drifting(6))
+    assert alike(pull(region).state, synthetic_version(6))
 
 
 def test_a_region_of_another_log_is_refused() -> None:
     origin, region = memory_log(), memory_log()
     publish(origin, 0, 1, 2)
     with Publisher(region, OPTIONS) as publisher:
-        publisher.publish(drifting(77), version=1, step=0).result(60)
+        publisher.publish(synthetic_version(77), version=1, step=0).result(60)
     with Relay(origin, region) as relay, pytest.raises(FencedError, match="give each log a regional store of its own"):
         relay.advance()
     assert region.versions() == [1]

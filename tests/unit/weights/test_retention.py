@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
-from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.plan import LinkSpeed, edge_of, plan, reachable
 from etude.weights.records import Announcement, Link, commit_key, link_key, pack_key
 from etude.weights.retention import CollectReport, collect, retained
-from etude.weights.timed_store import ClockedStore
+from fake_clock_store import FakeClockStore
+from faulty_store import Failure, FaultyStore
 from waiting import wait_until
 
 
 def put(log: WeightLog, content: str) -> WeightPack:
     data = content.encode()
-    return WeightPack(digest=log.put_pack(data), size_bytes=len(data), rank=0, first=0, last=0)
+    return WeightPack(digest=log.put_pack(data), size_bytes=len(data), first=0, last=0)
 
 
 def publish(log: WeightLog, version: int, base: int | None) -> WeightVersion:
@@ -29,7 +29,7 @@ def publish(log: WeightLog, version: int, base: int | None) -> WeightVersion:
         base=base,
         base_digest=None if base is None else f"{base:032x}",
         digest=f"{version:032x}",
-        layouts=(log.put_layout(b"layout"),),
+        layout=log.put_layout(b"layout"),
         packs=(put(log, f"{base} to {version}"),),
         step=version,
         recipe="quickstart",
@@ -40,12 +40,12 @@ def publish(log: WeightLog, version: int, base: int | None) -> WeightVersion:
 
 
 def connect(log: WeightLog, source: int | None, target: int) -> Link:
-    layouts = (log.put_layout(b"layout"),)
+    layout = log.put_layout(b"layout")
     packs = (put(log, f"link {source} to {target}"),)
     start = None if source is None else f"{source:032x}"
     digest = f"{target:032x}"
     return log.add_link(
-        Link(source=source, source_digest=start, target=target, digest=digest, layouts=layouts, packs=packs)
+        Link(source=source, source_digest=start, target=target, digest=digest, layout=layout, packs=packs)
     )
 
 
@@ -63,7 +63,7 @@ def sweep(log: WeightLog, keep: int = 2, *, dry_run: bool = False) -> CollectRep
 def fetch(log: WeightLog, have: int | None, target: int) -> None:
     """What a reader does, up to the point where it has all bytes."""
     for edge in plan(log.edges(have, target), target, have, LinkSpeed()).edges:
-        assert all(log.layout(digest) for digest in edge.layouts)
+        assert log.layout(edge.layout)
         for pack in edge.packs:
             log.pack(pack)
 
@@ -79,16 +79,14 @@ def logs(draw: st.DrawFn) -> tuple[list[WeightVersion], list[Link], set[str]]:
     ends = st.tuples(st.none() | st.integers(0, newest), st.sampled_from(sorted(numbers)))
     pairs = draw(st.sets(ends.filter(lambda pair: pair[0] != pair[1]), max_size=10))
     bases = {number: draw(st.sampled_from([None, *range(number)][-3:])) for number in numbers}
-    packs = {
-        name: WeightPack(digest=repr(name), size_bytes=1, rank=0, first=0, last=0) for name in (*bases.items(), *pairs)
-    }
+    packs = {name: WeightPack(digest=repr(name), size_bytes=1, first=0, last=0) for name in (*bases.items(), *pairs)}
     versions = [
         WeightVersion(
             version=number,
             base=base,
             base_digest=None,
             digest="",
-            layouts=(),
+            layout="",
             packs=(packs[number, base],),
             step=0,
             recipe="",
@@ -98,7 +96,7 @@ def logs(draw: st.DrawFn) -> tuple[list[WeightVersion], list[Link], set[str]]:
         for number, base in sorted(bases.items())
     ]
     links = [
-        Link(source=source, source_digest=None, target=target, digest="", layouts=(), packs=(packs[source, target],))
+        Link(source=source, source_digest=None, target=target, digest="", layout="", packs=(packs[source, target],))
         for source, target in pairs
     ]
     lost = draw(st.sets(st.sampled_from(sorted(pack.digest for pack in packs.values())), max_size=2))
@@ -107,16 +105,16 @@ def logs(draw: st.DrawFn) -> tuple[list[WeightVersion], list[Link], set[str]]:
 
 @given(logs(), st.sets(st.integers(0, 12), max_size=3), st.integers(0, 5))
 @settings(max_examples=500)
-def test_whoever_got_somewhere_before_still_gets_there(
+def test_every_reader_still_reaches_what_it_reached_before(
     log: tuple[list[WeightVersion], list[Link], set[str]], leases: set[int], keep: int
 ) -> None:
     versions, links, stored = log
     decision = retained(versions, links, leases, keep, stored)
     numbers = {record.version for record in versions}
-    kept = numbers - set(decision.drop_versions)
-    assert decision.keep_from == min(kept)
-    assert {number for number in numbers if number >= max(numbers) - keep} <= kept
-    assert leases & numbers <= kept
+    remaining = numbers - set(decision.drop_versions)
+    assert decision.keep_from == min(remaining)
+    assert {number for number in numbers if number >= max(numbers) - keep} <= remaining
+    assert leases & numbers <= remaining
     sound = [edge_of(record) for record in versions] + [edge_of(one) for one in links]
     sound = [edge for edge in sound if edge.packs[0].digest in stored]
     dropped_links = set(decision.drop_links)
@@ -127,7 +125,7 @@ def test_whoever_got_somewhere_before_still_gets_there(
         and edge.target not in decision.drop_versions
     ]
     for start in (None, *(leases & numbers)):
-        before = {place for place in reachable(sound, (start,)) if place in kept}
+        before = {place for place in reachable(sound, (start,)) if place in remaining}
         assert before <= reachable(left, (start,))
     if decision.drop_versions or decision.drop_links:
         assert decision.keep_from in reachable(left, (None,))
@@ -149,10 +147,10 @@ def test_whoever_got_somewhere_before_still_gets_there(
         (set(), 0, "18 to 19", 16),
     ],
 )
-def test_the_floor_is_the_newest_sound_anchor_that_nobody_is_below(
+def test_the_floor_is_the_newest_sound_anchor_below_all_leases(
     leases: set[int], keep: int, lost: str, floor: int
 ) -> None:
-    log = WeightLog(ClockedStore(now_s=1000.0))
+    log = WeightLog(FakeClockStore(now_s=1000.0))
     chain(log, 20, anchors=(8, 16))
     log.store.delete(pack_key(put(log, lost).digest))
     stored = {key.removeprefix("packs/") for key in log.store.list("packs")}
@@ -163,7 +161,7 @@ def test_the_floor_is_the_newest_sound_anchor_that_nobody_is_below(
 
 
 def test_a_version_whose_base_is_below_the_floor_keeps_it_down() -> None:
-    log = WeightLog(ClockedStore(now_s=1000.0))
+    log = WeightLog(FakeClockStore(now_s=1000.0))
     chain(log, 4, anchors=(4,))
     publish(log, 5, 3)
     stored = {key.removeprefix("packs/") for key in log.store.list("packs")}
@@ -176,7 +174,7 @@ def test_a_version_whose_base_is_below_the_floor_keeps_it_down() -> None:
 
 
 def test_a_collection_frees_what_is_below_the_floor() -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     log = WeightLog(store)
     chain(log, 20, anchors=(8, 16))
     connect(log, 4, 8)
@@ -204,7 +202,7 @@ def test_a_collection_frees_what_is_below_the_floor() -> None:
 
 
 def test_without_an_anchor_nothing_is_freed() -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     log = WeightLog(store)
     assert sweep(log).keep_from is None
     chain(log, 20)
@@ -213,7 +211,7 @@ def test_without_an_anchor_nothing_is_freed() -> None:
 
 
 def test_a_lease_holds_the_floor_down_until_it_expires() -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     log = WeightLog(store)
     chain(log, 20, anchors=(8, 16))
     store.now_s += 200
@@ -231,24 +229,24 @@ def test_a_lease_holds_the_floor_down_until_it_expires() -> None:
 
 
 def test_what_is_being_uploaded_is_left_alone() -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     log = WeightLog(store)
     chain(log, 0)
     old, again = put(log, "of a dead writer"), put(log, "uploaded a second time")
-    log.announce(Announcement(version=1, writer="dead", rank=0, sequence=0, packs=(old,)))
+    log.announce(Announcement(version=1, writer="dead", sequence=0, packs=(old,)))
     store.put_if_absent("clock/left behind", b"")
     store.now_s += 61
     put(log, "uploaded a second time")
     young = put(log, "new")
-    log.announce(Announcement(version=1, writer="alive", rank=0, sequence=0, packs=(young,)))
+    log.announce(Announcement(version=1, writer="alive", sequence=0, packs=(young,)))
     assert sweep(log).objects == 3
-    assert store.list("staged") == ["staged/00000001/alive/00000-000000.json"]
+    assert store.list("staged") == ["staged/00000001/alive/000000.json"]
     assert store.list("clock") == []
     assert [log.pack(pack) for pack in (again, young)] == [b"uploaded a second time", b"new"]
 
 
 def test_a_damaged_commit_stops_the_collection_before_it_starts() -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     chain(WeightLog(store), 20, anchors=(16,))
     store.delete(commit_key(3))
     store.put_if_absent(commit_key(3), b"{}")
@@ -262,7 +260,7 @@ def test_a_damaged_commit_stops_the_collection_before_it_starts() -> None:
 
 def test_a_collection_that_dies_anywhere_is_finished_by_the_next() -> None:
     for number in range(40):
-        store = ClockedStore(now_s=1000.0)
+        store = FakeClockStore(now_s=1000.0)
         chain(WeightLog(store), 12, anchors=(4, 8))
         store.now_s += 200
         try:
@@ -277,9 +275,9 @@ def test_a_collection_that_dies_anywhere_is_finished_by_the_next() -> None:
 @given(st.lists(st.sampled_from(["publish", "anchor", "merge", "lease", "collect", "wait"]), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_readers_can_go_on(events: list[str]) -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     log = WeightLog(store)
-    lease, held, newest = log.lease("reader-1"), 0, 0
+    lease, leased, newest = log.lease("reader-1"), 0, 0
     publish(log, 0, None)
     lease.renew(0)
     for event in events:
@@ -292,24 +290,24 @@ def test_whatever_happens_readers_can_go_on(events: list[str]) -> None:
         elif event == "merge" and newest >= 4:
             connect(log, newest - 4, newest)
         elif event == "lease":
-            held = (held + newest) // 2
-            lease.renew(held)
+            leased = (leased + newest) // 2
+            lease.renew(leased)
         elif event == "wait":
             store.now_s += 40
-            lease.renew(held)
+            lease.renew(leased)
         elif event == "collect":
             sweep(WeightLog(store), keep=0)
         fetch(WeightLog(store), None, newest)
-        fetch(WeightLog(store), held, newest)
+        fetch(WeightLog(store), leased, newest)
 
 
 def test_a_writer_a_collector_and_readers_at_once() -> None:
-    store = ClockedStore(now_s=1000.0)
+    store = FakeClockStore(now_s=1000.0)
     publish(WeightLog(store), 0, None)
-    newest, written, held = 60, 0, 0
+    newest, written, leased = 60, 0, 0
 
     def reader_is_near() -> bool:
-        return written - held <= 3
+        return written - leased <= 3
 
     def write() -> None:
         nonlocal written
@@ -327,16 +325,16 @@ def test_a_writer_a_collector_and_readers_at_once() -> None:
         return sum(sweep(log, keep=16).objects for _ in range(60))
 
     def follow() -> None:
-        nonlocal held
+        nonlocal leased
         log = WeightLog(store)
         lease = log.lease("reader-1")
-        lease.renew(held)
-        while held < newest:
-            target = log.latest(after=held)
+        lease.renew(leased)
+        while leased < newest:
+            target = log.latest(after=leased)
             assert target is not None
-            fetch(log, held, target)
+            fetch(log, leased, target)
             lease.renew(target)
-            held = target
+            leased = target
         lease.release()
 
     with ThreadPoolExecutor(3) as pool:

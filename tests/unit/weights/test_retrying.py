@@ -6,20 +6,19 @@ from typing import final
 import pytest
 from moto.server import ThreadedMotoServer
 
-from etude.errors import DamagedError, InfrastructureError
+from etude.errors import InfrastructureError
 from etude.weights.digest import state_digest
-from etude.weights.faulty import Failure, FaultyStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
-from etude.weights.retrying import RetryingStore
-from etude.weights.store import Objects, ObjectStore, StoreOptions
-from etude.weights.synthetic_updates import drifting
+from etude.weights.store import Objects, ObjectStore, RetryingStore, StoreOptions
+from faulty_store import Failure, FaultyStore
 from smalldisk import fill, small_disk
+from synthetic_updates import synthetic_version
 
 
 class Counted:
-    """Counts what it is told and waits for nothing."""
+    """Counts what it is outages and waits for nothing."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -61,21 +60,16 @@ class Bucket(Counted):
 
 
 def test_failures_are_tried_again_and_answers_are_not(tmp_path: Path) -> None:
-    faulty, told = FaultyStore(ObjectStore("memory://")), Counted()
-    store = RetryingStore(faulty.url, lambda: faulty, told)
+    faulty, outages = FaultyStore(ObjectStore("memory://")), Counted()
+    store = RetryingStore(faulty.url, lambda: faulty, outages)
     assert store.get("a") is None
     assert store.put_if_absent("a", b"1")
     assert not store.put_if_absent("a", b"2")
-    assert store.get_ranges("b", [(0, 1)]) is None
-    with pytest.raises(DamagedError, match="ends after 1 bytes"):
-        store.get_ranges("a", [(0, 9)])
-    with pytest.raises(ValueError, match="must be non-empty"):
-        store.get_ranges("a", [(1, 1)])
-    assert (told.failures, told.successes) == (0, 0)
+    assert (outages.failures, outages.successes) == (0, 0)
     faulty.fail({0: Failure.REFUSED, 1: Failure.REFUSED, 3: Failure.REFUSED})
     assert store.get("a") == b"1"
     assert store.list("") == ["a"]
-    assert (told.failures, told.successes) == (3, 2)
+    assert (outages.failures, outages.successes) == (3, 2)
     faulty.fail({0: Failure.ANSWER_LOST})
     assert not store.put_if_absent("c", b"3"), "it was there already, by this very call"
     assert store.get("c") == b"3"
@@ -100,12 +94,12 @@ def test_a_bucket_that_goes_away_and_comes_back_has_every_version() -> None:
         _make_bucket(bucket)
         log = WeightLog(RetryingStore(url, opened, bucket))
         with Publisher(log) as publisher:
-            publisher.publish(drifting(0), version=0, step=0).result()
+            publisher.publish(synthetic_version(0), version=0, step=0).result()
             bucket.leave()
-            record = publisher.publish(drifting(1), version=1, step=1).result()
+            record = publisher.publish(synthetic_version(1), version=1, step=1).result()
         assert bucket.failures >= 3
         assert record.base == 0, "nothing has to be published anew"
-        assert pull(log).digest == record.digest == state_digest(drifting(1))
+        assert pull(log).digest == record.digest == state_digest(synthetic_version(1))
     finally:
         bucket.leave()
 

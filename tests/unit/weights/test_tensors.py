@@ -1,7 +1,6 @@
 """Models and stored bytes: there and back, bit for bit."""
 
 from collections.abc import Mapping
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,12 +10,11 @@ from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.run.resolve import resolve_device
-from etude.weights.chunks import Layout, Part, assemble
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import Receiver, pull
-from etude.weights.state import Region, State, snapshot
+from etude.weights.state import State
 from etude.weights.store import ObjectStore
 from etude.weights.tensors import to_stored, to_tensors
 
@@ -84,18 +82,9 @@ def test_a_model_in_fewer_bits_survives_the_store() -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in pulled.items())
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_a_model_survives_being_shared_out(ranks: int) -> None:
+def test_a_model_survives_being_stored() -> None:
     model = make_model(0)
-    state = to_stored(state_of(model))
-    bounds = [[len(tensor.numbers) * rank // ranks for rank in range(ranks + 1)] for tensor in state.values()]
-    shares = []
-    for rank in range(ranks):
-        regions = [Region.run(*list(pairwise(ends))[rank]) for ends in bounds]
-        parts = [Part(spec=t.spec, region=region) for t, region in zip(state.values(), regions, strict=True)]
-        layout = Layout(parts=tuple(sorted(parts, key=lambda part: (part.spec.dtype, part.spec.name))))
-        shares.append(snapshot(layout.cut(state)))
-    assert_equal(model, rebuild(assemble(shares)))
+    assert_equal(model, rebuild(to_stored(state_of(model))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn])

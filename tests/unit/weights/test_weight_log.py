@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
 from etude.types import WeightPack, WeightVersion
-from etude.weights.faulty import Failure, FaultyStore, random_failures
 from etude.weights.log import WeightLog
 from etude.weights.plan import Edge, LinkSpeed, plan
 from etude.weights.records import Announcement, Link, commit_key, link_key, pack_key
 from etude.weights.store import ObjectStore
+from faulty_store import Failure, FaultyStore, random_failures
 
 KEY = b"a key of 16 byte"
 LAYOUT = "b" * 64
@@ -21,7 +21,7 @@ LOG = f"{1:032x}"
 
 
 def pack(size_bytes: int = 10) -> WeightPack:
-    return WeightPack(digest="a" * 64, size_bytes=size_bytes, rank=0, first=0, last=0)
+    return WeightPack(digest="a" * 64, size_bytes=size_bytes, first=0, last=0)
 
 
 def record(version: int, base: int | None = None, digest: str = "", size_bytes: int = 10) -> WeightVersion:
@@ -30,7 +30,7 @@ def record(version: int, base: int | None = None, digest: str = "", size_bytes: 
         base=base,
         base_digest=None if base is None else f"{base:032x}",
         digest=digest or f"{version:032x}",
-        layouts=(LAYOUT,),
+        layout=LAYOUT,
         packs=(pack(size_bytes),),
         step=version,
         recipe="quickstart",
@@ -45,7 +45,7 @@ def link(source: int | None, target: int, digest: str = "", size_bytes: int = 10
         source_digest=None if source is None else f"{source:032x}",
         target=target,
         digest=digest or f"{target:032x}",
-        layouts=(LAYOUT,),
+        layout=LAYOUT,
         packs=(pack(size_bytes),),
     )
 
@@ -185,7 +185,7 @@ def test_edges_say_what_each_record_offers() -> None:
     kinds = {(edge.source, edge.target): edge.kind for edge in log.edges(2, 1)}
     assert kinds == {(None, 0): "anchor", (0, 1): "delta", (2, 1): "inverse", (0, 2): "merged"}
     edge = next(edge for edge in log.edges(0, 2) if edge.kind == "merged")
-    assert (edge.digest, edge.layouts, edge.packs, edge.size_bytes) == (f"{2:032x}", (LAYOUT,), (pack(),), 10)
+    assert (edge.digest, edge.layout, edge.packs, edge.size_bytes) == (f"{2:032x}", LAYOUT, (pack(),), 10)
 
 
 def test_only_what_lies_between_anchor_and_target_is_read() -> None:
@@ -243,7 +243,7 @@ def test_a_link_to_other_weights_than_the_commit_is_not_used() -> None:
 def test_packs_and_layouts_come_back() -> None:
     log = memory_log()
     digest = log.put_pack(b"frames")
-    whole = WeightPack(digest=digest, size_bytes=6, rank=0, first=0, last=0)
+    whole = WeightPack(digest=digest, size_bytes=6, first=0, last=0)
     assert log.put_pack(b"frames") == digest
     assert log.pack(whole) == b"frames"
     layout = log.put_layout(b"parts")
@@ -257,7 +257,7 @@ def test_packs_and_layouts_come_back() -> None:
 
 def test_broken_payloads_are_damage() -> None:
     log = memory_log()
-    whole = WeightPack(digest=log.put_pack(b"frames"), size_bytes=6, rank=0, first=0, last=0)
+    whole = WeightPack(digest=log.put_pack(b"frames"), size_bytes=6, first=0, last=0)
     log.store.delete(pack_key(whole.digest))
     log.store.put_if_absent(pack_key(whole.digest), b"fra?es")
     with pytest.raises(DamagedError, match=f"packs/{whole.digest} is damaged"):
@@ -274,22 +274,21 @@ def test_broken_payloads_are_damage() -> None:
 
 def test_announcements_are_found_in_order() -> None:
     log = memory_log()
-    wanted = [
-        Announcement(version=5, writer=writer, rank=rank, sequence=sequence, packs=(), done=sequence == 10)
+    announcements = [
+        Announcement(version=5, writer=writer, sequence=sequence, packs=())
         for writer in ("one", "two")
-        for rank in (0, 100_000)
         for sequence in (2, 10)
     ]
-    for announcement in reversed(wanted):
+    for announcement in reversed(announcements):
         log.announce(announcement)
-    log.announce(dataclasses.replace(wanted[0], version=6))
-    log.announce(wanted[0])
+    log.announce(dataclasses.replace(announcements[0], version=6))
+    log.announce(announcements[0])
     log.store.put_if_absent("staged/00000005/one/rubbish", b"")
-    assert log.announced(5) == wanted
+    assert log.announced(5) == announcements
     assert log.announced(4) == []
     assert "rubbish" in log.faults[0]
     with pytest.raises(FencedError, match="a second process writes as 'one'"):
-        log.announce(dataclasses.replace(wanted[0], done=True))
+        log.announce(dataclasses.replace(announcements[0], packs=(pack(),)))
 
 
 def test_a_lease_is_renewed_without_a_gap_and_released() -> None:
@@ -336,7 +335,7 @@ def work(log: WeightLog) -> None:
     """One of everything that writes."""
     log.put_layout(b"layout")
     log.put_pack(b"frames")
-    log.announce(Announcement(version=0, writer="writer-1", rank=0, sequence=0, packs=(pack(),)))
+    log.announce(Announcement(version=0, writer="writer-1", sequence=0, packs=(pack(),)))
     log.commit(record(0))
     log.add_link(link(None, 0))
     lease = log.lease("reader-1")
@@ -400,7 +399,6 @@ def test_a_store_that_takes_back_what_it_took_is_not_retried_for_ever() -> None:
             self.url = inner.url
             self.renew, self.exists, self.entries = inner.renew, inner.exists, inner.entries
             self.list, self.delete, self.now = inner.list, inner.delete, inner.now
-            self.get_ranges = inner.get_ranges
 
         def put_if_absent(self, key: str, data: bytes) -> bool:
             return False

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.types import TensorSpec
-from etude.weights.elements import ELEMENTS
 from etude.weights.state import (
+    ELEMENTS,
     NUMBER_TYPES,
     Bytes1d,
     Region,
@@ -25,9 +25,9 @@ from etude.weights.state import (
 MATRIX = TensorSpec(name="m", dtype="BF16", shape=(4, 6))
 
 
-def tensor(name: str, dtype: str, shape: tuple[int, ...], data: bytes, region: Region | None = None) -> StoredTensor:
+def tensor(name: str, dtype: str, shape: tuple[int, ...], data: bytes) -> StoredTensor:
     spec = TensorSpec(name=name, dtype=dtype, shape=shape)
-    return StoredTensor(spec=spec, data=np.frombuffer(data, np.uint8), region=region)
+    return StoredTensor(spec=spec, data=np.frombuffer(data, np.uint8))
 
 
 def state_of(*tensors: StoredTensor) -> State:
@@ -92,24 +92,10 @@ def test_spec_bytes(dtype: str, shape: tuple[int, ...], size: int) -> None:
 def test_bytes_are_read_as_numbers_of_the_type(dtype: str) -> None:
     element = ELEMENTS[dtype]
     size = 3 * element.per_value * element.size_bytes
-    held = tensor("w", dtype, (3,), bytes(range(size)))
-    assert held.numbers.dtype == NUMBER_TYPES[element.size_bytes]
-    assert held.numbers.tobytes() == bytes(range(size))
-    assert held.held == Region.run(0, 3 * element.per_value)
-    assert np.shares_memory(held.numbers, held.data)
-
-
-def test_a_part_is_described_by_the_whole_and_a_region() -> None:
-    region = Region(offset=1, width=2, stride=6, rows=4)
-    part = tensor("m", "BF16", (4, 6), bytes(16), region)
-    assert part.held == region
-    assert len(part.numbers) == 8
-
-
-def test_types_of_eight_bytes_are_counted_twice() -> None:
-    part = tensor("n", "I64", (3,), bytes(12), Region.run(1, 4))
-    assert len(part.numbers) == 3
-    assert tensor("n", "F64", (3,), bytes(24)).held == Region.run(0, 6)
+    stored = tensor("w", dtype, (3,), bytes(range(size)))
+    assert stored.numbers.dtype == NUMBER_TYPES[element.size_bytes]
+    assert stored.numbers.tobytes() == bytes(range(size))
+    assert np.shares_memory(stored.numbers, stored.data)
 
 
 @pytest.mark.parametrize(
@@ -127,21 +113,6 @@ def test_impossible_tensors_are_refused(dtype: str, shape: tuple[int, ...], data
         tensor("w", dtype, shape, data)
 
 
-@pytest.mark.parametrize(
-    ("region", "size", "message"),
-    [
-        (Region.run(20, 24), 10, "of which .* is held, is 8 bytes, got 10"),
-        (Region.run(20, 25), 10, "reaches beyond its 48 bytes"),
-        (Region(offset=5, width=2, stride=6, rows=4), 16, "reaches beyond its 48 bytes"),
-        (Region.run(25, 25), 0, "reaches beyond its 48 bytes"),
-        (Region.run(0, 12), 48, "is 24 bytes, got 48"),
-    ],
-)
-def test_impossible_parts_are_refused(region: Region, size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StoredTensor(spec=MATRIX, data=np.zeros(size, np.uint8), region=region)
-
-
 @pytest.mark.parametrize("data", [np.zeros((2, 2), np.uint8), np.zeros(8, np.uint8)[::2], np.zeros(4, np.int8)])
 def test_bytes_must_be_flat_and_contiguous(data: Bytes1d) -> None:
     with pytest.raises(ValueError, match="pass its raw bytes"):
@@ -151,9 +122,9 @@ def test_bytes_must_be_flat_and_contiguous(data: Bytes1d) -> None:
 # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_state_bytes_counts_what_is_held() -> None:
-    part = tensor("m", "BF16", (4, 6), bytes(16), Region(offset=1, width=2, stride=6, rows=4))
-    assert state_bytes(state_of(tensor("a", "F32", (2,), bytes(8)), part)) == 24
+def test_state_bytes_counts_what_is_stored() -> None:
+    matrix = tensor("m", "BF16", (4, 6), bytes(48))
+    assert state_bytes(state_of(tensor("a", "F32", (2,), bytes(8)), matrix)) == 56
 
 
 def test_tensors_are_ordered_by_name() -> None:
@@ -169,15 +140,9 @@ def test_a_tensor_under_another_name_is_refused() -> None:
 
 def test_a_snapshot_survives_training_in_place() -> None:
     live = np.zeros(4, np.uint8)
-    region = Region.run(1, 2)
-    state = state_of(
-        StoredTensor(spec=TensorSpec(name="w", dtype="F32", shape=(3,)), data=live, region=region),
-        StoredTensor(spec=TensorSpec(name="v", dtype="F32", shape=()), data=live),
-    )
-    kept = snapshot(state)
+    copy = snapshot(state_of(StoredTensor(spec=TensorSpec(name="v", dtype="F32", shape=()), data=live)))
     live[0] = 1
-    assert [tensor.data.tolist() for tensor in kept.values()] == [[0, 0, 0, 0]] * 2
-    assert [tensor.region for tensor in kept.values()] == [region, None]
+    assert [tensor.data.tolist() for tensor in copy.values()] == [[0, 0, 0, 0]]
 
 
 def test_the_key_of_a_tensor_is_what_its_docstring_says() -> None:

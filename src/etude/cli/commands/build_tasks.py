@@ -28,9 +28,9 @@ from etude.taskgen.preparation import Preparation, Settings
 from etude.taskgen.projects import read_project
 from etude.taskgen.sources import fetch, read_texts
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import Observation, Run, observe
-from etude.taskgen.validator import KEPT, Bench, Workshop, failed
-from etude.taskgen.verdicts import Refusal, counts_of, prove
+from etude.taskgen.testruns import TestObservation, TestRun, observe
+from etude.taskgen.validator import ACCEPTED, CandidateValidator, PreparedRepository, failed
+from etude.taskgen.verdicts import Rejection, counts_of, prove
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, Verdict
 from etude.types import Split, Task, TestChecks
 
@@ -110,27 +110,31 @@ async def build(options: BuildOptions, provider: SandboxProvider, *, say: Say) -
         candidates = await asyncio.to_thread(propose, project, texts, bench.survey, seed=options.settings.seed)
         say(f"{len(candidates)} candidates")
         guarded = HiddenTestGrader(provider, store).guarded if options.unprobed else None
-        workshop = Workshop(bench, provider, store, folder, guarded=guarded)
-        await try_all(workshop, candidates, folder, options, say)
+        validator = CandidateValidator(bench, provider, store, folder, guarded=guarded)
+        await try_all(validator, candidates, folder, options, say)
     report = report_of(bench, folder, len(candidates), time.monotonic() - started)
     folder.write("report.json", json.dumps(report_fields(report), indent=1).encode())
     return report
 
 
 async def try_all(
-    workshop: Workshop, candidates: Sequence[Candidate], folder: PackageFolder, options: BuildOptions, say: Say
+    validator: CandidateValidator,
+    candidates: Sequence[Candidate],
+    folder: PackageFolder,
+    options: BuildOptions,
+    say: Say,
 ) -> None:
     """Try candidates that have no verdict yet until there are tasks enough.
 
     Raises :class:`~etude.errors.SandboxError` when sandboxes keep failing.
     """
-    again = {Refusal.FAILED, *([Refusal.UNPROBED] if options.unprobed else ())}
+    again = {Rejection.FAILED, *([Rejection.UNPROBED] if options.unprobed else ())}
     known = [verdict for verdict in folder.verdicts() if verdict.outcome not in again]
     line = _Line(candidates, known, options.limit, say, folder)
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(options.workers):
-                group.create_task(_work(workshop, line))
+                group.create_task(_work(validator, line))
     except ExceptionGroup as failures:  # one worker's trouble ends all; the caller knows it by its own name
         raise failures.exceptions[0] from failures
 
@@ -143,7 +147,7 @@ class _Line:
     ) -> None:
         done = {verdict.candidate_id for verdict in known}
         self._waiting = [candidate for candidate in reversed(candidates) if candidate.candidate_id not in done]
-        self._kept = sum(verdict.outcome == KEPT for verdict in known)
+        self._kept = sum(verdict.outcome == ACCEPTED for verdict in known)
         self._tried = len(known)
         self._limit = limit
         self._say = say
@@ -169,20 +173,20 @@ class _Line:
         self._folder.record(verdict)
         self._tried += 1
         self._busy -= was_begun
-        self._kept += verdict.outcome == KEPT
-        self._failures = self._failures + 1 if verdict.outcome == Refusal.FAILED else 0
+        self._kept += verdict.outcome == ACCEPTED
+        self._failures = self._failures + 1 if verdict.outcome == Rejection.FAILED else 0
         words = f"{verdict.operator} {verdict.path}:{verdict.target}: {verdict.outcome} {verdict.detail}".rstrip()
         self._say(f"{self._kept} kept of {self._tried}, {len(self._waiting)} wait · {words}")
         if self._failures >= PATIENCE:
             raise SandboxError(f"{self._failures} sandboxes failed in a row, the last: {verdict.detail}")
 
 
-async def _work(workshop: Workshop, line: _Line) -> None:
+async def _work(validator: CandidateValidator, line: _Line) -> None:
     """Take batches until there are none: quick runs for all of it, then what is worth finishing, one by one."""
     while batch := line.take():
         try:
-            async with workshop.live() as sandbox:
-                trials, verdicts = await workshop.quick(batch, sandbox)
+            async with validator.live() as sandbox:
+                trials, verdicts = await validator.quick(batch, sandbox)
         except (SandboxError, AgentFault) as error:
             for candidate in batch:
                 line.settle(failed(candidate, error))
@@ -194,7 +198,7 @@ async def _work(workshop: Workshop, line: _Line) -> None:
                 break
             line.begin()
             try:
-                verdict = await workshop.finish(trial)
+                verdict = await validator.finish(trial)
             except (SandboxError, AgentFault) as error:
                 verdict = failed(trial.candidate, error)
             line.settle(verdict, was_begun=True)
@@ -224,7 +228,7 @@ async def check(folder: Path, provider: SandboxProvider, *, say: Say, repeats: i
         try:
             outcome, detail = await _check(task, tasks.answer(task), store, provider, repeats)
         except (ConfigError, DamagedError, SandboxError, AgentFault) as error:
-            outcome, detail = str(Refusal.FAILED), str(error)
+            outcome, detail = str(Rejection.FAILED), str(error)
         results.append(CheckResult(task_id=task.task_id, template=task.template, outcome=outcome, detail=detail))
         say(f"{task.task_id} {task.template}: {outcome} {detail}".rstrip())
     return results
@@ -239,12 +243,12 @@ async def _check(
     about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
     files: Sequence[Mapping[str, str | None]] = ({**checks.files}, {**checks.files, **answer})
     targets = tuple(sorted({place_of(test)[0] for test in checks.must_pass}))
-    seen: tuple[list[Observation], list[Observation]] = ([], [])
+    seen: tuple[list[TestObservation], list[TestObservation]] = ([], [])
     for number in range(repeats):
         sandbox = await provider.create({}, SandboxSpec(image=store.open(task.environment.image)))
         try:
             steps = [
-                Run(targets=targets, ids=checks.must_pass, seed=number + 1, files=each, timeout_s=checks.timeout_s)
+                TestRun(targets=targets, ids=checks.must_pass, seed=number + 1, files=each, timeout_s=checks.timeout_s)
                 for each in files
             ]
             found = await observe(sandbox, steps, options=checks.command[COMMAND_WORDS:], hash_seed=number + 1)
@@ -253,18 +257,18 @@ async def _check(
         for runs, observation in zip(seen, found, strict=True):
             runs.append(observation)
     proof = prove(about, others, *seen)
-    if proof.refusal is None and not (checks.probes or await HiddenTestGrader(provider, store).guarded(task)):
-        return str(Refusal.UNGUARDED), "no probe, and no test that can have a canary: delete it"
+    if proof.rejection is None and not (checks.probes or await HiddenTestGrader(provider, store).guarded(task)):
+        return str(Rejection.UNGUARDED), "no probe, and no test that can have a canary: delete it"
     lost = sorted({*about, *others} - {*proof.about, *proof.others})
-    if proof.refusal is None and lost:
-        return str(Refusal.FLAKY), f"not always as they should: {', '.join(lost[:3])}"
-    return (SOUND, "") if proof.refusal is None else (str(proof.refusal), "")
+    if proof.rejection is None and lost:
+        return str(Rejection.FLAKY), f"not always as they should: {', '.join(lost[:3])}"
+    return (SOUND, "") if proof.rejection is None else (str(proof.rejection), "")
 
 
-def report_of(bench: Bench, folder: PackageFolder, candidates: int, seconds: float) -> BuildReport:
+def report_of(bench: PreparedRepository, folder: PackageFolder, candidates: int, seconds: float) -> BuildReport:
     """What the log of a package says, in numbers."""
     latest = {verdict.candidate_id: verdict for verdict in folder.verdicts()}
-    kept = [verdict for verdict in latest.values() if verdict.outcome == KEPT]
+    kept = [verdict for verdict in latest.values() if verdict.outcome == ACCEPTED]
     operators: dict[str, int] = {}
     for verdict in kept:
         operators[verdict.operator] = operators.get(verdict.operator, 0) + 1

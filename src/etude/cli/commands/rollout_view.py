@@ -29,7 +29,7 @@ from etude.dashboard.rollout_text import (
 from etude.errors import DamagedError, UserError
 from etude.harnesses.contexts import Recall
 from etude.harnesses.summaries import read_summary
-from etude.ledger.archive import Archive, Found, Search
+from etude.ledger.archive import Archive, RolloutMatch, Search
 from etude.ledger.changes import TRAIN
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import GroupState
@@ -108,7 +108,7 @@ class RolloutReader:
         done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
         return None if step is None else done.get(step)
 
-    def _read(self, found: Found, rollout: Rollout, credit: "_Credit") -> ReadRollout:
+    def _read(self, found: RolloutMatch, rollout: Rollout, credit: "_Credit") -> ReadRollout:
         rollout, lost = self._fetched(rollout) if self._rescoring else (_without_payloads(rollout), [])
         tokens, untold = self._tokens(rollout)
         task, verdict, branch = credit.group.task, rollout.verdict, rollout.branch

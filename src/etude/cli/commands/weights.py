@@ -26,11 +26,10 @@ from etude.weights.interop.version_folder import write_delta, write_full
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver, pull
 from etude.weights.relay import Relay
-from etude.weights.repair import repair
+from etude.weights.repair import repair, verify
 from etude.weights.replica import PulledWeights
 from etude.weights.retention import collect
 from etude.weights.state import snapshot, state_bytes
-from etude.weights.verify import verify
 
 POLL_S = 0.1
 """How often progress is drawn, and a relay looks for something new."""
@@ -102,13 +101,13 @@ def verify_store(log: WeightLog, console: Console) -> None:
 
 
 def repair_store(log: WeightLog, mirror: str | None, console: Console) -> None:
-    """Mend what can be mended and say what was done. Raises :class:`~etude.errors.DamagedError` if faults remain."""
+    """Fix what can be fixed and say what was done. Raises :class:`~etude.errors.DamagedError` if faults remain."""
     done = list(repair(log, log_of(mirror) if mirror else None))
     for one in done:
         console.print(f"{one.name}: {one.fault}\n    {one.action}", soft_wrap=True, highlight=False)
     if not done:
         console.print("nothing is broken")
-    if not all(one.mended for one in done):
+    if not all(one.is_fixed for one in done):
         raise DamagedError("some faults remain: see the lines above; the next version published goes around them")
 
 

@@ -22,7 +22,6 @@ from etude.errors import UserError
 from etude.types import TensorSpec
 from etude.weights.device import STORED_TYPES, digest_tensor
 from etude.weights.digest import Digest
-from etude.weights.elements import ELEMENTS
 from etude.weights.placement import (
     NO_CODE,
     Block,
@@ -35,7 +34,7 @@ from etude.weights.placement import (
     digit_count,
     random_bits,
 )
-from etude.weights.state import Region
+from etude.weights.state import ELEMENTS, Region
 from etude.weights.tensors import TORCH_TYPES
 
 Make: TypeAlias = Callable[[TensorSpec, Places], Tensor]

@@ -16,7 +16,7 @@ import numpy as np
 
 from etude.errors import DamagedError
 from etude.types import TensorSpec
-from etude.weights.interop.tensor_file import read_tensor_file, write_tensor_file
+from etude.weights.interop.checkpoint import read_tensor_file, write_tensor_file
 from etude.weights.replica import ChangedNumbers
 from etude.weights.state import NUMBER_TYPES, StoredTensor
 

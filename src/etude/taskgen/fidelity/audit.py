@@ -28,7 +28,7 @@ ROUNDS = 2
 MIN_SESSIONS = 10
 """Two a fold: below that an interval says nothing."""
 MAX_OBSERVATIONS = 20_000
-"""Of a side; more would only take longer."""
+"""Most sessions of a side; more would only take longer."""
 SHOWN = 12
 """Tells in the report."""
 EXAMPLE_LETTERS = 120
@@ -43,9 +43,9 @@ class Tell:
     feature: str
     """Kind and value, such as ``path:/usr/lib``."""
     weight: float
-    """What the classifier makes of it, in standard deviations; above 0: production."""
+    """Weight in the classifier, in standard deviations; above 0: production."""
     production_share: float
-    """Of production's sessions, those that show it."""
+    """Share of production's sessions that show it, those that show it."""
     simulated_share: float
     production_example: str
     """A line of an observation that shows it; empty where none does."""
@@ -54,7 +54,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FidelityReport:
-    """How well two sides can be told apart."""
+    """Discriminability of two sides: the classifier's accuracy and the features that tell them apart."""
 
     auc: Area
     production_sessions: int
@@ -66,7 +66,7 @@ class FidelityReport:
 
     @property
     def is_distinguishable(self) -> bool:
-        """Whether the classifier is surely better than a coin."""
+        """Return true if the classifier is surely better than a coin."""
         return self.auc.low > 0.5
 
 
@@ -81,9 +81,9 @@ def audit(production: Sequence[Observation], simulated: Sequence[Observation]) -
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     sessions_N = np.array([numbers[owner] for owner in owners])
     labels_S = np.array([int(owner[0]) for owner in numbers])
-    found = [features_of(observation) for observation in rows]
-    names = common_features(found, owners)
-    matrix_ND = as_matrix(found, names)
+    matches = [features_of(observation) for observation in rows]
+    names = common_features(matches, owners)
+    matrix_ND = as_matrix(matches, names)
     rng = np.random.default_rng(SEED)
     rounds: list[tuple[Array, Labels]] = []
     coefficients_D = np.zeros(len(names))

@@ -23,9 +23,9 @@ Labels = npt.NDArray[np.int64]
 RIDGE = 0.02
 """Strength of the penalty, per row: weak enough that a plain tell stands out, strong enough for more D than N."""
 ITERATIONS = 150
-"""Of gradient descent."""
+"""Steps of gradient descent."""
 DRAWS = 2_000
-"""Of the bootstrap: the interval's ends are good to about one hundredth of its width."""
+"""Rounds of the bootstrap: the interval's ends are good to about one hundredth of its width."""
 CONFIDENCE = 0.95
 POWER_STEPS = 20
 """To find how steep the loss can be."""
@@ -99,7 +99,9 @@ def balanced(labels_N: Labels, sessions_N: Labels) -> Array:
 def area(
     rounds: Sequence[tuple[Array, Labels]], labels_N: Labels, sessions_N: Labels, rng: np.random.Generator
 ) -> Area:
-    """How well scores tell side 1 from side 0: of each round, scores [N] and the folds [S] that they were made in."""
+    """The area under the ROC curve of scores for side 1 against side 0: of each round, scores [N] and the folds [S]
+    that they were made in.
+    """
     labels_S = np.zeros(len(rounds[0][1]), np.int64)
     labels_S[sessions_N] = labels_N
     ones, zeros = np.flatnonzero(labels_S == 1), np.flatnonzero(labels_S == 0)

@@ -1,4 +1,4 @@
-"""What an observation shows of the machine behind it, as named features that are there or not. Pure.
+"""Features: what an observation shows of the machine behind it, as named features that are there or not. Pure.
 
 Each feature is ``kind:value``, for instance ``path:/usr/lib``, ``host:*@buildbox``, ``latency:2^-5s``: a name that can
 be read aloud, and one that says what to repair. Numbers are put into buckets by powers of two. What belongs to a task
@@ -23,7 +23,7 @@ MAX_FEATURES = 600
 MIN_SESSIONS = 3
 """In fewer sessions than so many, a feature says which session it was, not which machine."""
 MAX_LETTERS = 20_000
-"""Of an observation, that are read."""
+"""Characters of an observation that are read."""
 DEPTH = 2
 """Folders of a path that belong to the machine."""
 
@@ -100,23 +100,23 @@ def bucket(value: float) -> str:
     return f"2^{math.floor(math.log2(value))}" if value > 0 else "0"
 
 
-def common_features(found: Sequence[frozenset[str]], sessions: Sequence[str]) -> list[str]:
+def common_features(matches: Sequence[frozenset[str]], sessions: Sequence[str]) -> list[str]:
     """Names of the features that enough sessions have, the most common first; those that all or none have say nothing.
 
     Which side a session is on is not asked: to choose by that would find tells where there are none.
     """
     owners: Counter[str] = Counter()
     for session in dict.fromkeys(sessions):
-        owners.update(set().union(*(one for one, of in zip(found, sessions, strict=True) if of == session)))
-    everywhere = frozenset.intersection(*found) if found else frozenset()
+        owners.update(set().union(*(one for one, of in zip(matches, sessions, strict=True) if of == session)))
+    everywhere = frozenset.intersection(*matches) if matches else frozenset()
     shared = [name for name, count in owners.items() if count >= MIN_SESSIONS and name not in everywhere]
     return sorted(shared, key=lambda name: (-owners[name], name))[:MAX_FEATURES]
 
 
-def as_matrix(found: Sequence[frozenset[str]], names: Sequence[str]) -> npt.NDArray[np.float64]:
+def as_matrix(matches: Sequence[frozenset[str]], names: Sequence[str]) -> npt.NDArray[np.float64]:
     """[observations, features] 1 where an observation has the feature."""
     column = {name: index for index, name in enumerate(names)}
-    matrix = np.zeros((len(found), len(names)))
-    for row, one in enumerate(found):
+    matrix = np.zeros((len(matches), len(names)))
+    for row, one in enumerate(matches):
         matrix[row, [column[name] for name in one if name in column]] = 1.0
     return matrix

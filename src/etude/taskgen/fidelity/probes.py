@@ -1,4 +1,5 @@
-"""What a world says of itself when it is asked: a list of questions, the same for production and simulation.
+"""Probes: what an environment says of itself when asked, as a list of questions, the same for production and
+simulation.
 
     probe(sandbox) ──▶ name → answer ──▶ diff with the answers of production ──▶ what to repair
 
@@ -89,18 +90,18 @@ async def probe(sandbox: Sandbox) -> dict[str, str]:
     mark = f"-- {secrets.token_hex(8)} --"
     scripts = (*PROBES.values(), "date -u +%s")
     done = await sandbox.exec(["sh", "-c", ASK, "sh", mark, *scripts], timeout_s=TIMEOUT_S * len(scripts))
-    told = [part.strip()[:ANSWER_LETTERS] or NO_ANSWER for part in done.stdout.split(mark)[1:]]
-    told += [TIMED_OUT] * (len(scripts) - len(told))
-    answers = dict(zip((*PROBES, CLOCK), told, strict=True))
+    message = [part.strip()[:ANSWER_LETTERS] or NO_ANSWER for part in done.stdout.split(mark)[1:]]
+    message += [TIMED_OUT] * (len(scripts) - len(message))
+    answers = dict(zip((*PROBES, CLOCK), message, strict=True))
     answers[CLOCK] = describe_clock(answers[CLOCK], time.time())
     return answers
 
 
-def describe_clock(told: str, now_s: float) -> str:
-    """How far a clock that says ``told`` (Unix seconds) is off."""
-    if not told.isdigit():
+def describe_clock(message: str, now_s: float) -> str:
+    """Describe how far a clock that says ``message`` (Unix seconds) is off."""
+    if not message.isdigit():
         return NO_ANSWER
-    off_s = int(told) - now_s
+    off_s = int(message) - now_s
     return "right" if abs(off_s) <= CLOCK_TOLERANCE_S else f"off by {off_s / 3600:+.0f} h"
 
 

@@ -19,7 +19,7 @@ from etude.errors import ConfigError
 from etude.harnesses.actions import Action
 
 MAX_LINE_BYTES = 4 << 20
-"""Of one tool call; a longer line is no session file."""
+"""Most bytes of one tool call; a longer line is no session file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Observation:
     """One tool call and what the agent saw of it."""
 
     session: str
-    """Which session it is of; sessions are told apart, their calls are not independent."""
+    """Id of its session; sessions are told apart, their calls are not independent."""
     observation: str
-    """What the agent was shown, to the letter."""
+    """Text that the agent was shown, to the letter."""
     tool: str = ""
     arguments: Mapping[str, str] = field(default_factory=dict)
     exit_code: int | None = None
@@ -50,12 +50,12 @@ def write_sessions(path: Path, observations: Iterable[Observation]) -> None:
     """One line each, as :func:`read_sessions` reads them; a field that is not known is left out."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for observation in observations:
-            known = {name: value for name, value in asdict(observation).items() if value not in (None, "", {})}
-            file.write(json.dumps({"observation": "", **known}, ensure_ascii=False) + "\n")
+            by_name = {name: value for name, value in asdict(observation).items() if value not in (None, "", {})}
+            file.write(json.dumps({"observation": "", **by_name}, ensure_ascii=False) + "\n")
 
 
 def observations_of(session: str, actions: Sequence[Action]) -> list[Observation]:
-    """What an agent saw in one of our rollouts; how long each call took is not recorded there.
+    """The observations of an agent in one of our rollouts; how long each call took is not recorded there.
 
     Calls of one reply share what followed it, which stands beside the last of them only.
     """
@@ -80,13 +80,13 @@ def _observation(text: str, place: str) -> Observation:
     try:
         if len(text) > MAX_LINE_BYTES:
             raise ValueError(f"{len(text)} letters in one line")
-        found = json.loads(text)
-        if not isinstance(found, dict):
+        matches = json.loads(text)
+        if not isinstance(matches, dict):
             raise TypeError("no JSON object")
-        unknown = found.keys() - {one.name for one in fields(Observation)}
+        unknown = matches.keys() - {one.name for one in fields(Observation)}
         if unknown:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
-        return _checked(found)
+        return _checked(matches)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f'{place}: {error}; expected an object such as {{"session": "s1", "tool": "bash", "arguments": '
@@ -94,23 +94,23 @@ def _observation(text: str, place: str) -> Observation:
         ) from error
 
 
-def _checked(found: dict[str, object]) -> Observation:
-    missing = {"session", "observation"} - found.keys()
+def _checked(matches: dict[str, object]) -> Observation:
+    missing = {"session", "observation"} - matches.keys()
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
-    arguments = found.get("arguments") or {}
+    arguments = matches.get("arguments") or {}
     if not isinstance(arguments, dict):
         raise TypeError(f"arguments {arguments!r} are no object")
-    code, seconds = found.get("exit_code"), found.get("seconds")
+    code, seconds = matches.get("exit_code"), matches.get("seconds")
     if not isinstance(code, int | None) or not isinstance(seconds, int | float | None):
         raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is no number")
-    if not isinstance(found["observation"], str):
-        raise TypeError(f"observation {found['observation']!r} is no text")
+    if not isinstance(matches["observation"], str):
+        raise TypeError(f"observation {matches['observation']!r} is no text")
     return Observation(
-        session=str(found["session"]),
-        tool=str(found.get("tool") or ""),
+        session=str(matches["session"]),
+        tool=str(matches.get("tool") or ""),
         arguments={name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()},
-        observation=found["observation"],
+        observation=matches["observation"],
         exit_code=code,
         seconds=seconds,
     )

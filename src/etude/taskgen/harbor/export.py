@@ -28,9 +28,9 @@ from etude.tasks.harbor.settings import MIB, TaskFolderError
 from etude.types import FunctionChecks, ScriptChecks, Task, TestChecks
 
 DOCKER_IMAGE = "python:3.11-slim-bookworm"
-"""What stands for the provider's own base system where Docker builds the image."""
+"""Image that stands for the provider's own base system where Docker builds the image."""
 FILES = "files"
-"""Of the build context: what goes into the working folder."""
+"""Folder of the build context: what goes into the working folder."""
 RUN_GRADE = """#!/bin/bash
 python3 /tests/grade.py /logs/verifier/reward.json
 """

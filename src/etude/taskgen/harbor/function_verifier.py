@@ -19,7 +19,7 @@ path, name, arguments = json.load(sys.stdin)
 print()
 print(json.dumps(runpy.run_path(path)[name](*arguments)))
 """
-"""What a process is given to do."""
+"""The input of the process."""
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def passes(path: str, function: str, case: dict[str, Any]) -> bool:
-    """Whether the function gives what the case expects; types count."""
+    """Return true if the function gives what the case expects; types count."""
     question = json.dumps([path, function, case["arguments"]])
     try:
         done = subprocess.run(

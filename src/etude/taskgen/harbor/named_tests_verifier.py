@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def passes(test: str, checks: dict[str, Any]) -> bool:
-    """Whether one test, by its id, is seen to pass."""
+    """Return true if one test, by its id, is seen to pass."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [*checks["command"], test, f"--junitxml={report}"]

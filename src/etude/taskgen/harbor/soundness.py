@@ -1,4 +1,4 @@
-"""Whether a task can be trusted to train on: doing nothing must fail, its own solution must pass, each time.
+"""True if a task can be trusted to train on: doing nothing must fail, its own solution must pass, each time.
 
     fresh world ─────────────────▶ grader ─▶ below 1        repeated; all of one kind must agree exactly
     fresh world ─ solve.sh ──────▶ grader ─▶ 1
@@ -25,10 +25,10 @@ from etude.tasks.harbor.settings import TaskFolderError, fill_variables
 from etude.types import Split, Task
 
 SOLUTION_PLACE = "/solution"
-"""Where a solution is shown, read-only, while it is run; agents' worlds have no such folder."""
+"""Folder in which a solution is shown, read-only, while it is run; agents' sandboxes have no such folder."""
 PASSES = 1.0
 REPEATS = 3
-"""How often each side is graded: enough to meet a test that fails every other time."""
+"""Gradings of each side: enough to meet a test that fails every other time."""
 SOLVE_TIMEOUT_S = 600.0
 """For a solution whose task does not say how long an agent may take."""
 LOG_CHARACTERS = 2000
@@ -37,7 +37,7 @@ SUBMITTED = HarnessResult(reason="submit", counts={})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Soundness:
-    """What was found out about one task."""
+    """Findings about one task."""
 
     name: str
     untouched: tuple[float, ...]
@@ -45,14 +45,14 @@ class Soundness:
     solved: tuple[float, ...]
     """The reward of each world after the task's own solution."""
     faults: tuple[str, ...]
-    """What is wrong with the task; nothing, and it can be practised."""
+    """Fault of the task; empty, and it can be practised."""
     log: str
-    """What failed, for whoever repairs it."""
+    """Log of the failure, for its repair."""
     seconds: float
 
     @property
     def is_sound(self) -> bool:
-        """Whether the task can be practised."""
+        """Return true if the task can be practised."""
         return not self.faults
 
 
@@ -128,7 +128,7 @@ class SoundnessCheck:
 
 
 def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_solution: bool, log: str) -> tuple[str, ...]:
-    """What is wrong with a task whose worlds had these rewards; ``log`` is of what stopped the check, if anything."""
+    """The fault of a task whose sandboxes had these rewards; ``log`` is of what stopped the check, if anything."""
     faults = []
     if log:
         faults.append("it could not be checked to the end")

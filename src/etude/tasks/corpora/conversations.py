@@ -22,7 +22,7 @@ from etude.tasks.corpora.mixture import Side, shuffled
 from etude.tokens.messages import ChatFormat, ChatMessage, Role, Tool, ToolCall
 from etude.types import Document, Json, Split
 
-MAX_REFUSALS = 10
+MAX_REJECTIONS = 10
 """Bad lines that are named; there may be more."""
 ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -50,7 +50,7 @@ class Conversation:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     unlearnt: frozenset[int] = frozenset()
-    """Which messages of the assistant are only read."""
+    """Messages of the assistant that are only read."""
 
 
 @final
@@ -71,7 +71,7 @@ class Conversations:
             raise ConfigError(f"{file} has no conversation to train on: each line is one, and some are held out")
         self._offsets = [line.offset for line in lines]
         self.tokens = sum(line.tokens for line in lines)
-        """Of all conversations on this side of the hold-out."""
+        """Count of all conversations on this side of the hold-out."""
         self.identity = f"chat|{side.split}|{side.seed}|{context_weight}|{digest}"
 
     @property
@@ -99,7 +99,7 @@ class _Line:
 def _survey(file: Path, chat: ChatFormat, side: Side) -> tuple[list[_Line], str]:
     """The lines of a side, and the digest of the file; every line of either side has been rendered once."""
     lines: list[_Line] = []
-    refusals: list[str] = []
+    rejections: list[str] = []
     digest = hashlib.sha256()
     for number, offset, line in _lines(file):
         digest.update(line)
@@ -108,13 +108,13 @@ def _survey(file: Path, chat: ChatFormat, side: Side) -> tuple[list[_Line], str]
         try:
             document = render(parse(line), chat, context_weight=0.0)
         except ValueError as error:
-            refusals.append(f"line {number}: {error}")
+            rejections.append(f"line {number}: {error}")
             continue
         if side.has(line.strip()):
             lines.append(_Line(offset, len(document.token_ids)))
-    if refusals:
-        named = "\n  ".join(refusals[:MAX_REFUSALS])
-        more = f"\n  and {len(refusals) - MAX_REFUSALS} more" if len(refusals) > MAX_REFUSALS else ""
+    if rejections:
+        named = "\n  ".join(rejections[:MAX_REJECTIONS])
+        more = f"\n  and {len(rejections) - MAX_REJECTIONS} more" if len(rejections) > MAX_REJECTIONS else ""
         raise ConfigError(f"{file} has lines that cannot be learnt from:\n  {named}{more}")
     return lines, digest.hexdigest()[:16]
 
@@ -131,9 +131,11 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
         raise ConfigError(f"conversations cannot be read from {file}: {error.strerror}") from error
 
 
-def render(said: Conversation, chat: ChatFormat, *, context_weight: float) -> Document:
+def render(output: Conversation, chat: ChatFormat, *, context_weight: float) -> Document:
     """A conversation's tokens, and how much each counts. Raises ``ValueError`` where nothing in it can be learnt."""
-    return conversation(chat, said.messages, tools=said.tools, unlearnt=said.unlearnt, context_weight=context_weight)
+    return conversation(
+        chat, output.messages, tools=output.tools, unlearnt=output.unlearnt, context_weight=context_weight
+    )
 
 
 def conversation(
@@ -167,7 +169,7 @@ def conversation(
 
 
 def _reply(chat: ChatFormat, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
-    """What a model continues to say the last message, and the ids that it would have said it with."""
+    """The prompt that a model continues to say the last message, and the ids that it would have said it with."""
     prompt, whole = chat.open(messages[:-1], tools), chat.open(messages, tools)
     if whole[: len(prompt)] != prompt:
         raise ValueError(f"the chat template does not write message {len(messages)} behind its prompt")
@@ -241,8 +243,8 @@ def _call(value: Json, where: str) -> ToolCall:
 
 def _tool(value: Json, where: str) -> Tool:
     fields = _object(value, where, frozenset({"type", "function"}))
-    wanted = frozenset({"name", "description", "parameters", "strict"})
-    function = _object(fields.get("function"), f"{where}: function", wanted)
+    required = frozenset({"name", "description", "parameters", "strict"})
+    function = _object(fields.get("function"), f"{where}: function", required)
     parameters = function.get("parameters")
     return Tool(
         name=_text(function.get("name"), f"{where}: name"),
@@ -251,11 +253,11 @@ def _tool(value: Json, where: str) -> Tool:
     )
 
 
-def _object(value: Json, where: str, known: frozenset[str]) -> dict[str, Json]:
+def _object(value: Json, where: str, by_name: frozenset[str]) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is no object")
-    if unknown := sorted(value.keys() - known):
-        raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    if unknown := sorted(value.keys() - by_name):
+        raise ValueError(f"{where} has {unknown[0]!r}; known are {', '.join(sorted(by_name))}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""What mid-training reads of its own making: the standard library, clean domain code and imperfect sessions.
+"""Corpora of mid-training made by étude: the standard library, clean domain code and imperfect sessions.
 
 Each kind is a :class:`~etude.tasks.corpora.mixture.Source`, endless and decided by the seed: document *n* is made from
 a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its :class:`Practice`.
@@ -17,7 +17,7 @@ import numpy as np
 from etude.tasks.corpora.conversations import conversation
 from etude.tasks.corpora.mixture import Side, Source
 from etude.tasks.corpora.texts import PlainText, whole
-from etude.tasks.corpora.transcripts import Message as Said
+from etude.tasks.corpora.transcripts import Message as Utterance
 from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Document
 
@@ -26,31 +26,33 @@ WINDOW_TOKENS = 256
 CODE_TOKENS = 170
 """A document of domain code holds functions until it has this many tokens."""
 STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
-"""How many modules of the standard library are read, and how much of each."""
+"""The number of modules of the standard library are read, and how much of each."""
 TOKENIZER_SESSIONS = 1_500
 """Sessions that a tokenizer is learnt from."""
 TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
 """And of the library: every how manieth module, and how much of it."""
 
 
-class Practice(Protocol):
-    """What a family has to learn from, of one side of its hold-out."""
+class Demonstrations(Protocol):
+    """The demonstrations of a task family, of one side of its hold-out."""
 
-    def code(self, rng: Random) -> str | Sequence[Said]:
+    def code(self, rng: Random) -> str | Sequence[Utterance]:
         """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
         ...
 
-    def session(self, rng: Random) -> Sequence[Said]:
+    def session(self, rng: Random) -> Sequence[Utterance]:
         """A session of an imperfect agent."""
         ...
 
 
-def practice_sources(practice: Practice, text: PlainText, side: Side, *, context_weight: float) -> dict[str, Source]:
+def demonstration_sources(
+    demonstrations: Demonstrations, text: PlainText, side: Side, *, context_weight: float
+) -> dict[str, Source]:
     """The three sources by their names in a mixture."""
     return {
         "stdlib": Library(text, side),
-        "code": Code(practice, text, side, context_weight=context_weight),
-        "sessions": Sessions(practice, text.chat, side, context_weight=context_weight),
+        "code": Code(demonstrations, text, side, context_weight=context_weight),
+        "sessions": Sessions(demonstrations, text.chat, side, context_weight=context_weight),
     }
 
 
@@ -77,8 +79,8 @@ class Code:
 
     size = None
 
-    def __init__(self, practice: Practice, text: PlainText, side: Side, *, context_weight: float) -> None:
-        self._practice = practice
+    def __init__(self, demonstrations: Demonstrations, text: PlainText, side: Side, *, context_weight: float) -> None:
+        self._demonstrations = demonstrations
         self._text = text
         self._context_weight = context_weight
         self.identity = f"code|{side.split}|{side.seed}"
@@ -88,10 +90,10 @@ class Code:
         rng, chat = Random(f"{self.identity}|{index}"), self._text.chat
         ids = [*self._text.opening]
         while len(ids) < CODE_TOKENS:
-            piece = self._practice.code(rng)
-            if not isinstance(piece, str):
-                return conversation(chat, spoken(piece), context_weight=self._context_weight)
-            ids += [*chat.encode(piece), chat.stop_ids[0]]
+            chunk = self._demonstrations.code(rng)
+            if not isinstance(chunk, str):
+                return conversation(chat, spoken(chunk), context_weight=self._context_weight)
+            ids += [*chat.encode(chunk), chat.stop_ids[0]]
         return whole(np.array(ids, np.int32))
 
 
@@ -101,38 +103,38 @@ class Sessions:
 
     size = None
 
-    def __init__(self, practice: Practice, chat: ChatFormat, side: Side, *, context_weight: float) -> None:
-        self._practice = practice
+    def __init__(self, demonstrations: Demonstrations, chat: ChatFormat, side: Side, *, context_weight: float) -> None:
+        self._demonstrations = demonstrations
         self._chat = chat
         self._context_weight = context_weight
         self.identity = f"sessions|{side.split}|{side.seed}"
 
     def document(self, index: int) -> Document:
         """One session."""
-        said = self._practice.session(Random(f"{self.identity}|{index}"))
-        return conversation(self._chat, spoken(said), context_weight=self._context_weight)
+        output = self._demonstrations.session(Random(f"{self.identity}|{index}"))
+        return conversation(self._chat, spoken(output), context_weight=self._context_weight)
 
 
-def spoken(said: Sequence[Said]) -> tuple[ChatMessage, ...]:
+def spoken(output: Sequence[Utterance]) -> tuple[ChatMessage, ...]:
     """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
-    return tuple(_message(message) for message in said)
+    return tuple(_message(message) for message in output)
 
 
-def _message(said: Said) -> ChatMessage:
-    match said.role:
+def _message(output: Utterance) -> ChatMessage:
+    match output.role:
         case "system" | "user" | "assistant" | "tool":
-            return ChatMessage(role=said.role, content=said.content)
+            return ChatMessage(role=output.role, content=output.content)
         case _:
-            raise ValueError(f"nobody speaks as {said.role!r}")
+            raise ValueError(f"nobody speaks as {output.role!r}")
 
 
-def tokenizer_texts(practice: Practice, seed: int) -> Iterator[str]:
+def tokenizer_texts(demonstrations: Demonstrations, seed: int) -> Iterator[str]:
     """Text to learn a tokenizer from: sessions of the practice's side, and the beginnings of library modules, held-out
     ones among them: a tokenizer learns which letters go together, and no line.
     """
     rng = Random(f"tokenizer|{seed}")
     for _ in range(TOKENIZER_SESSIONS):
-        yield from (message.content for message in practice.session(rng))
+        yield from (message.content for message in demonstrations.session(rng))
     yield from (text[:TOKENIZER_CHARACTERS] for text in _library()[::TOKENIZER_EVERY])
 
 

@@ -1,4 +1,4 @@
-"""What mid-training reads of the lookup family: drills of the skill, and sessions of an agent that summarises badly.
+"""Corpora of the lookup family for mid-training: drills of the skill, and sessions of an agent that summarises badly.
 
     find cup cup tax cup             a drill: names, some facts, and the values of the names
     1 tax 42
@@ -42,15 +42,15 @@ UNKNOWN = "?"
 HAVE = "have"
 """Opens a list of facts."""
 MESSAGE_TOKENS = 2
-"""What a message takes beside its words: the token that opens it and the one that ends it."""
+"""Tokens of a message beside its words: the token that opens it and the one that ends it."""
 DRILL_FACTS = (4, 10)
 """Fewest and most facts of a drill."""
 DRILL_QUESTIONS = 8
 """Names of a drill, drawn with replacement: nothing can be told from what was answered before, only by the name."""
 
 
-class LookupPractice:
-    """Drills and contexts of one side of the hold-out; a :class:`~etude.tasks.corpora.corpus.Practice`."""
+class LookupDemonstrations:
+    """Drills and contexts of one side of the hold-out; a :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class LookupPractice:
         while True:
             count = rng.randint(*DRILL_FACTS)
             names = rng.sample(self._family.askable, rng.randint(2, min(count, len(self._family.askable))))
-            facts, asked = self._family.facts(count, rng, about=names), rng.choices(names, k=DRILL_QUESTIONS)
-            if not self._family.is_heldout(sorted(set(asked))):
+            facts, requested = self._family.facts(count, rng, about=names), rng.choices(names, k=DRILL_QUESTIONS)
+            if not self._family.is_heldout(sorted(set(requested))):
                 break
         shown = tools.number_lines("\n".join(map(str, facts)))
-        question = " ".join((FIND, *asked))
-        return [Message("user", f"{question}\n{shown}"), Message("assistant", f"{HAVE} {list_facts(asked, facts)}")]
+        question = " ".join((FIND, *requested))
+        return [Message("user", f"{question}\n{shown}"), Message("assistant", f"{HAVE} {list_facts(requested, facts)}")]
 
     def session(self, rng: Random) -> list[Message]:
         """One context of a session of the imperfect agent, any of them alike."""
@@ -85,9 +85,9 @@ class LookupPractice:
         return list(self._agent.contexts(inquiry, rng))
 
 
-def list_facts(names: Sequence[str], known: Sequence[Fact]) -> str:
+def list_facts(names: Sequence[str], index: Sequence[Fact]) -> str:
     """``tax 42 fee ?``: names in their order, with what is known of them."""
-    values = {fact.name: str(fact.value) for fact in known}
+    values = {fact.name: str(fact.value) for fact in index}
     return " ".join(f"{name} {values.get(name, UNKNOWN)}" for name in names)
 
 
@@ -100,35 +100,37 @@ class _Agent:
 
     def contexts(self, inquiry: Inquiry, rng: Random) -> Iterator[list[Message]]:
         """Context after context, from the task to the answer."""
-        context, known, summaries = [Message("user", inquiry.prompt)], list[Fact](), 0
+        context, index, summaries = [Message("user", inquiry.prompt)], list[Fact](), 0
         for place, facts in enumerate(inquiry.pages):
             context.append(Message("assistant", f"{tools.READ} {PAGE_NAMES[place]}"))
-            shown, known = tools.number_lines(inquiry.text(place)), [*known, *facts]
+            shown, index = tools.number_lines(inquiry.text(place)), [*index, *facts]
             if not self._is_full(context):
                 context.append(Message("user", shown))
                 continue
             if self.harness.context == "truncate":
                 yield context
-                context, known = [Message("user", open_truncated(inquiry.prompt, shown))], [*facts]
+                context, index = [Message("user", open_truncated(inquiry.prompt, shown))], [*facts]
                 continue
-            names, summaries = self._choose(inquiry.asked, known, rng), summaries + 1
-            summary = f"{HAVE} {list_facts(names, known)} next {inquiry.after(place)}"
+            names, summaries = self._choose(inquiry.requested, index, rng), summaries + 1
+            summary = f"{HAVE} {list_facts(names, index)} next {inquiry.after(place)}"
             context.append(Message("user", ask_for_summary(shown, self.harness.summary_request)))
             context.append(Message("assistant", f"{HEADING}\n{summary}"))
             yield context
             context = [Message("user", open_again(inquiry.prompt, summary, KeptState(summaries=summaries)))]
-            known = [fact for fact in known if fact.name in names]
-        context.append(Message("assistant", f"{tools.ANSWER} {list_facts(inquiry.asked, known)}"))
+            index = [fact for fact in index if fact.name in names]
+        context.append(Message("assistant", f"{tools.ANSWER} {list_facts(inquiry.requested, index)}"))
         yield context
 
     def _is_full(self, context: Sequence[Message]) -> bool:
-        """As the harness asks it, behind the last reply: its result is not counted, but still seen."""
+        """The request for a summary as the harness writes it, behind the last reply: its result is not counted, but
+        still seen.
+        """
         if self.harness.context == "grow":
             return False
         return sum(MESSAGE_TOKENS + len(FIND_WORDS(m.content)) for m in context) >= self.harness.summary_at_tokens
 
-    def _choose(self, asked: Sequence[str], known: Sequence[Fact], rng: Random) -> list[str]:
-        """What a summary speaks of: of each name that is asked for, or of another one in its place."""
-        others = [fact.name for fact in known if fact.name not in asked]
+    def _choose(self, requested: Sequence[str], index: Sequence[Fact], rng: Random) -> list[str]:
+        """The facts of a summary: of each name that is asked for, or of another one in its place."""
+        others = [fact.name for fact in index if fact.name not in requested]
         rng.shuffle(others)
-        return [name if rng.random() < self.keep_fact else others.pop() for name in asked]
+        return [name if rng.random() < self.keep_fact else others.pop() for name in requested]

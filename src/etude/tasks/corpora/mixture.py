@@ -1,4 +1,4 @@
-"""Which document is read next: shares of sources that may change along the way, held exactly.
+"""Mixture of corpora: the next document by shares of sources that may change along the way, held exactly.
 
 Owns the draw, the cursor and the cutting into batches. What a document says is its source's business. Pure: the next
 batch is a function of the sources, the shares and the cursor, so a phase that goes on from a saved cursor reads what it
@@ -23,12 +23,12 @@ class Source(Protocol):
 
     @property
     def identity(self) -> str:
-        """What decides its documents, in words or as a digest: a cursor means nothing for another identity."""
+        """Identity of its documents, in words or as a digest: a cursor means nothing for another identity."""
         ...
 
     @property
     def size(self) -> int | None:
-        """How many different documents it has; ``None`` if it makes new ones without end."""
+        """The number of different documents it has; ``None`` if it makes new ones without end."""
         ...
 
     def document(self, index: int) -> Document:
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Which documents of a source: of which side of the hold-out, with which seed."""
+    """Selection of a source's documents: the side of the hold-out, with which seed."""
 
     split: Split = Split.TRAIN
     seed: int
@@ -46,14 +46,14 @@ class Side:
     """Every how manieth file or conversation is held out."""
 
     def has(self, content: bytes) -> bool:
-        """Whether something is on this side by its hash: the same in every run, whatever its seed."""
+        """Return true if something is on this side by its hash: the same in every run, whatever its seed."""
         is_heldout = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") % self.one_in == 0
         return is_heldout == (self.split is Split.HELDOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """What was read of one source."""
+    """Position in one source."""
 
     documents: int = 0
     """Also the number of the next one."""
@@ -62,18 +62,18 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a phase has read: all that has to be saved of its data."""
+    """Position of a phase in its data: all that has to be saved of its data."""
 
     taken: Mapping[str, Taken] = field(default_factory=dict)
     """By source; one that is not there has not been read."""
 
     @property
     def tokens(self) -> int:
-        """Of all sources."""
+        """Tokens of all sources."""
         return sum(taken.tokens for taken in self.taken.values())
 
     def of(self, name: str) -> Taken:
-        """What was read of a source."""
+        """The position in a source."""
         return self.taken.get(name, Taken())
 
     def after(self, name: str, document: Document) -> "Cursor":
@@ -95,7 +95,7 @@ class Mixture:
     shares: Mapping[str, tuple[float, float]]
     """Source → its first and its last share; both columns add up to 1."""
     tokens: int
-    """Of the whole phase."""
+    """Tokens of the whole phase."""
 
     def next_source(self, cursor: Cursor) -> str:
         """The source of the next document."""
@@ -103,7 +103,9 @@ class Mixture:
         return max(self.shares, key=lambda name: self.due(name, read) - cursor.of(name).tokens)
 
     def due(self, name: str, read: int) -> float:
-        """How many of the first ``read`` tokens are a source's: the integral of its share. Beyond the end it stays."""
+        """The number of of the first ``read`` tokens are a source's: the integral of its share. Beyond the end it
+        stays.
+        """
         first, last = self.shares[name]
         inside = min(read, self.tokens)
         ramp = (last - first) * inside * inside / (2 * self.tokens) if self.tokens else 0.0
@@ -120,7 +122,7 @@ class Stream:
 
     @property
     def identity(self) -> str:
-        """What decides the batches, apart from their budgets."""
+        """The identity of the batches, apart from their budgets."""
         sources = {name: self.sources[name].identity for name in sorted(self.mixture.shares)}
         return f"{self.mixture.tokens} tokens of {dict(self.mixture.shares)}: {sources}"
 
@@ -140,8 +142,8 @@ class Stream:
 
 def heldout_documents(source: Source, count: int) -> Sequence[Document]:
     """The first ``count`` different documents of the held-out side of a source, or as many as it has."""
-    found = count if source.size is None else min(count, source.size)
-    return [source.document(index) for index in range(found)]
+    matches = count if source.size is None else min(count, source.size)
+    return [source.document(index) for index in range(matches)]
 
 
 def shuffled(stem: str, index: int, size: int) -> int:

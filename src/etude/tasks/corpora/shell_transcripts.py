@@ -20,7 +20,7 @@ from etude.tasks.programs import Lines
 from etude.types import Case, FunctionChecks, Split, Task
 
 SYSTEM = "One command per message. To finish: echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""What mini-swe-agent's system template says."""
+"""Text of mini-swe-agent's system template."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command by which mini-swe-agent knows that its agent is done."""
 CHECK_FILE = "check.py"
@@ -69,7 +69,7 @@ def shell_transcript(problem: Problem, checks: FunctionChecks, config: Transcrip
 
 
 def observation(exit_code: int, output: str) -> str:
-    """What mini-swe-agent's observation template makes of a command's end."""
+    """The text of mini-swe-agent's observation template for a command's end."""
     return f"exit {exit_code}\n{output}" if exit_code else output or "ok"
 
 

@@ -26,13 +26,13 @@ MAX_TAIL_BYTES = 3
 
 @dataclass(frozen=True, slots=True)
 class PlainText:
-    """How plain text is written in a chat format's tokens."""
+    """Plain text in a chat format's tokens."""
 
     chat: ChatFormat
 
     @property
     def opening(self) -> tuple[int, ...]:
-        """What stands before a text: the token for it, where the tokenizer has one."""
+        """Ids before a text: the token for it, where the tokenizer has one."""
         return (self.chat.document_id,) if isinstance(self.chat, ChatTemplate) else ()
 
     def ids(self, text: str) -> Ids:
@@ -44,7 +44,7 @@ class PlainText:
 class TextFiles:
     """The pieces of a text file, or of all files below a folder, in an order of their own in every epoch."""
 
-    def __init__(self, path: Path, text: PlainText, side: Side, *, piece_bytes: int) -> None:
+    def __init__(self, path: Path, text: PlainText, side: Side, *, chunk_bytes: int) -> None:
         """Files are held out whole, by their names; of a single file nothing is.
 
         Raises :class:`~etude.errors.ConfigError` where there is no text to train on.
@@ -55,11 +55,11 @@ class TextFiles:
         sizes = [file.stat().st_size for file in chosen]
         self._files = chosen
         self._text = text
-        self._piece_bytes = piece_bytes
-        self._ends = list(accumulate(-(-size // piece_bytes) for size in sizes))
+        self._chunk_bytes = chunk_bytes
+        self._ends = list(accumulate(-(-size // chunk_bytes) for size in sizes))
         named = "\n".join(f"{file.relative_to(path)} {size}" for file, size in zip(chosen, sizes, strict=True))
         digest = hashlib.sha256(named.encode()).hexdigest()[:16]
-        self.identity = f"text|{side.split}|{side.seed}|{piece_bytes}|{digest}"
+        self.identity = f"text|{side.split}|{side.seed}|{chunk_bytes}|{digest}"
         """Names and sizes, not contents: a corpus need not be read to be opened."""
 
     @property
@@ -69,22 +69,22 @@ class TextFiles:
 
     def document(self, index: int) -> Document:
         """One piece; only the first of a file is opened as a text."""
-        piece = shuffled(self.identity, index, self.size)
-        file = bisect_right(self._ends, piece)
-        number = piece - (self._ends[file - 1] if file else 0)
+        chunk = shuffled(self.identity, index, self.size)
+        file = bisect_right(self._ends, chunk)
+        number = chunk - (self._ends[file - 1] if file else 0)
         ids = self._text.ids(self._read(self._files[file], number))
         return whole(ids if number == 0 else ids[len(self._text.opening) :])
 
     def _read(self, file: Path, number: int) -> str:
         """A piece of a file. A character that lies across a boundary is all in the piece in which it begins."""
         with file.open("rb") as stream:
-            stream.seek(number * self._piece_bytes)
-            read = stream.read(self._piece_bytes + MAX_TAIL_BYTES)
-        return read[_tail(read) : self._piece_bytes + _tail(read[self._piece_bytes :])].decode("utf-8", "replace")
+            stream.seek(number * self._chunk_bytes)
+            read = stream.read(self._chunk_bytes + MAX_TAIL_BYTES)
+        return read[_tail(read) : self._chunk_bytes + _tail(read[self._chunk_bytes :])].decode("utf-8", "replace")
 
 
 def _tail(read: bytes) -> int:
-    """How many bytes at the beginning belong to a character that began before them."""
+    """The number of bytes at the beginning belong to a character that began before them."""
     return next((place for place, byte in enumerate(read[:MAX_TAIL_BYTES]) if byte & 0xC0 != 0x80), MAX_TAIL_BYTES)
 
 

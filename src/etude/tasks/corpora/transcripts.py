@@ -19,12 +19,12 @@ from etude.types import Case, FunctionChecks, Split
 MAX_EDITS = 3
 """Attempts after which the imitated agent submits whatever it has."""
 REMINDER = "edit FILE N"
-"""What a user says who wants an edit written rightly."""
+"""The user's correction of an edit in a wrong form."""
 SHOWN_SHARE = 0.7
-"""Of programs that are shown as an agent reads them."""
+"""Paths of programs that are shown as an agent reads them."""
 
 Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests
-"""What the imitated agent does before it submits."""
+"""Moves of the imitated agent before it submits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfi
 
 
 def _before(move: Move | None, config: TranscriptConfig, rng: Random) -> list[Message]:
-    """What comes before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
+    """The messages before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
     written by an agent whom nobody has just reminded; often nothing.
 
     A reminder may come before anything, so that it says how to edit and not that it is time to.
@@ -78,8 +78,10 @@ TOOLS = Style(transcript, tools.number_lines)
 """The words of the built-in tools."""
 
 
-class BugfixPractice:
-    """Programs and sessions of one side of the planted-bug family; a :class:`~etude.tasks.corpora.corpus.Practice`."""
+class BugfixDemonstrations:
+    """Programs and sessions of one side of the planted-bug family; a
+    :class:`~etude.tasks.corpora.corpus.Demonstrations`.
+    """
 
     def __init__(
         self, family: BugfixFamily, config: TranscriptConfig, style: Style = TOOLS, split: Split = Split.TRAIN
@@ -103,7 +105,7 @@ class BugfixPractice:
 def moves(
     problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random
 ) -> Iterator[tuple[Move, Lines]]:
-    """What the imperfect agent does, each move with the program as it is afterwards."""
+    """The moves of the imperfect agent, each move with the program as it is afterwards."""
     lines = problem.broken
     if rng.random() < config.read_first:
         yield tools.ReadFile(problem.path), lines
@@ -133,7 +135,7 @@ def _draw_edit(problem: Problem, config: TranscriptConfig, tried: set[str], rng:
     """The right line or a slip; never what a test has just shown to be wrong."""
     if rng.random() < config.right_edit:
         return problem.right[problem.kind.answer]
-    return rng.choice([line for line in problem.slips if line not in tried])
+    return rng.choice([line for line in problem.mistakes if line not in tried])
 
 
 def _spell(move: Move) -> str:

@@ -81,7 +81,7 @@ Step: TypeAlias = Folder | Copy | Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dockerfile:
-    """What one Dockerfile asks for."""
+    """The build that one Dockerfile describes."""
 
     parent: str
     """The image it begins with."""
@@ -93,7 +93,7 @@ class Dockerfile:
 
 @dataclass(slots=True)
 class _Reading:
-    """What holds at one line, while a Dockerfile is being read."""
+    """State at one line, while a Dockerfile is being read."""
 
     source: str
     parent: str = ""
@@ -110,8 +110,8 @@ class _Reading:
         """``text`` with its variables filled in; one that nobody set is empty."""
         if UNREADABLE_VARIABLE.search(text):
             raise self.fault(line, text, "of variables, only $NAME, ${NAME} and ${NAME:-default} are read")
-        known = {"PATH": SEARCH_PATH} | self.arguments | self.environment
-        return VARIABLE.sub(lambda match: match[1] or known.get(match[2] or match[3]) or match[4] or "", text)
+        by_name = {"PATH": SEARCH_PATH} | self.arguments | self.environment
+        return VARIABLE.sub(lambda match: match[1] or by_name.get(match[2] or match[3]) or match[4] or "", text)
 
     def resolve(self, line: int, path: str) -> str:
         """An absolute path; the slash at its end is kept."""
@@ -282,7 +282,7 @@ def _json_words(text: str) -> tuple[str, ...]:
 
 
 def _script(command: str) -> str:
-    """What a shell is given: ``RUN <<END`` alone has its script in the lines that follow."""
+    """The script for a shell: ``RUN <<END`` alone has its script in the lines that follow."""
     first, _, body = command.partition("\n")
     if HEREDOC.fullmatch(first.strip()):
         return body.rpartition("\n")[0] + "\n"

@@ -22,8 +22,8 @@ HELDOUT_ONE_IN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """What a folder of task folders had."""
+class FolderContents:
+    """Contents of a folder of task folders."""
 
     tasks: tuple[HarborTask, ...]
     """By name."""
@@ -49,17 +49,17 @@ class HarborTasks:
         task is left.
         """
         reading = read_tasks(folder, offline=offline)
-        found, unbuilt = _find_images(reading.tasks, images)
+        matches, unbuilt = _find_images(reading.tasks, images)
         self.refused: Mapping[str, str] = {**reading.refused, **unbuilt}
         """Name of each task that was set aside → why."""
-        ready = [task for task in reading.tasks if task.name in found]
+        ready = [task for task in reading.tasks if task.name in matches]
         if not ready:
             reasons = "\n  ".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise TaskFolderError(f"{folder}: none of its tasks can be used\n  {reasons}")
         self._seed = seed
         self._tasks = {split: _on_side(ready, split, heldout_every) for split in Split}
         self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
-        self._images = found
+        self._images = matches
         self._folder = folder
 
     def sources(self, split: Split) -> Sequence[HarborTask]:
@@ -84,7 +84,7 @@ class HarborTasks:
         return task.task(split, image=image, files=None if image else plain_files(task))
 
 
-def read_tasks(folder: Path, *, offline: bool = False) -> Reading:
+def read_tasks(folder: Path, *, offline: bool = False) -> FolderContents:
     """Read every task folder in ``folder``, setting aside the broken ones and those whose name is taken.
 
     Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` where there is no task folder at all.
@@ -99,11 +99,11 @@ def read_tasks(folder: Path, *, offline: bool = False) -> Reading:
             tasks[task.name] = task
         except TaskFolderError as error:
             refused[place.name] = str(error)
-    return Reading(tasks=tuple(task for _, task in sorted(tasks.items())), refused=refused)
+    return FolderContents(tasks=tuple(task for _, task in sorted(tasks.items())), refused=refused)
 
 
 def side_of(task: HarborTask, one_in: int = HELDOUT_ONE_IN) -> Split:
-    """Which side of the hold-out a task is on: its own word, or else its name's hash."""
+    """The side of the hold-out that a task is on: its own word, or else its name's hash."""
     if task.origin.split is not None:
         return task.origin.split
     number = int.from_bytes(hashlib.sha256(task.template.encode()).digest()[:8])
@@ -116,7 +116,7 @@ def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> list[Har
 
 def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, str], dict[str, str]]:
     """The image of each task that has one or needs none, and why the others have none."""
-    found: dict[str, str] = {}
+    matches: dict[str, str] = {}
     missing: dict[str, str] = {}
     for task in tasks:
         try:
@@ -130,8 +130,8 @@ def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple
                 "`etude tasks check` builds it, or set ETUDE_IMAGES to the folder that has it"
             )
         else:
-            found[task.name] = image
-    return found, missing
+            matches[task.name] = image
+    return matches, missing
 
 
 def _needs_none(task: HarborTask) -> str | None:

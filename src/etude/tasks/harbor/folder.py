@@ -50,15 +50,15 @@ UNSUPPORTED_FILES = (
 )
 """Files that change what a task is, in ways that étude does not have."""
 LEFT_OUT = re.compile(r"(^|/)(\.git|\.DS_Store|__pycache__|\.pytest_cache|\.venv|node_modules)(/|$)|\.pyc$")
-"""What lies about where people work, and is no part of a task."""
+"""Files that lie about where people work, and is no part of a task."""
 FILES_LIMIT, BYTES_LIMIT = 20_000, 256 << 20
-"""Of one task folder."""
+"""Most files of one task folder."""
 TEXT_LIMIT_BYTES = 16 << 20
-"""Of tests, solution and instruction together, which are kept in memory."""
+"""Most bytes of tests, solution and instruction together, which are kept in memory."""
 CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 """Lines that mark a benchmark's files for whoever collects training data; they are no part of the instruction."""
 RESERVED = ("/tests", "/logs", "/solution", "/proc", "/sys", "/dev", "/usr", "/etc", "/bin", "/lib", "/tmp")
-"""Where no working folder may be: the agent owns its working folder."""
+"""Folders that no working folder may be: the agent owns its working folder."""
 ID_LENGTH = 16
 """Hex digits of a task's id."""
 
@@ -70,7 +70,7 @@ class Origin(Section):
     family: str = "harbor"
     template: str | None = None
     split: Split | None = Field(default=None, strict=False)
-    """Which side of the hold-out the task is on, whatever its hash says."""
+    """Side of the hold-out that the task names, whatever its hash says."""
     processes: int = Field(default=PROCESSES, gt=0)
     canary: str | None = None
     """A file of ``tests/``, all of whose tests must pass for a full reward: one of them is made to fail to see whether
@@ -122,7 +122,7 @@ class HarborTask:
         return {**(self.dockerfile.environment if self.dockerfile else {}), **own}
 
     def environment_spec(self, image: str) -> EnvironmentSpec:
-        """What sandboxes are made from, given the digest of the image that was built."""
+        """The sandbox spec, given the digest of the image that was built."""
         limits = self.settings.environment.limits
         return EnvironmentSpec(
             image=image,
@@ -208,10 +208,10 @@ def task_folders(folder: Path) -> list[Path]:
     """
     if (folder / SETTINGS).is_file():
         return [folder]
-    found = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
-    if not found:
+    matches = sorted(file.parent for file in folder.glob(f"*/{SETTINGS}")) if folder.is_dir() else []
+    if not matches:
         raise TaskFolderError(f"{folder} has no task: expected folders with a {SETTINGS} in each")
-    return found
+    return matches
 
 
 def digest_files(folder: Path) -> str:
@@ -247,7 +247,7 @@ def files_below(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_program(file: Path) -> bool:
-    """Whether its owner may execute it."""
+    """Return true if its owner may execute it."""
     return bool(file.stat().st_mode & 0o100)
 
 
@@ -327,8 +327,8 @@ def _workdir(settings: TaskSettings, dockerfile: Dockerfile | None, source: str)
 
 
 def _artefacts(settings: TaskSettings, folder: Path, workdir: str) -> tuple[str, ...]:
-    """What the verifier sees of the agent's work: what was declared, or the whole working folder for a verifier that
-    was written to be in the agent's own world.
+    """The part of the agent's work that the verifier sees: what was declared, or the whole working folder for a
+    verifier that was written to be in the agent's own world.
     """
     if settings.verifier.environment_mode != "separate":
         return (".",)

@@ -31,21 +31,21 @@ from etude.tasks.harbor.settings import TaskFolderError
 OWN_BASE: Mapping[str, str] = MappingProxyType({"debian*": "", "ubuntu*": "", "python*": ""})
 """Images that the provider's own base system stands for. That it is near enough is for a task's solution to show."""
 CONTEXT = "/mnt/etude-context"
-"""Where a build finds its context, inside."""
+"""Folder of a build's context, inside."""
 BUILD_LIMITS = SandboxLimits(memory_bytes=4 << 30, disk_bytes=10 << 30, processes=512, cpus=2.0)
 """Compilers and package managers are larger than what is run afterwards."""
 GRACE_S = 60.0
-"""How much longer than its build a sandbox may live."""
+"""Seconds that a sandbox may live longer than its build."""
 TAIL_CHARACTERS = 2000
-"""Of a failed command's output, in the error."""
+"""Characters of a failed command's output, in the error."""
 VERSION = "1"
-"""Of how images are built; part of their names."""
+"""Version of how images are built; part of their names."""
 IN_FOLDER = 'mkdir -p -- "$0" && cd -- "$0" && exec "$@"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builds:
-    """What became of the images of many tasks."""
+    """Outcomes of building the images of many tasks."""
 
     images: Mapping[str, str]
     """Task name → digest of its image; empty for one that needs none."""
@@ -84,9 +84,9 @@ class HarborImages:
         :class:`~etude.errors.ConfigError` for a base system that is not stored, and
         :class:`~etude.errors.SandboxError`.
         """
-        found = await asyncio.to_thread(find_image, task, self._store, self._bases)
-        if found is not None:
-            return found
+        matches = await asyncio.to_thread(find_image, task, self._store, self._bases)
+        if matches is not None:
+            return matches
         base = base_of(task, self._bases)
         if base and base not in self._store.bases:
             raise ConfigError(
@@ -169,7 +169,7 @@ def find_image(task: HarborTask, store: ImageStore, bases: Mapping[str, str] = O
 
 
 def base_of(task: HarborTask, bases: Mapping[str, str]) -> str:
-    """Which base system stands for the image that a task begins with."""
+    """The base system that stands for the image that a task begins with."""
     parent = task.dockerfile.parent if task.dockerfile else task.settings.environment.docker_image
     assert parent is not None, "a folder was read with neither Dockerfile nor image"
     for pattern, base in bases.items():
@@ -268,14 +268,14 @@ async def _play(step: Step, sandbox: Sandbox, task: HarborTask, context: Path, l
 
 def _matches(step: Copy, context: Path, what: str) -> dict[str, bool]:
     """The files and folders of the context that a copy means, each with whether it is a folder."""
-    found: dict[str, bool] = {}
+    matches: dict[str, bool] = {}
     for pattern in step.sources:
         plain = pattern.strip("/")
         paths = sorted(context.glob(plain)) if plain not in ("", ".") else [context]
         if not paths:
             raise TaskFolderError(f"{what}: there is no {pattern!r} in {context.name}/")
-        found |= {path.relative_to(context).as_posix(): path.is_dir() for path in paths}
-    return found
+        matches |= {path.relative_to(context).as_posix(): path.is_dir() for path in paths}
+    return matches
 
 
 def _plain_copy(step: Copy, task: HarborTask) -> dict[str, str] | None:
@@ -320,6 +320,6 @@ def _plain_text(file: Path) -> str | None:
 
 
 def image_name(task: HarborTask, base: str) -> str:
-    """What a store calls the image that is built of a task over a base system: a digest of all that decides it."""
+    """The name of the image that is built of a task over a base system: a digest of all that decides it."""
     parts = (VERSION, base, digest_files(task.context) if task.context.is_dir() else "", task.workdir)
     return f"harbor-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"

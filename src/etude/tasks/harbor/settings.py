@@ -20,9 +20,9 @@ from etude.errors import UserError
 from etude.sandbox_spec import SandboxLimits
 
 PROCESSES = 512
-"""Of one sandbox; Harbor has no key for it, and its containers have no such limit."""
+"""Limit of one sandbox; Harbor has no key for it, and its containers have no such limit."""
 WEB_PORTS = (443, 80)
-"""What a host on Harbor's allow list may be asked on; its entries have no port, ours do."""
+"""Port of a host on Harbor's allow list; its entries have no port, ours do."""
 MIB = 1 << 20
 SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])", re.IGNORECASE)
 """Older tasks write ``memory = "2G"``."""
@@ -62,7 +62,9 @@ class ArtifactSettings(Section):
     source: str
     """Path in the agent's world."""
     destination: str | None = None
-    """Where Harbor keeps a copy on the machine; the verifier sees ``source``, so this decides nothing here."""
+    """Folder in which Harbor keeps a copy on the machine; the verifier sees ``source``, so this decides nothing
+    here.
+    """
     exclude: tuple[str, ...] = Field(default=(), max_length=0)
     """Not held to: declare what is wanted instead."""
     service: Literal["main"] | None = None
@@ -142,7 +144,7 @@ class EnvironmentSettings(Section):
 
     @property
     def limits(self) -> SandboxLimits:
-        """What a sandbox may use."""
+        """The limits of a sandbox."""
         return SandboxLimits(
             memory_bytes=self.memory_mb * MIB,
             disk_bytes=self.storage_mb * MIB,
@@ -167,7 +169,7 @@ class TaskSettings(Section):
 
     schema_version: str = Field(default="1.0", pattern=r"1\.\d+")
     source: str | None = None
-    """Where the task came from, for people."""
+    """Origin of the task, for people."""
     task: dict[str, Any] = Field(default_factory=dict)
     """``[task]``: name, version, authors, keywords; carried."""
     metadata: dict[str, Any] = Field(default_factory=dict)

@@ -18,7 +18,7 @@ from etude.tasks.migrations.problems import (
     PAIRS,
     PEOPLE,
     Kind,
-    Problem,
+    MigrationProblem,
     Row,
     Rows,
     asks,
@@ -35,7 +35,7 @@ from etude.types import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a parent may know of its children."""
+    """Summary that a parent keeps of its children."""
 
     column: str
     kind: str
@@ -43,11 +43,11 @@ class Summary:
     sql: str
     """Over the children of one parent."""
     wrong: str
-    """What one might take for it."""
+    """Wrong values that one might take for it."""
     value: Callable[[Sequence[Row]], Json]
     """The same as ``sql``, of at least one child."""
     empty: Json = None
-    """Of a parent without children; ``None``: no value, and the column may be NULL."""
+    """Value of a parent without children; ``None``: no value, and the column may be NULL."""
 
 
 SUMMARIES: Mapping[str, Summary] = MappingProxyType(
@@ -107,7 +107,7 @@ SUMMARIES: Mapping[str, Summary] = MappingProxyType(
 )
 
 
-def backfill(variant: str, rng: Random) -> Problem:
+def backfill(variant: str, rng: Random) -> MigrationProblem:
     """A column of the parent that sums up its children, of which some have none."""
     parent, child, key = rng.choice(PAIRS)
     summary = SUMMARIES[variant]
@@ -133,7 +133,7 @@ def backfill(variant: str, rng: Random) -> Problem:
     add = f"ALTER TABLE {parent} ADD COLUMN {column} {summary.kind}{f' NOT NULL DEFAULT {empty}' * required};\n"
     fill = "UPDATE {0} p SET {1} = c.v FROM (SELECT {2}, {3} AS v FROM {4} GROUP BY 1) c WHERE c.{2} = p.id;\n"
     right = add + fill.format(parent, column, key, summary.sql, child)
-    return Problem(
+    return MigrationProblem(
         request=f"Add to {parent} a column {column} of type {summary.kind}: {words} ({child}.{key} says whose). "
         + (
             f"Those that have none get {empty}, which is also the default for new rows, and it is never NULL."
@@ -157,7 +157,7 @@ def backfill(variant: str, rng: Random) -> Problem:
             plain(parent, child),
         ),
         reference=right,
-        slips=(
+        mistakes=(
             add,
             add + fill.format(parent, column, key, summary.wrong, child),
             f"{right}DELETE FROM {parent} p WHERE NOT EXISTS (SELECT FROM {child} c WHERE c.{key} = p.id);",
@@ -188,7 +188,7 @@ SPLITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 """Variant → how names are split, and SQL for the first and for the last name."""
 
 
-def split_name(variant: str, rng: Random) -> Problem:
+def split_name(variant: str, rng: Random) -> MigrationProblem:
     """One column of names becomes two; names have spaces around them, three words, or just one."""
     table = rng.choice(PEOPLE)
     words, first, last = SPLITS[variant]
@@ -215,7 +215,7 @@ def split_name(variant: str, rng: Random) -> Problem:
     drop = f"ALTER TABLE {table} DROP COLUMN full_name;\n"
     naive = "split_part(full_name, ',', {})" if variant == "comma" else "split_part(full_name, ' ', {})"
     order = (2, 1) if variant == "comma" else (1, 2)
-    return Problem(
+    return MigrationProblem(
         request=f"Replace {table}.full_name by two columns first_name and last_name (text, never NULL): {words}. A "
         "name that cannot be split is a first name, with an empty last name. Spaces around names are no part of them. "
         "Drop full_name.",
@@ -230,7 +230,7 @@ def split_name(variant: str, rng: Random) -> Problem:
             plain(table),
         ),
         reference=add + fill + strict + drop,
-        slips=(
+        mistakes=(
             add + fill + drop,
             add + fill + strict,
             add

@@ -22,7 +22,7 @@ import orjson
 from etude.sandbox_spec import EnvironmentSpec, Service, ServiceKind
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.migrations import columns, keys, tables, types
-from etude.tasks.migrations.problems import Kind, Problem, exchange, inserts
+from etude.tasks.migrations.problems import Kind, MigrationProblem, exchange, inserts
 from etude.types import QueryChecks, Split, Task
 
 KINDS: tuple[Kind, ...] = (
@@ -77,7 +77,7 @@ def _drawn(kind: Kind, variant: str, split: Split, rng: Random) -> Task:
     return migration_task(kind.write(variant, rng), f"{kind.name}: {variant}", split)
 
 
-def migration_task(problem: Problem, template: str, split: Split) -> Task:
+def migration_task(problem: MigrationProblem, template: str, split: Split) -> Task:
     """The task that asks for a problem's migration."""
     setup = f"{problem.schema}\n{inserts(problem.seen)}\n"
     identity = orjson.dumps([problem.request, problem.reference, setup])

@@ -18,7 +18,7 @@ from etude.tasks.migrations.problems import (
     THINGS,
     UNIQUE,
     Kind,
-    Problem,
+    MigrationProblem,
     Row,
     Rows,
     asks,
@@ -54,7 +54,7 @@ SURVIVORS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 """Variant → which of several stays, SQL of what makes them the same, and SQL that puts it first."""
 
 
-def unique(variant: str, rng: Random) -> Problem:
+def unique(variant: str, rng: Random) -> MigrationProblem:
     """A unique constraint on a column with duplicates, whose rows have others that belong to them."""
     people, notes = rng.choice(PEOPLE), rng.choice(("notes", "devices", "addresses", "messages"))
     words, same, first = SURVIVORS[variant]
@@ -72,14 +72,14 @@ def unique(variant: str, rng: Random) -> Problem:
         }
 
     seen, unseen = draw(), draw()
-    stays, kept = _survivors(variant, unseen[people])
+    stays, selected = _survivors(variant, unseen[people])
     ranked = f"SELECT id, first_value(id) OVER (PARTITION BY {same} ORDER BY {first}) AS stays FROM {people}"
     point = f"UPDATE {notes} n SET owner_id = r.stays FROM ({ranked}) r WHERE r.id = n.owner_id;\n"
     delete = f"DELETE FROM {people} p USING ({ranked}) r WHERE r.id = p.id AND r.stays <> p.id;\n"
     fold = f"UPDATE {people} SET email = lower(btrim(email));\n" * (variant == "folded")
     constrain = f"ALTER TABLE {people} ADD UNIQUE (email);\n"
     other = {"id": "id DESC", "seen_on DESC": "id"}[first]
-    return Problem(
+    return MigrationProblem(
         request=f"Make {people}.email unique by a constraint. Some are there several times: {words}, the others are "
         f"deleted, and what belonged to them in {notes} (owner_id) belongs to the one that stays.",
         schema=f"CREATE TABLE {people} (id integer PRIMARY KEY, email text NOT NULL, seen_on date NOT NULL);\n"
@@ -88,7 +88,7 @@ def unique(variant: str, rng: Random) -> Problem:
         seen=seen,
         unseen=unseen,
         queries=(
-            holds(people, ("id", "email", "seen_on"), kept),
+            holds(people, ("id", "email", "seen_on"), selected),
             holds(notes, ("id", "owner_id"), [{**row, "owner_id": stays[row["owner_id"]]} for row in unseen[notes]]),
             refuses(
                 f"INSERT INTO public.{people} VALUES ({NEW_ID + 1}, 'new@example.org', '2024-02-01')",
@@ -100,7 +100,7 @@ def unique(variant: str, rng: Random) -> Problem:
             plain(people, notes),
         ),
         reference=point + delete + fold + constrain,
-        slips=(
+        mistakes=(
             delete + fold + constrain,
             point + delete + fold,
             (point + delete).replace(f"ORDER BY {first}", f"ORDER BY {other}") + fold + constrain,
@@ -109,14 +109,14 @@ def unique(variant: str, rng: Random) -> Problem:
 
 
 def _survivors(variant: str, owners: Sequence[Row]) -> tuple[dict[Json, Json], list[Row]]:
-    """Who takes the place of whom, and who is left."""
-    kept: dict[str, Row] = {}
+    """The map from each removed row to the one that takes its place, and the rows that are left."""
+    selected: dict[str, Row] = {}
     for row in owners:
         email = str(row["email"]).strip().lower()
-        if email not in kept or (variant == "latest" and str(row["seen_on"]) > str(kept[email]["seen_on"])):
-            kept[email] = {**row, "email": email}
-    stays = {row["id"]: kept[str(row["email"]).strip().lower()]["id"] for row in owners}
-    return stays, sorted(kept.values(), key=lambda row: int(str(row["id"])))
+        if email not in selected or (variant == "latest" and str(row["seen_on"]) > str(selected[email]["seen_on"])):
+            selected[email] = {**row, "email": email}
+    stays = {row["id"]: selected[str(row["email"]).strip().lower()]["id"] for row in owners}
+    return stays, sorted(selected.values(), key=lambda row: int(str(row["id"])))
 
 
 ORPHANS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
@@ -133,7 +133,7 @@ ORPHANS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 """Variant → what orphans become, the action on deletion, and that in words."""
 
 
-def foreign_key(variant: str, rng: Random) -> Problem:
+def foreign_key(variant: str, rng: Random) -> MigrationProblem:
     """A foreign key on a column that refers to rows that are gone, and to nothing."""
     parent, child, key = rng.choice(PAIRS)
     words, action, deletion = (text.format(parent=parent, child=child) for text in ORPHANS[variant])
@@ -169,7 +169,7 @@ def foreign_key(variant: str, rng: Random) -> Problem:
     }
     remove = f"DELETE FROM public.{parent} WHERE id = {named}"
     listed = f"SELECT id, {key} FROM public.{child} ORDER BY id"
-    return Problem(
+    return MigrationProblem(
         request=f"Make {child}.{key} a validated foreign key to {parent}.id. Some refer to rows that are gone: those "
         f"{words}. Rows of {child} without any stay as they are. When a row of {parent} is deleted later, {deletion}.",
         schema=f"CREATE TABLE {parent} (id integer PRIMARY KEY, name text NOT NULL);\n"
@@ -185,7 +185,7 @@ def foreign_key(variant: str, rng: Random) -> Problem:
             plain(parent, child),
         ),
         reference=repair + constrain.format(action),
-        slips=(
+        mistakes=(
             repair,
             repair.replace(f"{key} IS NOT NULL AND ", "") + constrain.format(action)
             if variant != "set null"
@@ -210,7 +210,7 @@ LOOKUPS: Mapping[str, tuple[str, str, bool]] = MappingProxyType(
 """Variant → what is said of odd rows, SQL for the name of a row's entry, and whether every row has one."""
 
 
-def lookup(variant: str, rng: Random) -> Problem:
+def lookup(variant: str, rng: Random) -> MigrationProblem:
     """A column of repeated text becomes a table of its own, referred to by a key."""
     table = rng.choice(THINGS)
     column, entries = rng.choice(TOPIC_NAMES)
@@ -240,7 +240,7 @@ def lookup(variant: str, rng: Random) -> Problem:
     strict = f"ALTER TABLE {table} ALTER {key} SET NOT NULL;\n" * required
     drop = f"ALTER TABLE {table} DROP COLUMN {column};\n"
     steps = (create, fill, add, point, strict, drop)
-    return Problem(
+    return MigrationProblem(
         request=f"Move {table}.{column} to a table {entries} (id integer, given by the database, primary key; name "
         f"text, unique, never NULL), one row for each that is in use, to which a new column {table}.{key} refers by a "
         f"foreign key. {words} " + (f"{key} is never NULL. " if required else "") + f"Drop {table}.{column}.",
@@ -265,7 +265,7 @@ def lookup(variant: str, rng: Random) -> Problem:
             plain(table, entries),
         ),
         reference="".join(steps),
-        slips=(
+        mistakes=(
             "".join(steps[:-1]),
             "".join((create.replace(" UNIQUE", ""), *steps[1:])),
             "".join((create, fill, add.replace(f" REFERENCES {entries}", ""), point, strict, drop)),

@@ -1,4 +1,4 @@
-"""What a migration problem is made of: tables with rows, a request, and the questions that tell right from wrong.
+"""A migration problem: tables with rows, a request, and the questions that tell right from wrong.
 
 Names in questions are the server's own and tables are named with their schema, since that is how they are asked
 (:mod:`etude.rewards.graders.queries`). What a question must be answered with is computed here in Python, from rows that
@@ -39,21 +39,21 @@ NEW_ID = 9001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class MigrationProblem:
     """One migration to be written, with everything that is known about it."""
 
     request: str
-    """What is asked of the agent: all that the questions check, and nothing about how."""
+    """Request to the agent: all that the questions check, and nothing about how."""
     schema: str
     """The tables as they are, without their schema's name."""
     seen: Rows
-    """What the agent's database holds."""
+    """Rows of the agent's database."""
     unseen: Rows
-    """What the graded database holds: other rows with the same oddities."""
+    """Rows of the graded database: other rows with the same oddities."""
     queries: tuple[Query, ...]
     reference: str
     """A right migration."""
-    slips: tuple[str, ...]
+    mistakes: tuple[str, ...]
     """Wrong ones that somebody could well write."""
 
 
@@ -64,7 +64,7 @@ class Kind:
     name: str
     variants: tuple[str, ...]
     """No two of them ask for the same."""
-    write: Callable[[str, Random], Problem]
+    write: Callable[[str, Random], MigrationProblem]
     """Makes an instance of a variant: names, rows, questions."""
 
 

@@ -14,7 +14,7 @@ from etude.tasks.migrations.problems import (
     THINGS,
     UNIQUE,
     Kind,
-    Problem,
+    MigrationProblem,
     Row,
     Rows,
     asks,
@@ -34,10 +34,10 @@ from etude.types import Json
 RENAMES = (("clients", "customers"), ("goods", "products"), ("posts", "articles"), ("staff", "employees"))
 """A table's old name, and its new one."""
 TAGS = ("red", "green", "blue", "old", "new", "heavy", "fragile", "spare")
-STOCK = ("jobs", "leases", "contracts", "invoices", "accounts")
+INVENTORY_TABLES = ("jobs", "leases", "contracts", "invoices", "accounts")
 
 
-def rename(variant: str, rng: Random) -> Problem:
+def rename(variant: str, rng: Random) -> MigrationProblem:
     """A table gets another name, and old programs still find it by a view, through which they write, too."""
     old, new = rng.choice(RENAMES)
     column = "label" if variant == "table and column" else "title"
@@ -62,7 +62,7 @@ def rename(variant: str, rng: Random) -> Problem:
         "table and column": view.replace(" AS title", ""),
         "live rows": view.replace(only, ""),
     }[variant]
-    return Problem(
+    return MigrationProblem(
         request=f"Rename table {old} to {new}"
         + (f", and its column title to {column}" if column != "title" else "")
         + f". Programs that know the old names go on for a while: leave a view {old} with the columns id, title and "
@@ -86,7 +86,7 @@ def rename(variant: str, rng: Random) -> Problem:
             plain(new),
         ),
         reference=move + view,
-        slips=(move, copy + view, move + worse),
+        mistakes=(move, copy + view, move + worse),
     )
 
 
@@ -100,7 +100,7 @@ LISTS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 """Variant → type of the column, how the list is written, and SQL that takes it apart."""
 
 
-def join_table(variant: str, rng: Random) -> Problem:
+def join_table(variant: str, rng: Random) -> MigrationProblem:
     """A list in a column becomes rows of a table; entries come twice and may be empty."""
     table, column, links = rng.choice(THINGS), rng.choice(("tags", "marks", "words")), "{0}_{1}"
     kind, words, apart = (text.format(column) for text in LISTS[variant])
@@ -126,8 +126,8 @@ def join_table(variant: str, rng: Random) -> Problem:
     )
     fill = f"INSERT INTO {links} SELECT DISTINCT id, btrim(e) FROM {table}, {apart} e WHERE btrim(e) <> '';\n"
     drop = f"ALTER TABLE {table} DROP COLUMN {column};\n"
-    held = next(i for i, tag in pairs)
-    return Problem(
+    present = next(i for i, tag in pairs)
+    return MigrationProblem(
         request=f"{table}.{column} is a list ({kind}, {words}). Make it a table {links}: {key} (a foreign key to "
         f"{table}, whose rows take theirs with them when they are deleted) and {entry} (text), together the primary "
         f"key. Entries that come twice count once; spaces around an entry are no part of it; empty ones are none. Drop "
@@ -140,18 +140,18 @@ def join_table(variant: str, rng: Random) -> Problem:
             holds(table, ("id",), [{"id": i} for i, _ in unseen]),
             typed(links, (key, "integer", True), (entry, "text", True)),
             lacks(table, column),
-            refuses(f"INSERT INTO public.{links} VALUES ({held}, '{pairs[0][1]}')", UNIQUE),
+            refuses(f"INSERT INTO public.{links} VALUES ({present}, '{pairs[0][1]}')", UNIQUE),
             refuses(f"INSERT INTO public.{links} VALUES ({NEW_ID}, 'x')", FOREIGN),
             constrained(links, "f", key),
             asks(
-                f"SELECT count(*) FROM public.{links} WHERE {key} = {held}",
+                f"SELECT count(*) FROM public.{links} WHERE {key} = {present}",
                 (0,),
-                setup=f"DELETE FROM public.{table} WHERE id = {held}",
+                setup=f"DELETE FROM public.{table} WHERE id = {present}",
             ),
             plain(table, links),
         ),
         reference=create + fill + drop,
-        slips=(
+        mistakes=(
             create + fill.replace("btrim(e)", "e") + drop,
             create + fill.replace(" WHERE btrim(e) <> ''", "") + drop,
             create.replace(" ON DELETE CASCADE", "") + fill + drop,
@@ -172,9 +172,9 @@ MERGES: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Variant → which of two rows with one id stays, and what is done when both are put together."""
 
 
-def merge(variant: str, rng: Random) -> Problem:
+def merge(variant: str, rng: Random) -> MigrationProblem:
     """A table and its archive become one; some ids are in both."""
-    table = rng.choice(STOCK)
+    table = rng.choice(INVENTORY_TABLES)
     words, conflict = MERGES[variant]
     replace = "title = excluded.title, changed_on = excluded.changed_on, archived = true"
     words, conflict = words.format(table), conflict.format(table, replace)
@@ -207,7 +207,7 @@ def merge(variant: str, rng: Random) -> Problem:
     )
     drop = f"DROP TABLE {table}_archive;\n"
     other = "DO NOTHING" if variant != "current wins" else f"DO UPDATE SET {replace}"
-    return Problem(
+    return MigrationProblem(
         request=f"Put {table}_archive into {table} and drop {table}_archive. A new column archived (boolean, never "
         f"NULL, by default false) says where a row comes from. Some ids are in both: {words}, the other one goes.",
         schema=f"CREATE TABLE {table} {columns};\nCREATE TABLE {table}_archive {columns};",
@@ -226,7 +226,7 @@ def merge(variant: str, rng: Random) -> Problem:
             plain(table),
         ),
         reference=add + put.format(conflict) + drop,
-        slips=(
+        mistakes=(
             add + put.format(other) + drop,
             add + put.format(conflict),
             add + put.format(conflict).replace("changed_on, true ", "changed_on, false ") + drop,

@@ -17,7 +17,7 @@ from etude.tasks.migrations.problems import (
     NOT_NULL,
     THINGS,
     Kind,
-    Problem,
+    MigrationProblem,
     Row,
     asks,
     holds,
@@ -38,7 +38,7 @@ LATEST = 1_900_000_000
 """In 2030: no moment is later, in seconds of the epoch."""
 
 
-def labels(variant: str, rng: Random) -> Problem:
+def labels(variant: str, rng: Random) -> MigrationProblem:
     """Free text becomes one of four labels: an enum, an enum where some words mean others, or text with a check."""
     table, column = rng.choice(WORK), rng.choice(("status", "state", "stage"))
     meanings = dict(zip(LABELS, LABELS, strict=True)) | (dict(SYNONYMS) if variant == "synonyms" else {})
@@ -55,7 +55,7 @@ def labels(variant: str, rng: Random) -> Problem:
     change = check if variant == "check" else enum
     default = f"ALTER TABLE {table} ALTER {column} SET DEFAULT 'open';\n"
     also = "".join(f", {word} means {label}" for word, label in SYNONYMS.items() if word in meanings)
-    return Problem(
+    return MigrationProblem(
         request=f"{table}.{column} shall be one of {', '.join(LABELS)}: "
         + ("keep it text, with a check. " if variant == "check" else f"make it an enum {made}, labels in this order. ")
         + f"Today's values differ in case and have spaces around them{also}; whatever else is there becomes unknown. "
@@ -71,7 +71,7 @@ def labels(variant: str, rng: Random) -> Problem:
             *_label_questions(table, column, made),
         ),
         reference=change + default,
-        slips=(
+        mistakes=(
             change.replace(f"lower(btrim({column}))", f"lower({column})") + default,
             change.replace("ELSE 'unknown'", "ELSE 'open'") + default,
             check.partition("\n")[0] if variant == "check" else enum,
@@ -131,7 +131,7 @@ MOMENTS: Mapping[str, tuple[str, str, str, str]] = MappingProxyType(
 """Variant → type of the column, what is in it, SQL that reads it, and SQL that misreads it."""
 
 
-def moments(variant: str, rng: Random) -> Problem:
+def moments(variant: str, rng: Random) -> MigrationProblem:
     """Moments that were kept as text or numbers become timestamps."""
     table, column = rng.choice(EVENTS), rng.choice(("happened_at", "noted_at", "started_at"))
     kind, words, read, misread = (text.format(column) for text in MOMENTS[variant])
@@ -149,7 +149,7 @@ def moments(variant: str, rng: Random) -> Problem:
     optional = variant == "seconds"
     change = f"ALTER TABLE {table} ALTER {column} TYPE timestamptz USING {{}};\n"
     relax = f"ALTER TABLE {table} ALTER {column} DROP NOT NULL;\n" * optional
-    return Problem(
+    return MigrationProblem(
         request=f"Make {table}.{column} a timestamp with time zone. It is {kind} now: {words}. "
         + ("It may be NULL afterwards." if optional else "It stays NOT NULL."),
         schema=f"CREATE TABLE {table} (id integer PRIMARY KEY, {column} {kind} NOT NULL);",
@@ -162,7 +162,7 @@ def moments(variant: str, rng: Random) -> Problem:
             plain(table),
         ),
         reference=relax + change.format(read),
-        slips=(
+        mistakes=(
             relax + change.format(misread),
             relax + change.format(read) + f"DELETE FROM {table} WHERE id IN (SELECT max(id) FROM {table});\n",
             relax + change.replace("timestamptz", "timestamp").format(read),
@@ -208,7 +208,7 @@ PRICES: Mapping[str, tuple[str, str, str, str]] = MappingProxyType(
 """Variant → type of the column, what is in it, SQL for its cents, and SQL that is nearly right."""
 
 
-def cents(variant: str, rng: Random) -> Problem:
+def cents(variant: str, rng: Random) -> MigrationProblem:
     """Money in text, binary or decimal fractions becomes a whole number of cents."""
     table, column = rng.choice(THINGS), rng.choice(("price", "cost", "fee"))
     kind, words, read, misread = (text.format(column) for text in PRICES[variant])
@@ -226,7 +226,7 @@ def cents(variant: str, rng: Random) -> Problem:
     add = f"ALTER TABLE {table} ADD COLUMN {column}_cents bigint;\nUPDATE {table} SET {column}_cents = {{}};\n"
     strict = f"ALTER TABLE {table} ALTER {column}_cents SET NOT NULL, ADD CHECK ({column}_cents >= 0);\n"
     drop = f"ALTER TABLE {table} DROP COLUMN {column};\n"
-    return Problem(
+    return MigrationProblem(
         request=f"Replace {table}.{column} by {column}_cents (bigint, never NULL, never negative: add a check): the "
         f"same in cents. It is {kind} now: {words}. Drop {column}.",
         schema=f"CREATE TABLE {table} (id integer PRIMARY KEY, {column} {kind} NOT NULL);",
@@ -241,7 +241,7 @@ def cents(variant: str, rng: Random) -> Problem:
             plain(table),
         ),
         reference=add.format(read) + strict + drop,
-        slips=(
+        mistakes=(
             add.format(misread) + strict + drop,
             add.format(read) + drop,
             add.format(read) + strict,
@@ -261,8 +261,8 @@ def _price(variant: str, place: int, amount: int) -> tuple[str | float, int]:
         return (1.1, 8.2, 19.99, 4.35, 1.15, 2.51)[place % 6] if place % 2 else amount / 100, (
             (110, 820, 1999, 435, 115, 251)[place % 6] if place % 2 else amount
         )
-    kept = Decimal(amount) / 100 + Decimal(("0", "0.0050", "0.0049", "0.0051")[place % 4])
-    return f"{kept:.4f}", int((kept * 100).quantize(Decimal(1), ROUND_HALF_UP))
+    selected = Decimal(amount) / 100 + Decimal(("0", "0.0050", "0.0049", "0.0051")[place % 4])
+    return f"{selected:.4f}", int((selected * 100).quantize(Decimal(1), ROUND_HALF_UP))
 
 
 KINDS = (

@@ -10,9 +10,9 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import TypeAlias
 
-from etude.tasks.repositories.spans import Edit, Function, Source
+from etude.tasks.repositories.spans import Edit, Function, SourceText
 
-Operator: TypeAlias = Callable[[Source, Function], Iterator[Edit]]
+Operator: TypeAlias = Callable[[SourceText, Function], Iterator[Edit]]
 """Finds every place in a function where one kind of bug could be."""
 
 NEIGHBOURS = MappingProxyType({ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"})
@@ -20,7 +20,7 @@ OPPOSITES = MappingProxyType(
     {ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
 )
 SWAPPABLE = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.LShift, ast.RShift)
-"""Where the order of the operands matters, whatever they are."""
+"""Operators whose operands have an order, whatever they are."""
 OTHER_SIGNS = MappingProxyType(
     {
         ast.Add: "-",
@@ -89,17 +89,17 @@ CLEANERS = frozenset({"strip", "lstrip", "rstrip", "lower", "upper", "casefold",
 """Calls that tidy a value, and are easily forgotten."""
 
 
-def boundary(source: Source, function: Function) -> Iterator[Edit]:
+def boundary(source: SourceText, function: Function) -> Iterator[Edit]:
     """``<`` for ``<=``, ``>`` for ``>=``, and the other way round."""
     yield from _comparisons(source, function, NEIGHBOURS)
 
 
-def inverted_comparison(source: Source, function: Function) -> Iterator[Edit]:
+def inverted_comparison(source: SourceText, function: Function) -> Iterator[Edit]:
     """``==`` for ``!=``, ``is`` for ``is not``, ``in`` for ``not in``, and the other way round."""
     yield from _comparisons(source, function, OPPOSITES)
 
 
-def inverted_condition(source: Source, function: Function) -> Iterator[Edit]:
+def inverted_condition(source: SourceText, function: Function) -> Iterator[Edit]:
     """A condition with a ``not`` too many, or too few."""
     for node in _inside(function):
         if not isinstance(node, ast.If | ast.While | ast.IfExp):
@@ -110,7 +110,7 @@ def inverted_condition(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(node.test, f"not ({source.segment(node.test)})")
 
 
-def swapped_operands(source: Source, function: Function) -> Iterator[Edit]:
+def swapped_operands(source: SourceText, function: Function) -> Iterator[Edit]:
     """``b - a`` for ``a - b``."""
     for node in _inside(function):
         if isinstance(node, ast.BinOp) and isinstance(node.op, SWAPPABLE) and not _is_text(node.left):
@@ -124,14 +124,14 @@ def swapped_operands(source: Source, function: Function) -> Iterator[Edit]:
                     )
 
 
-def wrong_sign(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_sign(source: SourceText, function: Function) -> Iterator[Edit]:
     """``+`` for ``-``, ``//`` for ``/``, ``|`` for ``&``, and the like."""
     for node in _inside(function):
         if isinstance(node, ast.BinOp) and type(node.op) in OTHER_SIGNS:
             yield from _between(source, node.left, node.right, SIGNS[type(node.op)], OTHER_SIGNS[type(node.op)])
 
 
-def and_for_or(source: Source, function: Function) -> Iterator[Edit]:
+def and_for_or(source: SourceText, function: Function) -> Iterator[Edit]:
     """``and`` for ``or``, and the other way round."""
     for node in _inside(function):
         if isinstance(node, ast.BoolOp):
@@ -140,7 +140,7 @@ def and_for_or(source: Source, function: Function) -> Iterator[Edit]:
                 yield from _between(source, node.values[0], node.values[1], old, new)
 
 
-def off_by_one(source: Source, function: Function) -> Iterator[Edit]:
+def off_by_one(source: SourceText, function: Function) -> Iterator[Edit]:
     """One more or less in an index, the bound of a slice or of a range."""
     for node in _inside(function):
         places: list[ast.expr | None] = []
@@ -154,7 +154,7 @@ def off_by_one(source: Source, function: Function) -> Iterator[Edit]:
                 yield from (source.replace(place, text) for text in _next_to(source, place))
 
 
-def mutated_constant(source: Source, function: Function) -> Iterator[Edit]:
+def mutated_constant(source: SourceText, function: Function) -> Iterator[Edit]:
     """Another number, another truth value."""
     for node in _inside(function):
         if not isinstance(node, ast.Constant):
@@ -169,7 +169,7 @@ def mutated_constant(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(node, repr(node.value * 2 + 1))
 
 
-def wrong_text(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_text(source: SourceText, function: Function) -> Iterator[Edit]:
     """A piece of text that lost its last character, or is empty."""
     fragments = {id(part) for node in _inside(function) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     for node in _inside(function):
@@ -177,7 +177,7 @@ def wrong_text(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(node, repr(node.value[:-1]))
 
 
-def wrong_key(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_key(source: SourceText, function: Function) -> Iterator[Edit]:
     """One key of a mapping in place of another that the function uses."""
     keys = [node for node in _inside(function) for node in _keys(node)]
     texts = sorted({key.value for key in keys if isinstance(key.value, str)})
@@ -187,7 +187,7 @@ def wrong_key(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(key, repr(others[0] if others else key.value + "_"))
 
 
-def wrong_default(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_default(source: SourceText, function: Function) -> Iterator[Edit]:
     """A parameter whose default is another."""
     arguments = function.node.args
     for default in (*arguments.defaults, *arguments.kw_defaults):
@@ -204,7 +204,7 @@ def wrong_default(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(default, "False")
 
 
-def lost_copy(source: Source, function: Function) -> Iterator[Edit]:
+def lost_copy(source: SourceText, function: Function) -> Iterator[Edit]:
     """The thing itself where a copy of it was wanted."""
     for node in _inside(function):
         if isinstance(node, ast.Call) and not node.keywords:
@@ -216,7 +216,7 @@ def lost_copy(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(node, source.segment(node.value))
 
 
-def lost_cleaning(source: Source, function: Function) -> Iterator[Edit]:
+def lost_cleaning(source: SourceText, function: Function) -> Iterator[Edit]:
     """A value that was not stripped, folded, sorted or turned round."""
     for node in _inside(function):
         if not isinstance(node, ast.Call) or _called(node) not in CLEANERS:
@@ -227,7 +227,7 @@ def lost_cleaning(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(node, _grouped(node.args[0], source.segment(node.args[0])))
 
 
-def swapped_arguments(source: Source, function: Function) -> Iterator[Edit]:
+def swapped_arguments(source: SourceText, function: Function) -> Iterator[Edit]:
     """Two neighbouring arguments of a call in each other's place."""
     for node in _inside(function):
         if isinstance(node, ast.Call):
@@ -239,7 +239,7 @@ def swapped_arguments(source: Source, function: Function) -> Iterator[Edit]:
                     yield Edit(start=start, end=end, text=f"{texts[1]}{between}{texts[0]}")
 
 
-def lost_keyword(source: Source, function: Function) -> Iterator[Edit]:
+def lost_keyword(source: SourceText, function: Function) -> Iterator[Edit]:
     """A call without one of its keyword arguments."""
     for node in _inside(function):
         if isinstance(node, ast.Call) and node.keywords:
@@ -249,7 +249,7 @@ def lost_keyword(source: Source, function: Function) -> Iterator[Edit]:
                 yield Edit(start=source.span(before[-1])[1], end=source.span(last)[1], text="")
 
 
-def wrong_twin(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_twin(source: SourceText, function: Function) -> Iterator[Edit]:
     """``max`` for ``min``, ``rstrip`` for ``lstrip``, ``any`` for ``all``, and the like."""
     for node in _inside(function):
         if isinstance(node, ast.Call) and (twin := TWINS.get(_called(node))) is not None:
@@ -257,7 +257,7 @@ def wrong_twin(source: Source, function: Function) -> Iterator[Edit]:
             yield Edit(start=end - len(_called(node)), end=end, text=twin)
 
 
-def wrong_name(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_name(source: SourceText, function: Function) -> Iterator[Edit]:
     """One parameter in place of another."""
     arguments = function.node.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -267,14 +267,14 @@ def wrong_name(source: Source, function: Function) -> Iterator[Edit]:
             yield source.replace(node, names[(names.index(node.id) + 1) % len(names)])
 
 
-def missing_await(source: Source, function: Function) -> Iterator[Edit]:
+def missing_await(source: SourceText, function: Function) -> Iterator[Edit]:
     """A coroutine that nobody waits for."""
     for node in _inside(function):
         if isinstance(node, ast.Await):
             yield source.replace(node, source.segment(node.value))
 
 
-def swapped_branches(source: Source, function: Function) -> Iterator[Edit]:
+def swapped_branches(source: SourceText, function: Function) -> Iterator[Edit]:
     """The two values of a conditional expression in each other's place."""
     for node in _inside(function):
         if isinstance(node, ast.IfExp):
@@ -289,7 +289,9 @@ def _inside(function: Function) -> Iterator[ast.AST]:
     return (node for statement in function.code for node in ast.walk(statement))
 
 
-def _comparisons(source: Source, function: Function, signs: "MappingProxyType[type[ast.cmpop], str]") -> Iterator[Edit]:
+def _comparisons(
+    source: SourceText, function: Function, signs: "MappingProxyType[type[ast.cmpop], str]"
+) -> Iterator[Edit]:
     for node in _inside(function):
         if isinstance(node, ast.Compare):
             operands = [node.left, *node.comparators]
@@ -301,7 +303,7 @@ def _comparisons(source: Source, function: Function, signs: "MappingProxyType[ty
 
 
 def _closing(between: str) -> tuple[int, int] | None:
-    """Where the sign is in what lies between two operands: parentheses and blanks around it do not belong to it."""
+    """The position of the sign between two operands: parentheses and blanks around it do not belong to it."""
     sign = between.strip("() \t\r\n\\")
     if not sign or "#" in between:
         return None
@@ -309,15 +311,15 @@ def _closing(between: str) -> tuple[int, int] | None:
     return start, start + len(sign)
 
 
-def _between(source: Source, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
+def _between(source: SourceText, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Edit]:
     start, end = source.span(left)[1], source.span(right)[0]
-    found = _closing(source.text[start:end])
-    if found is not None and source.text[start + found[0] : start + found[1]] == old:
-        yield Edit(start=start + found[0], end=start + found[1], text=new)
+    matches = _closing(source.text[start:end])
+    if matches is not None and source.text[start + matches[0] : start + matches[1]] == old:
+        yield Edit(start=start + matches[0], end=start + matches[1], text=new)
 
 
 def _is_all(node: ast.expr) -> bool:
-    """Whether it is the slice of everything."""
+    """Return true if it is the slice of everything."""
     return isinstance(node, ast.Slice) and (node.lower, node.upper, node.step) == (None, None, None)
 
 
@@ -339,7 +341,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Whether it may well be a number: a constant of one, a name, a sum, a length."""
+    """Return true if it may well be a number: a constant of one, a name, a sum, a length."""
     if isinstance(node, ast.Constant):
         return type(node.value) is int
     if isinstance(node, ast.UnaryOp):
@@ -347,7 +349,7 @@ def _is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.BinOp) or (isinstance(node, ast.Call) and _called(node) == "len")
 
 
-def _next_to(source: Source, place: ast.expr) -> tuple[str, str]:
+def _next_to(source: SourceText, place: ast.expr) -> tuple[str, str]:
     """One more and one less, as a person would write it."""
     try:
         value = ast.literal_eval(place)
@@ -358,7 +360,7 @@ def _next_to(source: Source, place: ast.expr) -> tuple[str, str]:
 
 
 def _is_text(node: ast.expr) -> bool:
-    """Whether ``%`` after it formats rather than divides."""
+    """Return true if ``%`` after it formats rather than divides."""
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
 
 

@@ -21,10 +21,10 @@ from etude.tasks.corpora.transcripts import Message
 from etude.tasks.heldout import in_turns
 from etude.tasks.repositories.folder import RepositoryTasks
 from etude.tasks.repositories.mutations import mutants
-from etude.tasks.repositories.spans import Function, Source, apply, last_line
+from etude.tasks.repositories.spans import Function, SourceText, apply, last_line
 from etude.types import Split, Task
 
-MIN_SLIPS = 2
+MIN_MISTAKES = 2
 """Wrong lines that a place must offer, so that an imperfect agent can be wrong there."""
 PLACES_PER_FUNCTION = 64
 """Mutants of one function that are looked at."""
@@ -41,7 +41,7 @@ class Repair:
     line: int
     lines: tuple[str, ...]
     """The whole file as it should be."""
-    slips: tuple[str, ...]
+    mistakes: tuple[str, ...]
 
     @property
     def right(self) -> str:
@@ -49,7 +49,7 @@ class Repair:
         return self.lines[self.line - 1]
 
     def shown(self, line: str) -> str:
-        """What ``read PATH FIRST`` shows with ``line`` in that place."""
+        """The output of ``read PATH FIRST`` with ``line`` in that place."""
         lines = (*self.lines[: self.line - 1], line, *self.lines[self.line :])
         return tools.number_lines("\n".join(lines), self.first)
 
@@ -78,8 +78,10 @@ class BriefTasks:
         return tasks[index % len(tasks)]
 
 
-class RepairPractice:
-    """What a small model learns from before it meets the tasks; a :class:`~etude.tasks.corpora.corpus.Practice`."""
+class RepairDemonstrations:
+    """Demonstrations for a small model before it meets the tasks; a
+    :class:`~etude.tasks.corpora.corpus.Demonstrations`.
+    """
 
     def __init__(self, tasks: BriefTasks, config: TranscriptConfig, split: Split = Split.TRAIN) -> None:
         self._tasks = tasks
@@ -94,13 +96,13 @@ class RepairPractice:
     def session(self, rng: Random) -> list[Message]:
         """A session on a fresh bug: it may read first, edits the line, and hands in whatever it has."""
         repair = rng.choice(self._repairs)
-        bug = rng.choice(repair.slips)
+        bug = rng.choice(repair.mistakes)
         messages = [Message("user", ask(repair.function, repair.path, repair.first))]
         if rng.random() < self._config.read_first:
             messages.append(Message("assistant", f"{tools.READ} {repair.path} {repair.first}"))
             messages.append(Message("user", repair.shown(bug)))
         is_right = rng.random() < self._config.right_edit
-        line = repair.right if is_right else rng.choice([slip for slip in repair.slips if slip != bug])
+        line = repair.right if is_right else rng.choice([mistake for mistake in repair.mistakes if mistake != bug])
         messages.append(Message("assistant", f"{tools.EDIT} {repair.path} {repair.line}\n{line}"))
         messages.append(Message("user", tools.OK))
         messages.append(Message("assistant", tools.SUBMIT))
@@ -109,19 +111,19 @@ class RepairPractice:
     @cached_property
     def _repairs(self) -> Sequence[Repair]:
         """Every line of a function on this side of the hold-out that can be got wrong in several ways."""
-        sources: dict[str, tuple[Source, set[str]]] = {}
+        sources: dict[str, tuple[SourceText, set[str]]] = {}
         family = self._tasks.family
         heldout = {task.template for task in family.tasks(Split.HELDOUT)}
         for task in family.tasks(self._split):
             for path, text in family.answer(task).items():
                 prefix, _, _ = task.template.rpartition(":")
                 kept_out = {name.rpartition(":")[2] for name in heldout if name.startswith(prefix + ":")}
-                sources.setdefault(path, (Source(path, text), kept_out))
+                sources.setdefault(path, (SourceText(path, text), kept_out))
         shown = _repairs if self._split is Split.TRAIN else _heldout_repairs
-        found = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
-        if not found:
+        matches = [repair for source, kept_out in sources.values() for repair in shown(source, kept_out)]
+        if not matches:
             raise ConfigError(f"{family.folder} has no {self._split} function with a line that could be got wrong")
-        return found
+        return matches
 
 
 def ask(function: str, path: str, line: int) -> str:
@@ -137,12 +139,12 @@ def _brief(family: RepositoryTasks, images: ImageStore, split: Split) -> Iterato
         [(path, right)] = answer.items()
         broken = _text(images, task.environment.image, f"{task.environment.workdir}/{path}")
         line = _only_difference(broken, right)
-        function = line and _function_at(Source(path, right), line)
+        function = line and _function_at(SourceText(path, right), line)
         if function:
             yield replace(task, prompt=ask(function.qualname, path, _first(function)))
 
 
-def _repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
+def _repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
     """Those of functions that may be learnt from: not held out, and no view of them shows one that is."""
     functions = list(source.functions())
     hidden = [
@@ -153,23 +155,23 @@ def _repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
             yield from _repairs_of(source, function)
 
 
-def _heldout_repairs(source: Source, heldout: set[str]) -> Iterator[Repair]:
+def _heldout_repairs(source: SourceText, heldout: set[str]) -> Iterator[Repair]:
     """Those of functions that are held out."""
     for function in source.functions():
         if function.top in heldout:
             yield from _repairs_of(source, function)
 
 
-def _repairs_of(source: Source, function: Function) -> Iterator[Repair]:
-    for line, slips in _slips(source, function).items():
-        if line in _view(function) and len(slips) >= MIN_SLIPS:
+def _repairs_of(source: SourceText, function: Function) -> Iterator[Repair]:
+    for line, mistakes in _mistakes(source, function).items():
+        if line in _view(function) and len(mistakes) >= MIN_MISTAKES:
             yield Repair(
                 path=source.path,
                 function=function.qualname,
                 first=_first(function),
                 line=line,
                 lines=tuple(source.text.split("\n")),
-                slips=tuple(slips),
+                mistakes=tuple(mistakes),
             )
 
 
@@ -178,15 +180,15 @@ def _view(function: Function) -> range:
     return range(_first(function), _first(function) + tools.WINDOW_LINES)
 
 
-def _slips(source: Source, function: Function) -> Mapping[int, list[str]]:
+def _mistakes(source: SourceText, function: Function) -> Mapping[int, list[str]]:
     """Line of the function → how bugs of one line would have it."""
-    found: dict[int, list[str]] = {}
+    matches: dict[int, list[str]] = {}
     for mutant, _ in zip(mutants(source, function), range(PLACES_PER_FUNCTION), strict=False):
         wrong = apply(source.text, [mutant.edit])
         line = _only_difference(wrong, source.text)
         if line:
-            found.setdefault(line, []).append(wrong.split("\n")[line - 1])
-    return found
+            matches.setdefault(line, []).append(wrong.split("\n")[line - 1])
+    return matches
 
 
 def _only_difference(one: str, other: str) -> int | None:
@@ -196,7 +198,7 @@ def _only_difference(one: str, other: str) -> int | None:
     return different[0] if len(ours) == len(theirs) and len(different) == 1 else None
 
 
-def _function_at(source: Source, line: int) -> Function | None:
+def _function_at(source: SourceText, line: int) -> Function | None:
     """The function whose code a line is part of, as long as one view shows where that begins and the line."""
     for function in source.functions():
         if _first(function) <= line <= last_line(function.node) and line < _first(function) + tools.WINDOW_LINES:

@@ -10,7 +10,7 @@
         report.json         the build in numbers
 
 A build that was interrupted finds in the log what it has done. Owns the files' names and the log; a task's form is
-:mod:`etude.ledger.tasks`'s.
+:mod:`etude.ledger.records`'s.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from pathlib import Path
 from random import Random
 
 from etude.errors import ConfigError, DamagedError
-from etude.ledger.tasks import decode_task, encode_task
+from etude.ledger.records import decode_task, encode_task
 from etude.tasks.heldout import in_turns
 from etude.types import Split, Task, TestChecks
 
@@ -33,7 +33,7 @@ HELDOUT_ONE_IN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What became of one candidate."""
+    """Outcome of one candidate."""
 
     candidate_id: str
     operator: str
@@ -48,11 +48,11 @@ class Verdict:
     tests: tuple[str, ...] = ()
     """Tests that fail with it; so that no second task about the same function has the same."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Of a kept one: ``about``, ``others``, ``visible``, ``probe_cases``."""
+    """Facts of an accepted one: ``about``, ``others``, ``visible``, ``probe_cases``."""
 
 
 class PackageFolder:
-    """What builds have made of one package."""
+    """Folder of what builds have made of one package."""
 
     def __init__(self, path: Path) -> None:
         """``path`` is made when it is missing."""
@@ -66,16 +66,16 @@ class PackageFolder:
         return self.path / "log.jsonl"
 
     def verdicts(self) -> list[Verdict]:
-        """What is known of candidates, in order; a line that was cut short by a crash is left out."""
-        found: list[Verdict] = []
+        """The recorded outcomes of candidates, in order; a line that was cut short by a crash is left out."""
+        matches: list[Verdict] = []
         lines = self.log.read_bytes().split(b"\n") if self.log.exists() else []
         for line in lines:
             try:
                 fields = json.loads(line)
-                found.append(Verdict(**{**fields, "tests": tuple(fields["tests"])}))
+                matches.append(Verdict(**{**fields, "tests": tuple(fields["tests"])}))
             except (ValueError, KeyError, TypeError):
                 continue
-        return found
+        return matches
 
     def record(self, verdict: Verdict) -> None:
         """Append what became of a candidate; it is on disk when this returns."""
@@ -139,9 +139,9 @@ class RepositoryTasks:
 
     def answer(self, task: Task) -> Mapping[str, str]:
         """The files that solve a task: path → text. Raises :class:`~etude.errors.DamagedError` when they are gone."""
-        found = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
+        matches = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
         try:
-            answer: dict[str, str] = json.loads(found[0].read_bytes())
+            answer: dict[str, str] = json.loads(matches[0].read_bytes())
         except (IndexError, ValueError) as error:
             raise DamagedError(f"the answer of task {task.task_id} in {self.folder} cannot be read: {error}") from error
         return answer

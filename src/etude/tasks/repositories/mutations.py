@@ -15,7 +15,7 @@ from types import MappingProxyType
 from etude.tasks.repositories import expression_bugs as inside
 from etude.tasks.repositories import statement_bugs as around
 from etude.tasks.repositories.expression_bugs import Operator
-from etude.tasks.repositories.spans import Edit, Function, Source, apply, last_line
+from etude.tasks.repositories.spans import Edit, Function, SourceText, apply, last_line
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
@@ -48,7 +48,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         "early_return": around.early_return,
     }
 )
-"""What can be planted, by name."""
+"""Bugs that can be planted, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,12 @@ class Mutant:
 
     operator: str
     line: int
-    """Where the bug is, in the text that was right."""
+    """Position of the bug, in the text that was right."""
     edit: Edit
-    """Of the whole file."""
+    """Text of the whole file."""
 
 
-def mutants(source: Source, function: Function) -> Iterator[Mutant]:
+def mutants(source: SourceText, function: Function) -> Iterator[Mutant]:
     """Every bug of the catalogue that could be in ``function``, in the order of the catalogue; no two are equal."""
     first, last = source.line_start(function.line), source.line_start(last_line(function.node) + 1)
     right = _tree(source.text[first:last])
@@ -78,7 +78,7 @@ def mutants(source: Source, function: Function) -> Iterator[Mutant]:
 
 
 def _tree(function: str) -> str | None:
-    """What the text of a function means, wherever it is indented to; ``None`` for what does not compile."""
+    """The code of a function's text, wherever it is indented to; ``None`` for what does not compile."""
     text = f"if 1:\n{function}" if function[:1] in " \t" else function
     try:
         compile(text, "mutant", "exec", dont_inherit=True)

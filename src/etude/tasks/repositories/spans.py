@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTION_NODES = (ast.FunctionDef, ast.AsyncFunctionDef)
 LINE_END = re.compile(r"\r\n|\r|\n")
-"""What Python takes for the end of a line; ``str.splitlines`` knows more."""
+"""Ends of lines, as Python has them; ``str.splitlines`` knows more."""
 
 
 class Located(Protocol):
@@ -51,7 +51,7 @@ class Function:
 
     @property
     def line(self) -> int:
-        """Where its code object says it begins: at the first decorator."""
+        """The first line as its code object has it: at the first decorator."""
         return min([self.node.lineno, *(decorator.lineno for decorator in self.node.decorator_list)])
 
     @property
@@ -65,7 +65,7 @@ class Function:
         return self.node.body[1:] if ast.get_docstring(self.node, clean=False) is not None else self.node.body
 
 
-class Source:
+class SourceText:
     """A Python file: its text, its syntax tree, and the places of nodes in the text."""
 
     def __init__(self, path: str, text: str) -> None:
@@ -78,7 +78,7 @@ class Source:
         self._ascii = text.isascii()
 
     def offset(self, line: int, column_bytes: int) -> int:
-        """Where in the text a place lies that a syntax tree gives as a line from 1 and a column in UTF-8 bytes."""
+        """The offset in the text of a place that a syntax tree gives as a line from 1 and a column in UTF-8 bytes."""
         start = self._starts[line - 1]
         if self._ascii:
             return start + column_bytes
@@ -91,15 +91,15 @@ class Source:
 
     @property
     def lines(self) -> int:
-        """How many lines there are."""
+        """The number of lines there are."""
         return len(self._starts)
 
     def line_start(self, number: int) -> int:
-        """Where a line begins; one past the last line is the end of the text."""
+        """The offset at which a line begins; one past the last line is the end of the text."""
         return self._starts[number - 1] if number <= len(self._starts) else len(self.text)
 
     def span(self, node: Located) -> tuple[int, int]:
-        """Where a node begins and ends in the text."""
+        """The offsets at which a node begins and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
@@ -136,14 +136,14 @@ class Source:
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
     """The text after all the edits. Raises ``ValueError`` where two of them overlap."""
-    pieces: list[str] = []
+    chunks: list[str] = []
     done = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
         if edit.start < done or edit.end > len(text):
             raise ValueError(f"the edit of {edit.start}..{edit.end} overlaps another or leaves the text")
-        pieces += [text[done : edit.start], edit.text]
+        chunks += [text[done : edit.start], edit.text]
         done = edit.end
-    return "".join((*pieces, text[done:]))
+    return "".join((*chunks, text[done:]))
 
 
 def last_line(node: Located) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
-from etude.tasks.repositories.spans import Edit, Function, Source, last_line
+from etude.tasks.repositories.spans import Edit, Function, SourceText, last_line
 
 BLOCKS = ("body", "orelse", "finalbody")
 """Fields of a node that hold statements."""
@@ -33,7 +33,7 @@ SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Delete)
 """Statements that may trade places."""
 
 
-def dropped_branch(source: Source, function: Function) -> Iterator[Edit]:
+def dropped_branch(source: SourceText, function: Function) -> Iterator[Edit]:
     """An ``if`` that is gone with all its branches, or one that lost its last branch."""
     for block in _blocks(function):
         for node in block:
@@ -45,7 +45,7 @@ def dropped_branch(source: Source, function: Function) -> Iterator[Edit]:
                 yield _drop(source, node, block)
 
 
-def dropped_statement(source: Source, function: Function) -> Iterator[Edit]:
+def dropped_statement(source: SourceText, function: Function) -> Iterator[Edit]:
     """A call for its effect, or an update of a variable, that is missing."""
     for block in _blocks(function):
         for node in block:
@@ -54,7 +54,7 @@ def dropped_statement(source: Source, function: Function) -> Iterator[Edit]:
                 yield _drop(source, node, block)
 
 
-def reordered_statements(source: Source, function: Function) -> Iterator[Edit]:
+def reordered_statements(source: SourceText, function: Function) -> Iterator[Edit]:
     """Two neighbours of which the second needs what the first does, in the wrong order."""
     for block in _blocks(function):
         for first, second in pairwise(block):
@@ -64,7 +64,7 @@ def reordered_statements(source: Source, function: Function) -> Iterator[Edit]:
                 yield Edit(start=start, end=end, text=texts[1] + source.text[first_end:second_start] + texts[0])
 
 
-def missing_return(source: Source, function: Function) -> Iterator[Edit]:
+def missing_return(source: SourceText, function: Function) -> Iterator[Edit]:
     """A value that is worked out and not given back."""
     for node in _statements(function):
         if isinstance(node, ast.Return) and node.value is not None:
@@ -74,7 +74,7 @@ def missing_return(source: Source, function: Function) -> Iterator[Edit]:
                 yield Edit(start=start, end=inner, text="")
 
 
-def wrong_exception(source: Source, function: Function) -> Iterator[Edit]:
+def wrong_exception(source: SourceText, function: Function) -> Iterator[Edit]:
     """Another exception raised, or another one caught."""
     for node in _statements(function):
         names: list[ast.expr | None] = []
@@ -88,14 +88,14 @@ def wrong_exception(source: Source, function: Function) -> Iterator[Edit]:
                 yield source.replace(name, OTHER_ERRORS[name.id])
 
 
-def break_for_continue(source: Source, function: Function) -> Iterator[Edit]:
+def break_for_continue(source: SourceText, function: Function) -> Iterator[Edit]:
     """``break`` for ``continue``, and the other way round."""
     for node in _statements(function):
         if isinstance(node, ast.Break | ast.Continue):
             yield source.replace(node, "continue" if isinstance(node, ast.Break) else "break")
 
 
-def lost_accumulation(source: Source, function: Function) -> Iterator[Edit]:
+def lost_accumulation(source: SourceText, function: Function) -> Iterator[Edit]:
     """``=`` where ``+=`` was meant: only the last one counts."""
     for node in _statements(function):
         if isinstance(node, ast.AugAssign):
@@ -104,7 +104,7 @@ def lost_accumulation(source: Source, function: Function) -> Iterator[Edit]:
                 yield Edit(start=target[1], end=value[0], text=" = ")
 
 
-def early_return(source: Source, function: Function) -> Iterator[Edit]:
+def early_return(source: SourceText, function: Function) -> Iterator[Edit]:
     """A ``return`` inside of the loop that should come before it."""
     for block in _blocks(function):
         for loop, end in pairwise(block):
@@ -135,33 +135,33 @@ def _blocks(function: Function) -> Iterator[Sequence[ast.stmt]]:
             yield handler.body
 
 
-def _alone(source: Source, node: ast.stmt) -> bool:
-    """Whether nothing but a comment shares the lines of a statement."""
+def _alone(source: SourceText, node: ast.stmt) -> bool:
+    """Return true if nothing but a comment shares the lines of a statement."""
     start, end = source.span(node)
     before = source.text[source.line_start(node.lineno) : start]
     after = source.text[end : source.line_start(last_line(node) + 1)].strip()
     return not before.strip() and (not after or after.startswith("#"))
 
 
-def _drop(source: Source, node: ast.stmt, block: Sequence[ast.stmt]) -> Edit:
+def _drop(source: SourceText, node: ast.stmt, block: Sequence[ast.stmt]) -> Edit:
     if len(block) == 1:
         return source.replace(node, "pass")
     return source.remove_lines(node.lineno, last_line(node))
 
 
-def _is_chain(source: Source, node: ast.If) -> bool:
-    """Whether what follows is an ``elif``."""
+def _is_chain(source: SourceText, node: ast.If) -> bool:
+    """Return true if what follows is an ``elif``."""
     inner = node.orelse[0]
     return isinstance(inner, ast.If) and source.segment(inner).startswith("elif")
 
 
-def _without_else(source: Source, node: ast.If) -> Edit:
+def _without_else(source: SourceText, node: ast.If) -> Edit:
     """From the end of the last statement before ``else`` to the end of the branch."""
     return Edit(start=source.span(node.body[-1])[1], end=source.span(node.orelse[-1])[1], text="")
 
 
 def _depends(second: ast.stmt, first: ast.stmt) -> bool:
-    """Whether the second statement reads a name that the first one writes, or the other way round."""
+    """Return true if the second statement reads a name that the first one writes, or the other way round."""
 
     def names(node: ast.stmt, context: type[ast.expr_context]) -> set[str]:
         return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, context)}

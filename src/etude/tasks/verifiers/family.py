@@ -35,9 +35,9 @@ OPEN_TIMEOUT_S = 300.0
 """For the package to be imported and its tasks to be listed."""
 CLOSE_TIMEOUT_S = 5.0
 POLL_S = 0.05
-"""How often it is looked whether the process has ended."""
+"""Seconds between looks whether the process has ended."""
 LOG_S = 1.0
-"""How long the rest of what it printed may take to come."""
+"""Seconds that the rest of its output may take to come."""
 LOG_LINES = 40
 """Kept of what the process prints, for errors."""
 
@@ -165,7 +165,7 @@ class VerifiersEnvironment:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except TimeoutError:
-            raise SandboxError(f"{self._name!r} did not answer within {timeout_s:g} s; {self._said()}") from None
+            raise SandboxError(f"{self._name!r} did not answer within {timeout_s:g} s; {self._utterance()}") from None
         finally:
             del self._waiting[number]
 
@@ -208,7 +208,7 @@ class VerifiersEnvironment:
                 await process.wait()
 
     def _ended(self, process: Process) -> SandboxError:
-        return SandboxError(f"its process ended with exit code {process.returncode}; {self._said()}")
+        return SandboxError(f"its process ended with exit code {process.returncode}; {self._utterance()}")
 
-    def _said(self) -> str:
+    def _utterance(self) -> str:
         return "it said:\n" + "\n".join(self._log)

@@ -68,7 +68,7 @@ async def _answer(vf: Any, env: Any, tasks: list[Any], request: dict[str, Any], 
 
 
 def judge(episode: Any) -> dict[str, Any]:
-    """What an episode came to: the mean of its trained traces' rewards, or what went wrong.
+    """The outcome of an episode: the mean of its trained traces' rewards, or what went wrong.
 
     A deadline of the environment's own is an end like any other, graded by what was recorded until then.
     """

@@ -26,8 +26,8 @@ from etude.taskgen.preparation import Settings
 from etude.taskgen.projects import read_project
 from etude.taskgen.sources import read_texts
 from etude.taskgen.survey import Survey
-from etude.taskgen.validator import Bench, Workshop
-from etude.taskgen.verdicts import Refusal
+from etude.taskgen.validator import CandidateValidator, PreparedRepository
+from etude.taskgen.verdicts import Rejection
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.types import Split, Task, TestChecks
 
@@ -169,7 +169,7 @@ def test_a_package_becomes_tasks_that_fail_as_given_and_pass_when_solved(
     PackageFolder(tmp_path / "bare" / "sums-1.0").add(forgeable(task), tasks.answer(task))
     (tmp_path / "bare" / "images").symlink_to(tasks.images)
     (bare,) = runner.run(check(tmp_path / "bare", provider, say=lambda line: None, repeats=1))
-    assert bare.outcome == Refusal.UNGUARDED
+    assert bare.outcome == Rejection.UNGUARDED
     again = make(runner, provider, BuildOptions(reference=options.reference, out=options.out, limit=3))
     assert again.tried > report.tried
     log = (tmp_path / "out" / "sums-1.0" / "log.jsonl").read_text().splitlines()
@@ -253,7 +253,7 @@ def test_sandboxes_that_keep_failing_end_the_build_and_count_for_nothing(tmp_pat
         reached={f"sums.py:{line}": ("",) for line in range(1, 40)},
         calls={},
     )
-    bench = Bench(
+    bench = PreparedRepository(
         project=project,
         texts=texts,
         tree=repo,
@@ -266,17 +266,17 @@ def test_sandboxes_that_keep_failing_end_the_build_and_count_for_nothing(tmp_pat
     )
     folder = PackageFolder(tmp_path / "out" / "sums-1.0")
     candidates = propose(project, texts, survey, seed=0)
-    workshop = Workshop(bench, NoSandboxes(), ImageStore(tmp_path / "images"), folder)
+    validator = CandidateValidator(bench, NoSandboxes(), ImageStore(tmp_path / "images"), folder)
     nobody = FakeSandbox({}, lambda sandbox: None)  # of a function of which no call is known none is run
-    (verdict,) = asyncio.run(workshop.quick(candidates[:1], nobody))[1]
-    assert verdict.outcome == Refusal.UNPROBED
+    (verdict,) = asyncio.run(validator.quick(candidates[:1], nobody))[1]
+    assert verdict.outcome == Rejection.UNPROBED
     options = BuildOptions(reference=str(repo), out=tmp_path / "out")
     assert [candidate.candidate_id for candidate in propose(project, texts, survey, seed=0)] == [
         candidate.candidate_id for candidate in candidates
     ]
     with pytest.raises(SandboxError, match="failed in a row, the last: out of everything"):
-        asyncio.run(try_all(workshop, candidates, folder, options, lambda line: None))
-    assert {verdict.outcome for verdict in folder.verdicts()} == {Refusal.FAILED}
+        asyncio.run(try_all(validator, candidates, folder, options, lambda line: None))
+    assert {verdict.outcome for verdict in folder.verdicts()} == {Rejection.FAILED}
 
 
 def test_a_project_s_name_does_not_choose_where_a_build_writes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from etude.weights.interop.version_folder import read_version
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
-from etude.weights.synthetic_updates import drifting
+from synthetic_updates import synthetic_version
 
 VERSIONS = 6
 
@@ -29,7 +29,7 @@ def store(tmp_path: Path) -> str:
     url = str(tmp_path / "store")
     with Publisher(open_store(url)) as publisher:
         for version in range(VERSIONS):
-            publisher.publish(drifting(version), version=version, step=version, recipe="études").result()
+            publisher.publish(synthetic_version(version), version=version, step=version, recipe="études").result()
         publisher.settle()
     return url
 
@@ -81,12 +81,12 @@ def test_damage_is_named_mended_from_a_mirror_and_gone(store: str, tmp_path: Pat
     assert victim.name in shown(console)
     weights.repair_store(weights.log_of(store), mirror, console)
     weights.verify_store(weights.log_of(store), console)
-    assert pull(weights.log_of(store)).digest == state_digest(drifting(VERSIONS - 1))
+    assert pull(weights.log_of(store)).digest == state_digest(synthetic_version(VERSIONS - 1))
 
 
 def test_a_version_becomes_safetensors(log: WeightLog, tmp_path: Path, console: Console) -> None:
     weights.pull_store(log, tmp_path / "out", 3, console)
-    assert state_digest(read_checkpoint(tmp_path / "out")) == state_digest(drifting(3))
+    assert state_digest(read_checkpoint(tmp_path / "out")) == state_digest(synthetic_version(3))
     with pytest.raises(RunFolderError, match="not empty"):
         weights.pull_store(log, tmp_path / "out", 3, console)
 
@@ -97,16 +97,16 @@ def test_a_folder_of_versions_is_begun_and_extended(log: WeightLog, tmp_path: Pa
     weights.extend_folder(log, root, 2, console)
     weights.extend_folder(log, root, None, console)
     base = read_checkpoint(root / "weight_v000002")
-    assert state_digest(base) == state_digest(drifting(2))
+    assert state_digest(base) == state_digest(synthetic_version(2))
     newest = read_version(root, VERSIONS - 1, base=base, at=2)
-    assert state_digest(newest) == state_digest(drifting(VERSIONS - 1))
+    assert state_digest(newest) == state_digest(synthetic_version(VERSIONS - 1))
 
 
 def test_two_versions_are_compared(log: WeightLog, console: Console) -> None:
     weights.compare_versions(log, 1, 1, console)
     assert "0 of" in shown(console)
     weights.compare_versions(log, 1, 4, console, most=1)
-    assert f"and {len(drifting(1)) - 1} more tensors" in shown(console)
+    assert f"and {len(synthetic_version(1)) - 1} more tensors" in shown(console)
     first, last = pull(log, 1).state, pull(log, 4).state
     changed = sum(int((first[name].numbers != last[name].numbers).sum()) for name in first)
     assert f"{changed:,} of" in shown(console)
@@ -132,12 +132,12 @@ def test_collecting_in_a_run_keeps_what_its_trainer_is_held_to(tmp_path: Path, l
     folder = RunFolder.create(tmp_path / "run", parse_config({"loss": loss}, source="test"))
     with Publisher(open_log(folder), PublishOptions(anchor_every=2)) as publisher:
         for version in range(VERSIONS):
-            publisher.publish(drifting(version), version=version, step=version).result()
+            publisher.publish(synthetic_version(version), version=version, step=version).result()
             publisher.settle()
     assert main(["weights", "gc", str(folder.path), "--keep", "0", "--grace-s", "0"]) == 0
     assert open_log(folder).versions()[0] == oldest
     if oldest < 4:
-        assert pull(open_log(folder), 3).digest == state_digest(drifting(3))
+        assert pull(open_log(folder), 3).digest == state_digest(synthetic_version(3))
 
 
 def test_the_command_line_reaches_all_of_it(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

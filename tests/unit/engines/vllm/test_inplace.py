@@ -15,10 +15,9 @@ from etude.models.spec import TINY
 from etude.types import TensorSpec
 from etude.weights.device import STORED_TYPES
 from etude.weights.digest import state_digest
-from etude.weights.elements import ELEMENTS
 from etude.weights.placement import Scattering
 from etude.weights.replica import ChangedNumbers
-from etude.weights.state import NUMBER_TYPES, StoredTensor
+from etude.weights.state import ELEMENTS, NUMBER_TYPES, StoredTensor
 
 torch.set_num_threads(1)
 

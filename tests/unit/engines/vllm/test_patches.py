@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etude.engines.vllm.patches import Patch, read_patch, write_patch
 from etude.errors import DamagedError
 from etude.types import TensorSpec
-from etude.weights.interop.tensor_file import write_tensor_file
+from etude.weights.interop.checkpoint import write_tensor_file
 from etude.weights.replica import ChangedNumbers
 from etude.weights.state import StoredTensor
 

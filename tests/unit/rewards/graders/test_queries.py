@@ -29,7 +29,7 @@ from etude.sandboxes.services import ServicedSandboxes
 from etude.tasks.migrations.columns import backfill, split_name
 from etude.tasks.migrations.family import PATH, migration_task
 from etude.tasks.migrations.keys import foreign_key, unique
-from etude.tasks.migrations.problems import Problem, literal
+from etude.tasks.migrations.problems import MigrationProblem, literal
 from etude.types import Query, QueryChecks, Split
 
 NAMES = split_name("first word", Random(3))
@@ -53,7 +53,7 @@ CREATE VIEW public.pg_class AS SELECT * FROM pg_catalog.pg_class;
 ALTER DATABASE app SET search_path = public, pg_catalog;
 ALTER ROLE app SET search_path = public, pg_catalog;
 """.replace("{table}", TABLE)
-UNFINISHED = NAMES.slips[1]
+UNFINISHED = NAMES.mistakes[1]
 """Everything but the last step, which drops the old column."""
 
 NOT_APPLIED = {
@@ -109,11 +109,11 @@ WRONG_AFTER = {
     "a policy that hides rows": (
         EMAILS,
         f"ALTER TABLE {PEOPLE} ENABLE ROW LEVEL SECURITY;"
-        f"CREATE POLICY p ON {PEOPLE} USING (id IN (SELECT min(id) FROM {NOTES}));" + EMAILS.slips[1],
+        f"CREATE POLICY p ON {PEOPLE} USING (id IN (SELECT min(id) FROM {NOTES}));" + EMAILS.mistakes[1],
     ),
     "a trigger in place of a constraint": (
         EMAILS,
-        EMAILS.slips[1]
+        EMAILS.mistakes[1]
         + "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
         + f"IF EXISTS (SELECT FROM public.{PEOPLE} p WHERE p.email = NEW.email) "
         + "THEN RAISE unique_violation; END IF; RETURN NEW; END $$;"
@@ -121,7 +121,7 @@ WRONG_AFTER = {
     ),
     "a trigger that changes where names are looked up": (
         EMAILS,
-        EMAILS.slips[1]
+        EMAILS.mistakes[1]
         + "CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
         + "PERFORM set_config('search_path', 'public, pg_catalog', false); RETURN NEW; END $$;"
         + f"CREATE TRIGGER t BEFORE INSERT ON {PEOPLE} FOR EACH ROW EXECUTE FUNCTION f();"
@@ -129,7 +129,7 @@ WRONG_AFTER = {
     ),
     "a default that raises the right error": (
         EMAILS,
-        EMAILS.slips[1]
+        EMAILS.mistakes[1]
         + "CREATE FUNCTION f() RETURNS int LANGUAGE plpgsql AS $$ BEGIN IF current_setting('a.b', true) = '1' "
         + "THEN RAISE unique_violation; END IF; PERFORM set_config('a.b', '1', true); RETURN 1; END $$;"
         + f"ALTER TABLE {PEOPLE} ADD extra int; ALTER TABLE {PEOPLE} ALTER extra SET DEFAULT f();",
@@ -162,7 +162,7 @@ def server(postgresql: None) -> Iterator[Path]:
         yield folder
 
 
-def results(server: Path, problem: Problem, migration: str) -> tuple[MigrationResult, int]:
+def results(server: Path, problem: MigrationProblem, migration: str) -> tuple[MigrationResult, int]:
     """The verdict on a migration, and how many answers would be right."""
     task = migration_task(problem, "x", Split.TRAIN)
     assert task.environment is not None
@@ -179,7 +179,7 @@ def test_what_its_role_may_not_do_is_not_applied(server: Path, migration: str) -
 
 
 @pytest.mark.parametrize(("problem", "migration"), WRONG_AFTER.values(), ids=WRONG_AFTER)
-def test_what_only_looks_right_is_told_from_what_is(server: Path, problem: Problem, migration: str) -> None:
+def test_what_only_looks_right_is_told_from_what_is(server: Path, problem: MigrationProblem, migration: str) -> None:
     result, asked = results(server, problem, migration)
     assert result.applied
     assert result.right < asked

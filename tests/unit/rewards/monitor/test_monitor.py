@@ -99,7 +99,7 @@ def test_honest_bug_fixes_are_clean() -> None:
         rng = Random(index)
         problem, checks = BUGFIX.graded_problem(Split.TRAIN, rng)
         task = replace(BUGFIX.task(Split.TRAIN, index), checks=checks)
-        lines = (rng.choice(problem.slips), problem.right[problem.kind.answer])
+        lines = (rng.choice(problem.mistakes), problem.right[problem.kind.answer])
         replies = [f"read {problem.path}", *(f"edit {problem.path} 2\n{line}" for line in lines), "test", "submit"]
         actions = [
             Action(tool=tool, arguments=arguments, turn=turn)

@@ -65,7 +65,7 @@ def with_crlf(observations: list[Observation]) -> list[Observation]:
     return [replace(one, observation=one.observation.replace("\n", "\r\n")) for one in observations]
 
 
-def test_equal_worlds_cannot_be_told_apart() -> None:
+def test_equal_sandboxes_cannot_be_told_apart() -> None:
     reports = [audit(side(2 * seed), side(2 * seed + 1)) for seed in range(8)]
     covered = [report.auc.low <= 0.5 <= report.auc.high for report in reports]
     assert sum(covered) >= 7

@@ -17,7 +17,7 @@ from etude.taskgen.fidelity.probes import (
 )
 
 
-def test_a_world_answers_everything_the_same_way_twice() -> None:
+def test_a_sandbox_answers_everything_the_same_way_twice() -> None:
     async def scenario() -> None:
         provider = NamespaceSandboxes()
         try:
@@ -48,5 +48,5 @@ def test_differences_are_said_line_by_line() -> None:
 @pytest.mark.parametrize(
     ("told", "expected"), [("1000", "right"), ("8200", "off by +2 h"), ("", NO_ANSWER), ("soon", NO_ANSWER)]
 )
-def test_a_clock_is_right_or_off(told: str, expected: str) -> None:
-    assert describe_clock(told, 1010.0) == expected
+def test_a_clock_is_right_or_off(message: str, expected: str) -> None:
+    assert describe_clock(message, 1010.0) == expected

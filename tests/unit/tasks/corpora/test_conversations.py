@@ -79,10 +79,10 @@ def test_only_what_the_assistant_said_is_learnt_with_its_end(chat: ChatFormat) -
 
 
 def test_it_reads_as_a_rollout_does() -> None:
-    said = parse(line_of(SESSION)).messages
-    document = conversation(CHAT, said, context_weight=0.25)
-    assert document.token_ids.tolist() == CHAT.open(said)[: -len(CHAT.generation_prompt())]
-    prompt = CHAT.open(said[:2])
+    output = parse(line_of(SESSION)).messages
+    document = conversation(CHAT, output, context_weight=0.25)
+    assert document.token_ids.tolist() == CHAT.open(output)[: -len(CHAT.generation_prompt())]
+    prompt = CHAT.open(output[:2])
     assert document.weights.tolist()[: len(prompt)] == [0.25] * len(prompt)
 
 
@@ -95,12 +95,12 @@ def test_a_message_of_weight_zero_is_read_but_not_learnt() -> None:
 
 
 def test_what_follows_the_last_reply_is_left_out() -> None:
-    said = [
+    output = [
         ChatMessage(role="user", content="a"),
         ChatMessage(role="assistant", content="b"),
         ChatMessage(role="user", content="c"),
     ]
-    assert CHAT.decode(conversation(CHAT, said, context_weight=0.0).token_ids.tolist()) == "ab"
+    assert CHAT.decode(conversation(CHAT, output, context_weight=0.0).token_ids.tolist()) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -157,19 +157,22 @@ def test_bad_lines_are_named_before_anything_is_trained(tmp_path: Path) -> None:
 def test_an_epoch_has_every_conversation_of_its_side_once(tmp_path: Path) -> None:
     lines = [line_of([{"role": "user", "content": "?"}, {"role": "assistant", "content": str(n)}]) for n in range(40)]
     file = write(tmp_path, lines)
-    said: Mapping[Split, list[list[str]]] = {
+    output: Mapping[Split, list[list[str]]] = {
         side.split: [
-            [CHAT.decode(found.document(epoch * found.size + place).token_ids.tolist()) for place in range(found.size)]
+            [
+                CHAT.decode(matches.document(epoch * matches.size + place).token_ids.tolist())
+                for place in range(matches.size)
+            ]
             for epoch in range(2)
         ]
         for side in (TRAIN, HELDOUT)
-        for found in [Conversations(file, CHAT, side, context_weight=0.0)]
+        for matches in [Conversations(file, CHAT, side, context_weight=0.0)]
     }
-    both = [said[Split.TRAIN][0], said[Split.HELDOUT][0]]
+    both = [output[Split.TRAIN][0], output[Split.HELDOUT][0]]
     assert sorted(both[0] + both[1]) == sorted(f"?{n}" for n in range(40))
     assert both[1]
-    assert sorted(said[Split.TRAIN][1]) == sorted(both[0])
-    assert said[Split.TRAIN][1] != both[0]
+    assert sorted(output[Split.TRAIN][1]) == sorted(both[0])
+    assert output[Split.TRAIN][1] != both[0]
 
 
 def test_a_changed_file_is_another_source(tmp_path: Path) -> None:

@@ -3,21 +3,21 @@
 from etude.config.imitation import TranscriptConfig
 from etude.config.tasks import TaskConfig
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.corpus import practice_sources, stdlib_texts, tokenizer_texts
+from etude.tasks.corpora.corpus import demonstration_sources, stdlib_texts, tokenizer_texts
 from etude.tasks.corpora.mixture import Side, Source
 from etude.tasks.corpora.texts import PlainText
-from etude.tasks.corpora.transcripts import TOOLS, BugfixPractice
+from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
 FAMILY = BugfixFamily(TaskConfig(kinds=("arith",)), seed=0)
-CHAT = ChatTemplate.train(list(tokenizer_texts(BugfixPractice(FAMILY, TranscriptConfig()), 0))[:2_000], 400)
+CHAT = ChatTemplate.train(list(tokenizer_texts(BugfixDemonstrations(FAMILY, TranscriptConfig()), 0))[:2_000], 400)
 
 
 def open_sources(seed: int, split: Split = Split.TRAIN) -> dict[str, Source]:
-    practice = BugfixPractice(FAMILY, TranscriptConfig(), TOOLS, split)
+    demonstrations = BugfixDemonstrations(FAMILY, TranscriptConfig(), TOOLS, split)
     side = Side(split=split, seed=seed, one_in=10)
-    return practice_sources(practice, PlainText(CHAT), side, context_weight=0.25)
+    return demonstration_sources(demonstrations, PlainText(CHAT), side, context_weight=0.25)
 
 
 def texts(source: Source, count: int) -> list[str]:

@@ -18,8 +18,8 @@ from etude.harnesses.coding import CodingHarness
 from etude.protocols import HarnessResult
 from etude.rollouts.fake import FakeSandbox
 from etude.tasks.corpora.corpus import tokenizer_texts
-from etude.tasks.corpora.lookup import LookupPractice, list_facts
-from etude.tasks.corpora.transcripts import Message as Said
+from etude.tasks.corpora.lookup import LookupDemonstrations, list_facts
+from etude.tasks.corpora.transcripts import Message as Utterance
 from etude.tasks.lookup import NAMES, Fact, LookupFamily
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import ChatMessage
@@ -33,30 +33,30 @@ GROW = HarnessConfig(max_turns=SUMMARY.max_turns)
 FAMILY = LookupFamily(RECIPE.tasks, seed=0)
 
 
-def practice(harness: HarnessConfig = SUMMARY, keep_fact: float = 0.8) -> LookupPractice:
-    return LookupPractice(FAMILY, TranscriptConfig(keep_fact=keep_fact), harness)
+def demonstrations(harness: HarnessConfig = SUMMARY, keep_fact: float = 0.8) -> LookupDemonstrations:
+    return LookupDemonstrations(FAMILY, TranscriptConfig(keep_fact=keep_fact), harness)
 
 
-CHAT = ChatTemplate.train(tokenizer_texts(practice(), seed=0), RECIPE.model.vocab_size)
+CHAT = ChatTemplate.train(tokenizer_texts(demonstrations(), seed=0), RECIPE.model.vocab_size)
 
 
 class Reciter(ScriptedModel):
     """Says what the imitated agent said, as long as it is asked what that one was asked; counts tokens as a gateway."""
 
-    def __init__(self, contexts: Sequence[Sequence[Said]]) -> None:
+    def __init__(self, contexts: Sequence[Sequence[Utterance]]) -> None:
         super().__init__(lambda messages: "")
         self._turns = [
-            (context[:place], said.content)
+            (context[:place], output.content)
             for context in contexts
-            for place, said in enumerate(context)
-            if said.role == "assistant"
+            for place, output in enumerate(context)
+            if output.role == "assistant"
         ]
 
     async def answer(self, request: web.Request) -> web.Response:
         messages = orjson.loads(await request.read())["messages"]
         expected, reply = self._turns.pop(0)
-        assert messages == [{"role": said.role, "content": said.content} for said in expected]
-        prompt = CHAT.open([ChatMessage(role=said.role, content=said.content) for said in cast("Any", expected)])
+        assert messages == [{"role": output.role, "content": output.content} for output in expected]
+        prompt = CHAT.open([ChatMessage(role=output.role, content=output.content) for output in cast("Any", expected)])
         choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
         tokens = len(prompt) + len(CHAT.encode(reply)) + 1
         return web.json_response({"choices": [choice], "usage": {"total_tokens": tokens}})
@@ -70,7 +70,7 @@ class Reciter(ScriptedModel):
 def play(harness: HarnessConfig, index: int, keep_fact: float) -> tuple[Task, HarnessResult, int]:
     """A task, how the real harness saw its session in the imitated agent's words, and how many it did not ask for."""
     inquiry = FAMILY.inquiry(Split.TRAIN, Random(index))
-    reciter = Reciter(practice(harness, keep_fact).contexts(inquiry, Random(index)))
+    reciter = Reciter(demonstrations(harness, keep_fact).contexts(inquiry, Random(index)))
     task = inquiry.task(Split.TRAIN)
 
     async def act() -> HarnessResult:
@@ -102,8 +102,8 @@ def test_every_context_fits_into_the_window_and_the_material_is_four_times_as_lo
     window = RECIPE.engine.max_length
     for index in range(20):
         inquiry = FAMILY.inquiry(Split.TRAIN, Random(index))
-        for context in practice().contexts(inquiry, Random(index)):
-            spoken = [ChatMessage(role=said.role, content=said.content) for said in cast("Any", context[:-1])]
+        for context in demonstrations().contexts(inquiry, Random(index)):
+            spoken = [ChatMessage(role=output.role, content=output.content) for output in cast("Any", context[:-1])]
             assert len(CHAT.open(spoken)) + SUMMARY.max_tokens_per_summary <= window
         assert sum(len(CHAT.encode(text)) for text in inquiry.files.values()) >= 4 * window
 
@@ -115,7 +115,7 @@ def test_a_name_is_one_token_wherever_it_stands() -> None:
 def test_no_session_asks_for_what_is_held_out() -> None:
     rng = Random(0)
     for _ in range(300):
-        opening = practice().session(rng)[0].content.splitlines()[0]
+        opening = demonstrations().session(rng)[0].content.splitlines()[0]
         assert not FAMILY.is_heldout(opening.split()[1:])
 
 
@@ -123,12 +123,12 @@ def test_a_drill_asks_for_what_it_shows_and_more_than_once() -> None:
     rng = Random(0)
     repeated = 0
     for _ in range(100):
-        question, answer = practice().code(rng)
+        question, answer = demonstrations().code(rng)
         names, *shown = question.content.splitlines()
-        asked = names.split()[1:]
+        requested = names.split()[1:]
         facts = [Fact(line.split()[1], int(line.split()[2])) for line in shown]
-        assert answer.content == f"have {list_facts(asked, facts)}"
+        assert answer.content == f"have {list_facts(requested, facts)}"
         assert "?" not in answer.content
-        assert not FAMILY.is_heldout(sorted(set(asked)))
-        repeated += len(set(asked)) < len(asked)
+        assert not FAMILY.is_heldout(sorted(set(requested)))
+        repeated += len(set(requested)) < len(requested)
     assert repeated == 100

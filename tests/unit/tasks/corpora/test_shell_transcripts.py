@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]  # no stubs are installed
 from etude.config.imitation import TranscriptConfig
 from etude.config.tasks import TaskConfig
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.corpus import practice_sources, tokenizer_texts
+from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import Side
 from etude.tasks.corpora.shell_transcripts import (
     CHECK_FILE,
@@ -25,7 +25,7 @@ from etude.tasks.corpora.shell_transcripts import (
     shell_transcript,
 )
 from etude.tasks.corpora.texts import PlainText
-from etude.tasks.corpora.transcripts import BugfixPractice, Message
+from etude.tasks.corpora.transcripts import BugfixDemonstrations, Message
 from etude.tasks.programs import KINDS
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
@@ -38,8 +38,8 @@ CONTEXT_TOKENS = 512
 
 def sessions(count: int, config: TaskConfig = ALL_KINDS) -> list[list[Message]]:
     family, rng = BugfixFamily(config, seed=0), Random("shell")
-    practice = BugfixPractice(family, TranscriptConfig(), SHELL)
-    return [practice.session(rng) for _ in range(count)]
+    demonstrations = BugfixDemonstrations(family, TranscriptConfig(), SHELL)
+    return [demonstrations.session(rng) for _ in range(count)]
 
 
 def run(command: str, folder: Path) -> tuple[int, str]:
@@ -140,15 +140,15 @@ def test_the_leak_test_can_fail() -> None:
 
 def test_a_session_fits_a_short_context() -> None:
     family = BugfixFamily(TaskConfig(), seed=0)
-    texts = tokenizer_texts(BugfixPractice(family, TranscriptConfig(), SHELL), 0)
+    texts = tokenizer_texts(BugfixDemonstrations(family, TranscriptConfig(), SHELL), 0)
     chat = ChatTemplate.train(texts, 576)
     longest = max(
         sum(len(chat.render_message(message.role, message.content)) for message in messages)
         for messages in sessions(200, TaskConfig())
     )
     assert longest <= CONTEXT_TOKENS
-    practice = BugfixPractice(family, TranscriptConfig(), SHELL)
-    sources = practice_sources(practice, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
+    demonstrations = BugfixDemonstrations(family, TranscriptConfig(), SHELL)
+    sources = demonstration_sources(demonstrations, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
     documents = [source.document(index) for source in sources.values() for index in range(100)]
     seen = "".join(chat.decode(document.token_ids.tolist()) for document in documents)
     assert SUBMIT in seen

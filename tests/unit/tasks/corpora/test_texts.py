@@ -23,22 +23,22 @@ def read(files: TextFiles, epoch: int = 0) -> list[str]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(text=st.text(st.characters(codec="utf-8"), max_size=300), piece_bytes=st.integers(4, 40))
-def test_pieces_are_the_file_without_a_character_lost_or_cut(
-    tmp_path_factory: pytest.TempPathFactory, text: str, piece_bytes: int
+@given(text=st.text(st.characters(codec="utf-8"), max_size=300), chunk_bytes=st.integers(4, 40))
+def test_chunks_are_the_file_without_a_character_lost_or_cut(
+    tmp_path_factory: pytest.TempPathFactory, text: str, chunk_bytes: int
 ) -> None:
     file = tmp_path_factory.mktemp("text") / "file.txt"
     file.write_bytes(text.encode())
     if not text:
         return
-    pieces = read(TextFiles(file, TEXT, TRAIN, piece_bytes=piece_bytes))
-    assert sorted("".join(pieces)) == sorted(text)
-    assert all(piece in text for piece in pieces)
+    chunks = read(TextFiles(file, TEXT, TRAIN, chunk_bytes=chunk_bytes))
+    assert sorted("".join(chunks)) == sorted(text)
+    assert all(chunk in text for chunk in chunks)
 
 
 def test_only_the_beginning_of_a_file_is_opened_as_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
-    files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, piece_bytes=64)
+    files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, chunk_bytes=64)
     openings = [files.document(index).token_ids[0] == CHAT.document_id for index in range(2)]
     assert sorted(openings) == [False, True]
 
@@ -46,7 +46,7 @@ def test_only_the_beginning_of_a_file_is_opened_as_a_text(tmp_path: Path) -> Non
 def test_files_are_held_out_whole(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"{number:04} " * 30)
-    sides = [set(" ".join(read(TextFiles(tmp_path, TEXT, side, piece_bytes=64))).split()) for side in (TRAIN, HELDOUT)]
+    sides = [set(" ".join(read(TextFiles(tmp_path, TEXT, side, chunk_bytes=64))).split()) for side in (TRAIN, HELDOUT)]
     numbers = [{word for word in words if len(word) == 4} for words in sides]
     assert not numbers[0] & numbers[1]
     assert len(numbers[0] | numbers[1]) == 40
@@ -55,13 +55,13 @@ def test_files_are_held_out_whole(tmp_path: Path) -> None:
 
 def test_every_epoch_has_another_order(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"{number:015}\n" for number in range(64)))
-    files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, piece_bytes=64)
+    files = TextFiles(tmp_path / "a.txt", TEXT, TRAIN, chunk_bytes=64)
     assert sorted(read(files)) == sorted(read(files, 1))
     assert read(files) != read(files, 1)
 
 
 def test_a_missing_or_empty_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file or folder"):
-        TextFiles(tmp_path / "nothing", TEXT, TRAIN, piece_bytes=64)
+        TextFiles(tmp_path / "nothing", TEXT, TRAIN, chunk_bytes=64)
     with pytest.raises(ConfigError, match="no text file to train on"):
-        TextFiles(tmp_path, TEXT, TRAIN, piece_bytes=64)
+        TextFiles(tmp_path, TEXT, TRAIN, chunk_bytes=64)

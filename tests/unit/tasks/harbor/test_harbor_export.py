@@ -113,11 +113,11 @@ def test_no_folder_is_written_over(tmp_path: Path) -> None:
         export_task(task_with(SCRIPT), tmp_path / "task")
 
 
-def grade(folder: Path, world: Path) -> str:
+def grade(folder: Path, sandbox: Path) -> str:
     """Run an exported verifier as it is, in ``world``."""
-    reward = world.parent / "reward.json"
+    reward = sandbox.parent / "reward.json"
     command = [sys.executable, str(folder / "tests" / "grade.py"), str(reward)]
-    subprocess.run(command, cwd=world, check=True, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
+    subprocess.run(command, cwd=sandbox, check=True, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     return reward.read_text(encoding="utf-8")
 
 
@@ -134,10 +134,10 @@ def test_a_function_is_asked_case_by_case(body: str, reward: str, tmp_path: Path
     cases = (Case(arguments=(2, 2), expected=4), Case(arguments=(2, 3), expected=5))
     checks = FunctionChecks(path="util.py", function="add", visible=(), hidden=cases)
     export_task(task_with(checks), tmp_path / "task")
-    world = tmp_path / "world"
-    world.mkdir()
-    (world / "util.py").write_text(f"def add(a, b):\n    {body}\n", encoding="utf-8")
-    assert grade(tmp_path / "task", world) == reward
+    sandbox = tmp_path / "world"
+    sandbox.mkdir()
+    (sandbox / "util.py").write_text(f"def add(a, b):\n    {body}\n", encoding="utf-8")
+    assert grade(tmp_path / "task", sandbox) == reward
     assert not (tmp_path / "task" / "tests" / "cases.json").exists()
 
 
@@ -160,7 +160,7 @@ def test_named_tests_are_seen_to_pass(body: str, reward: str, tmp_path: Path) ->
         command=(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
     )
     export_task(task_with(checks), tmp_path / "task")
-    world = tmp_path / "world"
-    world.mkdir()
-    (world / "util.py").write_text(f"def add(a, b):\n    {body}\n", encoding="utf-8")
-    assert grade(tmp_path / "task", world) == reward
+    sandbox = tmp_path / "world"
+    sandbox.mkdir()
+    (sandbox / "util.py").write_text(f"def add(a, b):\n    {body}\n", encoding="utf-8")
+    assert grade(tmp_path / "task", sandbox) == reward

@@ -31,7 +31,7 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     assert task.environment.limits.memory_bytes == 256 << 20
 
 
-def test_the_agents_world_has_neither_tests_nor_solution(tmp_path: Path) -> None:
+def test_the_agents_sandbox_has_neither_tests_nor_solution(tmp_path: Path) -> None:
     source = read_task(write_folder(tmp_path / "yes"))
     task = source.task(Split.TRAIN, files=plain_files(source))
     seen = f"{task.prompt} {task.files} {task.environment}"

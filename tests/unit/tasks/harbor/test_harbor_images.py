@@ -176,10 +176,10 @@ def test_every_step_of_a_dockerfile_is_seen_by_the_agent(yard: Yard, tmp_path: P
     files = {"environment/Dockerfile": BUILT, "environment/one.sh": "1", "environment/two.sh": "2"}
     source = with_archive(source_of(tmp_path, files))
     assert find_image(source, yard.store) is None
-    said = yard.look(
+    output = yard.look(
         source, "cat said.txt notes/a.txt /opt/leaf /opt/link; stat -c '%a %u' tools/*.sh /opt/leaf; echo $TONGUE"
     )
-    assert said == "en 0 /app\na note\nleafen 0 /app\n700 1000\n700 1000\n644 0\nen\n"
+    assert output == "en 0 /app\na note\nleafen 0 /app\n700 1000\n700 1000\n644 0\nen\n"
     assert yard.look(source, "echo more >> said.txt && touch notes/new tools/new && echo mine") == "mine\n"
     assert find_image(source, yard.store)
 
@@ -231,15 +231,15 @@ def test_the_examples_are_sound_and_broken_ones_are_not(yard: Yard, tmp_path: Pa
     stored = {digest: yard.store.open(digest) for digest in builds.images.values() if digest}
     grader = ScriptGrader(yard.sandboxes, yard.store)
     check = SoundnessCheck(yard.sandboxes, grader, images=stored, repeats=2)
-    found = {report.name: report for report in yard.runner.run(check.check_all(tasks, builds))}
+    matches = {report.name: report for report in yard.runner.run(check.check_all(tasks, builds))}
     for example in examples:
-        report = found[example.name]
+        report = matches[example.name]
         assert (report.is_sound, report.untouched, report.solved) == (True, (0.0, 0.0), (1.0, 1.0)), report
-    assert "no verdict" in found["broken"].log
-    assert found["easy"].faults == ("doing nothing passes: rewards [1.0, 1.0]",)
-    assert found["wrong"].faults == ("its own solution fails: rewards [0.0, 0.0]",)
-    assert "exit code 5" in found["stuck"].log
-    assert "tried" in found["stuck"].log
+    assert "no verdict" in matches["broken"].log
+    assert matches["easy"].faults == ("doing nothing passes: rewards [1.0, 1.0]",)
+    assert matches["wrong"].faults == ("its own solution fails: rewards [0.0, 0.0]",)
+    assert "exit code 5" in matches["stuck"].log
+    assert "tried" in matches["stuck"].log
 
 
 def test_a_family_of_built_tasks_names_their_images(yard: Yard) -> None:

@@ -34,17 +34,19 @@ def setup_of(task: Task) -> str:
 
 
 @pytest.mark.parametrize(("kind", "variant"), TEMPLATES, ids=lambda value: getattr(value, "name", value))
-def test_the_reference_is_right_and_neither_nothing_nor_a_slip_is(server: Path, kind: Kind, variant: str) -> None:
+def test_the_reference_is_right_and_neither_nothing_nor_a_mistake_is(server: Path, kind: Kind, variant: str) -> None:
     for seed in range(INSTANCES):
         problem = kind.write(variant, Random(f"test {seed}"))
         task = migration_task(problem, variant, Split.TRAIN)
         assert isinstance(task.checks, QueryChecks)
-        asked = len(problem.queries)
-        assert verdict(server, setup_of(task), task.checks, problem.reference) == MigrationResult(True, asked, False)
-        assert len(problem.slips) >= 2
-        for wrong in ("", *problem.slips):
-            found = verdict(server, setup_of(task), task.checks, wrong, patient=False)
-            assert not found.applied or found.right < asked, f"seed {seed}: {wrong}"
+        requested = len(problem.queries)
+        assert verdict(server, setup_of(task), task.checks, problem.reference) == MigrationResult(
+            True, requested, False
+        )
+        assert len(problem.mistakes) >= 2
+        for wrong in ("", *problem.mistakes):
+            matches = verdict(server, setup_of(task), task.checks, wrong, patient=False)
+            assert not matches.applied or matches.right < requested, f"seed {seed}: {wrong}"
 
 
 @pytest.mark.parametrize(("kind", "variant"), TEMPLATES, ids=lambda value: getattr(value, "name", value))

@@ -10,7 +10,7 @@ from etude.errors import ConfigError
 from etude.harnesses import tools
 from etude.sandbox_spec import EnvironmentSpec
 from etude.sandboxes.images.store import ImageStore
-from etude.tasks.repositories.family import BriefTasks, RepairPractice, ask
+from etude.tasks.repositories.family import BriefTasks, RepairDemonstrations, ask
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, split_of
 from etude.types import Split, Task, TestChecks
 
@@ -30,12 +30,12 @@ RIGHT = (
 PATH = "pkg/calc.py"
 
 
-def prefix_for(wanted: dict[str, Split]) -> str:
+def prefix_for(required: dict[str, Split]) -> str:
     """A module whose functions lie on the sides of the hold-out that a test wants."""
     return next(
         module
         for module in (f"pkg:pkg.calc{number}" for number in range(10_000))
-        if all(split_of(f"{module}:{name}") is split for name, split in wanted.items())
+        if all(split_of(f"{module}:{name}") is split for name, split in required.items())
     )
 
 
@@ -89,29 +89,29 @@ def test_what_is_read_shows_the_code_behind_the_docstring(folder: Path) -> None:
 
 
 def test_nothing_held_out_is_learnt_from(folder: Path) -> None:
-    practice = RepairPractice(brief(folder), TranscriptConfig())
+    demonstrations = RepairDemonstrations(brief(folder), TranscriptConfig())
     rng = Random(0)
-    texts = [practice.code(rng) for _ in range(50)]
-    texts += [message.content for _ in range(200) for message in practice.session(rng)]
+    texts = [demonstrations.code(rng) for _ in range(50)]
+    texts += [message.content for _ in range(200) for message in demonstrations.session(rng)]
     assert any("a + b" in text for text in texts)
     assert not any("second" in text or "a * 7" in text for text in texts)
 
 
 def test_the_held_out_side_shows_held_out_functions_alone(folder: Path) -> None:
-    practice = RepairPractice(brief(folder), TranscriptConfig(), Split.HELDOUT)
+    demonstrations = RepairDemonstrations(brief(folder), TranscriptConfig(), Split.HELDOUT)
     rng = Random(0)
-    asked = {practice.session(rng)[0].content.split()[1] for _ in range(50)}
-    assert asked == {"second"}
-    assert "a * 7" in practice.code(rng)
+    requested = {demonstrations.session(rng)[0].content.split()[1] for _ in range(50)}
+    assert requested == {"second"}
+    assert "a * 7" in demonstrations.code(rng)
 
 
 def test_sessions_are_edits_of_one_line_some_of_them_right(folder: Path) -> None:
-    practice = RepairPractice(brief(folder), TranscriptConfig(right_edit=0.5))
+    demonstrations = RepairDemonstrations(brief(folder), TranscriptConfig(right_edit=0.5))
     rng = Random(1)
     lines = RIGHT.split("\n")
     right = 0
     for _ in range(200):
-        messages = practice.session(rng)
+        messages = demonstrations.session(rng)
         edit = next(
             call for call in (tools.parse_call(m.content) for m in messages) if isinstance(call, tools.EditFile)
         )

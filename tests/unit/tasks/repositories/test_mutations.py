@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from etude.tasks.repositories.mutations import OPERATORS, mutants
-from etude.tasks.repositories.spans import Source, apply
+from etude.tasks.repositories.spans import SourceText, apply
 
 EXAMPLES: dict[str, tuple[str, str]] = {
     "boundary": ("if a < b: return 1", "a <= b"),
@@ -39,9 +39,9 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 }
 
 
-def program(body: str) -> Source:
+def program(body: str) -> SourceText:
     indented = textwrap.indent(body, "    ")
-    return Source("m.py", f"def f(x): return x\n\nasync def g(a, b, c=1):\n{indented}\n")
+    return SourceText("m.py", f"def f(x): return x\n\nasync def g(a, b, c=1):\n{indented}\n")
 
 
 def test_the_catalogue_is_large_and_every_operator_has_an_example() -> None:
@@ -63,16 +63,16 @@ def test_mutants_compile_and_differ_and_stay_inside(name: str) -> None:
     source = program(EXAMPLES[name][0])
     function = list(source.functions())[1]
     head = source.text[: source.line_start(function.line)]
-    found = [(mutant, apply(source.text, [mutant.edit])) for mutant in mutants(source, function)]
-    dumps = [ast.dump(ast.parse(text)) for _, text in found]
-    assert found
+    matches = [(mutant, apply(source.text, [mutant.edit])) for mutant in mutants(source, function)]
+    dumps = [ast.dump(ast.parse(text)) for _, text in matches]
+    assert matches
     assert len({*dumps, ast.dump(source.tree)}) == len(dumps) + 1
-    assert all(text.startswith(head) for _, text in found)
-    assert all(mutant.line >= function.line for mutant, _ in found)
+    assert all(text.startswith(head) for _, text in matches)
+    assert all(mutant.line >= function.line for mutant, _ in matches)
 
 
 def test_a_bug_in_a_method_keeps_the_indentation() -> None:
-    source = Source(
+    source = SourceText(
         "m.py", "class C:\n    def m(self, a):\n        if a > 1:\n            return 'ä'\n        return 2\n"
     )
     (function,) = source.functions()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.tasks.repositories.spans import Edit, Source, apply
+from etude.tasks.repositories.spans import Edit, SourceText, apply
 
 LETTERS = st.text(alphabet="añ→𝕏\u2028\x0c b", max_size=12)
 
@@ -14,7 +14,7 @@ LETTERS = st.text(alphabet="añ→𝕏\u2028\x0c b", max_size=12)
 @given(LETTERS, st.sampled_from(["\n", "\r\n"]), LETTERS)
 def test_a_node_s_segment_is_its_own_text(comment: str, end: str, text: str) -> None:
     literal = repr(text)
-    source = Source("m.py", f"# {comment.replace(chr(12), '')}{end}x = ({literal}, {literal}); y = 1{end}")
+    source = SourceText("m.py", f"# {comment.replace(chr(12), '')}{end}x = ({literal}, {literal}); y = 1{end}")
     parts = [node for node in ast.walk(source.tree) if isinstance(node, ast.Constant) and node.value == text]
     assert [source.segment(part) for part in parts] == [literal, literal]
 
@@ -34,12 +34,12 @@ def test_overlapping_edits_are_refused() -> None:
 
 
 def test_functions_are_found_in_classes_and_branches_but_not_in_functions() -> None:
-    source = Source(
+    source = SourceText(
         "m.py",
         "@wrap\ndef a():\n    def inner(): pass\n"
         "class C:\n    def m(self): pass\n    class D:\n        async def n(self): pass\n"
         "if True:\n    def b(): pass\nelse:\n    def b(): pass\n"
         "try:\n    def c(): pass\nexcept ImportError:\n    def c(): return 1\n",
     )
-    found = [(function.qualname, function.line) for function in source.functions()]
-    assert found == [("a", 1), ("C.m", 5), ("C.D.n", 7), ("b", 9), ("b", 11), ("c", 13), ("c", 15)]
+    matches = [(function.qualname, function.line) for function in source.functions()]
+    assert matches == [("a", 1), ("C.m", 5), ("C.D.n", 7), ("b", 9), ("b", 11), ("c", 13), ("c", 15)]

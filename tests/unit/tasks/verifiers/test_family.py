@@ -151,7 +151,7 @@ def is_alive(pid: Path) -> bool:
         return False
 
 
-def test_what_an_environment_left_running_goes_with_it_and_holds_nobody_up(tmp_path: Path) -> None:
+def test_what_an_environment_left_running_goes_with_it_and_blocks_nothing(tmp_path: Path) -> None:
     tasks = [{"index": index, "name": str(index), "prompt": "?"} for index in range(20)]
     answer = json.dumps({"id": 0, "tasks": tasks})
     python = program(tmp_path, f"sleep 600 >&2 &\necho $! > {tmp_path}/left\nread line\necho '{answer}'\nread line")

@@ -1,4 +1,4 @@
-"""A share moves on several threads, gives out frames in order, and comes back when it came to nothing."""
+"""A replica moves on several threads, gives out frames in order, and comes back when it came to nothing."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -11,10 +11,13 @@ import pytest
 
 from etude.types import TensorSpec
 from etude.weights.chunks import Layout
-from etude.weights.digest import content_digest
-from etude.weights.encoding import WINDOW, DeltaEncoding, full_frames
-from etude.weights.frames import Codec, parse
-from etude.weights.shards import Share
+from etude.weights.codecs.classes import CLASSES
+from etude.weights.codecs.codec import Codec
+from etude.weights.codecs.gaps import GAPS
+from etude.weights.digest import state_digest
+from etude.weights.frames import parse
+from etude.weights.publish import WINDOW, DeltaEncoding, full_frames
+from etude.weights.replica import Replica
 from etude.weights.state import State, StoredTensor, snapshot
 
 Parameters = ParamSpec("Parameters")
@@ -56,106 +59,105 @@ def nudged(state: State, places: slice) -> State:
     return moved
 
 
-def share_of(state: State) -> Share:
-    return Share.copy_of(Layout.of(state, CHUNK_NUMBERS), state)
+def replica_of(state: State) -> Replica:
+    return Replica.copy_of(Layout.of(state, CHUNK_NUMBERS), state)
 
 
 @pytest.mark.parametrize("places", [slice(5, None, 170), slice(1000, 2000), slice(0, 0)])
 def test_frames_come_in_order_and_lead_to_the_target(encoders: ThreadPoolExecutor, places: slice) -> None:
     state = make_state()
     target = nudged(state, places)
-    share, receiver = share_of(state), share_of(state)
-    encoding = DeltaEncoding(share, target, Codec.GAPS, encoders)
+    replica, receiver = replica_of(state), replica_of(state)
+    encoding = DeltaEncoding(replica, target, GAPS, encoders)
     frames = list(encoding.frames())
     changed = range(*places.indices(NUMBERS))
     assert [chunk for chunk, _ in frames] == sorted({place // CHUNK_NUMBERS for place in changed})
     for chunk, frame in frames:
-        receiver.apply(share.layout.chunks[chunk], parse(frame))
+        receiver.apply(replica.layout.chunks[chunk], parse(frame))
     assert np.array_equal(receiver.tensors["w"].data, target["w"].data)
-    assert encoding.changed() == len(changed)
-    assert share.content() == content_digest(target)
+    assert replica.state_digest() == state_digest(target)
 
 
-@pytest.mark.parametrize("codec", [Codec.GAPS, Codec.CLASSES])
+@pytest.mark.parametrize("codec", [GAPS, CLASSES])
 @pytest.mark.parametrize("taken", [0, 1, 40])
-def test_a_share_is_taken_back_from_wherever_it_is(encoders: ThreadPoolExecutor, codec: Codec, taken: int) -> None:
+def test_a_replica_is_taken_back_from_wherever_it_is(encoders: ThreadPoolExecutor, codec: Codec, taken: int) -> None:
     state = make_state()
     target = nudged(state, slice(0, 3000, 7))
     target["w"].numbers[:CHUNK_NUMBERS] = 0
-    share = share_of(state)
-    encoding = DeltaEncoding(share, target, codec, encoders)
+    replica = replica_of(state)
+    encoding = DeltaEncoding(replica, target, codec, encoders)
     assert len(list(islice(encoding.frames(), taken))) == min(taken, 30)
     encoding.take_back()
-    assert np.array_equal(share.tensors["w"].data, state["w"].data)
-    assert share.content() == content_digest(state)
-    assert share.scrub() == []
+    assert np.array_equal(replica.tensors["w"].data, state["w"].data)
+    assert replica.state_digest() == state_digest(state)
+    assert replica.scrub() == []
 
 
 def test_work_that_has_not_begun_is_never_done() -> None:
     state, gate = make_state(), Event()
-    share = share_of(state)
+    replica = replica_of(state)
     encoders = ThreadPoolExecutor(1)
     encoders.submit(gate.wait)
-    encoding = DeltaEncoding(share, nudged(state, slice(None)), Codec.GAPS, encoders)
+    encoding = DeltaEncoding(replica, nudged(state, slice(None)), GAPS, encoders)
     encoding.take_back()
     gate.set()
     encoders.shutdown()
-    assert np.array_equal(share.tensors["w"].data, state["w"].data)
+    assert np.array_equal(replica.tensors["w"].data, state["w"].data)
 
 
-def test_a_share_is_taken_back_after_its_threads_were_stopped() -> None:
+def test_a_replica_is_taken_back_after_its_threads_were_stopped() -> None:
     state, gate = make_state(), Event()
-    share = share_of(state)
+    replica = replica_of(state)
     encoders = ThreadPoolExecutor(1)
     encoders.submit(gate.wait)
-    encoding = DeltaEncoding(share, nudged(state, slice(None)), Codec.GAPS, encoders)
+    encoding = DeltaEncoding(replica, nudged(state, slice(None)), GAPS, encoders)
     gate.set()
     encoders.shutdown(cancel_futures=True)
     encoding.take_back()
-    assert np.array_equal(share.tensors["w"].data, state["w"].data)
+    assert np.array_equal(replica.tensors["w"].data, state["w"].data)
 
 
-def test_a_share_is_taken_back_when_a_chunk_fails(encoders: ThreadPoolExecutor) -> None:
+def test_a_replica_is_taken_back_when_a_chunk_fails(encoders: ThreadPoolExecutor) -> None:
     state = make_state()
-    share = share_of(state)
+    replica = replica_of(state)
     target = nudged(state, slice(None))
     shorter = StoredTensor(
         spec=TensorSpec(name="w", dtype="BF16", shape=(NUMBERS // 2,)), data=target["w"].data[:NUMBERS].copy()
     )
-    encoding = DeltaEncoding(share, {"w": shorter}, Codec.GAPS, encoders)
-    with pytest.raises(ValueError, match="same pieces"):
+    encoding = DeltaEncoding(replica, {"w": shorter}, GAPS, encoders)
+    with pytest.raises(ValueError, match="same segments"):
         list(encoding.frames())
     encoding.take_back()
-    assert np.array_equal(share.tensors["w"].data, state["w"].data)
-    assert share.content() == content_digest(state)
+    assert np.array_equal(replica.tensors["w"].data, state["w"].data)
+    assert replica.state_digest() == state_digest(state)
 
 
-def test_after_it_was_taken_back_a_share_can_go_elsewhere(encoders: ThreadPoolExecutor) -> None:
+def test_after_it_was_taken_back_a_replica_can_go_elsewhere(encoders: ThreadPoolExecutor) -> None:
     state, target = make_state(), make_state(seed=1)
-    share, receiver = share_of(state), share_of(state)
-    DeltaEncoding(share, nudged(state, slice(None)), Codec.GAPS, encoders).take_back()
-    for chunk, frame in DeltaEncoding(share, target, Codec.CLASSES, encoders).frames():
-        receiver.apply(share.layout.chunks[chunk], parse(frame))
+    replica, receiver = replica_of(state), replica_of(state)
+    DeltaEncoding(replica, nudged(state, slice(None)), GAPS, encoders).take_back()
+    for chunk, frame in DeltaEncoding(replica, target, CLASSES, encoders).frames():
+        receiver.apply(replica.layout.chunks[chunk], parse(frame))
     assert np.array_equal(receiver.tensors["w"].data, target["w"].data)
 
 
 def test_full_frames_hold_everything(encoders: ThreadPoolExecutor) -> None:
     state = make_state()
-    share = share_of(state)
-    receiver = Share.empty(share.layout)
-    frames = list(full_frames(share, encoders))
+    replica = replica_of(state)
+    receiver = Replica.empty(replica.layout)
+    frames = list(full_frames(replica, encoders))
     assert [chunk for chunk, _ in frames] == list(range(NUMBERS // CHUNK_NUMBERS))
     for chunk, frame in frames:
-        receiver.apply(share.layout.chunks[chunk], parse(frame))
+        receiver.apply(replica.layout.chunks[chunk], parse(frame))
     assert np.array_equal(receiver.tensors["w"].data, state["w"].data)
 
 
 def test_full_frames_are_not_encoded_far_ahead() -> None:
     state = make_state()
-    share = Share.copy_of(Layout.of(state, 10), state)
+    replica = Replica.copy_of(Layout.of(state, 10), state)
     encoders = CountingExecutor()
     taken = 0
-    for _ in full_frames(share, encoders):
+    for _ in full_frames(replica, encoders):
         taken += 1
         assert encoders.submitted - taken < WINDOW
     assert taken == encoders.submitted == NUMBERS // 10

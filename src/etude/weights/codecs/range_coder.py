@@ -36,7 +36,7 @@ RATE_BITS = 16
 SLOWEST = 255
 """Decisions after which a model stops slowing down: real updates lose less to its forgetting than to its memory."""
 INHERITED = 24
-"""How many decisions of its own an inherited model is worth, see ``inherit``."""
+"""Worth of an inherited model in decisions of its own, see ``inherit``."""
 RATES = ((2 << RATE_BITS) // (2 * np.arange(SLOWEST + 1) + 3)).astype(np.uint32)
 """[256] how far a model moves towards its n-th decision, in units of 2^−16."""
 RATES.setflags(write=False)
@@ -46,8 +46,8 @@ _LOW = np.uint64(0xFFFFFFFF)
 _WORD = np.uint64(WORD_BITS)
 
 
-class Writer(NamedTuple):
-    """What is written so far."""
+class RangeWriter(NamedTuple):
+    """State of writing."""
 
     low: Register
     """Decisions say: the code is at least this, after ``at`` words …"""
@@ -56,21 +56,21 @@ class Writer(NamedTuple):
     at: Register
     pending: Register
     """Plain bits on their way into a word …"""
-    held: Register
+    pending_bits: Register
     """… how many there are …"""
     back: Register
     """… and how many words of them there are already."""
 
 
-class Reader(NamedTuple):
-    """What is read so far; the same fields, but for the first."""
+class RangeReader(NamedTuple):
+    """State of reading; the same fields, but for the first."""
 
     offset: Register
-    """How far the code is above ``low``."""
+    """The distance of the code from ``low``."""
     span: Register
     at: Register
     pending: Register
-    held: Register
+    pending_bits: Register
     back: Register
 
 
@@ -98,15 +98,15 @@ def learn(models: Models, index: Register, one: Register) -> None:
 
 
 @inlined
-def begin_writing() -> Writer:
+def begin_writing() -> RangeWriter:
     """A writer that has written nothing."""
-    return Writer(np.uint64(0), _FULL, np.int64(0), np.uint64(0), np.int64(0), np.int64(0))
+    return RangeWriter(np.uint64(0), _FULL, np.int64(0), np.uint64(0), np.int64(0), np.int64(0))
 
 
 @inlined
-def write(writer: Writer, words: Words, models: Models, index: Register, one: Register) -> Writer:
+def write(writer: RangeWriter, words: Words, models: Models, index: Register, one: Register) -> RangeWriter:
     """Add a decision, 0 or 1, that ``models[index]`` predicts."""
-    low, span, at, pending, held, back = writer
+    low, span, at, pending, pending_bits, back = writer
     bound = (span >> np.uint64(LIKELY_BITS)) * np.uint64(models[index] >> np.uint32(SEEN_BITS))
     learn(models, index, one)
     above = low if one else low + bound
@@ -119,7 +119,7 @@ def write(writer: Writer, words: Words, models: Models, index: Register, one: Re
         at += 1
         low <<= _WORD
         span <<= _WORD
-    return Writer(low, span, at, pending, held, back)
+    return RangeWriter(low, span, at, pending, pending_bits, back)
 
 
 @inlined
@@ -133,26 +133,26 @@ def carry(words: Words, at: Register) -> None:
 
 
 @inlined
-def write_plain(writer: Writer, words: Words, value: Register, width: Register) -> Writer:
+def write_plain(writer: RangeWriter, words: Words, value: Register, width: Register) -> RangeWriter:
     """Add a value below 2^width as it is; at most 32 bits."""
-    low, span, at, pending, held, back = writer
-    pending |= np.uint64(value) << np.uint64(held)
-    held += width
-    if held >= WORD_BITS:
+    low, span, at, pending, pending_bits, back = writer
+    pending |= np.uint64(value) << np.uint64(pending_bits)
+    pending_bits += width
+    if pending_bits >= WORD_BITS:
         back += 1
         words[words.size - back] = np.uint32(pending & _LOW)
-        held -= WORD_BITS
+        pending_bits -= WORD_BITS
         pending >>= _WORD
-    return Writer(low, span, at, pending, held, back)
+    return RangeWriter(low, span, at, pending, pending_bits, back)
 
 
 @inlined
-def finish_writing(writer: Writer, words: Words) -> tuple[Register, Register]:
+def finish_writing(writer: RangeWriter, words: Words) -> tuple[Register, Register]:
     """Settle both ends; returns how many words are used at the front and at the back. What is between is to be cut."""
-    low, _, at, pending, held, back = writer
+    low, _, at, pending, pending_bits, back = writer
     words[at] = np.uint32(low >> _WORD)
     words[at + 1] = np.uint32(low & _LOW)
-    if held:
+    if pending_bits:
         back += 1
         words[words.size - back] = np.uint32(pending)
     return at + 2, back
@@ -165,16 +165,16 @@ def word_at(words: Words, at: Register) -> Register:
 
 
 @inlined
-def begin_reading(words: Words) -> Reader:
+def begin_reading(words: Words) -> RangeReader:
     """A reader that has read nothing."""
     first = word_at(words, 0) << _WORD
-    return Reader(first | word_at(words, 1), _FULL, np.int64(2), np.uint64(0), np.int64(0), np.int64(0))
+    return RangeReader(first | word_at(words, 1), _FULL, np.int64(2), np.uint64(0), np.int64(0), np.int64(0))
 
 
 @inlined
-def read(reader: Reader, words: Words, models: Models, index: Register) -> tuple[Reader, Register]:
+def read(reader: RangeReader, words: Words, models: Models, index: Register) -> tuple[RangeReader, Register]:
     """The next decision, 0 or 1, that ``models[index]`` predicted."""
-    offset, span, at, pending, held, back = reader
+    offset, span, at, pending, pending_bits, back = reader
     bound = (span >> np.uint64(LIKELY_BITS)) * np.uint64(models[index] >> np.uint32(SEEN_BITS))
     one = np.int64(offset < bound)
     span = bound if one else span - bound
@@ -184,22 +184,22 @@ def read(reader: Reader, words: Words, models: Models, index: Register) -> tuple
         offset = (offset << _WORD) | word_at(words, at)
         span <<= _WORD
         at += 1
-    return Reader(offset, span, at, pending, held, back), one
+    return RangeReader(offset, span, at, pending, pending_bits, back), one
 
 
 @inlined
-def read_plain(reader: Reader, words: Words, width: Register) -> tuple[Reader, Register]:
+def read_plain(reader: RangeReader, words: Words, width: Register) -> tuple[RangeReader, Register]:
     """The next plain bits, at most 32."""
-    offset, span, at, pending, held, back = reader
-    if held < width:
+    offset, span, at, pending, pending_bits, back = reader
+    if pending_bits < width:
         back += 1
-        pending |= word_at(words, words.size - back) << np.uint64(held)
-        held += WORD_BITS
+        pending |= word_at(words, words.size - back) << np.uint64(pending_bits)
+        pending_bits += WORD_BITS
     value = pending & ((np.uint64(1) << np.uint64(width)) - np.uint64(1))
-    return Reader(offset, span, at, pending >> np.uint64(width), held - width, back), np.int64(value)
+    return RangeReader(offset, span, at, pending >> np.uint64(width), pending_bits - width, back), np.int64(value)
 
 
 @inlined
-def is_whole(reader: Reader, words: Words) -> bool:
-    """Whether all words were read, none from both ends, and no plain bit is left."""
+def is_whole(reader: RangeReader, words: Words) -> bool:
+    """Return true if all words were read, none from both ends, and no plain bit is left."""
     return bool(reader.at + reader.back == words.size and reader.pending == 0)

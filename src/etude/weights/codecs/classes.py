@@ -2,7 +2,7 @@
 
 An update of an Adam-like optimiser is about as large for small weights as for large ones, but the spacing of floats
 doubles with every exponent. So the chance that a weight changes halves from one exponent to the next larger one, and
-the receiver knows all old exponents. ``classwalk.py`` sorts numbers into 16 classes by old exponent and counts each
+the receiver knows all old exponents. ``class_walk.py`` sorts numbers into 16 classes by old exponent and counts each
 change's gap in numbers of its own class. Inside a class, changes fall like coin tosses: gaps are geometric, and the
 binary digits of a geometric variable are independent. So a gap is a quotient around 1, in unary, two digits below it,
 all decisions with models of their own, and the digits below those, which are nearly fair coins, as plain bits. Steps
@@ -13,42 +13,42 @@ are Elias-gamma codes with modelled length and leading digit, and a plain sign.
 The plain bits of a class begin with how many changes it has and how many digits of its gaps are plain; all of a class
 comes before the next class, and what was learnt in one is the first guess in the next.
 
-This file owns the body of a ``CLASSES`` frame. Bits and models are ``rangecoder.py``'s; headers, digests and the
+This file owns the body of a classes frame. Bits and models are ``range_coder.py``'s; headers, digests and the
 choice of a codec are ``frames.py``'s. Legend: n numbers of a chunk, k changed ones.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import NamedTuple, final
 
 import numpy as np
 
 from etude.errors import DamagedError
 from etude.jit import borrowing, inlined
-from etude.weights.classwalk import (
-    CLASSES,
+from etude.weights.codecs.class_walk import (
+    CLASS_COUNT,
     FAR,
+    ClassCounts,
     Counts,
-    Found,
+    EventList,
     Gaps,
     Grid,
     Pending,
-    Placed,
-    Tally,
+    PlacedChanges,
     find_events,
     find_positions,
     grid_of,
     in_blocks,
     sample_exponents,
 )
-from etude.weights.elements import Element
-from etude.weights.kernels import Positions, Steps, apply_steps, fold_of, readonly
-from etude.weights.rangecoder import (
+from etude.weights.codecs.codec import Changes, CodecCost, Frame, Limits, Segments
+from etude.weights.codecs.gaps import apply_changes
+from etude.weights.codecs.range_coder import (
     Models,
-    Reader,
+    RangeReader,
+    RangeWriter,
     Register,
     Words,
-    Writer,
     begin_reading,
     begin_writing,
     finish_writing,
@@ -60,11 +60,9 @@ from etude.weights.rangecoder import (
     write,
     write_plain,
 )
-from etude.weights.state import Numbers
-from etude.weights.vectors import LANES
-
-Pieces: TypeAlias = Sequence[Numbers]
-"""The numbers of a chunk: arrays of one type, to be read as if they were one."""
+from etude.weights.codecs.streams import Stream
+from etude.weights.kernels import LANES, Positions, Steps, readonly
+from etude.weights.state import Element
 
 MAX_NUMBERS = 1 << 26
 """Largest chunk: what the width below can count."""
@@ -82,7 +80,7 @@ DIGITS = 2
 """Modelled digits of a gap. Another one would save 0.1 % and cost a fifth of the decisions."""
 QUOTIENT_MODELS = 8
 QUOTIENT_LIMIT = 12
-"""What a quotient exceeds this by is spelt out, so that one huge gap among small ones is not a million decisions."""
+"""The excess of a quotient over this is spelt out, so that one huge gap among small ones is not a million decisions."""
 DIGIT_MODEL = QUOTIENT_MODELS
 LENGTH_MODEL = DIGIT_MODEL + DIGITS
 LEADING_MODEL = LENGTH_MODEL + 32
@@ -90,6 +88,8 @@ MODELS = LEADING_MODEL + 32
 
 WORDS_PER_EVENT = 64
 """More than any event takes: 12 + 2 + 33 + 1 decisions and 1 + 27 + 27 + 31 plain bits."""
+MOST_EVENT_BYTES = 1 << 10
+"""Bytes that a change takes at most in a frame, and far more than it does: a bound, not a format."""
 SPARE_WORDS = 128
 """Room for what is not an event: the head of each class, the last words of both ends, and to spare."""
 
@@ -98,101 +98,126 @@ class Events(NamedTuple):
     """Events in order of class, as they are coded."""
 
     counts: Counts
-    """[CLASSES] events of each class."""
+    """[CLASS_COUNT] events of each class."""
     shifts: Counts
-    """[CLASSES] plain digits of its gaps."""
+    """[CLASS_COUNT] plain digits of its gaps."""
     gaps: Gaps
     """[k]"""
     steps: Steps
     """[k]"""
 
 
-def encode_classes(old: Pieces, new: Pieces, element: Element) -> bytes:
+@final
+class ClassesCodec:
+    """Gaps within exponent classes, range-coded: one stream, the body, which only means something beside the base."""
+
+    name = "classes"
+    number = 2
+    is_additive = False
+    cost: CodecCost | None = CodecCost(size_bytes=0.84, seconds=165e-9)
+
+    def supports(self, element: Element) -> bool:
+        """Only floats have exponents."""
+        return element.exponent_bits > 0
+
+    def encode(self, old: Segments, new: Segments, element: Element, changes: Changes) -> tuple[int, Iterable[Stream]]:
+        """See :class:`~etude.weights.codecs.codec.Codec`."""
+        body = encode_classes(old, new, element)
+        return len(changes), [Stream(size=len(body), stored=body)]
+
+    def limits(self, frame: Frame) -> list[Limits]:
+        """See :class:`~etude.weights.codecs.codec.Codec`."""
+        return [(0, MOST_EVENT_BYTES * (frame.changed + 1))]
+
+    def decode(self, frame: Frame, base: Segments | None) -> Changes:
+        """See :class:`~etude.weights.codecs.codec.Codec`; the base is needed."""
+        if base is None:
+            raise ValueError("a classes frame can only be decoded beside the contents that it changes")
+        positions, steps = decode_classes(frame.streams[0].read().data, base, frame.element, frame.changed)
+        return Changes(positions=positions, steps=steps)
+
+    def apply(self, frame: Frame, segments: Segments) -> Positions:
+        """See :class:`~etude.weights.codecs.codec.Codec`."""
+        changes = self.decode(frame, segments)
+        apply_changes(changes, segments, frame.element)
+        return changes.positions
+
+
+def encode_classes(old: Segments, new: Segments, element: Element) -> bytes:
     """The body that turns ``old`` into ``new``.
 
-    Raises ``ValueError`` for types without an exponent, pieces of unequal lengths and more than 2^26 numbers.
+    Raises ``ValueError`` for types without an exponent, segments of unequal lengths and more than 2^26 numbers.
     """
     grid = grid_of(element, top_exponent(old, element))
-    total = sum(len(piece) for piece in old)
-    if [len(piece) for piece in old] != [len(piece) for piece in new] or total > MAX_NUMBERS:
+    total = sum(len(segment) for segment in old)
+    if [len(segment) for segment in old] != [len(segment) for segment in new] or total > MAX_NUMBERS:
         raise ValueError(
-            f"old and new must be pieces of the same lengths with at most {MAX_NUMBERS} numbers; got {total} "
-            f"and {sum(len(piece) for piece in new)} in {len(old)} and {len(new)} pieces"
+            f"old and new must be segments of the same lengths with at most {MAX_NUMBERS} numbers; got {total} "
+            f"and {sum(len(segment) for segment in new)} in {len(old)} and {len(new)} segments"
         )
     return bytes([grid.top]) + coded(events_between(old, new, grid))
 
 
-def decode_classes(body: memoryview, base: Pieces, element: Element, changed: int) -> tuple[Positions, Steps]:
+def decode_classes(body: memoryview, base: Segments, element: Element, changed: int) -> tuple[Positions, Steps]:
     """The k = ``changed`` changes that a body makes to ``base``, which is only read: positions and steps.
 
     Raises ``DamagedError`` if the body is not what ``encode_classes`` makes for such a base.
     """
-    total = sum(len(piece) for piece in base)
+    total = sum(len(segment) for segment in base)
     if not 0 <= changed <= total:
         raise DamagedError(f"a frame of {total} numbers claims {changed} changes; fetch it again")
     if len(body) % 4 != 1:
-        raise DamagedError(f"a CLASSES body of {len(body)} bytes is cut off; fetch it again")
+        raise DamagedError(f"a classes body of {len(body)} bytes is cut off; fetch it again")
     words = np.frombuffer(bytes(body[1:]), "<u4")
-    events = Events(np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64), *_room(changed))
+    events = Events(np.zeros(CLASS_COUNT, np.int64), np.zeros(CLASS_COUNT, np.int64), *_room(changed))
     if not decode_events(words, fresh_models(MODELS), events, element.mantissa_bits + element.exponent_bits, total):
-        raise DamagedError(f"the words of a CLASSES body of {len(body)} bytes are no events; fetch it again")
-    placed = Placed(*_room(changed), np.zeros(1, np.int64))
-    found = locate(events, base, grid_of(element, body[0]), placed)
-    if found != changed:
+        raise DamagedError(f"the words of a classes body of {len(body)} bytes are no events; fetch it again")
+    placed = PlacedChanges(*_room(changed), np.zeros(1, np.int64))
+    located = locate(events, base, grid_of(element, body[0]), placed)
+    if located != changed:
         raise DamagedError(
-            f"only {found} of {changed} changes lie inside the {total} numbers; is the base another one?"
+            f"only {located} of {changed} changes lie inside the {total} numbers; is the base another one?"
         )
     return placed.positions, placed.steps
 
 
-def apply_classes(body: memoryview, pieces: Pieces, element: Element, changed: int) -> Positions:
-    """Make the k = ``changed`` changes of a body in place; return their positions.
-
-    Raises ``DamagedError`` like ``decode_classes``, and nothing is written then.
-    """
-    positions, steps = decode_classes(body, pieces, element, changed)
-    start = 0
-    for piece, first, last in _cut(positions, pieces):
-        apply_steps(piece, start, positions[first:last], steps[first:last], fold_of(element))
-        start += len(piece)
-    return positions
-
-
-def top_exponent(pieces: Pieces, element: Element) -> int:
+def top_exponent(segments: Segments, element: Element) -> int:
     """The largest exponent that at least 2 % of a sample reach."""
     histogram = np.zeros(256, np.int64)
-    stride = max(1, sum(len(piece) for piece in pieces) // SAMPLE)
-    for piece in pieces:
-        sample_exponents(readonly(piece), stride, grid_of(element, 0), histogram)
+    stride = max(1, sum(len(segment) for segment in segments) // SAMPLE)
+    for segment in segments:
+        sample_exponents(readonly(segment), stride, grid_of(element, 0), histogram)
     reached = histogram[::-1].cumsum()[::-1]
     return int(np.flatnonzero(reached >= max(1.0, TOP_SHARE * reached[0]))[-1]) if reached[0] else 0
 
 
-def events_between(old: Pieces, new: Pieces, grid: Grid) -> Events:
+def events_between(old: Segments, new: Segments, grid: Grid) -> Events:
     """All events of a chunk, sorted by class.
 
     Reserves room for every number to have changed; the system gives memory only for what is written.
     """
-    total = sum(len(piece) for piece in old)
-    found = Found(np.empty(total, np.uint8), *_room(total), np.zeros(1, np.int64))
-    tally = Tally(np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64), np.empty(CLASSES, np.uint64))
+    total = sum(len(segment) for segment in old)
+    located = EventList(np.empty(total, np.uint8), *_room(total), np.zeros(1, np.int64))
+    tally = ClassCounts(
+        np.zeros(CLASS_COUNT, np.int64), np.zeros(CLASS_COUNT, np.int64), np.empty(CLASS_COUNT, np.uint64)
+    )
     for before, after in zip(old, new, strict=True):
         for (old_part, length), (new_part, _) in zip(in_blocks(before), in_blocks(after), strict=True):
-            find_events(old_part, new_part, length, grid, tally, found)
-    count = int(found.counter[0])
-    counts = np.bincount(found.classes[:count], minlength=CLASSES).astype(np.int64)
-    events = Events(counts, np.zeros(CLASSES, np.int64), *_room(count))
-    sort_by_class(found, counts.cumsum() - counts, events)
+            find_events(old_part, new_part, length, grid, tally, located)
+    count = int(located.counter[0])
+    counts = np.bincount(located.classes[:count], minlength=CLASS_COUNT).astype(np.int64)
+    events = Events(counts, np.zeros(CLASS_COUNT, np.int64), *_room(count))
+    sort_by_class(located, counts.cumsum() - counts, events)
     return events._replace(shifts=_shifts(events))
 
 
 def _shifts(events: Events) -> Counts:
-    """[CLASSES] digits of each class's gaps to leave plain: so many that the quotient is around 1.
+    """[CLASS_COUNT] digits of each class's gaps to leave plain: so many that the quotient is around 1.
 
     Goes by the mean logarithm of some gaps, so that a few huge ones count little; for a geometric variable, the
     logarithm of its mean is larger by γ / ln 2.
     """
-    shifts = np.zeros(CLASSES, np.int64)
+    shifts = np.zeros(CLASS_COUNT, np.int64)
     ends = events.counts.cumsum()
     for each in np.flatnonzero(events.counts).tolist():
         count = int(events.counts[each])
@@ -216,36 +241,27 @@ def coded(events: Events, words_per_event: int = 1) -> bytes:
         words_per_event = 4 * words_per_event + 1
 
 
-def locate(events: Events, base: Pieces, grid: Grid, placed: Placed) -> int:
+def locate(events: Events, base: Segments, grid: Grid, placed: PlacedChanges) -> int:
     """Put the changes that events make to a base where they go; return how many of them lie inside."""
     ends = events.counts.cumsum()
     following = ends - events.counts
-    remaining = np.full(CLASSES, FAR, np.int64)
+    remaining = np.full(CLASS_COUNT, FAR, np.int64)
     present = np.flatnonzero(events.counts)
     remaining[present] = events.gaps[following[present]]
-    room = np.empty(CLASSES, np.uint64), np.empty(LANES, np.int32)
+    room = np.empty(CLASS_COUNT, np.uint64), np.empty(LANES, np.int32)
     pending = Pending(events.gaps, events.steps, following, ends, remaining, *room)
     start = 0
-    for piece in base:
-        for part, length in in_blocks(piece):
+    for segment in base:
+        for part, length in in_blocks(segment):
             find_positions(part, start, length, grid, pending, placed)
             start += length
     return int(placed.counter[0])
 
 
-def _cut(positions: Positions, pieces: Pieces) -> Iterator[tuple[Numbers, int, int]]:
-    """Each piece and the range of changes that lie in it."""
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    first = 0
-    for piece, last in zip(pieces, np.searchsorted(positions, ends).tolist(), strict=True):
-        yield piece, first, last
-        first = last
-
-
 @borrowing
-def sort_by_class(found: Found, places: Counts, events: Events) -> None:
+def sort_by_class(located: EventList, places: Counts, events: Events) -> None:
     """Order of position → order of class, and of position within each, from where ``places`` says that each begins."""
-    classes, gaps, steps, _ = found
+    classes, gaps, steps, _ = located
     _, _, sorted_gaps, sorted_steps = events
     for event in range(len(sorted_gaps)):
         place = places[classes[event]]
@@ -260,7 +276,7 @@ def encode_events(events: Events, models: Models, words: Words) -> tuple[int, in
     counts, shifts, gaps, steps = events
     writer = begin_writing()
     event = 0
-    for each in range(CLASSES):
+    for each in range(CLASS_COUNT):
         writer = write_plain(writer, words, counts[each], COUNT_BITS)
         writer = write_plain(writer, words, shifts[each], SHIFT_BITS)
         inherit(models)
@@ -282,7 +298,7 @@ def decode_events(words: Words, models: Models, events: Events, sign_bit: int, t
     counts, shifts, gaps, steps = events
     reader = begin_reading(words)
     event = 0
-    for each in range(CLASSES):
+    for each in range(CLASS_COUNT):
         reader, counts[each] = read_plain(reader, words, COUNT_BITS)
         reader, shifts[each] = read_plain(reader, words, SHIFT_BITS)
         if counts[each] > gaps.size - event or shifts[each] > COUNT_BITS - DIGITS:
@@ -302,7 +318,7 @@ def decode_events(words: Words, models: Models, events: Events, sign_bit: int, t
 
 
 @inlined
-def _write_gap(writer: Writer, words: Words, models: Models, gap: Register, shift: Register) -> Writer:
+def _write_gap(writer: RangeWriter, words: Words, models: Models, gap: Register, shift: Register) -> RangeWriter:
     """A gap is (quotient · 4 + digits) · 2^shift + plain bits."""
     quotient = gap >> (shift + DIGITS)
     count = 0
@@ -320,7 +336,7 @@ def _write_gap(writer: Writer, words: Words, models: Models, gap: Register, shif
 
 
 @inlined
-def _read_gap(reader: Reader, words: Words, models: Models, shift: Register) -> tuple[Reader, Register]:
+def _read_gap(reader: RangeReader, words: Words, models: Models, shift: Register) -> tuple[RangeReader, Register]:
     """The inverse of ``_write_gap``."""
     quotient = np.int64(0)
     while quotient < QUOTIENT_LIMIT:
@@ -340,7 +356,7 @@ def _read_gap(reader: Reader, words: Words, models: Models, shift: Register) -> 
 
 
 @inlined
-def _write_step(writer: Writer, words: Words, models: Models, step: Register) -> Writer:
+def _write_step(writer: RangeWriter, words: Words, models: Models, step: Register) -> RangeWriter:
     """A sign, then how many bits the size has after its first one, then these bits."""
     size = abs(step)
     writer = write_plain(writer, words, step < 0, 1)
@@ -356,7 +372,7 @@ def _write_step(writer: Writer, words: Words, models: Models, step: Register) ->
 
 
 @inlined
-def _read_step(reader: Reader, words: Words, models: Models, sign_bit: Register) -> tuple[Reader, Register]:
+def _read_step(reader: RangeReader, words: Words, models: Models, sign_bit: Register) -> tuple[RangeReader, Register]:
     """The inverse of ``_write_step``; 0 for a step that no number of this width can make."""
     reader, is_negative = read_plain(reader, words, 1)
     length = 0
@@ -371,3 +387,6 @@ def _read_step(reader: Reader, words: Words, models: Models, sign_bit: Register)
         size |= (leading << (length - 1)) | rest
     is_possible = size - is_negative < np.int64(1) << sign_bit
     return reader, (-size if is_negative else size) if is_possible else 0
+
+
+CLASSES = ClassesCodec()

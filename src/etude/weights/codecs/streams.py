@@ -21,11 +21,11 @@ from etude.weights.kernels import readonly
 from etude.weights.state import Bytes1d, Numbers
 
 _PROBE_BYTES = 1 << 16
-"""How much of a long stream is compressed to see whether the rest is worth it."""
+"""Bytes of a long stream that are compressed to see whether the rest is worth it."""
 _LONG_BYTES = 1 << 18
-"""What counts as long."""
+"""Bytes from which a stream is long."""
 _WORTHWHILE = 0.98
-"""Streams that shrink less are stored as they are: that is faster for everybody."""
+"""Streams that shrink less are stored as they are: that is faster on both ends."""
 _MAX_RATIO = 1 << 15
 """No zstd frame expands further: a block holds at most 128 KiB and takes at least 4 bytes (RFC 8878, 3.1.1.2)."""
 
@@ -72,7 +72,7 @@ class Stream:
 
 
 class _Scratch(threading.local):
-    """What a thread uses again and again; an array is only good until the next one of its name is taken."""
+    """Memory that a thread uses again and again; an array is only good until the next one of its name is taken."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple[str, type[Any]], npt.NDArray[Any]] = {}

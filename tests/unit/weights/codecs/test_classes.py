@@ -7,20 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import DamagedError
-from etude.weights.classes import (
-    apply_classes,
+from etude.weights.codecs.class_walk import CLASS_COUNT, grid_of
+from etude.weights.codecs.classes import (
     coded,
     decode_classes,
     encode_classes,
     events_between,
     top_exponent,
 )
-from etude.weights.classwalk import CLASSES, grid_of
-from etude.weights.elements import ELEMENTS, Element
-from etude.weights.state import NUMBER_TYPES, Numbers
+from etude.weights.codecs.codec import Changes, Segments
+from etude.weights.codecs.gaps import apply_changes
+from etude.weights.kernels import Positions
+from etude.weights.state import ELEMENTS, NUMBER_TYPES, Element, Numbers
 
 FLOATS = ("F8_E4M3", "F8_E5M2", "F16", "BF16", "F32")
 """One type of each shape; C64 is F32 twice."""
+
+
+def apply_body(body: bytes, segments: Segments, element: Element, changed: int) -> Positions:
+    positions, steps = decode_classes(memoryview(body), segments, element, changed)
+    apply_changes(Changes(positions=positions, steps=steps), segments, element)
+    return positions
 
 
 def numbers_of(element: Element, bits: npt.NDArray[np.integer] | list[int]) -> Numbers:
@@ -46,7 +53,7 @@ def steps_between(old: Numbers, new: Numbers) -> npt.NDArray[np.int64]:
 
 
 def cut(numbers: Numbers, cuts: list[int]) -> list[Numbers]:
-    return [piece.copy() for piece in np.split(numbers, sorted(cuts))]
+    return [segment.copy() for segment in np.split(numbers, sorted(cuts))]
 
 
 def assert_round_trip(old: list[Numbers], new: list[Numbers], element: Element) -> bytes:
@@ -57,10 +64,10 @@ def assert_round_trip(old: list[Numbers], new: list[Numbers], element: Element) 
     np.testing.assert_array_equal(np.concatenate(old), before)
     np.testing.assert_array_equal(positions, expected)
     np.testing.assert_array_equal(steps, steps_between(before, after)[expected])
-    pieces = [piece.copy() for piece in old]
-    np.testing.assert_array_equal(apply_classes(memoryview(body), pieces, element, len(expected)), expected)
-    for piece, target in zip(pieces, new, strict=True):
-        np.testing.assert_array_equal(piece, target)
+    segments = [segment.copy() for segment in old]
+    np.testing.assert_array_equal(apply_body(body, segments, element, len(expected)), expected)
+    for segment, target in zip(segments, new, strict=True):
+        np.testing.assert_array_equal(segment, target)
     return body
 
 
@@ -127,7 +134,7 @@ def test_all_pairs_of_special_numbers_come_back(name: str) -> None:
 
 
 @given(st.data())
-def test_any_change_of_any_pieces_comes_back(data: st.DataObject) -> None:
+def test_any_change_of_any_segments_comes_back(data: st.DataObject) -> None:
     element = ELEMENTS[data.draw(st.sampled_from(FLOATS))]
     count = data.draw(st.integers(0, 400))
     cuts = data.draw(st.lists(st.integers(0, count), max_size=5))
@@ -189,7 +196,7 @@ def test_events_count_gaps_in_their_own_class() -> None:
     old = np.array([large, small, small, large, large, small, large], np.uint16)
     new = old + np.array([0, 1, 0, 0, 2, 1, 1], np.uint16)
     events = events_between([old[:3], old[3:]], [new[:3], new[3:]], grid_of(element, 0x7F))
-    assert events.counts.tolist() == [2, 0, 2] + [0] * (CLASSES - 3)
+    assert events.counts.tolist() == [2, 0, 2] + [0] * (CLASS_COUNT - 3)
     assert events.gaps.tolist() == [2, 0, 0, 1]
     assert events.steps.tolist() == [2, 1, 1, 1]
 
@@ -197,12 +204,12 @@ def test_events_count_gaps_in_their_own_class() -> None:
 @pytest.mark.parametrize("name", ["U8", "I32", "F64", "BOOL"])
 def test_integers_are_refused(name: str) -> None:
     element = ELEMENTS[name]
-    pieces = [noise(element, 8, 0)]
+    segments = [noise(element, 8, 0)]
     with pytest.raises(ValueError, match="no exponent"):
-        encode_classes(pieces, pieces, element)
+        encode_classes(segments, segments, element)
 
 
-def test_pieces_of_different_lengths_are_refused() -> None:
+def test_segments_of_different_lengths_are_refused() -> None:
     old, new = updated(128, 1e-3)
     with pytest.raises(ValueError, match="same lengths"):
         encode_classes([old], [new[:64], new[64:]], ELEMENTS["BF16"])
@@ -210,13 +217,13 @@ def test_pieces_of_different_lengths_are_refused() -> None:
 
 def attempt(body: bytes, old: Numbers, changed: int) -> "Numbers | None":
     """What a body makes of a base, or nothing if it is refused; the base must then be what it was."""
-    pieces = cut(old, [100])
+    segments = cut(old, [100])
     try:
-        positions = apply_classes(memoryview(body), pieces, ELEMENTS["BF16"], changed)
+        positions = apply_body(body, segments, ELEMENTS["BF16"], changed)
     except DamagedError:
-        np.testing.assert_array_equal(np.concatenate(pieces), old)
+        np.testing.assert_array_equal(np.concatenate(segments), old)
         return None
-    new = np.concatenate(pieces)
+    new = np.concatenate(segments)
     np.testing.assert_array_equal(positions, np.flatnonzero(new != old))
     return new
 

@@ -6,7 +6,7 @@ beforehand, by number, so that every run with the same calls fails in the same p
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum
 from threading import Lock
 from typing import TypeVar, final
@@ -77,10 +77,6 @@ class FaultyStore:
     def get(self, key: str) -> bytes | None:
         """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
         return self._call("get", key, lambda: self._inner.get(key))
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> "list[bytes] | None":
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
-        return self._call("get_ranges", key, lambda: self._inner.get_ranges(key, ranges))
 
     def exists(self, key: str) -> bool:
         """As :class:`~etude.weights.store.ObjectStore`, or a failure."""

@@ -3,13 +3,13 @@
 from etude.weights.store import ObjectEntry, ObjectStore
 
 
-class ClockedStore:
+class FakeClockStore:
     """A memory store that lives in the seconds of ``now_s``."""
 
     def __init__(self, now_s: float = 1e9) -> None:
         inner = ObjectStore("memory://")
         self.url = inner.url
-        self.get, self.get_ranges, self.exists, self.list = inner.get, inner.get_ranges, inner.exists, inner.list
+        self.get, self.exists, self.list = inner.get, inner.exists, inner.list
         self.delete = inner.delete
         self.now_s = now_s
         self._inner = inner

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.jit import borrowing
-from etude.weights.rangecoder import (
+from etude.weights.codecs.range_coder import (
     LIKELY_BITS,
     SEEN_BITS,
     Models,
@@ -70,7 +70,7 @@ def inherit_models(models: Models) -> None:
     inherit(models)
 
 
-def decisions(ones: npt.NDArray[np.bool_], index: int = 0) -> Script:
+def symbols(ones: npt.NDArray[np.bool_], index: int = 0) -> Script:
     script = np.zeros((len(ones), 3), np.int64)
     script[:, 1] = ones
     script[:, 2] = index
@@ -117,14 +117,14 @@ def models_of(probabilities: list[float]) -> Models:
 @pytest.mark.parametrize("probability", [0.0, 0.003, 0.5, 0.9, 1.0])
 def test_words_equal_those_of_exact_arithmetic(probability: float) -> None:
     random = np.random.default_rng(7)
-    script = decisions(random.random(3000) < probability)
+    script = symbols(random.random(3000) < probability)
     words, _ = exact(script, fresh_models(1))
     assert written(script, fresh_models(1)).tolist() == words
 
 
 def test_exact_arithmetic_has_carried_in_such_a_script() -> None:
     random = np.random.default_rng(7)
-    script = decisions(random.random(3000) < 0.5)
+    script = symbols(random.random(3000) < 0.5)
     _, carries = exact(script, fresh_models(1))
     assert carries > 0
     assert_round_trip(script, fresh_models(1))
@@ -140,7 +140,7 @@ def test_a_carry_runs_through_words_that_are_full() -> None:
 @pytest.mark.parametrize("actual", [False, True])
 def test_certain_models_survive_surprises(expected: float, actual: bool) -> None:
     models = models_of([expected] * 500)
-    script = decisions(np.full(500, actual))
+    script = symbols(np.full(500, actual))
     script[:, 2] = np.arange(500)
     words = assert_round_trip(script, models)
     bits = 500 * 16 if bool(expected) != actual else 1
@@ -148,7 +148,7 @@ def test_certain_models_survive_surprises(expected: float, actual: bool) -> None
 
 
 @given(st.data())
-def test_any_mixture_of_decisions_and_plain_bits_comes_back(data: st.DataObject) -> None:
+def test_any_mixture_of_modelled_and_plain_bits_comes_back(data: st.DataObject) -> None:
     probabilities = data.draw(st.lists(st.floats(0, 1), min_size=1, max_size=4))
     index = st.integers(0, len(probabilities) - 1)
     decision = st.tuples(st.just(0), st.integers(0, 1), index)
@@ -158,38 +158,38 @@ def test_any_mixture_of_decisions_and_plain_bits_comes_back(data: st.DataObject)
 
 
 @pytest.mark.parametrize("probability", [0.001, 0.02, 0.3, 0.5])
-def test_decisions_cost_their_entropy(probability: float) -> None:
+def test_modelled_bits_cost_their_entropy(probability: float) -> None:
     """And what forgetting costs: a rate r makes a model waver by r / (2 ln 2) bits a decision, here 0.0028."""
     ones = np.random.default_rng(3).random(200_000) < probability
     share = float(ones.mean())
     bits = -len(ones) * (share * math.log2(share) + (1 - share) * math.log2(1 - share))
-    assert 32 * len(assert_round_trip(decisions(ones), fresh_models(1))) < bits + 0.003 * len(ones) + 100
+    assert 32 * len(assert_round_trip(symbols(ones), fresh_models(1))) < bits + 0.003 * len(ones) + 100
 
 
 def test_a_model_learns_fast_and_then_follows_a_change() -> None:
     models = fresh_models(1)
-    learn_from(models, decisions(np.ones(8, np.bool_)))
+    learn_from(models, symbols(np.ones(8, np.bool_)))
     assert models[0] >> SEEN_BITS > 0.9 * 2**LIKELY_BITS
-    learn_from(models, decisions(np.ones(5000, np.bool_)))
-    learn_from(models, decisions(np.zeros(2000, np.bool_)))
+    learn_from(models, symbols(np.ones(5000, np.bool_)))
+    learn_from(models, symbols(np.zeros(2000, np.bool_)))
     assert models[0] >> SEEN_BITS < 0.01 * 2**LIKELY_BITS
 
 
 def test_an_inherited_model_keeps_its_probability_and_learns_faster() -> None:
     models = fresh_models(2)
-    learn_from(models, decisions(np.ones(1000, np.bool_), index=1))
+    learn_from(models, symbols(np.ones(1000, np.bool_), index=1))
     heir = models.copy()
     inherit_models(heir)
     np.testing.assert_array_equal(heir >> SEEN_BITS, models >> SEEN_BITS)
     for some in (models, heir):
-        learn_from(some, decisions(np.zeros(10, np.bool_), index=1))
+        learn_from(some, symbols(np.zeros(10, np.bool_), index=1))
     assert heir[1] < models[1]
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(0, 300))
 def test_reading_anything_ends_and_knows_when_it_was_not_written_so(noise: list[int], count: int) -> None:
     words = np.array(noise, np.uint32)
-    script = decisions(np.zeros(count, np.bool_))
+    script = symbols(np.zeros(count, np.bool_))
     script[::3, 0] = 11
     values = script.copy()
     if read_script(script, fresh_models(1), words, values):
@@ -198,6 +198,6 @@ def test_reading_anything_ends_and_knows_when_it_was_not_written_so(noise: list[
 
 @pytest.mark.parametrize("drop", [slice(1, None), slice(None, -1)])
 def test_missing_words_are_noticed(drop: slice) -> None:
-    script = decisions(np.random.default_rng(1).random(500) < 0.5)
+    script = symbols(np.random.default_rng(1).random(500) < 0.5)
     words = written(script, fresh_models(1))[drop]
     assert not read_script(script, fresh_models(1), np.ascontiguousarray(words), script.copy())

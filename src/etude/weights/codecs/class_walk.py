@@ -16,19 +16,27 @@ from llvmlite import ir
 from numba import types
 
 from etude.jit import borrowing, inlined, vector
-from etude.weights.elements import Element
-from etude.weights.kernels import Positions, Steps, fold_of, readonly, step_between
-from etude.weights.state import Numbers
-from etude.weights.vectors import LANES, popcount, trailing_zeros, unequal
+from etude.weights.kernels import (
+    LANES,
+    Positions,
+    Steps,
+    fold_of,
+    popcount,
+    readonly,
+    step_between,
+    trailing_zeros,
+    unequal,
+)
+from etude.weights.state import Element, Numbers
 
 Counts: TypeAlias = npt.NDArray[np.int64]
-"""[CLASSES] one number per class."""
+"""[CLASS_COUNT] one number per class."""
 Masks: TypeAlias = npt.NDArray[np.uint64]
-"""[CLASSES] bit j of mask c: number j of a block is in class c."""
+"""[CLASS_COUNT] bit j of mask c: number j of a block is in class c."""
 Gaps: TypeAlias = npt.NDArray[np.uint32]
 """[k] numbers of the same class between an event and the one before."""
 
-CLASSES = 16
+CLASS_COUNT = 16
 """Down to 2^−15 of the top: what is smaller changes nearly always, and is one class."""
 FAR = 1 << 40
 """Numbers of a class until its next event when there is none."""
@@ -37,7 +45,7 @@ _ONE = np.uint64(1)
 
 
 class Grid(NamedTuple):
-    """How numbers fall into classes."""
+    """The classes of the numbers of a type."""
 
     top: int
     """Class 0 has this exponent or a larger one."""
@@ -48,17 +56,17 @@ class Grid(NamedTuple):
     """See ``kernels.py``."""
 
 
-class Tally(NamedTuple):
-    """Where a walk is in each class, and room for the masks of a block."""
+class ClassCounts(NamedTuple):
+    """Position of a walk in each class, and room for the masks of a block."""
 
     passed: Counts
-    """[CLASSES] numbers of each class so far."""
+    """[CLASS_COUNT] numbers of each class so far."""
     settled: Counts
-    """[CLASSES] how many of them up to the last event of the class."""
+    """[CLASS_COUNT] how many of them up to the last event of the class."""
     masks: Masks
 
 
-class Found(NamedTuple):
+class EventList(NamedTuple):
     """Events in order of position. Each array has room for every number to have changed."""
 
     classes: npt.NDArray[np.uint8]
@@ -76,18 +84,18 @@ class Pending(NamedTuple):
     steps: Steps
     """[k]"""
     following: Counts
-    """[CLASSES] index of the next event of each class."""
+    """[CLASS_COUNT] index of the next event of each class."""
     ends: Counts
-    """[CLASSES] index after its last event."""
+    """[CLASS_COUNT] index after its last event."""
     remaining: Counts
-    """[CLASSES] numbers of the class from here up to its next event, ``FAR`` if there is none."""
+    """[CLASS_COUNT] numbers of the class from here up to its next event, ``FAR`` if there is none."""
     masks: Masks
     """Room for the masks of a block."""
     steps_of_block: Steps
     """[LANES] room for its steps."""
 
 
-class Placed(NamedTuple):
+class PlacedChanges(NamedTuple):
     """Changes in order of position, as a walk to positions finds them."""
 
     positions: Positions
@@ -99,9 +107,9 @@ class Placed(NamedTuple):
 
 
 def grid_of(element: Element, top: int) -> Grid:
-    """How numbers of a type fall into classes. Raises ``ValueError`` for types without an exponent."""
+    """The classes of the numbers of a type. Raises ``ValueError`` for types without an exponent."""
     if not element.exponent_bits:
-        raise ValueError(f"{element.name} has no exponent to tell classes by; encode it with Codec.GAPS")
+        raise ValueError(f"{element.name} has no exponent to tell classes by; encode it with gaps")
     return Grid(top, element.mantissa_bits, (1 << element.exponent_bits) - 1, fold_of(element))
 
 
@@ -117,7 +125,7 @@ def class_masks(_context: Any, array: Any, offset: Any, grid: Any, masks: Any) -
         fields = [builder.extract_value(arguments[2], place) for place in range(3)]
         classes = _classes(context, builder, signature.args[0], arguments[:2], fields)
         place = context.make_array(signature.args[3])(context, builder, arguments[3]).data
-        for number in range(CLASSES):
+        for number in range(CLASS_COUNT):
             members = builder.icmp_unsigned("==", classes, _constant(classes.type, number))
             builder.store(builder.bitcast(members, ir.IntType(64)), builder.gep(place, [ir.IntType(64)(number)]))
         return context.get_dummy_value()
@@ -126,7 +134,7 @@ def class_masks(_context: Any, array: Any, offset: Any, grid: Any, masks: Any) -
 
 
 def _classes(context: Any, builder: Any, array_type: Any, where: Any, fields: Any) -> Any:
-    """<64 x i8>: clip(top − exponent, 0, CLASSES − 1)."""
+    """<64 x i8>: clip(top − exponent, 0, CLASS_COUNT − 1)."""
     number = ir.IntType(array_type.dtype.bitwidth)
     lanes = ir.VectorType(ir.IntType(8), LANES)
     data = context.make_array(array_type)(context, builder, where[0]).data
@@ -137,13 +145,13 @@ def _classes(context: Any, builder: Any, array_type: Any, where: Any, fields: An
     exponents = shifted if number.width == 8 else builder.trunc(shifted, lanes)
     exponents = builder.and_(exponents, _splat(builder, _resized(builder, exponent_mask, lanes.element), lanes))
     tops = _splat(builder, _resized(builder, top, lanes.element), lanes)
-    zero, last = _constant(lanes, 0), _constant(lanes, CLASSES - 1)
+    zero, last = _constant(lanes, 0), _constant(lanes, CLASS_COUNT - 1)
     below = builder.select(builder.icmp_unsigned(">", exponents, tops), zero, builder.sub(tops, exponents))
     return builder.select(builder.icmp_unsigned(">", below, last), last, below)
 
 
-def _resized(builder: Any, number: Any, wanted: Any) -> Any:
-    return number if number.type == wanted else builder.trunc(number, wanted)
+def _resized(builder: Any, number: Any, kind: Any) -> Any:
+    return number if number.type == kind else builder.trunc(number, kind)
 
 
 def _splat(builder: Any, number: Any, vector: Any) -> Any:
@@ -175,10 +183,10 @@ def in_blocks(numbers: Numbers) -> Iterator[tuple[Numbers, int]]:
 
 
 @borrowing
-def find_events(old: Numbers, new: Numbers, length: int, grid: Grid, tally: Tally, found: Found) -> None:
+def find_events(old: Numbers, new: Numbers, length: int, grid: Grid, counters: ClassCounts, events: EventList) -> None:
     """Append the events of two arrays of whole blocks, of which ``length`` numbers count."""
-    passed, settled, masks = tally
-    classes, gaps, steps, counter = found
+    passed, settled, masks = counters
+    classes, gaps, steps, counter = events
     count = counter[0]
     shift = 64 - 8 * new.itemsize
     for block in range(0, length, LANES):
@@ -196,16 +204,18 @@ def find_events(old: Numbers, new: Numbers, length: int, grid: Grid, tally: Tall
             steps[count] = step_between(old[i], new[i], grid.fold, shift)
             settled[own] = rank + 1
             count += 1
-        for each in range(CLASSES):
+        for each in range(CLASS_COUNT):
             passed[each] += popcount(masks[each])
     counter[0] = count
 
 
 @borrowing
-def find_positions(numbers: Numbers, start: int, length: int, grid: Grid, pending: Pending, placed: Placed) -> None:
+def find_positions(
+    numbers: Numbers, start: int, length: int, grid: Grid, pending: Pending, placed: PlacedChanges
+) -> None:
     """Append the positions of the events that are in an array of whole blocks, of which ``length`` numbers count.
 
-    ``start`` is the position of its first number. Never more are found than there are events.
+    ``start`` is the position of its first number. Never more are events than there are events.
     """
     gaps, steps, following, ends, remaining, masks, steps_of_block = pending
     positions, steps_by_position, counter = placed
@@ -243,12 +253,12 @@ def find_positions(numbers: Numbers, start: int, length: int, grid: Grid, pendin
 def _advance(remaining: Counts, masks: Masks) -> Any:
     """Pass a block; return, as a mask of classes, those whose next event is in it."""
     signs = np.int64(0)
-    for each in range(CLASSES):
+    for each in range(CLASS_COUNT):
         remaining[each] -= popcount(masks[each])
         signs |= remaining[each]
     due = np.uint64(0)
     if signs < 0:
-        for each in range(CLASSES):
+        for each in range(CLASS_COUNT):
             due |= np.uint64(remaining[each] < 0) << np.uint64(each)
     return due
 
@@ -276,12 +286,12 @@ def _below(lane: int) -> Any:
 @inlined
 def _class_of(number: Any, grid: Grid) -> Any:
     exponent = (np.int64(number) >> grid.mantissa_bits) & grid.exponent_mask
-    return min(max(grid.top - exponent, 0), CLASSES - 1)
+    return min(max(grid.top - exponent, 0), CLASS_COUNT - 1)
 
 
 @inlined
 def _clear_padding(masks: Masks, size: int) -> None:
     """Leave only the first ``size`` numbers of a block in any class."""
     if size < LANES:
-        for each in range(CLASSES):
+        for each in range(CLASS_COUNT):
             masks[each] &= _below(size)

@@ -13,7 +13,7 @@ PERIOD = 50
 """Each number changes once in so many versions, hence every version changes one in so many numbers."""
 
 
-def drifting(version: int, rows: int = 40, columns: int = 24) -> dict[str, StoredTensor]:
+def synthetic_version(version: int, rows: int = 40, columns: int = 24) -> dict[str, StoredTensor]:
     """The weights of a version: tensors of most kinds, all bit patterns among them, one a single number, one empty."""
     shapes = {"BF16": (rows, columns), "F32": (rows, 4), "F8_E4M3": (columns, rows), "I8": (rows,), "F64": (2, 3)}
     state = {f"layer.{dtype.lower()}": _drifted(dtype, shape, version) for dtype, shape in shapes.items()}
