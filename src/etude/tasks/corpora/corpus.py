@@ -1,9 +1,9 @@
 """Corpora of mid-training made by étude: the standard library, clean domain code and imperfect sessions.
 
 Each kind is a :class:`~etude.tasks.corpora.mixture.Source`, endless and decided by the seed: document *n* is made from
-a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its :class:`Practice`.
-Both sides of the hold-out are here; a practice draws from one side only, and modules of the standard library are held
-out whole.
+a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its
+:class:`Demonstrations`. Both sides of the hold-out are here; a practice draws from one side only, and modules of the
+standard library are held out whole.
 """
 
 import sysconfig

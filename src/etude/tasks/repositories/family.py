@@ -2,10 +2,10 @@
 
     fix clamp in src/humanize/number.py 523        its code begins at line 523, behind the docstring
 
-Also what such a model learns the craft from (:class:`RepairPractice`): right functions, and sessions of an agent that
-repairs fresh bugs in them, often badly. Whole functions are held out with all that was made of them: their code is in
-no document, neither asked about nor seen around another one. Owns the wording; the tasks themselves and their grading
-are what they were.
+Also what such a model learns the craft from (:class:`RepairDemonstrations`): right functions, and sessions of an agent
+that repairs fresh bugs in them, often badly. Whole functions are held out with all that was made of them: their code is
+in no document, neither asked about nor seen around another one. Owns the wording; the tasks themselves and their
+grading are what they were.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
