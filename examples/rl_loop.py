@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.config.imitation import MidtrainConfig, TranscriptConfig
+from etude.config.imitation import MidtrainConfig
 from etude.config.inference import EngineConfig
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import HarnessConfig
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.config.training import LossConfig, ModelConfig
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.harnesses import tools
@@ -48,7 +48,7 @@ HELDOUT_TASKS = 64
 LEARNING_RATE = 5e-4
 PASS_TOKENS = 8_000
 
-TASKS = TaskConfig(kinds=("arith",))
+TASKS = BugfixOptions(kinds=("arith",))
 MIDTRAIN = MidtrainConfig(tokens=700_000, batch_tokens=2_000)
 HARNESS = HarnessConfig(max_turns=6)
 ENGINE = EngineConfig(max_running=64, max_length=512)
@@ -139,12 +139,12 @@ def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -
 
 def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
-    practice = BugfixDemonstrations(family, TranscriptConfig())
-    chat = ChatTemplate.train(tokenizer_texts(practice, SEED), vocab_size=512)
+    demonstrations = BugfixDemonstrations(family, BugfixOptions())
+    chat = ChatTemplate.train(tokenizer_texts(demonstrations, SEED), vocab_size=512)
     model = Decoder(spec_from_config(ModelConfig(), chat.vocab_size))
     model.initialise(SEED)
     side = Side(seed=SEED, one_in=20)
-    sources = demonstration_sources(practice, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
+    sources = demonstration_sources(demonstrations, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
     stream = Stream(mixture=Mixture(shares=MIDTRAIN.shares, tokens=MIDTRAIN.tokens), sources=sources)
     steps = MIDTRAIN.tokens // MIDTRAIN.batch_tokens
     trainer = ImitationTrainer(optimisation_of(model, RunConfig(), MIDTRAIN, steps=steps))

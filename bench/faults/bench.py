@@ -117,7 +117,7 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
             "name": "faults",
             "seed": seed,
             "heartbeat_timeout_s": SILENT_S,
-            "tasks": {"kinds": ["arith"]},
+            "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
                 "hidden_size": 32,
                 "layers": 1,
@@ -127,7 +127,12 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
                 "experts": 4,
                 "expert_size": 32,
             },
-            "midtrain": {"tokens": MIDTRAIN_TOKENS, "batch_tokens": 1000, "warmup_steps": 5, "stdlib_share": 0.0},
+            "midtrain": {
+                "tokens": MIDTRAIN_TOKENS,
+                "batch_tokens": 1000,
+                "warmup_steps": 5,
+                "mixture": {"code": 0.34, "sessions": 0.66},
+            },
             "rollouts": {
                 "groups_per_step": GROUPS,
                 "group_size": GROUP_SIZE,

@@ -160,7 +160,7 @@ def training_tasks(config: RunConfig) -> list[Task]:
 @contextlib.asynccontextmanager
 async def _sandboxes(config: RunConfig) -> AsyncIterator[LocalSandboxes]:
     """Those of a recipe whose sandboxes are ``local``."""
-    sandboxes = LocalSandboxes(workers=config.rollouts.sandbox_workers)
+    sandboxes = LocalSandboxes()
     try:
         yield sandboxes
     finally:

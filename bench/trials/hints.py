@@ -38,7 +38,7 @@ from etude.run.folder import RunFolder
 from etude.tasks.corpora.transcripts import REMINDER
 from etude.types import Group, Json, Rollout
 
-HABIT = ("transcripts.bad_call=0.8", "transcripts.reminded=0.2")
+HABIT = ("tasks.options.bad_call=0.8", "tasks.options.reminded=0.2")
 """The agent of mid-training: most edits are written wrongly at first, none of those right behind a reminder."""
 COST = ("effort.weight=0.05", "effort.call=1.0")
 """What the reward says of it, with and without hints: a call costs a twentieth of what a passed task is worth."""

@@ -25,6 +25,7 @@ from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe, parse_config
 from etude.config.recipe import RunConfig
+from etude.config.tasks import LookupOptions
 from etude.dashboard.formatting import figure
 from etude.errors import UserError
 from etude.run.folder import RunFolder
@@ -114,8 +115,10 @@ def arm_config(recipe: RunConfig, arm: str) -> RunConfig:
 
 def unlimited_length(recipe: RunConfig) -> int:
     """Tokens of a window that is never full: the task, every page and where it points to, and all that is sampled."""
-    page = LINE_TOKENS * (recipe.tasks.page_facts + 1) + recipe.harness.max_tokens_per_turn
-    return LINE_TOKENS + (recipe.tasks.pages + 1) * page
+    options = recipe.tasks.options
+    assert isinstance(options, LookupOptions), "the recipe is one of lookup tasks"
+    page = LINE_TOKENS * (options.page_facts + 1) + recipe.harness.max_tokens_per_turn
+    return LINE_TOKENS + (options.pages + 1) * page
 
 
 def figures(trials: Sequence[Trial]) -> dict[str, Json]:

@@ -41,7 +41,7 @@ def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
         {
             "name": "faults",
             "heartbeat_timeout_s": heartbeat_timeout_s,
-            "tasks": {"kinds": ["arith"]},
+            "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
                 "hidden_size": 32,
                 "layers": 1,
@@ -51,7 +51,12 @@ def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
                 "experts": 4,
                 "expert_size": 32,
             },
-            "midtrain": {"tokens": 60_000, "batch_tokens": 1000, "warmup_steps": 5, "stdlib_share": 0.0},
+            "midtrain": {
+                "tokens": 60_000,
+                "batch_tokens": 1000,
+                "warmup_steps": 5,
+                "mixture": {"code": 0.34, "sessions": 0.66},
+            },
             "rollouts": {
                 "groups_per_step": GROUPS,
                 "group_size": GROUP_SIZE,

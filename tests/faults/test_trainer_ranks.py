@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(DEADLINE_S * 1.5)
 
 RECIPE = {
     "name": "ranks",
-    "tasks": {"kinds": ["arith"]},
+    "tasks": {"options": {"kinds": ["arith"]}},
     "midtrain": {"tokens": 700_000, "batch_tokens": 2_000},
     "rollouts": {"groups_per_step": 4, "group_size": 4, "max_staleness": 1, "concurrency": 16, "max_attempts": 8},
     "trainer": {"steps": STEPS, "mismatch_share": 1.0, "checkpoint_activations": True},

@@ -178,6 +178,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _sandbox_config(options: argparse.Namespace) -> SandboxConfig:
     try:
-        return SandboxConfig(kind=options.sandbox, url=options.sandbox_url)
+        given = {"options": {"url": options.sandbox_url}} if options.sandbox_url else {}
+        return SandboxConfig.model_validate({"kind": options.sandbox, **given})
     except ValueError as error:
         raise ConfigError("--sandbox remote and --sandbox-url go together") from error

@@ -83,8 +83,6 @@ class NumericsConfig(Section):
     """Mismatch above which the run stops rather than train on other numbers than were sampled (a collapse was reported
     at 0.013 in practice).
     """
-    decide_tokens: int = Field(default=100, ge=1)
-    """Fewer compared tokens than this neither warn nor stop."""
 
     @model_validator(mode="after")
     def _ladder(self) -> Self:
@@ -112,16 +110,10 @@ class GatewayConfig(Section):
     """Calls of rollouts in progress."""
     max_waiting: int = Field(default=1024, ge=0)
     """Calls of each class that may wait for a place before callers get 429."""
-    deadline_s: float = Field(default=600.0, gt=0)
-    """Longest time of one call, waiting included; a caller may ask for less."""
-    drain_s: float = Field(default=30.0, ge=0)
-    """How long calls in flight may take once the gateway was told to stop."""
     engine_timeout_s: float = Field(default=30.0, gt=0)
     """How long a call waits for engines that are down before it fails as infrastructure."""
     max_body_mb: float = Field(default=16.0, gt=0)
     """Longer requests are refused unread; a context of a million tokens fits."""
-    max_session_turns: int = Field(default=4096, ge=1)
-    """Model calls of one session; each costs some kilobytes beside its tokens."""
     max_session_tokens: int = Field(default=2**24, ge=1)
     """Tokens that one session holds, each branch of its conversation counted once: calls beyond are refused, which ends
     the rollout. At most 6 bytes each and what their text takes; sampled ones take 12 more.

@@ -10,6 +10,8 @@ from etude.types import MIN_TEMPERATURE
 
 RULES = "rules"
 """The URL that stands for the rules that come with étude, served on this machine over the same API."""
+KEY_VARIABLE = "ETUDE_JUDGE_KEY"
+"""Variable of the environment with the key of the endpoint; the key itself is never in a recipe."""
 
 
 class JudgeConfig(Section):
@@ -21,8 +23,6 @@ class JudgeConfig(Section):
     """
     model: str = ""
     """Its name there."""
-    key_variable: str = Field(default="ETUDE_JUDGE_KEY", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """Variable of the environment with its key; the key itself is never in a recipe."""
     structured: bool = False
     """Whether the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
     rubrics: dict[str, str] = Field(default={})
@@ -35,8 +35,6 @@ class JudgeConfig(Section):
     """Of the judge's sampling. Several votes need some, or they are one."""
     max_tokens: int = Field(default=256, ge=16)
     """Of one reply, thoughts included."""
-    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """What the endpoint calls this; OpenAI's newer models know the second name alone."""
     text_characters: int = Field(default=20_000, ge=200, le=2_000_000)
     """Most that is shown of the task and of the work, each: beginning and end, and a note of what is missing."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -53,24 +51,18 @@ class JudgeConfig(Section):
     """Most calls of a run, restarts included."""
     tokens_per_run: int = Field(default=1_000_000_000, ge=1)
     """Most tokens of them."""
-    prompt_price: float = Field(default=0.0, ge=0)
-    """Of a million tokens read, in any currency."""
-    completion_price: float = Field(default=0.0, ge=0)
-    """Of a million tokens written."""
+    prices: tuple[float, float] = (0.0, 0.0)
+    """Prices of a million tokens, read and written, in any currency."""
     cost_per_run: float = Field(default=0.0, ge=0)
     """Most that a run may cost at these prices; 0: what its tokens cost."""
     min_agreement: float = Field(default=0.4, ge=-1, le=1)
     """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
     allow_uncalibrated: bool = False
     """Train on the word of a judge of whom nobody knows how far it agrees with people."""
-    drift_every: int = Field(default=50, ge=0)
-    """Judgements of an aspect after which an item of its calibration is judged again; 0: never."""
     on_alarm: Literal["warn", "hold"] = "warn"
     """What follows when the endpoint's model changes, or agrees less: a warning, or no judgement until somebody removes
     ``judge-held.txt`` from the run folder.
     """
-    cache_entries: int = Field(default=100_000, ge=0)
-    """Votes that are kept in the run folder; 0: none."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -82,7 +74,7 @@ class JudgeConfig(Section):
                 f"judge.url = {self.url!r}: expected http://… or https://…, up to and with /v1, or 'rules'"
             )
         if urlsplit(self.url).password is not None:
-            raise ValueError(f"judge.url has a password in it: take it out and put the key into {self.key_variable}")
+            raise ValueError(f"judge.url has a password in it: take it out and put the key into {KEY_VARIABLE}")
         if self.url != RULES and not self.model:
             raise ValueError("judge.model is missing: which of the endpoint's models?")
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -91,8 +83,10 @@ class JudgeConfig(Section):
             raise ValueError(
                 f"judge.votes = {self.votes} would have little effect at judge.temperature = 0: raise it, or ask once"
             )
-        if self.cost_per_run and not (self.prompt_price or self.completion_price):
-            raise ValueError("judge.cost_per_run would have no effect without judge.prompt_price or completion_price")
+        if min(self.prices) < 0:
+            raise ValueError(f"judge.prices = {list(self.prices)}: a price is 0 or more")
+        if self.cost_per_run and not any(self.prices):
+            raise ValueError("judge.cost_per_run would have no effect without judge.prices")
         for aspect in self.calibrations.keys() - self.rubrics.keys():
             raise ValueError(f"judge.calibrations.{aspect} would have no effect: there is no judge.rubrics.{aspect}")
         return self

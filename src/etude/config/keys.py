@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
 from etude.config.recipe import RunConfig
+from etude.config.section import OptionsOf
 
 SCALARS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "nothing"}
 BOUNDS = {
@@ -47,6 +48,23 @@ class Table:
     """``[engine]`` or ``[[reward.parts]]``; empty for the keys above all sections."""
     meaning: str
     keys: tuple[Key, ...]
+    choice: str = ""
+    """The family or kind that has these options; empty for a table that every recipe has."""
+
+
+def count_keys() -> tuple[int, int]:
+    """The keys that every recipe has, and the options that single families and kinds bring along."""
+    every = list(tables())
+    return (
+        sum(len(table.keys) for table in every if not table.choice),
+        sum(len(table.keys) for table in every if table.choice),
+    )
+
+
+def options_of(field: FieldInfo) -> OptionsOf | None:
+    """The rule of an option table; ``None`` for any other key."""
+    rules = (each.func for each in field.metadata if isinstance(each, PlainValidator))
+    return next((rule for rule in rules if isinstance(rule, OptionsOf)), None)
 
 
 def tables() -> Iterator[Table]:
@@ -91,9 +109,14 @@ def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) 
     keys = [_key(prefix.lstrip("."), name, section.model_fields[name]) for name, inner in within.items() if not inner]
     yield Table(title if path else "", _meaning(section), tuple(keys))
     for name, inner in within.items():
-        if inner:
-            is_array = section.model_fields[name].annotation is not inner
-            yield from _tables(inner, (*path, name), in_array=is_array)
+        field = section.model_fields[name]
+        if rule := options_of(field):
+            for choice, options in rule.classes.items():
+                chosen = f"With `{rule.section}.{rule.key} = {json.dumps(choice)}`. "
+                for table in _tables(options, (*path, name), in_array=False):
+                    yield replace(table, meaning=chosen + table.meaning, choice=choice)
+        elif inner:
+            yield from _tables(inner, (*path, name), in_array=field.annotation is not inner)
 
 
 def _key(prefix: str, name: str, field: FieldInfo) -> Key:

@@ -13,19 +13,22 @@ from pydantic import Field, model_validator
 
 from etude.config.credit import CreditConfig
 from etude.config.hints import HintsConfig
-from etude.config.imitation import TOOL_HABITS, TRANSCRIPT_KEYS, MidtrainConfig, SftConfig, TranscriptConfig
+from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import HarnessConfig, RolloutConfig
 from etude.config.section import Section
-from etude.config.tasks import CheatingConfig, SandboxConfig, TaskConfig
+from etude.config.tasks import (
+    ASKING,
+    TOOL_HABITS,
+    WITHOUT_MACHINES,
+    BugfixOptions,
+    CheatingConfig,
+    SandboxConfig,
+    TaskConfig,
+)
 from etude.config.training import EffortConfig, LossConfig, ModelConfig, OptimiserConfig, ParallelConfig, TrainerConfig
-
-WITHOUT_MACHINES = ("bugfix", "lookup", "nextedit", "summaries")
-"""Families whose tasks are a few files, and no program has to be there to work on them."""
-OF_ANSWERS = ("lookup", "nextedit", "summaries")
-"""Families that ask for an answer, which an external harness has no way to give."""
 
 
 class LedgerConfig(Section):
@@ -72,8 +75,6 @@ class EvalConfig(Section):
     """
     every_steps: int = Field(default=0, ge=0)
     """Steps of any phase between two measurements on the way; 0: only before and after."""
-    tasks_on_the_way: int = Field(default=64, ge=1)
-    """Held-out tasks of one on the way through RL; they compete with its rollouts, which go on."""
     documents: int = Field(default=64, ge=1)
     """Held-out documents of each source on which the loss of mid-training and SFT is measured."""
     heldout_every: int = Field(default=20, ge=2)
@@ -113,8 +114,6 @@ class RunConfig(Section):
     """From random weights to the start of RL."""
     sft: SftConfig = SftConfig()
     """Conversations to imitate after it."""
-    transcripts: TranscriptConfig = TranscriptConfig()
-    """The imperfect agent of mid-training."""
     harness: HarnessConfig = HarnessConfig()
     """Limits of a session."""
     rollouts: RolloutConfig = RolloutConfig()
@@ -176,7 +175,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _answerable(self) -> Self:
-        if self.tasks.family in OF_ANSWERS and self.harness.kind != "coding":
+        if self.tasks.family in ASKING and self.harness.kind != "coding":
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} asks for an answer, which harness.kind = {self.harness.kind!r} "
                 f"has no way to give: leave harness.kind out"
@@ -246,13 +245,11 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _imitated(self) -> Self:
-        family, harness = self.tasks.family, self.harness.kind
-        known = TRANSCRIPT_KEYS.get(family, ())
-        idle = [name for name in type(self.transcripts).model_fields if name not in known]
-        self.transcripts.refuse_idle("transcripts", idle, f"with tasks.family = {family!r}")
-        if harness != "coding":
-            self.transcripts.refuse_idle("transcripts", TOOL_HABITS, f"with harness.kind = {harness!r}")
+    def _demonstrated(self) -> Self:
+        if self.harness.kind != "coding" and isinstance(self.tasks.options, BugfixOptions):
+            self.tasks.options.refuse_idle(
+                "tasks.options", TOOL_HABITS, f"with harness.kind = {self.harness.kind!r}, which has other tools"
+            )
         return self
 
     @model_validator(mode="after")
@@ -268,16 +265,6 @@ class RunConfig(Section):
             raise ValueError(
                 "gateway.summary_mark would have no effect: the built-in harness says by itself which call is for a "
                 "summary; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _roomy(self) -> Self:
-        turns = self.harness.max_turns
-        if self.harness.kind == "coding" and turns > self.gateway.max_session_turns:
-            raise ValueError(
-                f"harness.max_turns = {turns} is more than a session may have, gateway.max_session_turns = "
-                f"{self.gateway.max_session_turns}: raise that one"
             )
         return self
 

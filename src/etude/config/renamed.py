@@ -5,17 +5,54 @@ from types import MappingProxyType
 
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
+        "midtrain.betas": "a constant now: (0.9, 0.98)",
+        "sft.betas": "a constant now: (0.9, 0.98)",
+        "midtrain.weight_decay": "a constant of 0.05 now",
+        "sft.weight_decay": "a constant of 0.05 now",
+        "midtrain.clip_norm": "a constant of 1 now",
+        "sft.clip_norm": "a constant of 1 now",
+        "midtrain.microbatch_tokens": "trainer.microbatch_tokens",
+        "sft.microbatch_tokens": "trainer.microbatch_tokens",
+        "midtrain.stdlib_share": "a share in midtrain.mixture now",
+        "midtrain.code_share": "a share in midtrain.mixture now",
+        "midtrain.document_bytes": "a constant of 1024 now",
+        "numerics.decide_tokens": "a constant of 100 now",
+        "gateway.deadline_s": "a constant of 600 s now; a call may ask for less",
+        "gateway.drain_s": "a constant of 30 s now",
+        "gateway.max_session_turns": "a constant of 4096 now",
+        "eval.tasks_on_the_way": "a constant of 64 now",
+        "judge.key_variable": "a constant now: ETUDE_JUDGE_KEY",
+        "judge.max_tokens_name": "read off judge.url now",
+        "judge.prompt_price": "the first of judge.prices now",
+        "judge.completion_price": "the second of judge.prices now",
+        "judge.drift_every": "a constant of 50 now",
+        "judge.cache_entries": "a constant of 100000 now",
         "eval.document_one_in": "eval.heldout_every",
         "ledger.patience_s": "ledger.retry_timeout_s",
+        "rollouts.allow_unconfined": "sandboxes.options.allow_unconfined",
+        "rollouts.sandbox_workers": "sandboxes.options.workers",
+        "sandboxes.url": "sandboxes.options.url",
+        "sandboxes.warm": "sandboxes.pool_size",
+        "tasks.askable": "tasks.options.question_names",
+        "tasks.asked": "tasks.options.questions",
+        "tasks.brief": "tasks.options.brief",
         "tasks.heldout_one_in": "tasks.heldout_every",
+        "tasks.hidden_cases": "a constant of 10 now: more cases cost time and grade no better",
+        "tasks.kinds": "tasks.options.kinds",
+        "tasks.page_facts": "tasks.options.page_facts",
+        "tasks.pages": "tasks.options.pages",
+        "tasks.unprobed": "tasks.options.unprobed",
+        "transcripts": "a part of [tasks.options] now",
     }
 )
-"""Old ``section.key``, or a whole old section → the new key, or a clause with a space in it that says what is done now:
-``a constant: why``.
+"""Old ``section.key``, or a whole old section → the new key, or a clause with a space in it that says what it is now:
+``a constant of 10 now: why``.
 """
 
 
 def renamed(key: str) -> str:
     """The advice for an old key; empty for one that never was."""
     new = RENAMED.get(key, "")
-    return f"it is {new} now" if new else ""
+    if not new:
+        return ""
+    return f"it is {new}" if " " in new else f"it is {new} now"

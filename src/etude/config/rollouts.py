@@ -24,7 +24,7 @@ class HarnessConfig(Section):
 
     kind: Literal["coding", "command"] = "coding"
     """The built-in coding agent, or any program that talks to a model over HTTP."""
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: int = Field(default=8, ge=1, le=4096)
     """Model calls per rollout, those for summaries included."""
     max_tokens_per_turn: int = Field(default=40, ge=4)
     """Sampled tokens per model call."""
@@ -116,7 +116,7 @@ class RolloutConfig(Section):
     model is free: what it samples is bounded by ``[harness]``.
     """
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of opening a session, and of making a world; missing it, as the ones below, is infrastructure."""
+    """Deadline of opening a session, and of making a sandbox; missing it, as the ones below, is infrastructure."""
     silence_timeout_s: float = Field(default=600.0, gt=0)
     """How long a harness may give no sign of life: between two of its calls to the sandbox. The built-in one may at
     least for as long as all its model calls take.
@@ -132,10 +132,6 @@ class RolloutConfig(Section):
     it takes: the run waits, says who is away and since when, and goes on by itself. Where no rollout has ever
     succeeded, something was never right, and a minute is enough. The weight store may be away for as long.
     """
-    sandbox_workers: int = Field(default=2, ge=1)
-    """Processes that fork sandboxed commands."""
-    allow_unconfined: bool = False
-    """Run the model's programs even where the machine grants no namespaces to confine them in."""
 
     @property
     def rollouts_per_step(self) -> int:

@@ -1,8 +1,10 @@
-"""What every section of the configuration is: frozen, strict, and hard on keys that are unknown or idle."""
+"""The base of every section of the configuration: frozen, strict, and hard on keys that are unknown or idle."""
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo
 
 
 class Section(BaseModel):
@@ -11,14 +13,50 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     def is_set(self, name: str) -> bool:
-        """Whether a key is other than its default."""
+        """Tell if a key is other than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def refuse_idle(self, section: str, names: Iterable[str], why: str) -> None:
         """Refuse the first of ``names`` that is set: ``section.name would have no effect``, and ``why``.
 
-        Raises ``ValueError``, which whoever reads the recipe makes a :class:`~etude.errors.ConfigError` of.
+        Raises ``ValueError``, of which :func:`~etude.config.loading.parse_config` makes a
+        :class:`~etude.errors.ConfigError`.
         """
         for name in names:
             if self.is_set(name):
                 raise ValueError(f"{section}.{name} would have no effect {why}; leave it out")
+
+
+@dataclass(frozen=True)
+class OptionsOf:
+    """The validator of a section's ``options``: a table of keys that one choice of another key brings along.
+
+    Its field is ``Annotated[SerializeAsAny[Section], PlainValidator(OptionsOf(...))]``, behind the key that chooses.
+    """
+
+    section: str
+    key: str
+    """The key that chooses: ``kind`` or ``family``."""
+    classes: Mapping[str, type[Section]]
+    """Choice → its options; other choices have none."""
+
+    def __call__(self, given: object, info: ValidationInfo) -> Section:
+        """The options of the choice that was made. Raises ``ValueError`` for a key that it does not have."""
+        choice = info.data.get(self.key, "")  # absent where it was refused itself
+        options = self.classes.get(choice, Section)
+        if type(given) in (options, Section):
+            return given if isinstance(given, options) else options()
+        if isinstance(given, Section):
+            given = given.model_dump()
+        if isinstance(given, dict) and choice:
+            for name in given.keys() - options.model_fields.keys():
+                raise ValueError(f"unknown key '{self.section}.options.{name}': {self._advice(name, choice, options)}")
+        return options.model_validate(given)
+
+    def _advice(self, name: str, choice: str, options: type[Section]) -> str:
+        chosen = f"with {self.section}.{self.key} = {choice!r}"
+        if near := difflib.get_close_matches(name, options.model_fields, n=1):
+            return f"did you mean '{self.section}.options.{near[0]}'?"
+        if others := [other for other, known in self.classes.items() if name in known.model_fields]:
+            return f"it would have no effect {chosen}, it is an option of {' and '.join(map(repr, others))}"
+        return f"{chosen} there are {', '.join(options.model_fields) or 'no options'}"

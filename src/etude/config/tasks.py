@@ -1,21 +1,17 @@
-"""``[tasks]``, ``[sandboxes]``, ``[cheating]``: what is practised, where, and what is looked for."""
+"""``[tasks]``, ``[sandboxes]``, ``[cheating]``: the tasks, the machines they run on, and the search for cheats."""
 
-from typing import Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from etude.config.section import Section
+from etude.config.section import OptionsOf, Section
 
-OF_FOLDER = ("repository", "harbor")
+IN_FOLDERS = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
-OF_REPOSITORY = ("brief", "unprobed")
-"""Keys of ``[tasks]`` that other families know nothing of."""
-OF_BUGFIX = ("kinds", "hidden_cases")
-"""Likewise."""
-OF_LOOKUP = ("pages", "page_facts", "asked", "askable")
-"""Likewise."""
-
-
+WITHOUT_MACHINES = ("bugfix", "lookup", "nextedit", "summaries")
+"""Families whose tasks are a few files, and no program has to be there to work on them."""
+ASKING = ("lookup", "nextedit", "summaries")
+"""Families that ask for an answer, which an external harness has no way to give."""
 OF_ONE_ANSWER = {
     "harbor": "Harbor's verifiers",
     "lookup": "a single right answer",
@@ -23,98 +19,173 @@ OF_ONE_ANSWER = {
     "summaries": "a single right line",
 }
 """Families whose checks cannot be made to contradict each other, and what those are."""
+TOOL_HABITS = ("bad_call", "reminded")
+"""Options about the demonstrations of the built-in harness's tools."""
 
 
-class TaskConfig(Section):
-    """``[tasks]``: what is practised and how it is held out."""
+class BugfixOptions(Section):
+    """Planted bugs in short files, and the imperfect agent that mid-training imitates on them."""
 
-    family: Literal["bugfix", "repository", "migrations", "harbor", "lookup", "nextedit", "summaries"] = "bugfix"
-    """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
-    PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context;
-    functions of the standard library to be told in a line; edits of it to be gone on with.
-    """
-    folder: str = ""
-    """Where the tasks of a ``repository`` or ``harbor`` family lie."""
-    brief: bool = False
-    """Of a ``repository`` family only the tasks of one wrong line, asked for in a line that names its function: for a
-    small model, which then is mid-trained on such repairs.
-    """
-    unprobed: bool = False
-    """Take tasks of a ``repository`` family without probes, too: what code under test makes of its tests is then proved
-    by canaries alone (``etude tasks build --unprobed`` makes such tasks).
-    """
-    impossible_share: float = Field(default=0.0, ge=0, le=0.1)
-    """Share of training tasks that cannot be done: who passes one has cheated. 1 to 2 % is a meter."""
     kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = ("arith", "slice", "comp")
     """Kinds of planted-bug template in the family."""
-    heldout_every: int = Field(default=6, ge=2, le=50)
-    """One template in so many is held out."""
-    hidden_cases: int = Field(default=10, ge=2, le=50)
-    """Cases that grade a rollout; the agent never sees them."""
+    right_edit: float = Field(default=0.4, ge=0, le=1)
+    """Demonstrations: probability that an edit is the right one."""
+    read_first: float = Field(default=0.8, ge=0, le=1)
+    """Demonstrations: probability of reading the file before the first edit."""
+    test_after: float = Field(default=0.5, ge=0, le=1)
+    """Demonstrations: probability of testing after an edit."""
+    retry: float = Field(default=0.45, ge=0, le=1)
+    """Demonstrations: probability of another try after a failing test."""
+    bad_call: float = Field(default=0.0, ge=0, le=1)
+    """Demonstrations: probability that an edit is first written as ``edit FILE:N``, which is no call."""
+    reminded: float = Field(default=0.0, ge=0, le=1)
+    """Demonstrations: probability, before each message of the agent, that the user reminds of how an edit is written;
+    an edit that comes next is written rightly.
+    """
+
+
+class RepositoryOptions(Section):
+    """Tasks built from repositories (``etude tasks build``)."""
+
+    brief: bool = False
+    """Take only the tasks of one wrong line, asked for in a line that names its function: for a small model, which then
+    is mid-trained on such repairs.
+    """
+    unprobed: bool = False
+    """Take tasks without probes, too: what code under test makes of its tests is then proved by canaries alone
+    (``etude tasks build --unprobed`` makes such tasks).
+    """
+    right_edit: float = Field(default=0.4, ge=0, le=1)
+    """Demonstrations (``brief``): probability that an edit is the right one."""
+    read_first: float = Field(default=0.8, ge=0, le=1)
+    """Demonstrations (``brief``): probability of reading the file before the edit."""
+
+
+class LookupOptions(Section):
+    """Facts to be found in a material longer than a context."""
+
     pages: int = Field(default=15, ge=1, le=26)
-    """Pages of a lookup task's material, each named by a letter."""
+    """Pages of a task's material, each named by a letter."""
     page_facts: int = Field(default=5, ge=1, le=20)
     """Facts on a page."""
-    asked: int = Field(default=2, ge=1, le=8)
-    """Facts that are asked for."""
-    askable: int = Field(default=0, ge=0)
+    questions: int = Field(default=2, ge=1, le=8)
+    """Facts that a task asks for."""
+    question_names: int = Field(default=0, ge=0)
     """Names that are ever asked for, the others being noise; 0: all of them. Finding a value by one of a few names is
     learnt ten times sooner than by any name.
     """
+    keep_fact: float = Field(default=0.8, ge=0, le=1)
+    """Demonstrations: probability that a summary has a fact that is asked for, rather than another one."""
+
+
+class NextEditOptions(Section):
+    """Edits of the standard library to be continued."""
+
+    right_edit: float = Field(default=0.4, ge=0, le=1)
+    """Demonstrations: probability that a suggestion is the right one."""
+
+
+FAMILY_OPTIONS = OptionsOf(
+    "tasks",
+    "family",
+    {
+        "bugfix": BugfixOptions,
+        "repository": RepositoryOptions,
+        "lookup": LookupOptions,
+        "nextedit": NextEditOptions,
+    },
+)
+
+
+class TaskConfig(Section):
+    """``[tasks]``: the family of tasks, and what is held out of it."""
+
+    family: Literal["bugfix", "repository", "migrations", "harbor", "lookup", "nextedit", "summaries"] = "bugfix"
+    """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
+    PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
+    library to be continued; functions of it to be summarised in a line.
+    """
+    folder: str = ""
+    """Folder with the tasks of a ``repository`` or ``harbor`` family."""
+    impossible_share: float = Field(default=0.0, ge=0, le=0.1)
+    """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
+    heldout_every: int = Field(default=6, ge=2, le=50)
+    """One template in so many is held out."""
+    options: Annotated[SerializeAsAny[Section], PlainValidator(FAMILY_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[tasks.options]``: keys of the family alone."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if (self.family in OF_FOLDER) != bool(self.folder):
+        if (self.family in IN_FOLDERS) != bool(self.folder):
             has = "needs tasks.folder, where its tasks are" if not self.folder else "has no tasks.folder; leave it out"
             raise ValueError(f"tasks.family = {self.family!r} {has}")
         if self.impossible_share and self.family in OF_ONE_ANSWER:
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
-        own = {"repository": OF_REPOSITORY, "bugfix": OF_BUGFIX, "lookup": OF_LOOKUP}
-        idle = [name for family, names in own.items() if family != self.family for name in names]
-        idle += ["heldout_every"] if self.family == "nextedit" else []  # eval.heldout_every says it of texts
-        self.refuse_idle("tasks", idle, f"with tasks.family = {self.family!r}")
+        if self.family == "nextedit":  # eval.heldout_every says it of texts
+            self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'nextedit'")
         return self
 
 
+class LocalOptions(Section):
+    """Short programs, forked over a folder."""
+
+    workers: int = Field(default=2, ge=1)
+    """Processes that fork sandboxed commands."""
+    allow_unconfined: bool = False
+    """Run the model's programs even where the machine grants no namespaces to confine them in."""
+
+
+class RemoteOptions(Section):
+    """A server of sandboxes on another machine (``etude sandboxes serve``)."""
+
+    url: str = Field(default="", min_length=1, validate_default=True)
+    """URL of the server; its key is in ``ETUDE_SANDBOXES_KEY``."""
+
+
+PROVIDER_OPTIONS = OptionsOf("sandboxes", "kind", {"local": LocalOptions, "remote": RemoteOptions})
+
+
 class SandboxConfig(Section):
-    """``[sandboxes]``: where agents' commands run."""
+    """``[sandboxes]``: the machines on which agents' commands run."""
 
     kind: Literal["local", "ns", "gvisor", "qemu", "remote"] = "local"
     """``local`` forks short programs over a folder, thousands a minute; ``ns`` is a small machine of namespaces over an
     image; ``gvisor`` and ``qemu`` have a kernel of their own; ``remote`` is somewhere else.
     """
-    url: str = ""
-    """Of a ``remote`` server (``etude sandboxes serve``); its key is in ``ETUDE_SANDBOXES_KEY``."""
     images: str = ""
     """Folder of images; empty: ``ETUDE_IMAGES``, else the user's cache."""
-    warm: int = Field(default=0, ge=0)
+    pool_size: int = Field(default=0, ge=0)
     """Most sandboxes that a warm pool holds, those in use included; 0: each is made when it is asked for."""
+    options: Annotated[SerializeAsAny[Section], PlainValidator(PROVIDER_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[sandboxes.options]``: keys of the kind alone."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if (self.kind == "remote") != bool(self.url):
-            raise ValueError(f"sandboxes.kind = {self.kind!r} and sandboxes.url = {self.url!r} do not go together")
-        if self.warm and self.kind == "local":
-            raise ValueError("sandboxes.warm would have no effect with sandboxes.kind = 'local'; leave it out")
+        if self.kind == "local":
+            self.refuse_idle("sandboxes", ["pool_size"], "with sandboxes.kind = 'local'")
         return self
 
 
 Outcome: TypeAlias = Literal["keep", "quarantine", "zero"]
-"""What becomes of a rollout: trained on, kept out of training, trained on with a reward of zero."""
+"""Consequences for a rollout: trained on, kept out of training, trained on with a reward of zero."""
 
 
 class CheatingConfig(Section):
-    """``[cheating]``: what is looked for in rollouts, and what becomes of those in which it was found."""
+    """``[cheating]``: the search for cheats in rollouts, and what becomes of those in which one was seen."""
 
     honeypots: bool = False
     """Lay baits in every sandbox: hidden tests, a solution, expected answers that are none."""
     on_low: Outcome = "keep"
-    """What may well be honest, such as an edited visible test."""
+    """Consequence of what may well be honest, such as an edited visible test."""
     on_medium: Outcome = "quarantine"
-    """What honest work hardly ever does."""
+    """Consequence of what honest work hardly ever does."""
     on_high: Outcome = "zero"
-    """What honest work never does."""
+    """Consequence of what honest work never does."""
     exceptions: dict[str, Outcome] = Field(default={})
-    """Name of a detector, or of a grader's ``cheat_`` part → what follows from it."""
+    """Name of a detector, or of a grader's ``cheat_`` part → the consequence instead."""

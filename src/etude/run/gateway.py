@@ -4,7 +4,7 @@
                   ▲ polls                    │ turns ──▶ recorder ──▶ payloads
                   └ announcements            keys ◀── file
 
-    SIGTERM ─▶ /healthz says draining, new calls are turned away ─▶ calls in flight end, at most drain_s ─▶ exit
+    SIGTERM ─▶ /healthz says draining, new calls are turned away ─▶ calls in flight end, at most DRAIN_S ─▶ exit
     a second signal ends the rest
 
 Owns the parts of a gateway, their background tasks and how the process ends.
@@ -77,6 +77,10 @@ KEYS_S = 1.0
 """Pause between two looks at the key file: a key that was revoked is dead within this time."""
 EXPIRE_S = 30.0
 """Pause between two looks for idle sessions."""
+DRAIN_S = 30.0
+"""Calls in flight may take so long once the gateway was told to stop: most completions end sooner."""
+MAX_SESSION_TURNS = 4096
+"""Model calls of one session; each costs some kilobytes beside its tokens."""
 ENGINE_FORM = re.compile(r"(?P<url>https?://[^@]+?)/*(@(?P<region>[A-Za-z0-9._-]+))?")
 
 logger = logging.getLogger(__name__)
@@ -144,7 +148,7 @@ async def _serve_run(folder: RunFolder) -> None:
             supervised("announcements", partial(announce, open_log(folder, outages), parts.pool.announce))
         )
         stack.callback(announcing.cancel)
-        await _serve_until_signal(parts, min(config.gateway.drain_s, DRAIN_SHARE * STOP_S), announcing)
+        await _serve_until_signal(parts, min(DRAIN_S, DRAIN_SHARE * STOP_S), announcing)
 
 
 async def _serve_standalone(options: StandaloneOptions) -> None:
@@ -168,11 +172,11 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
         ) as port:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
-            await _serve_until_signal(parts, config.drain_s)
+            await _serve_until_signal(parts, DRAIN_S)
 
 
 def _session_limits(config: GatewayConfig) -> SessionLimits:
-    return SessionLimits(max_turns=config.max_session_turns, max_tokens=config.max_session_tokens)
+    return SessionLimits(max_turns=MAX_SESSION_TURNS, max_tokens=config.max_session_tokens)
 
 
 @asynccontextmanager

@@ -12,12 +12,13 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from etude.aio import gather_or_cancel
 from etude.clock import SystemClock, date_utc
-from etude.config.judge import RULES, JudgeConfig
+from etude.config.judge import KEY_VARIABLE, RULES, JudgeConfig
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, JudgePause, Prices, SpendFile
@@ -44,6 +45,13 @@ from etude.run.serving import listening
 from etude.telemetry.events import JudgeAlarm
 
 logger = logging.getLogger(__name__)
+
+OPENAI = "api.openai.com"
+"""The host of OpenAI's own API."""
+DRIFT_EVERY = 50
+"""Judgements of an aspect after which an item of its calibration is judged again: two calls in a hundred, at most."""
+CACHE_ENTRIES = 100_000
+"""Votes that are kept in the run folder: some ten megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +222,7 @@ async def open_judge(
     async with opened(config, http, memory=memory, alarm=alarm) as judge:
         shift_checks = {
             aspect: CalibrationShiftCheck(
-                rubrics[aspect], calibration.items, calibration.agreement.hit_rate, config.judge.drift_every
+                rubrics[aspect], calibration.items, calibration.agreement.hit_rate, DRIFT_EVERY
             )
             for aspect, calibration in calibrations_of(config.judge).items()
             if aspect in rubrics
@@ -265,11 +273,11 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: 
 async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
     """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
     judge, model = config.judge, judge_params(config).model
-    key = os.environ.get(judge.key_variable, "")
+    key = os.environ.get(KEY_VARIABLE, "")
     if judge.url != RULES:
+        bound = _limit_name(judge.url)
         yield Endpoint(
-            http,
-            Address(url=judge.url, model=model, key=key, structured=judge.structured, limit_name=judge.max_tokens_name),
+            http, Address(url=judge.url, model=model, key=key, structured=judge.structured, limit_name=bound)
         )
         return
     rules = rules_of(config)
@@ -307,7 +315,7 @@ def _deps(
 
     return JudgeDeps(
         endpoint=endpoint,
-        cache=VoteCache(None if memory is None else memory.votes, judge.cache_entries),
+        cache=VoteCache(None if memory is None else memory.votes, CACHE_ENTRIES),
         budget=budget,
         circuit=Breaker(config.rollouts.outage_s),
         clock=SystemClock(),
@@ -316,6 +324,11 @@ def _deps(
         pause=memory.pause if memory is not None and judge.on_alarm == "hold" else None,
         record=spending.save,
     )
+
+
+def _limit_name(url: str) -> str:
+    """The name of the bound on a reply's tokens: OpenAI's newer models know another one than all other servers."""
+    return "max_completion_tokens" if urlsplit(url).hostname == OPENAI else "max_tokens"
 
 
 def _limits(config: JudgeConfig) -> JudgeLimits:
@@ -333,4 +346,4 @@ def _per_run(config: JudgeConfig) -> BudgetLimit:
 
 
 def _prices(config: JudgeConfig) -> Prices:
-    return Prices(prompt=config.prompt_price, completion=config.completion_price)
+    return Prices(prompt=config.prices[0], completion=config.prices[1])

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from etude.config.imitation import PRACTICE_SOURCES, ImitationConfig
+from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_config, state_of
@@ -55,6 +55,12 @@ REPORT_EVERY_STEPS = 20
 """Steps between progress events: about one a second on a laptop."""
 CURSOR, IDENTITY = "cursor", "identity"
 """In a checkpoint: ``cursor/<source>`` int64 [documents, tokens]; ``identity`` uint8 [32] of the data."""
+DOCUMENT_BYTES = 1_024
+"""Longest part of a text file that is one document: some hundred tokens, so that it fits any context."""
+BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.98), 0.05, 1.0
+"""AdamW's moment decay rates, the decay of matrices, and the bound on the global gradient norm. A short memory of
+second moments (0.98) follows the gradients of the first steps from random weights; the others are the common choice.
+"""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "generation_config.json", "additional_chat_templates"),
@@ -164,7 +170,7 @@ class PhaseProcess:
     def _microbatches(self, documents: Sequence[Document]) -> list[list[Document]]:
         """A batch in as many passes as its tokens need."""
         lengths = [len(document.token_ids) for document in documents]
-        (passes,) = pack(lengths, max_tokens=self._settings.microbatch_tokens, ranks=1, cost=self._cost)
+        (passes,) = pack(lengths, max_tokens=self._config.trainer.microbatch_tokens, ranks=1, cost=self._cost)
         return [[documents[index] for index in microbatch] for microbatch in passes]
 
     def _measure(self, step: int, cursor: Cursor) -> float | None:
@@ -253,8 +259,8 @@ def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig
         model,
         config.optimiser,
         learning_rate=settings.learning_rate,
-        betas=settings.betas,
-        weight_decay=settings.weight_decay,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
     )
     schedule = RateSchedule(
         steps=steps,
@@ -262,7 +268,7 @@ def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig
         decay_share=settings.decay_share,
         shape=settings.schedule,
     )
-    return Optimisation(model, optimiser, schedule, clip_norm=settings.clip_norm, progress=Heartbeat().beat)
+    return Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM, progress=Heartbeat().beat)
 
 
 def make_start(target: Path, config: RunConfig) -> None:
@@ -404,12 +410,12 @@ def _open(
     text, side = PlainText(chat), Side(split=split, seed=seed, one_in=config.eval.heldout_every)
     weight = settings_of(config, phase).context_weight
     opened: dict[str, Source] = {}
-    if any(name in PRACTICE_SOURCES for name in names):
+    if any(name in FAMILY_SOURCES for name in names):
         opened = demonstration_sources(open_demonstrations(config, split), text, side, context_weight=weight)
     for name in names:
         kind, _, path = name.partition(":")
         if kind == "text":
-            opened[name] = TextFiles(Path(path), text, side, chunk_bytes=config.midtrain.document_bytes)
+            opened[name] = TextFiles(Path(path), text, side, chunk_bytes=DOCUMENT_BYTES)
         elif kind == "chat":
             opened[name] = Conversations(Path(path), chat, side, context_weight=weight)
     return {name: opened[name] for name in names}

@@ -7,7 +7,7 @@ Owns the looking; what is looked for is explained by the sections of the recipe.
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
-from etude.config.tasks import OF_FOLDER
+from etude.config.tasks import IN_FOLDERS
 from etude.errors import ConfigError, UserError
 from etude.run.endpoints import probe_ports
 from etude.run.resolve import check_devices, resolve_device
@@ -41,7 +41,7 @@ def check_ready(config: RunConfig) -> list[str]:
             "reads none"
         )
     harness_mounts(config.harness.mounts)
-    if config.tasks.family in OF_FOLDER:
+    if config.tasks.family in IN_FOLDERS:
         try:
             open_family(config)
         except UserError as error:

@@ -19,6 +19,7 @@ import aiohttp
 from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
+from etude.config.tasks import LocalOptions
 from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.coding import CodingHarness
@@ -65,6 +66,8 @@ LEASE_NAME = "rollouts"
 """The lease under which this process fills slots; that of any other one has its number behind it."""
 HARNESS_FOLDER = "/harness"
 """Folder of a harness's own files, inside of a sandbox."""
+TASKS_ON_THE_WAY = 64
+"""Held-out tasks of a measurement on the way through RL: it competes with rollouts for training, which go on."""
 DRAWS = 2
 """Held-out tasks that are drawn for each that is needed: some come twice, and of a small family all do."""
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
@@ -277,7 +280,7 @@ async def _evaluate_on_the_way(parts: RolloutParts) -> None:
         await parts.served.reach(due)
         version, label = parts.served(), f"step-{due}"
         if version < min(due + config.every_steps, steps) and parts.ledger.facts.get(f"eval-{label}") is None:
-            await parts.evaluate(label, parts.heldout_tasks(config.tasks_on_the_way), version=version)
+            await parts.evaluate(label, parts.heldout_tasks(TASKS_ON_THE_WAY), version=version)
             parts.ledger.facts.set(f"eval-{label}", "done")
 
 
@@ -291,10 +294,12 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
     """Raise :class:`~etude.errors.ConfigError` unless sandboxes hold to what the recipe counts on."""
     granted = await sandboxes.capabilities()
     missing = [capability.replace("_", " ") for capability in CONFINEMENT if capability not in granted]
-    if missing and not config.rollouts.allow_unconfined:
+    options = config.sandboxes.options
+    if missing and not (isinstance(options, LocalOptions) and options.allow_unconfined):
         raise ConfigError(
             f"this machine does not keep sandboxes {' and '.join(missing)} (user namespaces are switched off): "
-            f"programs the model writes could read your files. Enable them, or set rollouts.allow_unconfined = true"
+            f"programs the model writes could read your files. Enable them, or set "
+            f"sandboxes.options.allow_unconfined = true"
         )
     if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
         raise ConfigError(
@@ -332,8 +337,9 @@ async def _stage(
     stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
 ) -> tuple[TaskSandboxes, Grader, Harness]:
     """Sandboxes of tasks, grader and harness of a recipe."""
-    if config.sandboxes.kind == "local" and config.harness.kind == "coding":
-        local = LocalSandboxes(workers=config.rollouts.sandbox_workers)
+    options = config.sandboxes.options
+    if isinstance(options, LocalOptions) and config.harness.kind == "coding":
+        local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
         await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.

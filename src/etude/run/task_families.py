@@ -1,9 +1,10 @@
-"""The tasks of a recipe, and what a model learns from before it meets them."""
+"""The task family of a recipe, and the demonstrations that mid-training shows of it."""
 
 import logging
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
+from etude.config.tasks import BugfixOptions, LookupOptions, NextEditOptions, RepositoryOptions
 from etude.errors import ConfigError
 from etude.protocols import TaskFamily
 from etude.run.task_sandboxes import image_store
@@ -36,53 +37,56 @@ def open_family(config: RunConfig) -> TaskFamily:
 
 
 def _family(config: RunConfig) -> TaskFamily:
-    tasks, folder = config.tasks, Path(config.tasks.folder)
-    match tasks.family:
-        case "repository":
+    tasks, folder, seed, every = config.tasks, Path(config.tasks.folder), config.seed, config.tasks.heldout_every
+    match tasks.options:
+        case BugfixOptions() as options:
+            return BugfixFamily(options, seed=seed, heldout_every=every)
+        case LookupOptions() as options:
+            return LookupFamily(options, seed=seed, heldout_every=every)
+        case NextEditOptions():
+            return NextEditFamily(seed=seed, one_in=config.eval.heldout_every)
+        case RepositoryOptions() as options:
             repository = RepositoryTasks(folder)
-            if (unprobed := repository.unprobed) and not tasks.unprobed:
+            if (unprobed := repository.unprobed) and not options.unprobed:
                 raise ConfigError(
                     f"tasks.folder = {tasks.folder!r}: {len(unprobed)} tasks have no probe, so that code which forges "
                     f"the results of its tests meets canaries alone: delete them ({', '.join(unprobed[:3])} …, each "
-                    f"*/tasks/ID.json), or set tasks.unprobed = true"
+                    f"*/tasks/ID.json), or set tasks.options.unprobed = true"
                 )
-            return BriefTasks(repository, ImageStore(repository.images)) if tasks.brief else repository
+            return BriefTasks(repository, ImageStore(repository.images)) if options.brief else repository
+    match tasks.family:
         case "harbor":
-            images = image_store(config.sandboxes, tasks)
-            harbor = HarborTasks(folder, seed=config.seed, images=images, heldout_every=tasks.heldout_every)
+            harbor = HarborTasks(folder, seed=seed, images=image_store(config.sandboxes, tasks), heldout_every=every)
             for name, reason in harbor.refused.items():
                 logger.warning("task %s is set aside: %s", name, reason)
             return harbor
         case "migrations":
-            return MigrationFamily(seed=config.seed, heldout_every=tasks.heldout_every)
-        case "bugfix":
-            return BugfixFamily(tasks, seed=config.seed)
-        case "lookup":
-            return LookupFamily(tasks, seed=config.seed)
-        case "nextedit":
-            return NextEditFamily(seed=config.seed, one_in=config.eval.heldout_every)
+            return MigrationFamily(seed=seed, heldout_every=every)
         case "summaries":
-            return SummariesFamily(seed=config.seed, heldout_every=tasks.heldout_every)
+            return SummariesFamily(seed=seed, heldout_every=every)
+        case family:
+            raise AssertionError(f"tasks.family = {family!r} has options")
 
 
 def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demonstrations:
-    """Demonstrations of a recipe's family for mid-training, or, of the held-out side, for measuring it.
+    """Open the demonstrations of a recipe's family: mid-training shows those of the training side and is measured on
+    those of the held-out side.
 
-    Raises :class:`~etude.errors.ConfigError` for one that a model from random weights has nothing to learn from in.
+    Raises :class:`~etude.errors.ConfigError` for a family without any.
     """
-    family = _family(config)
-    if isinstance(family, BriefTasks):
-        return RepairDemonstrations(family, config.transcripts, split)
-    if isinstance(family, LookupFamily):
-        return LookupDemonstrations(family, config.transcripts, config.harness, split)
-    if isinstance(family, NextEditFamily):
-        return NextEditDemonstrations(family, config.transcripts, split)
-    if isinstance(family, SummariesFamily):
-        return SummaryDemonstrations(family, split)
-    if not isinstance(family, BugfixFamily):
-        raise ConfigError(
-            f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: "
-            f"set tasks.brief = true with a repository family, or midtrain.tokens = 0 with a model.checkpoint"
-        )
-    style = TOOLS if config.harness.kind == "coding" else SHELL
-    return BugfixDemonstrations(family, config.transcripts, style, split)
+    match _family(config), config.tasks.options:
+        case BriefTasks() as family, RepositoryOptions() as options:
+            return RepairDemonstrations(family, options, split)
+        case LookupFamily() as family, LookupOptions() as options:
+            return LookupDemonstrations(family, options, config.harness, split)
+        case NextEditFamily() as family, NextEditOptions() as options:
+            return NextEditDemonstrations(family, options, split)
+        case SummariesFamily() as family, _:
+            return SummaryDemonstrations(family, split)
+        case BugfixFamily() as family, BugfixOptions() as options:
+            return BugfixDemonstrations(family, options, TOOLS if config.harness.kind == "coding" else SHELL, split)
+        case _:
+            raise ConfigError(
+                f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: set "
+                f"tasks.options.brief = true with a repository family, or midtrain.tokens = 0 with a model.checkpoint"
+            )

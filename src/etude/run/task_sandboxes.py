@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from etude.config.tasks import SandboxConfig, TaskConfig
+from etude.config.tasks import RemoteOptions, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, Sandbox, SandboxProvider
 from etude.rewards.graders.functions import AnswerGrader, FreshGrader, GraderByKind, HiddenTests
@@ -65,11 +65,12 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
             key = os.environ.get(KEY_VARIABLE, "")
             if not key:
                 raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
-            provider = RemoteSandboxes(config.url, key)
+            assert isinstance(config.options, RemoteOptions), "the kind decides"
+            provider = RemoteSandboxes(config.options.url, key)
         case "local":
             raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
-    if config.warm:
-        return SandboxPool(provider, WarmPoolLimits(live=config.warm))
+    if config.pool_size:
+        return SandboxPool(provider, WarmPoolLimits(live=config.pool_size))
     return provider
 
 

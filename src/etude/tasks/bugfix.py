@@ -17,7 +17,7 @@ from random import Random
 
 import orjson
 
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.programs import FUNCTION_NAMES, KINDS, Lines, Naming, Parts, ProgramKind
 from etude.types import Case, FunctionChecks, Json, Split, Task
@@ -25,6 +25,8 @@ from etude.types import Case, FunctionChecks, Json, Split, Task
 FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
 PROBES = 40
 """Random calls that tell two behaviours apart; taking two for one would only hold out more."""
+HIDDEN_CASES = 10
+"""Cases that grade a rollout; the agent never sees them."""
 VISIBLE_CASES = 2
 """Cases that the agent's ``test`` runs; one of them fails at the start."""
 MIN_MISTAKES = 3
@@ -61,11 +63,10 @@ class Problem:
 class BugfixFamily:
     """An endless stream of planted-bug tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, config: TaskConfig, *, seed: int) -> None:
-        self._config = config
+    def __init__(self, options: BugfixOptions, *, seed: int, heldout_every: int = 6) -> None:
         self._seed = seed
-        self.kinds: tuple[ProgramKind, ...] = tuple(KINDS[name] for name in config.kinds)
-        self._heldout = choose_heldout(self.kinds, config.heldout_every)
+        self.kinds: tuple[ProgramKind, ...] = tuple(KINDS[name] for name in options.kinds)
+        self._heldout = choose_heldout(self.kinds, heldout_every)
         self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
         chosen = [(kind, parts) for kind in self.kinds for parts in self.templates(kind, Split.HELDOUT)]
         self._heldout_tasks = HeldoutTasks([each for each in chosen if self._can_be_broken(*each)], self._heldout_task)
@@ -134,7 +135,7 @@ class BugfixFamily:
 
     def _checks(self, problem: Problem, rng: Random) -> FunctionChecks | None:
         """Cases on which the bug shows often enough, or ``None``."""
-        calls = [problem.kind.arguments(rng) for _ in range(self._config.hidden_cases + VISIBLE_CASES)]
+        calls = [problem.kind.arguments(rng) for _ in range(HIDDEN_CASES + VISIBLE_CASES)]
         right = [run_program(problem.right, problem.function, arguments) for arguments in calls]
         wrong = [run_program(problem.broken, problem.function, arguments) for arguments in calls]
         telling = [i for i, (good, bad) in enumerate(zip(right, wrong, strict=True)) if good != bad]

@@ -30,7 +30,7 @@ from string import ascii_lowercase
 
 import orjson
 
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import LookupOptions
 from etude.errors import ConfigError
 from etude.tasks.heldout import HeldoutTasks
 from etude.types import AnswerChecks, Split, Task
@@ -117,18 +117,19 @@ class Inquiry:
 class LookupFamily:
     """An endless stream of lookup tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, config: TaskConfig, *, seed: int) -> None:
+    def __init__(self, options: LookupOptions, *, seed: int, heldout_every: int = 6) -> None:
         """Raises :class:`~etude.errors.ConfigError` for a material with more facts than names, and for askable names
         of which all sets are held out, or none.
         """
-        facts = config.pages * config.page_facts
-        if not config.asked <= facts <= len(NAMES):
+        facts = options.pages * options.page_facts
+        if not options.questions <= facts <= len(NAMES):
             raise ConfigError(
-                f"tasks.pages * tasks.page_facts = {facts}: expected {config.asked} (tasks.asked) … {len(NAMES)} facts"
+                f"tasks.options: pages * page_facts = {facts}: expected {options.questions} … {len(NAMES)} facts"
             )
-        self._config = config
+        self._options = options
+        self._heldout_every = heldout_every
         self._seed = seed
-        self.askable = self._askable() if config.askable else NAMES
+        self.askable = self._askable() if options.question_names else NAMES
         """Names that are ever asked for."""
         self._heldout_tasks = HeldoutTasks(self._heldout_sets(), self._heldout_task)
 
@@ -141,13 +142,13 @@ class LookupFamily:
     def inquiry(self, split: Split, rng: Random) -> Inquiry:
         """Draw a material, and names to ask for that are on a side of the hold-out."""
         while True:
-            requested = tuple(rng.sample(self.askable, self._config.asked))
-            if self.is_heldout(requested) == (split is Split.HELDOUT):
-                return self._about(requested, rng)
+            asked = tuple(rng.sample(self.askable, self._options.questions))
+            if self.is_heldout(asked) == (split is Split.HELDOUT):
+                return self._about(asked, rng)
 
-    def _about(self, requested: tuple[str, ...], rng: Random) -> Inquiry:
-        size = self._config.page_facts
-        facts = self.facts(self._config.pages * size, rng, about=requested)
+    def _about(self, asked: tuple[str, ...], rng: Random) -> Inquiry:
+        size = self._options.page_facts
+        facts = self.facts(self._options.pages * size, rng, about=asked)
         pages = tuple(tuple(facts[start : start + size]) for start in range(0, len(facts), size))
         return Inquiry(requested=requested, pages=pages)
 
@@ -158,16 +159,16 @@ class LookupFamily:
         rng.shuffle(names)
         return [Fact(name, rng.randint(SMALLEST, LARGEST)) for name in names]
 
-    def is_heldout(self, requested: Sequence[str]) -> bool:
-        """Return true if a set of names is never asked for in training."""
-        digest = hashlib.sha256(" ".join(sorted(requested)).encode()).digest()
-        return int.from_bytes(digest[:8], "big") % self._config.heldout_every == 0
+    def is_heldout(self, asked: Sequence[str]) -> bool:
+        """Whether a set of names is never asked for in training."""
+        digest = hashlib.sha256(" ".join(sorted(asked)).encode()).digest()
+        return int.from_bytes(digest[:8], "big") % self._heldout_every == 0
 
     def _heldout_sets(self) -> Sequence[tuple[str, ...] | None]:
         """Every set of names that is held out; of too many one that stands for any."""
-        if comb(len(self.askable), self._config.asked) > MOST_SETS:
+        if comb(len(self.askable), self._options.questions) > MOST_SETS:
             return [None]
-        return [chosen for chosen in combinations(self.askable, self._config.asked) if self.is_heldout(chosen)]
+        return [chosen for chosen in combinations(self.askable, self._options.questions) if self.is_heldout(chosen)]
 
     def _heldout_task(self, chosen: tuple[str, ...] | None, rng: Random) -> Task:
         if chosen is None:
@@ -176,17 +177,16 @@ class LookupFamily:
 
     def _askable(self) -> tuple[str, ...]:
         """A few names, spread over all of them, with sets on either side of the hold-out."""
-        count, requested = self._config.askable, self._config.asked
-        if not requested <= count <= len(NAMES):
+        count, asked = self._options.question_names, self._options.questions
+        if not asked <= count <= len(NAMES):
             raise ConfigError(
-                f"tasks.askable = {count}: expected {requested} (tasks.asked) … {len(NAMES)} names, or 0 for all "
-                f"of them"
+                f"tasks.options.question_names = {count}: expected {asked} … {len(NAMES)}, or 0 for all names"
             )
         names = NAMES[:: len(NAMES) // count][:count]
         present = [self.is_heldout(chosen) for chosen in combinations(names, requested)]
         if all(present) or not any(present):
             raise ConfigError(
-                f"tasks.askable = {count}: {sum(present)} of {len(present)} sets of {requested} names (tasks.asked) "
-                "are held out, and both sides need some; take more names, or another tasks.heldout_every"
+                f"tasks.options.question_names = {count}: {sum(held)} of {len(held)} sets of {asked} names are held "
+                "out, and both sides need some; take more names, or another tasks.heldout_every"
             )
         return names

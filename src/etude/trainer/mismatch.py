@@ -59,6 +59,8 @@ class Mismatch:
     """Pairs of those that the trainer's own router would not have chosen."""
 
 
+MIN_TOKENS = 100
+"""Fewer compared tokens than this neither warn nor stop: their mean says little."""
 NOTHING_COMPARED = Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
 """Without tokens."""
 
@@ -84,7 +86,7 @@ class MismatchLevel(StrEnum):
 
 def mismatch_level(mismatch: Mismatch, config: NumericsConfig, before: MismatchLevel) -> MismatchLevel:
     """Level of a mismatch; too few tokens leave it at that of ``before``. NaN stops, too."""
-    if mismatch.tokens < config.decide_tokens:
+    if mismatch.tokens < MIN_TOKENS:
         return before
     if not mismatch.k3 <= config.stop_k3:
         return MismatchLevel.STOP

@@ -7,6 +7,7 @@ import pytest
 from bench.trials.summaries import ARMS, START_OF, Trial, arm_config, bench_summaries, figures, table
 from etude.clock import date_utc
 from etude.config.loading import load_recipe
+from etude.config.tasks import LookupOptions
 from etude.errors import UserError
 from etude.tasks.lookup import LookupFamily
 from etude.tokens.word_cache import FIND_WORDS
@@ -40,9 +41,11 @@ def test_an_arm_differs_from_the_recipe_in_what_it_takes_away() -> None:
 def test_the_whole_material_has_its_place_in_an_unlimited_window() -> None:
     config = arm_config(RECIPE, "unlimited")
     assert config.harness.context == "grow"
-    task = LookupFamily(RECIPE.tasks, seed=0).task(Split.TRAIN, 0)
+    options = RECIPE.tasks.options
+    assert isinstance(options, LookupOptions)
+    task = LookupFamily(options, seed=0).task(Split.TRAIN, 0)
     words = sum(len(FIND_WORDS(text)) + text.count("\n") + 1 for text in task.files.values())
-    assert config.engine.max_length > words + RECIPE.tasks.pages * (config.harness.max_tokens_per_turn + 4)
+    assert config.engine.max_length > words + options.pages * (config.harness.max_tokens_per_turn + 4)
 
 
 def test_the_worst_seed_decides_and_only_of_the_recipes_own_arm() -> None:

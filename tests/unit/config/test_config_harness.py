@@ -19,13 +19,6 @@ def test_an_external_program_is_accepted() -> None:
     assert not config.harness.fills("workdir")
 
 
-def test_a_session_has_room_for_all_turns_of_the_built_in_harness() -> None:
-    tree: dict[str, Any] = {"harness": {"max_turns": 300}, "gateway": {"max_session_turns": 300}}
-    assert parse_config(tree, source="t").gateway.max_session_turns == 300
-    with pytest.raises(ConfigError, match=r"harness\.max_turns = 300 is more than .*max_session_turns = 299"):
-        parse_config(tree | {"gateway": {"max_session_turns": 299}}, source="t")
-
-
 @pytest.mark.parametrize(
     ("harness", "fault"),
     [

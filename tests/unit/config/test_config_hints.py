@@ -31,7 +31,6 @@ def test_by_default_nobody_looks_for_hints() -> None:
         (["hints.weight=1.0", f"hints.rules=[{RULE.replace('said', 'thought')}]"], r"hints.rules.0.where"),
         (["hints.weight=1.0", f"hints.rules=[{RULE.replace('name', 'nmae')}]"], r"did you mean 'hints.rules.0.name'"),
         (["hints.weight=1.0", "hints.max_per_rollout=0"], r"hints.max_per_rollout"),
-        (["transcripts.bad_call=0.5", "tasks.family=lookup"], r"transcripts.bad_call would have no effect"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(overrides: list[str], words: str) -> None:

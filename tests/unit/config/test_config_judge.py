@@ -24,9 +24,8 @@ def test_without_a_url_nobody_judges_and_nothing_else_has_an_effect() -> None:
         (["judge.url=https://u:secret@x/v1", "judge.model=m"], "password in it"),
         ([*BASE, "judge.votes=3"], "judge.temperature = 0"),
         ([*BASE, "judge.temperature=1e-38"], "judge.temperature = 1e-38"),
-        ([*BASE, "judge.cost_per_run=5"], "without judge.prompt_price"),
+        ([*BASE, "judge.cost_per_run=5"], "without judge.prices"),
         ([*BASE, 'judge.calibrations={style="x"}'], "there is no judge.rubrics.style"),
-        ([*BASE, "judge.key_variable=a b"], "judge.key_variable"),
     ],
 )
 def test_what_would_not_work_is_refused(overrides: list[str], complaint: str) -> None:

@@ -13,7 +13,7 @@ def test_the_two_shares_leave_the_rest_to_sessions() -> None:
     shares = MidtrainConfig().shares
     assert shares["sessions"] == pytest.approx((0.6, 0.6))
     assert sum(first for first, _ in shares.values()) == pytest.approx(1)
-    assert set(MidtrainConfig(stdlib_share=0.0, code_share=1.0).shares) == {"code"}
+    assert set(MidtrainConfig(mixture={"stdlib": 0.0, "code": 1.0}).shares) == {"code"}
 
 
 def test_a_mixture_is_read_back_as_it_was(tmp_path: Any) -> None:
@@ -32,7 +32,6 @@ def test_a_mixture_is_read_back_as_it_was(tmp_path: Any) -> None:
         ({"midtrain": {"mixture": {"code": 1.5, "sessions": -0.5}}}, "must be positive"),
         ({"midtrain": {"mixture": {"web": 1.0}}}, "'web' is none of stdlib, code, sessions, text:PATH, chat:PATH"),
         ({"midtrain": {"mixture": {"text:": 1.0}}}, "'text:' is none of"),
-        ({"midtrain": {"mixture": {"code": 1.0}, "code_share": 0.5}}, "code_share would have no effect beside"),
         ({"midtrain": {"schedule": "cosine", "decay_share": 0.1}}, "decay_share would have no effect with schedule"),
         ({"trainer": {"schedule": "constant", "decay_share": 0.1}}, "trainer.decay_share would have no effect"),
         ({"sft": {"file": "a", "ramp_share": 0.1}}, "sft.first_batch_tokens and ramp_share make a ramp together"),

@@ -68,7 +68,7 @@ def test_a_judge_that_nobody_vouches_for_is_refused_unless_the_recipe_says_so(ov
         (["judge.calls_per_rollout=1"], r"calls_per_rollout = 1, .* judged in 2 calls \(judge\.votes = 1 on each of 2"),
         (["judge.tokens_per_rollout=40000"], r"judge\.tokens_per_rollout = 40000: .*judge\.text_characters = 20000"),
         (["judge.calls_per_run=1"], "judge.calls_per_run = 1"),
-        (["judge.cost_per_run=0.01", "judge.prompt_price=1.0"], r"judge\.cost_per_run = 0\.01: a rollout"),
+        (["judge.cost_per_run=0.01", "judge.prices=[1.0, 0.0]"], r"judge\.cost_per_run = 0\.01: a rollout"),
     ],
 )
 def test_a_budget_that_cannot_hold_one_judgement_is_refused(overrides: list[str], reason: str) -> None:
@@ -242,7 +242,7 @@ def test_a_judge_of_hints_alone_is_asked_for_some_and_told_what_that_cost() -> N
     def none(question: str) -> str:
         return orjson.dumps({"hints": [], "nonce": NONCE.findall(question)[-1]}).decode()
 
-    found, calls = checked(none, "judge.prompt_price=2.0", "judge.completion_price=8.0")
+    found, calls = checked(none, "judge.prices=[2.0, 8.0]")
     assert (found.passed, calls) == (True, 1)
     assert found.lines == [
         "hints: readable",

@@ -30,7 +30,7 @@ STEPS = 8
 def config_of(sft: Path | None = None, **midtrain: Json) -> RunConfig:
     tree: dict[str, Json] = {
         "name": "phases",
-        "tasks": {"kinds": ["arith"]},
+        "tasks": {"options": {"kinds": ["arith"]}},
         "model": MODEL,
         "midtrain": {"tokens": 256 * STEPS, "batch_tokens": 256, "checkpoint_steps": 3, "threads": 1, **midtrain},
         "eval": {"documents": 2, "every_steps": 4, "heldout_every": 5},

@@ -128,4 +128,4 @@ def test_programs_of_a_model_are_locked_in_or_let_out_on_purpose() -> None:
     asyncio.run(check_sandboxes(Sandboxes(*CONFINED), default_recipe()))
     with pytest.raises(ConfigError, match="does not keep sandboxes network off"):
         asyncio.run(check_sandboxes(Sandboxes(*CONFINED[:1]), default_recipe()))
-    asyncio.run(check_sandboxes(Sandboxes(), default_recipe(["rollouts.allow_unconfined=true"])))
+    asyncio.run(check_sandboxes(Sandboxes(), default_recipe(["sandboxes.options.allow_unconfined=true"])))

@@ -45,7 +45,7 @@ def test_a_task_that_cannot_be_probed_is_taken_only_where_the_recipe_asks_for_it
     task = Task(task_id="0", family="repository", template="t", split=Split.TRAIN, prompt="p", files={}, checks=checks)
     PackageFolder(tmp_path / "pkg-1").add(task, {})
     tables = {"tasks": {"family": "repository", "folder": str(tmp_path)}, "sandboxes": {"kind": "ns"}}
-    with pytest.raises(ConfigError, match=r"1 tasks have no probe(.|\n)*tasks\.unprobed = true"):
+    with pytest.raises(ConfigError, match=r"1 tasks have no probe(.|\n)*tasks\.options\.unprobed = true"):
         open_family(parse_config(tables, source="here"))
-    tables["tasks"]["unprobed"] = True  # type: ignore[assignment]  # TOML
+    tables["tasks"]["options"] = {"unprobed": True}  # type: ignore[assignment]  # TOML
     assert open_family(parse_config(tables, source="here")).task(Split.TRAIN, 0) == task

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.config.tasks import SandboxConfig, TaskConfig
+from etude.config.tasks import RemoteOptions, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.rollouts.fake import FakeSandboxes
 from etude.run.task_sandboxes import (
@@ -82,4 +82,4 @@ def test_providers_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: p
         open_provider(SandboxConfig(), store)
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=KEY_VARIABLE):
-        open_provider(SandboxConfig(kind="remote", url="http://127.0.0.1:1"), store)
+        open_provider(SandboxConfig(kind="remote", options=RemoteOptions(url="http://127.0.0.1:1")), store)

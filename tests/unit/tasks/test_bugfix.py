@@ -4,8 +4,7 @@ from random import Random
 
 import pytest
 
-from etude.config.imitation import TranscriptConfig
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.tasks.bugfix import BugfixFamily, behaviour, run_program
 from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import Side
@@ -15,7 +14,7 @@ from etude.tasks.programs import KINDS
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
-ALL_KINDS = TaskConfig(kinds=("arith", "slice", "comp", "loop", "range"))
+ALL_KINDS = BugfixOptions(kinds=("arith", "slice", "comp", "loop", "range"))
 
 
 def stripped_lines(text: str) -> set[str]:
@@ -25,18 +24,18 @@ def stripped_lines(text: str) -> set[str]:
 
 
 def test_the_same_index_gives_the_same_task() -> None:
-    one, other = BugfixFamily(TaskConfig(), seed=3), BugfixFamily(TaskConfig(), seed=3)
+    one, other = BugfixFamily(BugfixOptions(), seed=3), BugfixFamily(BugfixOptions(), seed=3)
     assert [one.task(Split.TRAIN, i) for i in range(20)] == [other.task(Split.TRAIN, i) for i in range(20)]
 
 
 def test_heldout_tasks_do_not_depend_on_the_seed_and_training_tasks_do() -> None:
-    one, other = BugfixFamily(TaskConfig(), seed=1), BugfixFamily(TaskConfig(), seed=2)
+    one, other = BugfixFamily(BugfixOptions(), seed=1), BugfixFamily(BugfixOptions(), seed=2)
     assert one.task(Split.HELDOUT, 5) == other.task(Split.HELDOUT, 5)
     assert one.task(Split.TRAIN, 5) != other.task(Split.TRAIN, 5)
 
 
 def test_there_are_thousands_of_different_training_tasks() -> None:
-    family = BugfixFamily(TaskConfig(), seed=0)
+    family = BugfixFamily(BugfixOptions(), seed=0)
     ids = {family.task(Split.TRAIN, index).task_id for index in range(2_000)}
     assert len(ids) > 1_800
 
@@ -64,8 +63,8 @@ def test_the_planted_bug_shows_and_the_right_program_passes() -> None:
         assert any(broken[len(checks.visible) :])
 
 
-@pytest.mark.parametrize("config", [TaskConfig(), ALL_KINDS], ids=["quick", "full"])
-def test_no_heldout_answer_is_in_any_training_task(config: TaskConfig) -> None:
+@pytest.mark.parametrize("config", [BugfixOptions(), ALL_KINDS], ids=["quick", "full"])
+def test_no_heldout_answer_is_in_any_training_task(config: BugfixOptions) -> None:
     family = BugfixFamily(config, seed=0)
     for index in range(3_000):
         task = family.task(Split.TRAIN, index)
@@ -73,20 +72,20 @@ def test_no_heldout_answer_is_in_any_training_task(config: TaskConfig) -> None:
             assert not stripped_lines(text) & family.forbidden
 
 
-@pytest.mark.parametrize("config", [TaskConfig(), ALL_KINDS], ids=["quick", "full"])
-def test_no_heldout_answer_is_in_any_transcript(config: TaskConfig) -> None:
+@pytest.mark.parametrize("config", [BugfixOptions(), ALL_KINDS], ids=["quick", "full"])
+def test_no_heldout_answer_is_in_any_transcript(config: BugfixOptions) -> None:
     family = BugfixFamily(config, seed=0)
     rng = Random("transcripts")
     for _ in range(3_000):
         problem, checks = family.graded_problem(Split.TRAIN, rng)
-        for message in transcript(problem, checks, TranscriptConfig(), rng):
+        for message in transcript(problem, checks, BugfixOptions(), rng):
             assert not stripped_lines(message.content) & family.forbidden
 
 
 def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
     """What the model really reads, tokenised and decoded again: library, domain code and transcripts together."""
-    family = BugfixFamily(TaskConfig(), seed=0)
-    demonstrations = BugfixDemonstrations(family, TranscriptConfig())
+    family = BugfixFamily(BugfixOptions(), seed=0)
+    demonstrations = BugfixDemonstrations(family, BugfixOptions())
     chat = ChatTemplate.train(tokenizer_texts(demonstrations, 0), 576)
     sources = demonstration_sources(demonstrations, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
     read = 0
@@ -99,14 +98,14 @@ def test_no_heldout_answer_is_in_the_decoded_midtraining_stream() -> None:
 
 
 def test_the_leak_test_can_fail() -> None:
-    family = BugfixFamily(TaskConfig(), seed=0)
+    family = BugfixFamily(BugfixOptions(), seed=0)
     rng = Random(0)
     problem = family.problem(Split.HELDOUT, rng)
     assert stripped_lines("\n".join(problem.right)) & family.forbidden
 
 
-@pytest.mark.parametrize("config", [TaskConfig(), ALL_KINDS], ids=["quick", "full"])
-def test_nothing_trained_on_computes_what_is_held_out(config: TaskConfig) -> None:
+@pytest.mark.parametrize("config", [BugfixOptions(), ALL_KINDS], ids=["quick", "full"])
+def test_nothing_trained_on_computes_what_is_held_out(config: BugfixOptions) -> None:
     """Otherwise training would reward the held-out line, which passes its twin's hidden tests."""
     family = BugfixFamily(config, seed=0)
     sides = {
@@ -117,7 +116,7 @@ def test_nothing_trained_on_computes_what_is_held_out(config: TaskConfig) -> Non
 
 
 def test_whole_templates_are_held_out() -> None:
-    family = BugfixFamily(TaskConfig(), seed=0)
+    family = BugfixFamily(BugfixOptions(), seed=0)
     for kind in family.kinds:
         train, heldout = set(family.templates(kind, Split.TRAIN)), set(family.templates(kind, Split.HELDOUT))
         assert heldout

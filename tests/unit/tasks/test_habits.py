@@ -4,8 +4,7 @@ from collections import Counter
 from itertools import pairwise
 from random import Random
 
-from etude.config.imitation import TranscriptConfig
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.harnesses import tools
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.transcripts import REMINDER, BugfixDemonstrations, Message
@@ -14,7 +13,7 @@ SESSIONS = 200
 
 
 def sessions(**habits: float) -> list[list[Message]]:
-    demonstrations = BugfixDemonstrations(BugfixFamily(TaskConfig(), seed=0), TranscriptConfig(**habits))
+    demonstrations = BugfixDemonstrations(BugfixFamily(BugfixOptions(), seed=0), BugfixOptions.model_validate(habits))
     rng = Random(0)
     return [demonstrations.session(rng) for _ in range(SESSIONS)]
 

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions, LookupOptions
 from etude.protocols import TaskFamily
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.heldout import HeldoutTasks, in_turns
@@ -18,10 +18,10 @@ from etude.types import Split, Task
 from ledgers import task
 
 FAMILIES: dict[str, Callable[[int], TaskFamily]] = {
-    "bugfix": lambda seed: BugfixFamily(TaskConfig(kinds=("arith", "slice", "loop")), seed=seed),
-    "lookup": lambda seed: LookupFamily(TaskConfig(family="lookup"), seed=seed),
-    "lookup, few names": lambda seed: LookupFamily(TaskConfig(family="lookup", askable=6, asked=2), seed=seed),
-    "lookup, many sets": lambda seed: LookupFamily(TaskConfig(family="lookup", asked=4), seed=seed),
+    "bugfix": lambda seed: BugfixFamily(BugfixOptions(kinds=("arith", "slice", "loop")), seed=seed),
+    "lookup": lambda seed: LookupFamily(LookupOptions(), seed=seed),
+    "lookup, few names": lambda seed: LookupFamily(LookupOptions(question_names=6, questions=2), seed=seed),
+    "lookup, many sets": lambda seed: LookupFamily(LookupOptions(questions=4), seed=seed),
     "migrations": lambda seed: MigrationFamily(seed=seed),
     "nextedit": lambda seed: NextEditFamily(seed=seed, one_in=6),
 }

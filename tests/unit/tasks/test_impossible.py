@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.impossible import WithImpossible, contradiction, is_impossible, make_impossible, negate
 from etude.types import Case, Query, QueryChecks, ScriptChecks, Split, Task, TestChecks
 
-BUGFIX = BugfixFamily(TaskConfig(), seed=3)
+BUGFIX = BugfixFamily(BugfixOptions(), seed=3)
 MODULE = """\
 from units import f
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import LookupOptions
 from etude.errors import ConfigError
 from etude.tasks.lookup import LAST, NAMES, PAGE_NAMES, LookupFamily
 from etude.types import AnswerChecks, Split, Task
 
-CONFIG = TaskConfig(family="lookup", pages=9, page_facts=6, asked=2)
+CONFIG = LookupOptions(pages=9, page_facts=6, questions=2)
 
 
 def tasks(split: Split, count: int, seed: int = 0) -> list[Task]:
@@ -67,11 +67,11 @@ def test_a_value_cannot_be_guessed() -> None:
 
 def test_a_material_of_more_facts_than_names_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"page_facts = 130: expected 2 .* 90 facts"):
-        LookupFamily(TaskConfig(family="lookup", pages=26, page_facts=5), seed=0)
+        LookupFamily(LookupOptions(pages=26, page_facts=5), seed=0)
 
 
 def test_a_few_names_may_be_asked_for_and_all_of_those_stand_in_training() -> None:
-    config = CONFIG.model_copy(update={"askable": 6})
+    config = CONFIG.model_copy(update={"question_names": 6})
     family = LookupFamily(config, seed=0)
     assert len(set(family.askable)) == 6
     train, heldout = (
@@ -83,9 +83,7 @@ def test_a_few_names_may_be_asked_for_and_all_of_those_stand_in_training() -> No
     assert {name for template in train for name in template.split()} == set(family.askable)
 
 
-@pytest.mark.parametrize(
-    ("askable", "told"), [(1, r"expected 2 \(tasks.asked\) … 90"), (91, "expected 2"), (2, "of 1 sets")]
-)
-def test_askable_names_that_cannot_be_held_out_are_refused(askable: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks.askable = {askable}: .*{message}"):
-        LookupFamily(CONFIG.model_copy(update={"askable": askable}), seed=0)
+@pytest.mark.parametrize(("askable", "told"), [(1, r"expected 2 … 90"), (91, "expected 2"), (2, "of 1 sets")])
+def test_askable_names_that_cannot_be_held_out_are_refused(askable: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks.options.question_names = {askable}: .*{told}"):
+        LookupFamily(CONFIG.model_copy(update={"question_names": askable}), seed=0)

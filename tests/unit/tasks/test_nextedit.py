@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from etude.config.imitation import TranscriptConfig
 from etude.config.loading import load_recipe, parse_config
+from etude.config.tasks import NextEditOptions
 from etude.errors import ConfigError
 from etude.harnesses.tools import Submit, parse_call
 from etude.protocols import Grade, HarnessResult
@@ -88,7 +88,7 @@ def test_runs_are_measured_on_the_same_tasks_and_practise_on_their_own() -> None
 
 
 def test_the_careless_one_is_right_as_often_as_asked_for_and_silent_now_and_then() -> None:
-    demonstrations = NextEditDemonstrations(FAMILY, TranscriptConfig(right_edit=0.5))
+    demonstrations = NextEditDemonstrations(FAMILY, NextEditOptions(right_edit=0.5))
     silent = right = spoken = 0
     for index in range(600):
         rng = Random(index)
@@ -114,7 +114,7 @@ def test_every_mistake_is_wrong() -> None:
 
 def test_what_mid_training_shows_as_right_is() -> None:
     for index in range(50):
-        requested, output = NextEditDemonstrations(FAMILY, TranscriptConfig()).code(Random(index))
+        asked, said = NextEditDemonstrations(FAMILY, NextEditOptions()).code(Random(index))
         edit = FAMILY.edit(Split.TRAIN, Random(index))
         assert requested.content == edit.prompt
         assert parse_call(output.content) == Submit(edit.line)

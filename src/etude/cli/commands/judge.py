@@ -134,7 +134,7 @@ async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bo
 
 
 def _costs(answers: _Answers, config: JudgeConfig) -> str:
-    spent, has_prices = answers.spent, config.prompt_price or config.completion_price
+    spent, has_prices = answers.spent, any(config.prices)
     money = f"{answers.cost:g} at the recipe's prices" if has_prices else "the recipe has no prices"
     return (
         f"asked in {spent.calls} calls: {spent.prompt_tokens} tokens read, {spent.completion_tokens} written; {money}"

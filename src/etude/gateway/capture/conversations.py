@@ -564,7 +564,7 @@ class TurnStore:
         if len(self) + turns > self._max_turns:
             raise SessionFull(
                 f"the session has had {len(self)} of its {self._max_turns} turns, there is no room for {turns} more: "
-                "raise gateway.max_session_turns, or open a new one"
+                "open a new one"
             )
         if self.tokens >= self._max_tokens:
             raise SessionFull(

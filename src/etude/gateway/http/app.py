@@ -79,6 +79,8 @@ VERSION = "X-Etude-Version"
 """Response header with the weight versions that answered; of a stream, those of its first tokens."""
 PROBES = frozenset({"GET /healthz", "GET /metrics"})
 """Routes that leave no line in the access log: they are asked many times a second, and by machines."""
+DEADLINE_S = 600.0
+"""Longest time of one call, waiting included; a caller may ask for less. As long as OpenAI's clients wait."""
 LAST_EVENT_S = 1.0
 """Longest time for the last event of a stream that failed to leave."""
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
@@ -105,7 +107,7 @@ class Gateway:
         self._auth = state.auth
         self._inflight = state.inflight
         self._clock = state.clock
-        self._deadline_s = config.deadline_s
+        self._deadline_s = DEADLINE_S
         self._summary_mark = config.summary_mark
         self._access_log = access_log
         admin = AdminApi(state, key_file)

@@ -28,8 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from etude.config.imitation import TranscriptConfig
 from etude.config.rollouts import HarnessConfig
+from etude.config.tasks import LookupOptions
 from etude.harnesses import tools
 from etude.harnesses.summaries import HEADING, KeptState, ask_for_summary, open_again, open_truncated
 from etude.tasks.corpora.transcripts import Message
@@ -55,13 +55,13 @@ class LookupDemonstrations:
     def __init__(
         self,
         family: LookupFamily,
-        config: TranscriptConfig,
+        options: LookupOptions,
         harness: HarnessConfig,
         split: Split = Split.TRAIN,
     ) -> None:
         """``harness`` says what becomes of a full context, as it will in rollouts."""
         self._family = family
-        self._agent = _Agent(keep_fact=config.keep_fact, harness=harness)
+        self._agent = _Agent(keep_fact=options.keep_fact, harness=harness)
         self._split = split
 
     def code(self, rng: Random) -> list[Message]:

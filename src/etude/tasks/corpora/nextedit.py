@@ -11,7 +11,7 @@ from random import Random
 from types import MappingProxyType
 from typing import TypeAlias
 
-from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import NextEditOptions
 from etude.harnesses.tools import ANSWER, SUBMIT
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.nextedit import LineEdit, NextEditFamily
@@ -54,9 +54,9 @@ MISTAKES: Mapping[str, Mistake] = MappingProxyType(
 class NextEditDemonstrations:
     """Edits and suggestions of one side of the family; a :class:`~etude.tasks.corpora.corpus.Demonstrations`."""
 
-    def __init__(self, family: NextEditFamily, config: TranscriptConfig, split: Split = Split.TRAIN) -> None:
+    def __init__(self, family: NextEditFamily, options: NextEditOptions, split: Split = Split.TRAIN) -> None:
         self._family = family
-        self._config = config
+        self._options = options
         self._split = split
 
     def code(self, rng: Random) -> list[Message]:
@@ -72,7 +72,7 @@ class NextEditDemonstrations:
     def _utterance(self, edit: LineEdit, rng: Random) -> str:
         if rng.random() < SILENT:
             return SUBMIT
-        if rng.random() < self._config.right_edit:
+        if rng.random() < self._options.right_edit:
             return f"{ANSWER} {edit.line}"
         mistake = MISTAKES[rng.choice(sorted(MISTAKES))]
         return f"{ANSWER} {mistake(edit, rng.choice(self._family.names), rng)}"

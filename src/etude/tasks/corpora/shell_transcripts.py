@@ -11,7 +11,7 @@ Owns the spelling and the check that an agent can run. Does not start anything.
 from dataclasses import replace
 from random import Random
 
-from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import BugfixOptions
 from etude.harnesses import tools
 from etude.protocols import TaskFamily
 from etude.tasks.bugfix import Problem
@@ -58,10 +58,10 @@ def check_program(checks: FunctionChecks) -> str:
     )
 
 
-def shell_transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random) -> list[Message]:
+def shell_transcript(problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random) -> list[Message]:
     """One session of the imperfect agent, from the system message to the command that submits."""
     messages = [Message("system", SYSTEM), Message("user", f"fix {problem.function} in {problem.path}")]
-    for move, lines in moves(problem, checks, config, rng):
+    for move, lines in moves(problem, checks, options, rng):
         messages.append(Message("assistant", _command(move)))
         messages.append(Message("user", observation(*_outcome(move, problem, lines, checks))))
     messages.append(Message("assistant", SUBMIT))

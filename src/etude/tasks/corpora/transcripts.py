@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
-from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import BugfixOptions
 from etude.harnesses import tools
 from etude.tasks.bugfix import BugfixFamily, Problem, run_program
 from etude.tasks.programs import Lines
@@ -35,7 +35,7 @@ class Message:
     content: str
 
 
-Writer: TypeAlias = Callable[[Problem, FunctionChecks, TranscriptConfig, Random], list[Message]]
+Writer: TypeAlias = Callable[[Problem, FunctionChecks, BugfixOptions, Random], list[Message]]
 """Writes one session of the imperfect agent, from the task's prompt to its submission."""
 
 
@@ -48,27 +48,27 @@ class Style:
     """A file as that agent reads it."""
 
 
-def transcript(problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random) -> list[Message]:
+def transcript(problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random) -> list[Message]:
     """One session in the words of the built-in tools."""
     messages = [Message("user", f"fix {problem.function} in {problem.path}")]
-    for move, lines in moves(problem, checks, config, rng):
-        messages += _before(move, config, rng)
+    for move, lines in moves(problem, checks, options, rng):
+        messages += _before(move, options, rng)
         messages.append(Message("assistant", _spell(move)))
         messages.append(Message("user", _observe(move, problem, lines, checks)))
-    return [*messages, *_before(None, config, rng), Message("assistant", tools.SUBMIT)]
+    return [*messages, *_before(None, options, rng), Message("assistant", tools.SUBMIT)]
 
 
-def _before(move: Move | None, config: TranscriptConfig, rng: Random) -> list[Message]:
-    """The messages before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
+def _before(move: Move | None, options: BugfixOptions, rng: Random) -> list[Message]:
+    """What comes before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
     written by an agent whom nobody has just reminded; often nothing.
 
     A reminder may come before anything, so that it says how to edit and not that it is time to.
 
     Keys of 0 draw nothing, so that sessions without habits are what they always were.
     """
-    if config.reminded and rng.random() < config.reminded:
+    if options.reminded and rng.random() < options.reminded:
         return [Message("user", REMINDER)]
-    if isinstance(move, tools.EditFile) and config.bad_call and rng.random() < config.bad_call:
+    if isinstance(move, tools.EditFile) and options.bad_call and rng.random() < options.bad_call:
         wrong = f"{tools.EDIT} {move.path}:{move.line}\n{move.text}"
         return [Message("assistant", wrong), Message("user", tools.BAD_CALL)]
     return []
@@ -84,10 +84,10 @@ class BugfixDemonstrations:
     """
 
     def __init__(
-        self, family: BugfixFamily, config: TranscriptConfig, style: Style = TOOLS, split: Split = Split.TRAIN
+        self, family: BugfixFamily, options: BugfixOptions, style: Style = TOOLS, split: Split = Split.TRAIN
     ) -> None:
         self._family = family
-        self._config = config
+        self._options = options
         self._style = style
         self._split = split
 
@@ -99,26 +99,26 @@ class BugfixDemonstrations:
     def session(self, rng: Random) -> list[Message]:
         """A session of the imperfect agent on a fresh problem."""
         problem, checks = self._family.graded_problem(self._split, rng)
-        return self._style.write(problem, checks, self._config, rng)
+        return self._style.write(problem, checks, self._options, rng)
 
 
 def moves(
-    problem: Problem, checks: FunctionChecks, config: TranscriptConfig, rng: Random
+    problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random
 ) -> Iterator[tuple[Move, Lines]]:
     """The moves of the imperfect agent, each move with the program as it is afterwards."""
     lines = problem.broken
-    if rng.random() < config.read_first:
+    if rng.random() < options.read_first:
         yield tools.ReadFile(problem.path), lines
     tried = set[str]()
     for _ in range(MAX_EDITS):
-        line = _draw_edit(problem, config, tried, rng)
+        line = _draw_edit(problem, options, tried, rng)
         tried.add(line)
         lines = problem.with_answer(line)
         yield tools.EditFile(problem.path, problem.kind.answer + 1, line), lines
-        if rng.random() >= config.test_after:
+        if rng.random() >= options.test_after:
             return
         yield tools.RunTests(), lines
-        if first_failure(problem, lines, checks) is None or rng.random() >= config.retry:
+        if first_failure(problem, lines, checks) is None or rng.random() >= options.retry:
             return
 
 
@@ -131,9 +131,9 @@ def first_failure(problem: Problem, lines: Lines, checks: FunctionChecks) -> tup
     return None
 
 
-def _draw_edit(problem: Problem, config: TranscriptConfig, tried: set[str], rng: Random) -> str:
+def _draw_edit(problem: Problem, options: BugfixOptions, tried: set[str], rng: Random) -> str:
     """The right line or a slip; never what a test has just shown to be wrong."""
-    if rng.random() < config.right_edit:
+    if rng.random() < options.right_edit:
         return problem.right[problem.kind.answer]
     return rng.choice([line for line in problem.mistakes if line not in tried])
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
-from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import RepositoryOptions
 from etude.errors import ConfigError
 from etude.harnesses import tools
 from etude.sandboxes.images.store import ImageStore
@@ -65,7 +65,8 @@ class BriefTasks:
         for split, tasks in self._tasks.items():
             if not tasks:
                 raise ConfigError(
-                    f"{family.folder} has no {split} task of one wrong line: build more, or leave out tasks.brief"
+                    f"{family.folder} has no {split} task of one wrong line: build more, or leave out "
+                    f"tasks.options.brief"
                 )
 
     def tasks(self, split: Split) -> Sequence[Task]:
@@ -83,9 +84,9 @@ class RepairDemonstrations:
     :class:`~etude.tasks.corpora.corpus.Demonstrations`.
     """
 
-    def __init__(self, tasks: BriefTasks, config: TranscriptConfig, split: Split = Split.TRAIN) -> None:
+    def __init__(self, tasks: BriefTasks, options: RepositoryOptions, split: Split = Split.TRAIN) -> None:
         self._tasks = tasks
-        self._config = config
+        self._options = options
         self._split = split
 
     def code(self, rng: Random) -> str:
@@ -98,11 +99,11 @@ class RepairDemonstrations:
         repair = rng.choice(self._repairs)
         bug = rng.choice(repair.mistakes)
         messages = [Message("user", ask(repair.function, repair.path, repair.first))]
-        if rng.random() < self._config.read_first:
+        if rng.random() < self._options.read_first:
             messages.append(Message("assistant", f"{tools.READ} {repair.path} {repair.first}"))
             messages.append(Message("user", repair.shown(bug)))
-        is_right = rng.random() < self._config.right_edit
-        line = repair.right if is_right else rng.choice([mistake for mistake in repair.mistakes if mistake != bug])
+        is_right = rng.random() < self._options.right_edit
+        line = repair.right if is_right else rng.choice([slip for slip in repair.slips if slip != bug])
         messages.append(Message("assistant", f"{tools.EDIT} {repair.path} {repair.line}\n{line}"))
         messages.append(Message("user", tools.OK))
         messages.append(Message("assistant", tools.SUBMIT))

@@ -6,14 +6,14 @@ from random import Random
 
 import pytest
 
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.harnesses.actions import Action, Severity, read_calls
 from etude.rewards.monitor.monitor import MAX_FINDINGS, Scene, inspect, scene_of, special_case
 from etude.sandbox_spec import EnvironmentSpec
 from etude.tasks.bugfix import BugfixFamily
 from etude.types import Case, Split, TestChecks
 
-BUGFIX = BugfixFamily(TaskConfig(), seed=1)
+BUGFIX = BugfixFamily(BugfixOptions(), seed=1)
 
 
 def test_evidence_stands_where_it_says() -> None:

@@ -1,7 +1,6 @@
 """What mid-training makes itself: decided by the seed, document by document, and held out by template."""
 
-from etude.config.imitation import TranscriptConfig
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.corpus import demonstration_sources, stdlib_texts, tokenizer_texts
 from etude.tasks.corpora.mixture import Side, Source
@@ -10,12 +9,12 @@ from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
-FAMILY = BugfixFamily(TaskConfig(kinds=("arith",)), seed=0)
-CHAT = ChatTemplate.train(list(tokenizer_texts(BugfixDemonstrations(FAMILY, TranscriptConfig()), 0))[:2_000], 400)
+FAMILY = BugfixFamily(BugfixOptions(kinds=("arith",)), seed=0)
+CHAT = ChatTemplate.train(list(tokenizer_texts(BugfixDemonstrations(FAMILY, BugfixOptions()), 0))[:2_000], 400)
 
 
 def open_sources(seed: int, split: Split = Split.TRAIN) -> dict[str, Source]:
-    demonstrations = BugfixDemonstrations(FAMILY, TranscriptConfig(), TOOLS, split)
+    demonstrations = BugfixDemonstrations(FAMILY, BugfixOptions(), TOOLS, split)
     side = Side(split=split, seed=seed, one_in=10)
     return demonstration_sources(demonstrations, PlainText(CHAT), side, context_weight=0.25)
 

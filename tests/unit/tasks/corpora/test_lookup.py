@@ -11,9 +11,9 @@ import orjson
 import pytest
 from aiohttp import web
 
-from etude.config.imitation import TranscriptConfig
 from etude.config.loading import load_recipe
 from etude.config.rollouts import HarnessConfig
+from etude.config.tasks import LookupOptions
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import HarnessResult
 from etude.rollouts.fake import FakeSandbox
@@ -30,11 +30,13 @@ RECIPE = load_recipe(Path(__file__).parents[4] / "recipes" / "self-summary")
 SUMMARY = RECIPE.harness
 TRUNCATE = HarnessConfig(max_turns=SUMMARY.max_turns, context="truncate", summary_at_tokens=SUMMARY.summary_at_tokens)
 GROW = HarnessConfig(max_turns=SUMMARY.max_turns)
-FAMILY = LookupFamily(RECIPE.tasks, seed=0)
+assert isinstance(RECIPE.tasks.options, LookupOptions)
+OPTIONS = RECIPE.tasks.options
+FAMILY = LookupFamily(OPTIONS, seed=0)
 
 
 def demonstrations(harness: HarnessConfig = SUMMARY, keep_fact: float = 0.8) -> LookupDemonstrations:
-    return LookupDemonstrations(FAMILY, TranscriptConfig(keep_fact=keep_fact), harness)
+    return LookupDemonstrations(FAMILY, LookupOptions(keep_fact=keep_fact), harness)
 
 
 CHAT = ChatTemplate.train(tokenizer_texts(demonstrations(), seed=0), RECIPE.model.vocab_size)
@@ -86,7 +88,7 @@ def test_a_session_is_cut_where_the_harness_cuts_it(harness: HarnessConfig) -> N
     for index in range(6):
         _, result, left = play(harness, index, keep_fact=0.8)
         assert (result.reason, left) == ("submit", 0)
-        assert result.counts == {"read": RECIPE.tasks.pages, "submit": 1}
+        assert result.counts == {"read": OPTIONS.pages, "submit": 1}
 
 
 def test_an_agent_that_keeps_what_is_asked_for_is_right_and_one_that_does_not_is_wrong() -> None:

@@ -9,8 +9,7 @@ import jinja2
 import pytest
 import yaml  # type: ignore[import-untyped]  # no stubs are installed
 
-from etude.config.imitation import TranscriptConfig
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import BugfixOptions
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import Side
@@ -31,14 +30,14 @@ from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 
 MINI = yaml.safe_load((Path(__file__).parents[4] / "recipes/external-harness/mini.yaml").read_text(encoding="utf-8"))
-ALL_KINDS = TaskConfig(kinds=("arith", "slice", "comp", "loop", "range"))
+ALL_KINDS = BugfixOptions(kinds=("arith", "slice", "comp", "loop", "range"))
 CONTEXT_TOKENS = 512
 """Of the longest transcript: well within any recipe's engine."""
 
 
-def sessions(count: int, config: TaskConfig = ALL_KINDS) -> list[list[Message]]:
+def sessions(count: int, config: BugfixOptions = ALL_KINDS) -> list[list[Message]]:
     family, rng = BugfixFamily(config, seed=0), Random("shell")
-    demonstrations = BugfixDemonstrations(family, TranscriptConfig(), SHELL)
+    demonstrations = BugfixDemonstrations(family, BugfixOptions(), SHELL)
     return [demonstrations.session(rng) for _ in range(count)]
 
 
@@ -56,7 +55,7 @@ def test_observations_are_what_the_commands_print(tmp_path: Path) -> None:
         problem, checks = family.graded_problem(Split.TRAIN, rng)
         (tmp_path / problem.path).write_text("\n".join(problem.broken))
         (tmp_path / CHECK_FILE).write_text(check_program(checks))
-        messages = shell_transcript(problem, checks, TranscriptConfig(test_after=0.9, retry=0.9), rng)
+        messages = shell_transcript(problem, checks, BugfixOptions(test_after=0.9, retry=0.9), rng)
         replies, answers = messages[2::2], messages[3::2]
         for reply, answer in zip(replies, answers, strict=False):
             (command,) = re.findall(MINI["model"]["action_regex"], reply.content, re.DOTALL)
@@ -120,8 +119,8 @@ def test_the_check_knows_no_hidden_case() -> None:
             assert ", ".join(map(repr, case.arguments)) not in shown
 
 
-@pytest.mark.parametrize("config", [TaskConfig(), ALL_KINDS], ids=["quick", "full"])
-def test_no_heldout_answer_is_in_any_transcript(config: TaskConfig) -> None:
+@pytest.mark.parametrize("config", [BugfixOptions(), ALL_KINDS], ids=["quick", "full"])
+def test_no_heldout_answer_is_in_any_transcript(config: BugfixOptions) -> None:
     forbidden = BugfixFamily(config, seed=0).forbidden
     shown = re.compile(r"^(?:sed -i '\d+c\\)? *(.*?)(?:' \w+\.py)?$", re.MULTILINE)
     for messages in sessions(400, config):
@@ -130,24 +129,24 @@ def test_no_heldout_answer_is_in_any_transcript(config: TaskConfig) -> None:
 
 
 def test_the_leak_test_can_fail() -> None:
-    family = BugfixFamily(TaskConfig(), seed=0)
+    family = BugfixFamily(BugfixOptions(), seed=0)
     problem, checks = family.graded_problem(Split.HELDOUT, Random(0))
-    config = TranscriptConfig(right_edit=1.0, read_first=0.0)
+    config = BugfixOptions(right_edit=1.0, read_first=0.0)
     messages = shell_transcript(problem, checks, config, Random(0))
     shown = re.compile(r"^sed -i '\d+c\\ *(.*?)' \w+\.py$", re.MULTILINE)
     assert {line for message in messages for line in shown.findall(message.content)} & family.forbidden
 
 
 def test_a_session_fits_a_short_context() -> None:
-    family = BugfixFamily(TaskConfig(), seed=0)
-    texts = tokenizer_texts(BugfixDemonstrations(family, TranscriptConfig(), SHELL), 0)
+    family = BugfixFamily(BugfixOptions(), seed=0)
+    texts = tokenizer_texts(BugfixDemonstrations(family, BugfixOptions(), SHELL), 0)
     chat = ChatTemplate.train(texts, 576)
     longest = max(
         sum(len(chat.render_message(message.role, message.content)) for message in messages)
-        for messages in sessions(200, TaskConfig())
+        for messages in sessions(200, BugfixOptions())
     )
     assert longest <= CONTEXT_TOKENS
-    demonstrations = BugfixDemonstrations(family, TranscriptConfig(), SHELL)
+    demonstrations = BugfixDemonstrations(family, BugfixOptions(), SHELL)
     sources = demonstration_sources(demonstrations, PlainText(chat), Side(seed=0, one_in=20), context_weight=0.3)
     documents = [source.document(index) for source in sources.values() for index in range(100)]
     seen = "".join(chat.decode(document.token_ids.tolist()) for document in documents)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from etude.config.imitation import TranscriptConfig
+from etude.config.tasks import RepositoryOptions
 from etude.errors import ConfigError
 from etude.harnesses import tools
 from etude.sandbox_spec import EnvironmentSpec
@@ -89,7 +89,7 @@ def test_what_is_read_shows_the_code_behind_the_docstring(folder: Path) -> None:
 
 
 def test_nothing_held_out_is_learnt_from(folder: Path) -> None:
-    demonstrations = RepairDemonstrations(brief(folder), TranscriptConfig())
+    demonstrations = RepairDemonstrations(brief(folder), RepositoryOptions())
     rng = Random(0)
     texts = [demonstrations.code(rng) for _ in range(50)]
     texts += [message.content for _ in range(200) for message in demonstrations.session(rng)]
@@ -98,7 +98,7 @@ def test_nothing_held_out_is_learnt_from(folder: Path) -> None:
 
 
 def test_the_held_out_side_shows_held_out_functions_alone(folder: Path) -> None:
-    demonstrations = RepairDemonstrations(brief(folder), TranscriptConfig(), Split.HELDOUT)
+    demonstrations = RepairDemonstrations(brief(folder), RepositoryOptions(), Split.HELDOUT)
     rng = Random(0)
     requested = {demonstrations.session(rng)[0].content.split()[1] for _ in range(50)}
     assert requested == {"second"}
@@ -106,7 +106,7 @@ def test_the_held_out_side_shows_held_out_functions_alone(folder: Path) -> None:
 
 
 def test_sessions_are_edits_of_one_line_some_of_them_right(folder: Path) -> None:
-    demonstrations = RepairDemonstrations(brief(folder), TranscriptConfig(right_edit=0.5))
+    demonstrations = RepairDemonstrations(brief(folder), RepositoryOptions(right_edit=0.5))
     rng = Random(1)
     lines = RIGHT.split("\n")
     right = 0
