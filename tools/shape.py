@@ -31,7 +31,9 @@ CLASS_LINES = 400
 CLASS_METHODS = 20
 """Dunder methods are not counted: Python chooses them, not we."""
 PARAMETERS = 6
-"""``self`` and ``cls`` are not counted. Fields of a dataclass are no parameters: they are always named."""
+"""``self`` and ``cls`` are not counted. Fields of a dataclass and options of a command are no parameters: they are
+always named.
+"""
 NESTING = 4
 """Blocks inside blocks, the way a reader sees indentation; ``elif`` is no deeper than its ``if``."""
 
@@ -175,6 +177,10 @@ def class_methods(source: Source) -> Iterator[Fault]:
 def parameters(source: Source) -> Iterator[Fault]:
     """Refuse a function of the package with too many parameters."""
     for function in functions_in(source.tree) if source.is_product else ():
+        if any(
+            isinstance(mark, ast.Call) and ast.unparse(mark.func) == "app.command" for mark in function.decorator_list
+        ):
+            continue
         signature = function.args
         named = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg]
         count = sum(parameter is not None and parameter.arg not in ("self", "cls") for parameter in named)

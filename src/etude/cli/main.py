@@ -1,30 +1,103 @@
-"""The command line: arguments in, one module of ``run/`` out, exit codes.
+"""The command line: arguments in, one module of ``cli/commands`` out, exit codes.
 
     0  done        1  a process of the run failed        2  the user can fix it        3  finished, nothing learnt
     4  a disk is full        130  interrupted        143  terminated
 
-Every subcommand imports its own composition when it is called, so that ``etude --help`` needs no torch.
+A command's module is imported when the command is called, so that ``etude --help`` needs no torch.
 """
 
-import argparse
 import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.metadata import version as version_of
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
+from typing import Annotated, Any
 
-from etude.cli import judge, keys, runs, serving, tasks, weights
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
 from etude.cli.options import DISK_FULL, FAILED, INTERRUPTED, USER_ERROR
 from etude.errors import EtudeError, InfrastructureError
 from etude.storage import FIXES, FULL, fullest, storage_errno
 
-Command = Callable[[argparse.Namespace], int]
+COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "run": ("run", "Run the whole loop of a recipe on this machine."),
+        "midtrain": ("processes", "One process of a run: mid-training."),
+        "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
+        "parity": ("processes", "One process of a run: engine against trainer, before they run."),
+        "serve": ("processes", "One process of a run: the engine."),
+        "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
+        "rollouts": ("processes", "One process of a run: rollouts and evaluations."),
+        "train": ("processes", "One process of a run: the trainer."),
+        "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
+        "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
+        "chat": ("chat", "Talk with the newest weights, and see which version answered."),
+        "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),
+        "config": ("config", "Explain the keys of a recipe."),
+        "judge": ("judge", "Try the model that grades aspects, and compare it with people."),
+        "keys": ("keys", "Manage the keys of a gateway."),
+        "weights": ("weights", "Look into a weight store, verify it, repair it, take versions out."),
+        "tasks": ("tasks", "Make tasks of a repository, verify tasks, list them, export them."),
+        "images": ("images", "Manage base systems and images that sandboxes start from."),
+        "sandboxes": ("sandboxes", "Lend sandboxes over HTTP; ask one what it looks like."),
+    }
+)
+"""Command → its module in ``cli/commands``, and its line in ``etude --help``."""
+COMPLETE = "_ETUDE_COMPLETE"
+"""Set by a shell that asks for completions."""
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""The exit status of a program whose output is not read on, as by ``head``."""
 
-UNREAD = 128 + signal.SIGPIPE
-"""The exit status of a program whose output nobody reads on, as ``head`` does not."""
+
+class LazyGroup(TyperGroup):
+    """All commands by name and help alone; the one that is called is imported."""
+
+    def resolve_command(  # its context is of a part of typer that is private
+        self, ctx: Any, args: list[str]
+    ) -> tuple[str | None, TyperCommand | TyperGroup | None, list[str]]:
+        """The command that is called. Raises a usage error that names those that are like it."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name else None, rest
+
+
+def load(name: str) -> TyperCommand | TyperGroup:
+    """Import a command."""
+    command = get_command(import_module(f"etude.cli.commands.{COMMANDS[name][0]}").app)
+    if isinstance(command, TyperGroup) and name in command.commands:
+        command = command.commands[name]
+    assert isinstance(command, TyperCommand | TyperGroup)
+    command.name = name
+    return command
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"etude {version_of('etude')}")
+        raise typer.Exit
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def etude(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train a coding model inside the product that uses it."""
+
+
+for command_name, (_, line) in COMMANDS.items():
+    app.command(command_name, help=line)(lambda: None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,62 +105,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # of what a terminal cannot show, something is shown
-    options = build_parser().parse_args(arguments)
-    command: Command = options.command
-    before = signal.signal(signal.SIGTERM, _end)
+    command, given = get_command(app), list(sys.argv[1:] if arguments is None else arguments)
+    if COMPLETE in os.environ:
+        command(given, prog_name="etude")  # prints completions and exits
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        status = command(options)
+        with command.make_context("etude", given or ["--help"]) as context:
+            status = command.invoke(context)
         sys.stdout.flush()
-        return status
+        return int(status or 0)
+    except typer.Exit as end:
+        return end.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _is_unread():
-            return UNREAD
-        told = _tell(error, options)
-        if told is not None:
-            return told
+        if isinstance(error, BrokenPipeError) and _is_stdout_closed():
+            return BROKEN_PIPE
+        status = _report(error, given)
+        if status is not None:
+            return status
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
-    parser = argparse.ArgumentParser(prog="etude", description="Train a coding model inside the product that uses it.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (runs, keys, serving, weights, tasks, judge):
-        part.add_commands(commands)
-    return parser
-
-
-def _tell(error: Exception, options: argparse.Namespace) -> int | None:
-    """Say what a command ended with and return its exit status; ``None`` for a bug, whose traceback is wanted."""
+def _report(error: Exception, arguments: Sequence[str]) -> int | None:
+    """Print the error that ended a command and return its exit status; ``None`` for a bug, which gets a traceback."""
     number = storage_errno(error)
     if number in FULL:
-        named = [*(vars(options).get(name) for name in ("run", "resume", "out")), getattr(error, "filename", None)]
+        named = [*(place for place in arguments if Path(place).exists()), getattr(error, "filename", None)]
         folder, free_bytes = fullest([*(Path(place) for place in named if place), Path()])
         _print_if_there_is_room(f"etude: {error}; {folder} has {free_bytes:,} bytes free: {FIXES[number]}")
         return DISK_FULL
     if isinstance(error, EtudeError):
         print(f"etude: {error}", file=sys.stderr)
         return FAILED if isinstance(error, InfrastructureError) else USER_ERROR
+    if isinstance(error, typer.TyperException):
+        if message := error.format_message():  # empty where help was printed instead
+            print(f"etude: {message}", file=sys.stderr)
+        return USER_ERROR
     if isinstance(error, OSError) and number is not None:
         print(f"etude: {error}; {FIXES[number]}", file=sys.stderr)
         return FAILED
     return None
 
 
-def _print_if_there_is_room(words: str) -> None:
+def _print_if_there_is_room(text: str) -> None:
     """Print to the standard error, which may be a file on the very disk that is full; the exit status tells it, too."""
     try:
-        print(words, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what could not be written is not tried again
 
 
-def _is_unread() -> bool:
-    """Whether whoever read what we print is gone, and not the other end of a socket; then nobody is told any more."""
+def _is_stdout_closed() -> bool:
+    """True if the reader of our output is gone, and not the other end of a socket; nothing more is printed then."""
     looking = select.poll()
     looking.register(sys.stdout.fileno(), 0)
     if not looking.poll(0):
@@ -96,8 +168,8 @@ def _is_unread() -> bool:
     return True
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """End a command as Ctrl-C does, by its own ways out: what it started is stopped, what it laid down is removed."""
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """End a command as Ctrl-C does, by its own clean-up: its processes are stopped, its temporary files removed."""
     import asyncio
 
     try:

@@ -6,13 +6,15 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup
 
-from etude.cli.main import main
+from etude.cli.commands.run import status_of
+from etude.cli.main import COMMANDS, load, main
 from etude.cli.options import own_name
-from etude.cli.runs import status_of
 from etude.config.loading import load_recipe
 from etude.run.folder import RunFolder
 from etude.run.resolve import resolve_device
@@ -235,10 +237,36 @@ def test_the_doctor_says_which_options_would_do_nothing(capsys: pytest.CaptureFi
     assert "tokenizer.json is missing" in fail(capsys, "doctor", "--parity", "--model", tmp_path)  # no run starts so
 
 
-def test_an_unknown_command_is_refused_by_the_parser() -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(["fly"])
-    assert stop.value.code == 2
+def test_help_imports_no_command_and_no_torch() -> None:
+    program = (
+        "import sys; from etude.cli.main import main; main([]);"
+        "print([name for name in sys.modules if name == 'torch' or name.startswith('etude.cli.commands')])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("[]\n")
+    assert all(f" {name} " in shown for name in COMMANDS)
+
+
+def test_every_command_opens_with_its_line_of_the_help() -> None:
+    for name, (_, line) in COMMANDS.items():
+        command = load(name)
+        assert isinstance(command, TyperGroup) or (command.help or "").startswith(line)
+
+
+def test_an_unknown_command_is_met_with_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Did you mean 'weights'?" in fail(capsys, "weigths")
+    assert "No such option" in fail(capsys, "run", "--sed", "1")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"etude {version('etude')}\n"
+
+
+def test_a_shell_gets_completions() -> None:
+    asked = os.environ | {"_ETUDE_COMPLETE": "complete_bash", "COMP_WORDS": "etude wei", "COMP_CWORD": "1"}
+    answer = subprocess.run([sys.executable, "-m", "etude"], env=asked, capture_output=True, text=True, check=False)
+    assert answer.stdout.split() == ["weights"]
 
 
 def test_tasks_of_a_folder_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.keys import markdown
+from etude.cli.commands.config import markdown
 from etude.config.keys import Key, count_keys, find, tables
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig

@@ -11,22 +11,25 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO, final
+from pathlib import Path
+from typing import Annotated, TextIO, final
 
 import aiohttp
 import orjson
+import typer
 
-from etude.errors import EngineUnavailable, UserError
+from etude.cli.options import group
+from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.run.folder import RunFolder
 from etude.run.serve_version import serving_version, wait_until_ready
 from etude.types import Json
 
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
-"""A live gateway says how it is in this time."""
+"""Time in which a live gateway reports its health."""
 CALL_TIMEOUT = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
 """One reply, to its end."""
 KEY_S = 24 * 3600
-"""After this long the key of a chat is dead, even if nobody was there to revoke it."""
+"""Lifetime of a chat's key, should nothing revoke it."""
 HELP = "/new forgets the conversation · /system TEXT sets the instructions and forgets the rest · /quit"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -36,14 +39,14 @@ Fields = dict[str, Json]
 @final
 @dataclass(slots=True, kw_only=True)
 class Talk:
-    """What was said so far."""
+    """The messages of a conversation."""
 
     messages: list[Fields] = field(default_factory=list)
 
     def reset(self, system: str | None = None) -> None:
         """Forget everything; instructions stay unless there are new ones."""
-        kept = [message for message in self.messages if message["role"] == "system"]
-        self.messages = kept if system is None else [{"role": "system", "content": system}]
+        instructions = [message for message in self.messages if message["role"] == "system"]
+        self.messages = instructions if system is None else [{"role": "system", "content": system}]
 
     def add(self, role: str, content: str) -> None:
         """One more message."""
@@ -51,35 +54,35 @@ class Talk:
 
 
 @final
-class Line:
+class ReplyPrinter:
     """Prints one reply, and which weights sample it wherever that changes."""
 
     def __init__(self, out: TextIO, *, colour: bool) -> None:
         self._out = out
         self._before, self._after = (DIM, PLAIN) if colour else ("", "")
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._versions: list[str] = []
 
     @property
     def text(self) -> str:
-        """What was said."""
-        return "".join(self._said)
+        """The reply so far."""
+        return "".join(self._texts)
 
     def take(self, chunk: Fields) -> None:
         """Print what one event adds; the last ones add nothing and name all versions once more."""
         version = chunk.get("system_fingerprint")
         for text in _texts(chunk):
             if isinstance(version, str) and version not in self._versions[-1:]:
-                if self._said:
+                if self._texts:
                     self._note(f" ‹{version}› ")
                 self._versions.append(version)
-            self._said.append(text)
+            self._texts.append(text)
             self._out.write(text)
         self._out.flush()
 
     def end(self) -> None:
-        """Say which versions it was."""
-        self._note(f"  [{' → '.join(self._versions) or 'nothing said'}]")
+        """Print the versions that sampled it."""
+        self._note(f"  [{' → '.join(self._versions) or 'empty'}]")
         self._out.write("\n")
         self._out.flush()
 
@@ -116,19 +119,40 @@ class Chat:
     def ask(self, text: str) -> bool:
         """Print the reply to a message; one that fails leaves the conversation as it was before it."""
         self._talk.add("user", text)
-        line = Line(self._out, colour=self._out.isatty())
+        printer = ReplyPrinter(self._out, colour=self._out.isatty())
         try:
-            asyncio.run(_stream(self._base, self._key, self._talk.messages, line))
+            asyncio.run(_stream(self._base, self._key, self._talk.messages, printer))
         except (UserError, EngineUnavailable) as error:
             self._talk.messages.pop()
             self._err.write(f"etude: {error}\n")
             return False
-        except KeyboardInterrupt:  # enough heard; what was said stays said
+        except KeyboardInterrupt:  # enough read; what was printed stays in the conversation
             self._out.write("\n")
         else:
-            line.end()
-        self._talk.add("assistant", line.text)
+            printer.end()
+        self._talk.add("assistant", printer.text)
         return True
+
+
+app = group()
+
+
+@app.command()
+def chat(
+    run: Annotated[Path | None, typer.Argument(help="The run folder.")] = None,
+    *,
+    url: Annotated[str | None, typer.Option(help="A gateway, instead of a run.")] = None,
+    key: Annotated[str | None, typer.Option(help="A key for it.")] = None,
+) -> None:
+    """Talk with the newest weights, and see which version answered."""
+    if (run is None) == (url is None):
+        raise ConfigError("talk with what? give a run folder, or --url URL --key KEY")
+    if url is not None and key is not None:
+        chat_with(url, key)
+    elif run is not None and key is None:
+        chat_with_run(RunFolder.open(run))
+    else:
+        raise ConfigError("--url and --key go together: a run's own key is in its folder")
 
 
 def chat_with_run(folder: RunFolder) -> None:
@@ -169,7 +193,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-async def _stream(base: str, key: str, messages: Sequence[Fields], line: Line) -> None:
+async def _stream(base: str, key: str, messages: Sequence[Fields], printer: ReplyPrinter) -> None:
     body = orjson.dumps({"model": "policy", "messages": messages, "stream": True})
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     try:
@@ -182,7 +206,7 @@ async def _stream(base: str, key: str, messages: Sequence[Fields], line: Line) -
             async for chunk in _chunks(response.content):
                 if "error" in chunk:
                     raise EngineUnavailable(_message(orjson.dumps(chunk)))
-                line.take(chunk)
+                printer.take(chunk)
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise EngineUnavailable(f"no answer from {base}: {type(error).__name__}: {error}") from error
 
@@ -229,12 +253,12 @@ async def _ask(method: str, url: str, key: str, fields: Fields | None = None) ->
         raise EngineUnavailable(f"no answer from {url}: {type(error).__name__}: {error}") from error
     if response.status != 200:
         raise EngineUnavailable(f"{method} {url} → {response.status}: {_message(answer)}")
-    found: Fields = orjson.loads(answer)
-    return found
+    reply: Fields = orjson.loads(answer)
+    return reply
 
 
 async def _answers(url: str) -> bool:
-    """Whether a gateway with an engine behind it lives there."""
+    """True if a gateway with an engine behind it answers there."""
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
         async with aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as http, http.get(f"{url}/healthz") as response:
             return response.status == 200

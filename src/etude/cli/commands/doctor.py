@@ -1,4 +1,4 @@
-"""`etude doctor`: what works on this machine, and whether engine and trainer compute the same numbers.
+"""`etude doctor`: the parts that work on this machine, and the agreement of engine and trainer.
 
 Owns what is looked at and how it is shown. How the two sides are compared is :mod:`etude.run.parity`'s.
 """
@@ -10,18 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from etude.cli.options import USER_ERROR, Overrides, group
+from etude.config.loading import default_recipe, load_recipe
 from etude.dashboard import formatting
 from etude.errors import ConfigError, SandboxError
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SandboxProvider
+from etude.run import parity as parity_check
+from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine
 from etude.run.parity import DIM, GOOD, WARN
+from etude.run.preflight import about_template
 from etude.sandbox_spec import Capability
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
@@ -30,16 +37,57 @@ from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.tokens.jinja import call_support
 
 SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESSES_APART)
-"""What programs of a model should be held by."""
+"""Capabilities that programs of a model need around them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """One thing that was examined."""
 
     name: str
     works: bool
     words: str
+
+
+app = group()
+
+
+@app.command()
+def doctor(
+    *,
+    parity: Annotated[
+        bool, typer.Option("--parity", help="Compare engine and trainer layer by layer, bit by bit.")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A Hugging Face checkpoint (default: random weights).")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="A run folder: its newest weights, its numerics.")
+    ] = None,
+    overrides: Overrides,
+) -> int:
+    """See what works on this machine, and if engine and trainer agree."""
+    ignored = [name for name, value in {"model": model, "run": run, "set": overrides}.items() if value]
+    if ignored and not parity:
+        raise ConfigError(f"--{', --'.join(ignored)} would have no effect without --parity")
+    if model is not None and run is not None:
+        raise ConfigError("--model and --run: give one of the two")
+    console = Console()
+    if not parity:
+        show_machine(console)
+        return 0
+    if run is None:
+        measured = parity_check.parity_of_model(model, default_recipe(overrides))
+    else:
+        folder = RunFolder.open(run, writes=False)
+        measured = parity_check.parity_of_run(folder, load_recipe(folder.config_file, overrides))
+    parity_check.show_parity(measured, console)
+    if model is None:
+        return 0 if measured.passed else USER_ERROR
+    reads_calls = show_calls(model, console)
+    for line in about_template(model):
+        console.print(line)
+    return 0 if measured.passed and reads_calls else USER_ERROR
 
 
 def show_machine(console: Console) -> None:
@@ -95,7 +143,7 @@ def _sandboxes() -> list[Finding]:
 
 
 def _tried(kind: str, make: Callable[[], SandboxProvider]) -> Finding:
-    """What a provider claims on this machine, or why it is none."""
+    """The capabilities of a provider on this machine, or why it has none."""
 
     async def ask() -> frozenset[Capability]:
         sandboxes = make()

@@ -1,4 +1,4 @@
-"""`etude eval`: which versions of which runs, and how their figures reach somebody.
+"""`etude eval`: versions of runs tried on the held-out tasks, and their figures as tables or JSON.
 
     a version ──▶ tries ──▶ figures ──▶ a table, or JSON          two versions ──▶ … ──▶ and the difference of both
 
@@ -12,26 +12,83 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
 from etude.cli.commands.show import console
-from etude.dashboard.evaluation import Evaluation, Measure, comparison_table, differences, evaluation_table, figures
+from etude.cli.options import Json, RunPath, group
+from etude.dashboard.evaluation import (
+    Evaluation,
+    Measure,
+    Prices,
+    comparison_table,
+    differences,
+    evaluation_table,
+    figures,
+)
 from etude.errors import ConfigError
 from etude.run.evaluate import EvalRequest, Progress, evaluate
 from etude.run.folder import RunFolder
-from etude.types import Json
+
+app = group()
+
+
+@app.command(name="eval")
+def evaluate_version(
+    run: RunPath,
+    *,
+    version: Annotated[int | None, typer.Option(help="Weight version (default: the newest).")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION|RUN[:VERSION]", help="Compare with another version, or one of another run."),
+    ] = None,
+    tasks: Annotated[int | None, typer.Option(help="Number of held-out tasks (default: the recipe's).")] = None,
+    passes: Annotated[int, typer.Option(metavar="K", help="Sampled tries of each task.")] = 1,
+    k: Annotated[
+        str | None, typer.Option(metavar="K,…", help="The ks of pass@k that are shown (default: 1 and --passes).")
+    ] = None,
+    no_greedy: Annotated[bool, typer.Option("--no-greedy", help="Make sampled tries only.")] = False,
+    pass_at: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Graded X or better, a try passes (default: the recipe's eval.pass_at)."),
+    ] = None,
+    prices: Annotated[
+        tuple[float, float, float] | None,
+        typer.Option(
+            metavar="READ CACHED SAMPLED",
+            help="Prices of a million tokens: new prompt tokens, those that an earlier turn had, sampled ones.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Try a weight version of a run on the held-out tasks, or compare two."""
+    folder = RunFolder.open(run)
+    ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
+    if max(ks) > passes:
+        raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
+    wanted = Wanted(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)
+    measure = Measure(
+        pass_at=folder.config().eval.pass_at if pass_at is None else pass_at,
+        ks=ks,
+        prices=prices and Prices(new=prices[0], cached=prices[1], sampled=prices[2]),
+    )
+    if against is None:
+        measure_run(folder, wanted, measure, as_json=as_json)
+    else:
+        compare_runs(folder, against, wanted, measure, as_json=as_json)
 
 
 def measure_run(folder: RunFolder, wanted: EvalRequest, measure: Measure, *, as_json: bool) -> None:
     """Try a version and print its figures. Raises :class:`~etude.errors.UserError`."""
-    found = figures(_tried(folder, wanted), measure)
+    measured = figures(_tried(folder, wanted), measure)
     if as_json:
-        _print_json(found)
+        _print_json(measured)
     else:
-        console().print(evaluation_table(found))
+        console().print(evaluation_table(measured))
 
 
 def compare_runs(folder: RunFolder, against: str, wanted: EvalRequest, measure: Measure, *, as_json: bool) -> None:
@@ -87,5 +144,13 @@ def _progress(title: str) -> Iterator[Progress]:
         yield lambda ended, planned: bars.update(bar, completed=ended, total=planned)
 
 
-def _print_json(found: Mapping[str, Json]) -> None:
-    sys.stdout.write(json.dumps(found, indent=2) + "\n")
+def _print_json(figures: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
+
+
+def numbers(option: str, listed: str) -> list[int]:
+    """The whole numbers in a list with commas. Raises :class:`~etude.errors.ConfigError` naming the option."""
+    try:
+        return [int(number) for number in listed.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} {listed!r}: expected whole numbers with commas, such as 1,4") from error

@@ -7,11 +7,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import aiohttp
 import orjson
+import typer
 
+from etude.cli.options import USER_ERROR, Overrides, RecipePath, group
 from etude.config.judge import JudgeConfig
+from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.rewards.judge.budget import Spend
@@ -35,6 +39,69 @@ SAMPLE = JudgeInput(task="Say hello.", work="hello")
 """Input of a check that a judge answers."""
 SAMPLE_TURNS = ("raed hello.txt\nno such tool: raed", "read hello.txt\nhello")
 """Turns of a check that it gives hints."""
+
+
+NO_CALIBRATIONS = "judge.calibrations={}"
+"""Override by which a recipe is read without the reports that are about to be written."""
+
+app = group()
+
+
+@app.command("check")
+def check_command(recipe: RecipePath, *, overrides: Overrides) -> int:
+    """See if it answers, what it costs, and if a run would trust it."""
+    report = check(_recipe(recipe, overrides))
+    print("\n".join(report.lines))
+    return 0 if report.passed else USER_ERROR
+
+
+@app.command("calibrate")
+def calibrate_command(
+    recipe: RecipePath,
+    *,
+    aspect: Annotated[list[str], typer.Option(default_factory=list, help="An aspect of its rubrics (default: all).")],
+    overrides: Overrides,
+) -> None:
+    """Have labelled texts judged; write the report beside the rubrics."""
+    config = _recipe(recipe, [*overrides, NO_CALIBRATIONS])
+    for name in aspect:
+        _check_aspect(config, name)
+    folder = recipe if recipe.is_dir() else recipe.parent
+    for line in calibrate_beside(config, folder, aspect or sorted(config.judge.rubrics)):
+        print(line)
+
+
+@app.command("score")
+def score_command(
+    recipe: RecipePath,
+    *,
+    aspect: Annotated[str, typer.Option(help="An aspect of its rubrics.")],
+    task: Annotated[Path, typer.Option(metavar="FILE", help="The task that was given.")],
+    work: Annotated[Path, typer.Option(metavar="FILE", help="The work that is judged.")],
+    overrides: Overrides,
+) -> None:
+    """Have one text judged."""
+    config = _recipe(recipe, [*overrides, NO_CALIBRATIONS])
+    print(score(config, aspect, task=_read("--task", task), work=_read("--work", work)), end="")
+
+
+def _recipe(recipe: Path, overrides: Sequence[str]) -> RunConfig:
+    config = load_recipe(recipe, overrides)
+    if not config.judge.url:
+        raise ConfigError(f"{recipe} has no judge: set judge.url, judge.model and judge.rubrics")
+    return config
+
+
+def _check_aspect(config: RunConfig, aspect: str) -> None:
+    if aspect not in config.judge.rubrics:
+        raise ConfigError(f"--aspect {aspect}: the recipe has rubrics of {', '.join(sorted(config.judge.rubrics))}")
+
+
+def _read(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {file}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +179,7 @@ def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) ->
 
 def score(config: RunConfig, aspect: str, *, task: str, work: str) -> str:
     """Judge one text on one aspect; the judgement as indented JSON."""
-    if aspect not in config.judge.rubrics:
-        raise ConfigError(f"--aspect {aspect}: the recipe has rubrics of {', '.join(sorted(config.judge.rubrics))}")
+    _check_aspect(config, aspect)
     answers = asyncio.run(_ask(config, {aspect: JudgeInput(task=task, work=work)}))
     judgement = answers.judgements[aspect]
     return orjson.dumps(asdict(judgement), option=orjson.OPT_INDENT_2).decode() + "\n"

@@ -1,13 +1,18 @@
-"""`etude keys`: who may call a gateway, kept in a file of digests.
+"""`etude keys`: the keys of a gateway, kept in a file of digests.
 
 Owns what is printed. A secret is shown once, by the command that makes it; a gateway that was started with the file
 learns of a change within a second.
 """
 
+import sys
 from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
 
+import typer
 from rich.console import Console
 
+from etude.cli.commands.show import console
+from etude.cli.options import group
 from etude.clock import SystemClock, date_utc
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
@@ -15,13 +20,46 @@ from etude.errors import UserError
 from etude.gateway.http.auth import Key, Limits, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
 
+KeyPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]
+PerMinute: TypeAlias = Annotated[int | None, typer.Option(metavar="N", help="Budget (default: none).")]
+
+app = group()
+
+
+@app.command()
+def add(
+    file: KeyPath,
+    *,
+    scope: Annotated[Literal["production", "admin"], typer.Option(help="Calls that it may make.")] = "production",
+    label: Annotated[str, typer.Option(help="A note on its use.")] = "",
+    requests_per_minute: PerMinute = None,
+    tokens_per_minute: PerMinute = None,
+    expires_s: Annotated[float | None, typer.Option(help="Seconds until it is dead (default: never).")] = None,
+) -> None:
+    """Make a key; its secret is printed once."""
+    key_id, secret = add_key(file, scope, label, (requests_per_minute, tokens_per_minute), expires_s)
+    print(f"key {key_id}, scope {scope}; this is shown once:", file=sys.stderr)
+    print(secret)
+
+
+@app.command("ls")
+def list_keys(file: KeyPath) -> None:
+    """List the keys."""
+    show_keys(file, console())
+
+
+@app.command()
+def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]) -> None:
+    """Take a key out."""
+    revoke_key(file, key)
+
 
 def add_key(
     file: Path, scope: str, label: str, per_minute: tuple[int | None, int | None], expires_s: float | None
 ) -> tuple[str, str]:
     """Make a key that may make ``per_minute`` requests and take so many tokens.
 
-    Returns its id and its secret, which nobody can find out later. Raises :class:`~etude.errors.UserError`.
+    Returns its id and its secret, which is stored nowhere. Raises :class:`~etude.errors.UserError`.
     """
     if expires_s is not None and expires_s <= 0:
         raise UserError(f"--expires-s {expires_s:g}: the key would be dead already")

@@ -1,64 +1,141 @@
-"""`etude show`: which rollouts somebody wants to see, and on what.
+"""`etude show`: rollouts on a terminal, in a pipe or as JSON.
 
-    nothing asked ──▶ what there is          filters ──▶ a list          a group, a rollout ──▶ turn by turn
+    no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the choice between these three and the way to the terminal, a pipe or a program. What is told is
-:mod:`etude.cli.commands.rollout_view`'s, how it looks :mod:`etude.dashboard.rollout_text`'s.
+Owns the choice between these three and the way out. A rollout is read by :mod:`etude.cli.commands.rollout_view` and
+drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
 import json
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Annotated, Literal, get_args
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from etude.dashboard.rollout_text import ID_CHARACTERS, group_table, overview, rollout_list, rollout_page, to_json
+from etude.cli.options import Json, RunPath, group
+from etude.dashboard.rollout_text import (
+    ID_CHARACTERS,
+    ReadRollout,
+    group_table,
+    overview,
+    rollout_list,
+    rollout_page,
+    to_json,
+)
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
-from etude.ledger.archive import Archive, Comparison, Outcome, Search
+from etude.ledger.archive import Archive, Comparison, Order, Outcome, Search
 from etude.ledger.changes import TRAIN
 from etude.run.folder import RunFolder
-from etude.types import Json
+from etude.types import Json as JsonValue
 
 PIPE_COLUMNS = 100_000
-"""Width where nobody looks: no line of text is broken."""
+"""Width of a pipe: no line of text is broken."""
+DEFAULT_LIMIT = 20
+"""Rollouts of a list."""
 MOST_REASONS = 8
 """Shown in the overview: the most frequent ones."""
 COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What somebody wants to see; of the three ways to say which, at most one is given."""
-
-    search: Search | None = None
-    """A list of those that it finds."""
-    group: int | None = None
-    """A group, or one slot of it."""
-    slot: int | None = None
-    purpose: str
-    """Of the group."""
-    rollout: str | None = None
-    """The id of one, or its beginning."""
-    tokens: bool = False
-    """Every sampled token of what is read."""
-    as_json: bool = False
+app = group()
 
 
-def show(folder: RunFolder, wish: Wish) -> None:
-    """Print it. Raises :class:`~etude.errors.UserError` for what is not there."""
-    config = folder.config()
-    with Archive.open(folder.ledger, config.ledger) as archive:
-        if wish.rollout is not None or wish.group is not None:
-            _show_read(folder, archive, wish)
-        elif wish.search is not None:
-            _show_list(archive, wish.search, wish.as_json)
+@app.command()
+def show(
+    run: RunPath,
+    *,
+    group_index: Annotated[
+        int | None, typer.Option("--group", metavar="N", help="The rollouts of a group, turn by turn.")
+    ] = None,
+    rollout: Annotated[
+        str | None, typer.Option(metavar="ID", help="One rollout, by its id or the beginning of it.")
+    ] = None,
+    slot: Annotated[int | None, typer.Option(metavar="S", help="Only this slot of the group.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Every sampled token: logprob, mismatch, version, routes.")
+    ] = False,
+    purpose: Annotated[
+        str | None, typer.Option(metavar="NAME", help="train (the default), or before-sampled, after-greedy, …")
+    ] = None,
+    reward: Annotated[
+        str | None, typer.Option(metavar="COMPARISON", help="List those with such a reward: '>=0.5', '<0', '=1'.")
+    ] = None,
+    outcome: Annotated[
+        Literal["graded", "failed", "dropped", "quarantined"] | None, typer.Option(help="List those that ended so.")
+    ] = None,
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="List those whose end or verdict has such a reason: 'submit'.")
+    ] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(metavar="V", help="List those whose tokens are of weight version V, or of ones around it."),
+    ] = None,
+    has_summary: Annotated[
+        bool, typer.Option("--has-summary", help="List those that summarised their context.")
+    ] = False,
+    has_hint: Annotated[bool, typer.Option("--has-hint", help="List those with a hint.")] = False,
+    sort: Annotated[
+        Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="What is listed first.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", help="List so many (default: 20).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Read the rollouts of a run: an overview, a list, a group, one of them."""
+    filters = {
+        "reward": reward,
+        "outcome": outcome,
+        "reason": reason,
+        "version": version,
+        "has-summary": has_summary or None,
+        "has-hint": has_hint or None,
+        "sort": sort,
+        "limit": limit,
+    }
+    given = [name for name, value in filters.items() if value is not None]
+    is_read = group_index is not None or rollout is not None
+    if group_index is not None and rollout is not None:
+        raise ConfigError("--group and --rollout: give one of the two")
+    if is_read and given:
+        raise ConfigError(f"--{given[0]} would have no effect: --group and --rollout say which")
+    if not is_read and (tokens or slot is not None):
+        raise ConfigError(f"--{'tokens' if tokens else 'slot'} needs --group N or --rollout ID: of which?")
+    if rollout is not None and (slot is not None or purpose is not None):
+        raise ConfigError("--slot and --purpose would have no effect: --rollout says which")
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit {limit}: expected 1 or more")
+    folder = RunFolder.open(run, writes=False)
+    with Archive.open(folder.ledger, folder.config().ledger) as archive:
+        if is_read:
+            from etude.cli.commands.rollout_view import RolloutReader
+
+            reader = RolloutReader(folder, archive, tokens=tokens)
+            if rollout is not None:
+                read = [reader.rollout(rollout)]
+            else:
+                assert group_index is not None, "a rollout or a group is read"
+                read = list(reader.group(purpose or TRAIN, group_index, slot))
+            _show_read(read, with_table=rollout is None and slot is None, as_json=as_json)
+        elif given or purpose is not None:
+            search = Search(
+                purpose=purpose or TRAIN,
+                reward=None if reward is None else parse_comparison(reward),
+                outcome=outcome and Outcome(outcome),
+                reason=reason or "",
+                version=version,
+                has_summary=has_summary,
+                has_hint=has_hint,
+                order=Order(sort or "newest"),
+                limit=limit or DEFAULT_LIMIT,
+            )
+            _show_list(archive, search, as_json)
         else:
-            _show_overview(folder, archive, wish.as_json)
+            _show_overview(folder, archive, as_json)
 
 
 def parse_comparison(text: str) -> tuple[Comparison, float]:
@@ -66,8 +143,8 @@ def parse_comparison(text: str) -> tuple[Comparison, float]:
     match = COMPARISON.fullmatch(text)
     try:
         if match:
-            found: Comparison = next(known for known in get_args(Comparison) if known == match[1])
-            return found, float(match[2])
+            comparison: Comparison = next(each for each in get_args(Comparison) if each == match[1])
+            return comparison, float(match[2])
     except ValueError:
         pass
     raise ConfigError(f"--reward {text!r}: expected a comparison with a number, such as '>=0.5', '<0' or '=1'")
@@ -79,43 +156,34 @@ def console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
-def _show_read(folder: RunFolder, archive: Archive, wish: Wish) -> None:
-    from etude.cli.commands.rollout_view import RolloutReader
-
-    reader = RolloutReader(folder, archive, tokens=wish.tokens)
-    if wish.rollout is not None:
-        read = [reader.rollout(wish.rollout)]
-    else:
-        assert wish.group is not None, "what is read is a rollout or a group"
-        read = list(reader.group(wish.purpose, wish.group, wish.slot))
-    if wish.as_json:
+def _show_read(read: Sequence[ReadRollout], *, with_table: bool, as_json: bool) -> None:
+    if as_json:
         _print_json(to_json(rollout) for rollout in read)
         return
-    whole = wish.rollout is None and wish.slot is None
-    pages: list[RenderableType] = [group_table(read), Text()] if whole else []
+    pages: list[RenderableType] = [group_table(read), Text()] if with_table else []
     _print([*pages, *(rollout_page(rollout) for rollout in read)])
 
 
 def _show_list(archive: Archive, search: Search, as_json: bool) -> None:
-    known = {census.purpose: census for census in archive.census()}
-    if search.purpose not in known:
-        there = f"choose another --purpose: {', '.join(known)}" if known else "it has none at all yet"
+    purposes = {census.purpose: census for census in archive.census()}
+    if search.purpose not in purposes:
+        there = f"choose another --purpose: {', '.join(purposes)}" if purposes else "it has none at all yet"
         raise ConfigError(f"the run has no rollouts of --purpose {search.purpose!r}; {there}")
-    first, last = known[search.purpose].versions or (0, -1)
+    first, last = purposes[search.purpose].versions or (0, -1)
     if search.version is not None and first <= last and not first <= search.version <= last:
         raise ConfigError(f"--version {search.version}: tokens of its rollouts are of versions {first} to {last}")
-    found = archive.find(search)
+    rollouts = archive.find(search)
     if as_json:
-        _print_json(to_json(rollout) for rollout in found)
+        _print_json(to_json(rollout) for rollout in rollouts)
     else:
-        _print([rollout_list(found, archive.count(search))])
+        _print([rollout_list(rollouts, archive.count(search))])
 
 
 def _show_overview(folder: RunFolder, archive: Archive, as_json: bool) -> None:
     config, census, done = folder.config(), archive.census(), archive.steps_done()
     steps = f"{done} of {config.trainer.steps} steps committed"
     if as_json:
-        purposes: Json = [asdict(found) for found in census]
+        purposes: JsonValue = [asdict(each) for each in census]
         _print_json(
             [{"run": str(folder.path), "steps_done": done, "steps": config.trainer.steps, "purposes": purposes}]
         )
@@ -147,7 +215,7 @@ def _print(pages: Iterable[RenderableType]) -> None:
         out.print(page)
 
 
-def _print_json(objects: Iterable[dict[str, Json]]) -> None:
+def _print_json(objects: Iterable[dict[str, JsonValue]]) -> None:
     """One object a line."""
-    for found in objects:
-        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+    for each in objects:
+        sys.stdout.write(json.dumps(each, ensure_ascii=False) + "\n")

@@ -1,112 +1,146 @@
-"""What stands behind `etude tasks|images|sandboxes`: tasks made and proved, machines kept and lent.
+"""`etude tasks`: make tasks of a repository, verify tasks, list them, export them.
 
-Owns the order of things and what people read of it. A task that cannot be made or proved is told with its reason and
-set aside; the rest goes on.
+A task that cannot be made or verified is named with its reason and set aside; the rest goes on.
 """
 
 import asyncio
-import contextlib
-import hashlib
 import json
 import os
-import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from etude.cli.commands.build_tasks import SOUND, BuildOptions, BuildReport, build, check
+from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
+from etude.cli.options import USER_ERROR, Json, MachineKind, Split, group
 from etude.config.loading import is_recipe, load_recipe
+from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import ConfigError
-from etude.protocols import SandboxProvider
 from etude.rewards.graders.script import ScriptGrader
-from etude.run.serving import listening, run_until_signal
 from etude.run.task_families import open_family
-from etude.run.task_sandboxes import KEY_VARIABLE, base_store, image_store, open_provider
-from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
+from etude.run.task_sandboxes import image_store
 from etude.sandboxes.images.store import ImageStore
-from etude.sandboxes.remote.principals import SandboxClient, parse_client, read_clients
-from etude.sandboxes.remote.server import SandboxServer
 from etude.taskgen.fidelity.audit import audit, render, to_json
-from etude.taskgen.fidelity.probes import diff, probe, render_diff
 from etude.taskgen.fidelity.sessions import read_sessions
 from etude.taskgen.harbor.export import export_task
 from etude.taskgen.harbor.soundness import SoundnessCheck
+from etude.taskgen.installer import InstallerOptions
+from etude.taskgen.preparation import Settings
 from etude.tasks.harbor.family import read_tasks
 from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import HarborImages
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.types import Split
+from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, TestChecks
+from etude.types import Split as Side
 
 SOLVE = """#!/bin/bash
 cp -r "$(dirname "$0")/files/." .
 """
-"""Of a solution: runs in the working folder."""
-OUT, PROGRESS = Console(), Console(stderr=True)
-"""Where results go, and what is said on the way."""
+"""Script of a solution: runs in the working folder."""
+Sandbox: TypeAlias = Annotated[MachineKind, typer.Option(help="Where commands run.")]
+
+app = group()
 
 
-def build_tasks(options: BuildOptions, sandboxes: SandboxConfig, *, as_json: bool) -> None:
-    """Make tasks of a repository, with progress on stderr; an interrupted build goes on where it was."""
-    report = asyncio.run(_build(options, sandboxes))
+@app.command("build")
+def build_command(
+    repository: Annotated[str, typer.Argument(help="A folder, a git URL, an archive, or pypi:NAME==VERSION.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder of tasks; a second build continues it.")] = Path("tasks"),
+    limit: Annotated[int, typer.Option(help="Tasks to make of it, at most.")] = 100,
+    base: Annotated[str, typer.Option(help="Stored base system (default: the sandboxes' own).")] = "",
+    before: Annotated[str, typer.Option(metavar="DATE", help="Install nothing that was published later.")] = "",
+    seed: Annotated[int, typer.Option(help="Seed of bugs and of the order of tests.")] = 0,
+    unprobed: Annotated[bool, typer.Option("--unprobed", help="Make tasks that have no probe, too.")] = False,
+    installer: Annotated[
+        str, typer.Option(metavar="URL", help="An OpenAI-compatible API whose model installs what is hard.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="Model of the installer; its key is in ETUDE_INSTALLER_KEY.")] = "",
+    sandbox: Sandbox = "ns",
+    sandbox_url: SandboxUrl = "",
+    as_json: Json = False,
+) -> None:
+    """Make tasks of a repository: deleted features and planted bugs."""
+    if bool(installer) != bool(model):
+        raise ConfigError("--installer and --model go together: where the model is, and which")
+    key = os.environ.get("ETUDE_INSTALLER_KEY", "")
+    options = BuildOptions(
+        reference=repository,
+        out=out,
+        limit=limit,
+        unprobed=unprobed,
+        settings=Settings(base=base, before=before, seed=seed),
+        installer=InstallerOptions(url=installer, model=model, api_key=key) if installer else None,
+    )
+    report = asyncio.run(_build(options, sandbox_config(sandbox, sandbox_url)))
     if as_json:
         OUT.out(json.dumps(asdict(report), indent=1))
         return
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
     OUT.out(f"{report.package} {report.version}: {report.kept} tasks of {report.tried} candidates ({outcomes})")
-    OUT.out(f'practise them with tasks.family = "repository" and tasks.folder = "{options.out}"')
+    OUT.out(f'train on them with tasks.family = "repository" and tasks.folder = "{out}"')
 
 
-def check_tasks(folder: Path, sandboxes: SandboxConfig, *, as_json: bool) -> bool:
-    """Prove the tasks of a folder, Harbor's or ours; whether all of them are sound."""
-    checking = _check_harbor if _is_harbor(folder) else _check_repository
-    return asyncio.run(checking(folder, sandboxes, as_json))
-
-
-def audit_fidelity(production: Path, simulated: Path, *, as_json: bool) -> None:
-    """Say how well sessions recorded in production and simulated ones can be told apart."""
+@app.command("check")
+def check_command(
+    folder: Annotated[Path | None, typer.Argument(help="Tasks built from repositories, or in Harbor's format.")] = None,
+    *,
+    fidelity: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="PRODUCTION SIMULATED", help="Measure how well recorded sessions can be told apart."),
+    ] = None,
+    sandbox: Sandbox = "ns",
+    sandbox_url: SandboxUrl = "",
+    as_json: Json = False,
+) -> int:
+    """Verify tasks again, or compare recorded sessions with production's."""
+    if folder is not None and fidelity is None:
+        checking = _check_harbor if _is_harbor(folder) else _check_repository
+        return 0 if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), as_json)) else USER_ERROR
+    if fidelity is None or folder is not None:
+        raise ConfigError("check what? give a folder of tasks, or --fidelity PRODUCTION SIMULATED")
+    production, simulated = fidelity
     report = audit(read_sessions(production), read_sessions(simulated))
     OUT.out(json.dumps(to_json(report), indent=1) if as_json else render(report), highlight=False)
+    return 0
 
 
-def probe_world(sandboxes: SandboxConfig, against: Path | None) -> bool:
-    """Print what a sandbox says of itself, as JSON, or how that differs from what another one said; whether it does."""
-    answers = asyncio.run(_probe(sandboxes))
-    if against is None:
-        OUT.out(json.dumps(answers, indent=1))
-        return False
-    differences = diff(_read_answers(against), answers)
-    OUT.out(render_diff(differences), highlight=False)
-    return bool(differences)
+@app.command("ls")
+def list_tasks(
+    source: Annotated[Path, typer.Argument(help="A recipe, or a folder of tasks.")],
+    *,
+    split: Split = "train",
+    count: Annotated[int, typer.Option(help="Number of tasks.")] = 3,
+) -> None:
+    """Print some tasks."""
+    if is_recipe(source):
+        print("\n".join(_task_lines(load_recipe(source), split, count)))
+    else:
+        print("\n".join(_folder_lines(source, split, count)))
 
 
-def folder_lines(folder: Path, split: str, count: int) -> list[str]:
-    """The tasks of a folder, for people."""
-    if _is_harbor(folder):
-        reading = read_tasks(folder)
-        found = [f"{task.name}: {task.instruction.splitlines()[0]}" for task in reading.tasks]
-        return found[:count] + [f"set aside: {name}: {reason}" for name, reason in reading.refused.items()]
-    tasks = RepositoryTasks(folder).tasks(Split(split))
-    return [f"── {task.task_id} {task.template}\n{task.prompt}\n" for task in tasks[:count]]
-
-
-def export_tasks(source: Path, out: Path, split: str, count: int) -> bool:
-    """Write tasks of a recipe, or of a folder of ours, in Harbor's format below ``out``; whether all could be.
-
-    A task built from a repository brings its answer as ``solution/``.
-    """
+@app.command("export")
+def export_command(
+    source: Annotated[Path, typer.Argument(help="A recipe, or a folder of tasks built from repositories.")],
+    out: Annotated[Path, typer.Argument(help="A folder for each task is made in it.")],
+    *,
+    split: Split = "train",
+    count: Annotated[int, typer.Option(help="Number of tasks.")] = 10,
+) -> int:
+    """Write tasks in Harbor's format; one built from a repository brings its answer as ``solution/``."""
     if is_recipe(source):
         config = load_recipe(source)
         family, images = open_family(config), image_store(config.sandboxes, config.tasks)
-        tasks = [family.task(Split(split), index) for index in range(count)]
+        tasks = [family.task(Side(split), index) for index in range(count)]
         answer = None
     else:
         repository = RepositoryTasks(source)
-        tasks, images = list(repository.tasks(Split(split)))[:count], ImageStore(repository.images)
+        tasks, images = list(repository.tasks(Side(split)))[:count], ImageStore(repository.images)
         answer = repository.answer
     refused = 0
     for task in {task.task_id: task for task in tasks}.values():
@@ -114,104 +148,74 @@ def export_tasks(source: Path, out: Path, split: str, count: int) -> bool:
             export_task(task, out / task.task_id, images=images, solution=_solution(answer(task)) if answer else None)
         except TaskFolderError as error:
             refused += 1
-            _say(f"{task.task_id}: set aside: {error}")
-    _say(f"{len(tasks) - refused} tasks in {out}")
-    return not refused
+            log(f"{task.task_id}: set aside: {error}")
+    log(f"{len(tasks) - refused} tasks in {out}")
+    return USER_ERROR if refused else 0
 
 
-def build_images(name: str, packages: Sequence[str]) -> None:
-    """Build a base system from Debian's packages."""
-    base = build_base(ImageStore(), BaseRecipe(name=name, packages=tuple(packages)))
-    OUT.out(f"{base.name}: {len(base.packages)} packages in {base.folder}")
+def _folder_lines(folder: Path, split: str, count: int) -> list[str]:
+    """The tasks of a folder."""
+    if _is_harbor(folder):
+        reading = read_tasks(folder)
+        listed = [f"{task.name}: {task.instruction.splitlines()[0]}" for task in reading.tasks]
+        return listed[:count] + [f"set aside: {name}: {reason}" for name, reason in reading.refused.items()]
+    tasks = RepositoryTasks(folder).tasks(Side(split))
+    return [f"── {task.task_id} {task.template}\n{task.prompt}\n" for task in tasks[:count]]
 
 
-def show_images() -> None:
-    """List the base systems and images of this user."""
-    store = ImageStore()
-    table = Table("kind", "name", "digest", title=str(store.folder), title_justify="left")
-    for name in store.bases:
-        table.add_row("base", name, open_base(store, name).digest[:16])
-    for stored in store.images:
-        table.add_row("image", ", ".join(stored.names), stored.image.digest[:16])
-    OUT.print(table)
+def _task_lines(config: RunConfig, split: str, count: int) -> Iterator[str]:
+    """The first ``count`` tasks of a split: prompt, files, and in a line what is asked for."""
+    family = open_family(config)
+    for index in range(count):
+        task = family.task(Side(split), index)
+        yield f"── {split} task {index}, {task.task_id}: {task.template}"
+        yield task.prompt
+        for path, text in task.files.items():
+            yield f"{path}:"
+            yield from (f"  {line}" for line in text.splitlines())
+        yield _example(task.checks)
 
 
-def remove_images(name: str) -> None:
-    """Remove a base system or an image, and layers that nothing stands on any more."""
-    store = ImageStore()
-    if name in store.bases:
-        remove_base(store, name)
-    else:
-        store.remove(name)
-    OUT.out(f"removed {name}, and {store.collect()} layers")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lending:
-    """How sandboxes are lent over HTTP."""
-
-    sandboxes: SandboxConfig
-    host: str
-    port: int
-    folders: tuple[Path, ...]
-    """Folders below which clients may name mounts and layers."""
-    allow: tuple[str, ...]
-    """Places ``host:port`` that their sandboxes may reach."""
-    clients: Path | None
-    """A file that says who the clients are, and all of that for each; else there is one, with the key of the
-    environment.
-    """
-
-
-def serve_sandboxes(lending: Lending) -> None:
-    """Lend this machine's sandboxes until told to stop; without a key in the environment, one is made and shown."""
-    run_until_signal(_serve(lending), cleanup_s=None)
+def _example(checks: Checks) -> str:
+    """A task in a line."""
+    match checks:
+        case FunctionChecks():
+            case = checks.visible[0]
+            return f"  {checks.function}{case.arguments} should be {case.expected!r}\n"
+        case TestChecks():
+            return f"  {checks.about} tests should pass, such as {checks.must_pass[0]}\n"
+        case ScriptChecks():
+            return f"  {' '.join(checks.command)} should give a reward\n"
+        case QueryChecks():
+            return f"  {checks.queries[0].sql} should give {[list(row) for row in checks.queries[0].rows]!r}\n"
+        case AnswerChecks():
+            return f"  the answer should be {checks.answer!r}\n"
 
 
 def _solution(answer: Mapping[str, str]) -> dict[str, str]:
-    """What goes below ``solution/``: the files of an answer, and the script that puts them in their places."""
+    """The files below ``solution/``: those of an answer, and the script that puts them in their places."""
     return {"solve.sh": SOLVE} | {f"files/{path}": text for path, text in answer.items()}
 
 
-async def _probe(sandboxes: SandboxConfig) -> dict[str, str]:
-    async with _provider(sandboxes) as provider:
-        sandbox = await provider.create({})
-        try:
-            return await probe(sandbox)
-        finally:
-            await sandbox.close()
-
-
-def _read_answers(file: Path) -> dict[str, str]:
-    """What a world said. Raises :class:`~etude.errors.ConfigError` for a file that holds something else."""
-    try:
-        answers = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{str(file)!r} holds no answers of `etude sandboxes probe`: {error}") from error
-    if not isinstance(answers, dict) or not all(isinstance(answer, str) for answer in answers.values()):
-        raise ConfigError(f"{str(file)!r} holds no answers of `etude sandboxes probe`: expected an object of strings")
-    return answers
-
-
 async def _build(options: BuildOptions, sandboxes: SandboxConfig) -> BuildReport:
-    async with _provider(sandboxes) as provider:
-        return await build(options, provider, say=_say)
+    async with opened_provider(sandboxes) as provider:
+        return await build(options, provider, say=log)
 
 
 async def _check_repository(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
-    async with _provider(sandboxes) as provider:
-        results = await check(folder, provider, say=_say)
+    async with opened_provider(sandboxes) as provider:
+        results = await check(folder, provider, say=log)
     if as_json:
         OUT.out(json.dumps([asdict(result) for result in results], indent=1))
     sound = sum(result.outcome == SOUND for result in results)
-    _say(f"{sound} of {len(results)} tasks are sound")
+    log(f"{sound} of {len(results)} tasks are sound")
     return sound == len(results)
 
 
 async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
     store = image_store(sandboxes, TaskConfig(family="harbor", folder=str(folder)))
     reading = read_tasks(folder)
-    async with _provider(sandboxes) as provider:
+    async with opened_provider(sandboxes) as provider:
         builds = await HarborImages(store, provider).build_all(reading.tasks)
         images = {digest: store.open(digest) for digest in builds.images.values() if digest}
         checking = SoundnessCheck(provider, ScriptGrader(provider, store), images=images)
@@ -219,49 +223,11 @@ async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -
     if as_json:
         OUT.out(json.dumps([asdict(result) for result in results], indent=1))
     for name, reason in reading.refused.items():
-        _say(f"{name}: set aside: {reason}")
+        log(f"{name}: set aside: {reason}")
     for result in results:
-        _say(f"{result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
+        log(f"{result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
     return not reading.refused and all(result.is_sound for result in results)
-
-
-async def _serve(lending: Lending) -> None:
-    clients = _clients(lending)
-    async with _provider(lending.sandboxes) as provider:
-        server = SandboxServer(provider, clients)
-        async with listening(server.app(), lending.port, host=lending.host) as port:
-            _say(f"lending {lending.sandboxes.kind} sandboxes at http://{lending.host}:{port}")
-            await asyncio.Event().wait()
-
-
-def _clients(lending: Lending) -> dict[str, SandboxClient]:
-    """The clients that may have sandboxes. Raises :class:`~etude.errors.ConfigError` for what cannot be meant."""
-    images = ImageStore().open
-    if lending.clients is not None:
-        if lending.folders or lending.allow:
-            raise ConfigError("--clients FILE says what each may name: write folders and allow there, or leave it out")
-        return read_clients(lending.clients, images)
-    key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    tree = {"key_sha256": digest, "allow": lending.allow, "folders": lending.folders}
-    client = parse_client("etude sandboxes serve", tree, images)
-    if not os.environ.get(KEY_VARIABLE):
-        _say(f"{KEY_VARIABLE}={key}  (made for this server; set it to have your own)")
-    return {"client": client}
-
-
-@contextlib.asynccontextmanager
-async def _provider(sandboxes: SandboxConfig) -> AsyncIterator[SandboxProvider]:
-    provider = open_provider(sandboxes, base_store(sandboxes))
-    try:
-        yield provider
-    finally:
-        await provider.close()
 
 
 def _is_harbor(folder: Path) -> bool:
     return (folder / SETTINGS).is_file() or any(folder.glob(f"*/{SETTINGS}"))
-
-
-def _say(words: str) -> None:
-    PROGRESS.out(words, highlight=False)

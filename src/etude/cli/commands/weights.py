@@ -1,4 +1,4 @@
-"""What `etude weights` does: look into a weight store, prove it, mend it, tidy it, take versions out of it.
+"""`etude weights`: look into a weight store, verify it, repair it, collect garbage, take versions out of it.
 
 A store is named by a run folder or by the URL of an object store (a path, ``s3://…``). Records are signed and checked
 when the environment variable ``ETUDE_WEIGHTS_KEY`` holds a key.
@@ -8,12 +8,15 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
+from etude.cli.commands.show import console
+from etude.cli.options import RunPath, group
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
@@ -40,6 +43,118 @@ NOTHING_THERE = "no version is published there"
 Item = TypeVar("Item")
 
 
+Store: TypeAlias = Annotated[
+    str, typer.Argument(metavar="STORE", help="A run folder, or the URL of an object store (a path, s3://…).")
+]
+Version: TypeAlias = Annotated[int | None, typer.Option(help="Weight version (default: the newest).")]
+LogId: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Refuse any other log, such as another run's with the same key."),
+]
+AtLeast: TypeAlias = Annotated[
+    int,
+    typer.Option(metavar="N", help="Refuse a store whose newest version is older: something is missing."),
+]
+
+app = group()
+
+
+@app.command("ls")
+def list_versions(store: Store, *, log_id: LogId = None) -> None:
+    """List the versions, their lineage and the links between them."""
+    show_versions(log_of(store, log_id=log_id), console())
+
+
+@app.command("verify")
+def verify_command(store: Store, *, log_id: LogId = None) -> None:
+    """Check every object and digest."""
+    verify_store(log_of(store, log_id=log_id), console())
+
+
+@app.command("repair")
+def repair_command(
+    store: Store,
+    *,
+    mirror: Annotated[str | None, typer.Option(help="Another store of the same log, for sound objects.")] = None,
+) -> None:
+    """Repair what can be repaired."""
+    repair_store(log_of(store), mirror, console())
+
+
+@app.command("pull")
+def pull_command(
+    store: Store,
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
+    version: Version = None,
+    versions: Annotated[
+        bool,
+        typer.Option("--versions", help="Extend a folder of weight_vNNNNNN deltas, as SGLang and slime read it."),
+    ] = False,
+    log_id: LogId = None,
+    at_least: AtLeast = 0,
+) -> None:
+    """Fetch a version as safetensors files."""
+    write = extend_folder if versions else pull_store
+    write(log_of(store, log_id=log_id, at_least=at_least), out, version, console())
+
+
+@app.command("gc")
+def gc_command(
+    store: Store,
+    *,
+    keep: Annotated[int, typer.Option(help="Versions before the newest that stay anyway.")] = 64,
+    grace_s: Annotated[float, typer.Option(help="Age from which unused objects go.")] = 3600.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+) -> None:
+    """Delete what no reader needs any more."""
+    needed = needed_by_trainer(store)
+    collect_store(log_of(store), keep=keep, needed=needed, grace_s=grace_s, dry_run=dry_run, console=console())
+
+
+@app.command("export")
+def export_command(
+    store: RunPath, out: Annotated[Path, typer.Argument(help="Folder to write.")], *, version: Version = None
+) -> None:
+    """Write a version of a run as a Hugging Face checkpoint, tokenizer included."""
+    from etude.cli.commands.export import export_run  # takes torch
+
+    print(f"weight version {export_run(RunFolder.open(store, writes=False), out, version)} → {out}")
+
+
+@app.command("diff")
+def diff_command(
+    store: Store,
+    first: int,
+    second: int,
+    *,
+    every: Annotated[bool, typer.Option("--all", help="Every tensor, not the 20 that changed most.")] = False,
+    log_id: LogId = None,
+) -> None:
+    """Compare two versions."""
+    most = None if every else MOST_TENSORS
+    compare_versions(log_of(store, log_id=log_id), first, second, console(), most=most)
+
+
+@app.command("invert")
+def invert_command(store: Store, first: int, second: int) -> None:
+    """Write a link that leads back, for rolling back."""
+    invert_link(log_of(store), first, second, console())
+
+
+@app.command("relay")
+def relay_command(
+    store: Store,
+    region: Annotated[str, typer.Argument(help="The nearer store.")],
+    *,
+    once: Annotated[bool, typer.Option("--once", help="Copy what there is and end.")] = False,
+    log_id: LogId = None,
+    at_least: AtLeast = 0,
+) -> None:
+    """Copy a store into one that is nearer to its readers, and keep it up to date."""
+    run_relay(log_of(store, log_id=log_id, at_least=at_least), open_store(region), once=once, console=console())
+
+
 def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> WeightLog:
     """The log that is in a run folder or at a URL. Raises :class:`~etude.errors.UserError` where there is none.
 
@@ -56,7 +171,7 @@ def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> Weigh
 
 
 def needed_by_trainer(store: str) -> tuple[int, ...]:
-    """The versions that the trainer of a run reads whenever it starts; of a URL nobody can say."""
+    """The versions that the trainer of a run reads whenever it starts; a URL does not say."""
     folder = RunFolder(Path(store))
     if not folder.config_file.is_file() or not (loss := folder.config().loss).needs_reference:
         return ()

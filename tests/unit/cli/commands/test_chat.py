@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from etude.cli.commands.chat import Chat, Line, Talk
+from etude.cli.commands.chat import Chat, ReplyPrinter, Talk
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
 from etude.gateway.http.auth import Key, Scope, digest_of
@@ -77,7 +77,7 @@ def test_instructions_outlive_what_was_said() -> None:
 
 def test_thoughts_are_printed_too() -> None:
     out = io.StringIO()
-    line = Line(out, colour=False)
+    line = ReplyPrinter(out, colour=False)
     choice: Json = {"delta": {"reasoning_content": "hm", "content": None}}
     line.take({"system_fingerprint": "v3", "choices": [choice]})
     line.end()

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.commands.eval import parse_against
-from etude.cli.options import numbers
+from etude.cli.commands.eval import numbers, parse_against
 from etude.config.loading import default_recipe
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder

@@ -1,50 +1,53 @@
-"""``etude config``: what a recipe may say, in the terminal and as the page ``docs/recipe-keys.md``."""
+"""`etude config`: the keys of a recipe, in the terminal and as the page ``docs/recipe-keys.md``."""
 
-import argparse
 import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
+from typing import Annotated
 
-from etude.cli.options import Commands
-from etude.config.keys import Key, Table, find, tables
+import typer
+
+from etude.cli.options import group
+from etude.config.keys import Key, Table, count_keys, find, tables
 from etude.errors import ConfigError
 
 MAX_WIDTH = 100
 """Columns of the terminal that are used; longer lines are tiring."""
 PAGE_HEAD = """# Keys of a recipe
 
-All that a recipe may say, section by section; a key without a default has to be there. `--set SECTION.KEY=VALUE`
-overrides a recipe for one run, and `etude run RECIPE --dry-run` prints what one comes to. In the terminal, `etude
-config SECTION` explains the keys of a section and `etude config WORD` those that speak of something. This page is what
-`etude config --markdown` prints; a test holds it to that.
+{} keys, and {} options of single families and kinds, which other ones refuse. A key without a default is required.
+`--set SECTION.KEY=VALUE` overrides a recipe for one run, and `etude run RECIPE --dry-run` prints what one comes to. In
+the terminal, `etude config SECTION` explains the keys of a section and `etude config WORD` those that speak of
+something. This page is what `etude config --markdown` prints; a test holds it to that.
 """
 
 
-def add_commands(commands: Commands) -> None:
-    """Add ``etude config``."""
-    config = commands.add_parser("config", help="what a recipe may say: its sections, their keys, a word's")
-    config.add_argument("word", nargs="?", help="a section, a key, or what keys speak of (default: all sections)")
-    config.add_argument("--markdown", action="store_true", help="print the page docs/recipe-keys.md")
-    config.set_defaults(command=_config)
+app = group()
 
 
-def _config(options: argparse.Namespace) -> int:
-    if options.markdown:
+@app.command()
+def config(
+    word: Annotated[
+        str | None, typer.Argument(help="A section, a key, or a word of its meaning (default: all sections).")
+    ] = None,
+    *,
+    as_page: Annotated[bool, typer.Option("--markdown", help="Print the page docs/recipe-keys.md.")] = False,
+) -> None:
+    """Explain the keys of a recipe."""
+    if as_page:
         print(markdown(tables()), end="")
-    elif options.word is None:
+    elif word is None:
         print("\n".join(_overview()))
+    elif matches := find(word):
+        print("\n".join(_explained(matches)))
     else:
-        found = find(options.word)
-        if not found:
-            raise ConfigError(f"no key is named or speaks of {options.word!r}: etude config lists the sections")
-        print("\n".join(_explained(found)))
-    return 0
+        raise ConfigError(f"no key is named or speaks of {word!r}: etude config lists the sections")
 
 
 def markdown(every: Iterable[Table]) -> str:
     """The page: a table for each section. Its lines are as long as what they say."""
-    lines = [PAGE_HEAD]
+    lines = [PAGE_HEAD.format(*count_keys())]
     for table in every:
         if table.title:
             lines += [f"## `{table.title}`", "", table.meaning, ""]
@@ -77,8 +80,8 @@ def _first_sentence(text: str) -> str:
     return textwrap.shorten(re.split(r"(?<=\.)\s", text)[0], MAX_WIDTH - 18, placeholder=" …")
 
 
-def _explained(found: Iterable[Table]) -> Iterator[str]:
-    for number, table in enumerate(found):
+def _explained(explained: Iterable[Table]) -> Iterator[str]:
+    for number, table in enumerate(explained):
         if number:
             yield ""
         if table.title:

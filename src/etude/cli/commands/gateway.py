@@ -1,0 +1,78 @@
+"""`etude gateway`: the gateway of a run, or one alone in front of any engines."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from etude.cli.options import group
+from etude.errors import ConfigError
+from etude.run.folder import RunFolder
+from etude.run.gateway import StandaloneOptions, run_standalone
+from etude.run.processes import run_process
+
+app = group()
+
+
+@app.command()
+def gateway(
+    *,
+    run: Annotated[Path | None, typer.Option(metavar="RUN", help="Serve as one process of this run.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint folder: its tokenizer and chat template.")
+    ] = None,
+    engine: Annotated[
+        list[str],
+        typer.Option(
+            metavar="URL[@REGION]",
+            default_factory=list,
+            help="An engine as `etude serve` serves it, or several; a vLLM's own port speaks OpenAI's API and is none.",
+        ),
+    ],
+    port: Annotated[int | None, typer.Option(help="Port to listen on (default: any that is free).")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keys of callers (default: one key, which is printed).")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM certificate; with --tls-key.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM private key.")] = None,
+    payloads: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep what top-p and top-k left to draw from.")
+    ] = None,
+    access_log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a line of JSON per call, without its texts.")
+    ] = None,
+    overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set", metavar="gateway.KEY=VALUE", default_factory=list, help="Set any other key of [gateway]."
+        ),
+    ],
+) -> None:
+    """Serve the gateway of a run, or one alone in front of any engines."""
+    named = {"port": port, "keys": keys, "tls_cert": tls_cert, "tls_key": tls_key}
+    others = {"engine": engine, "payloads": payloads, "access_log": access_log, "set": overrides, "model": model}
+    if run is not None:
+        ignored = [name for name, value in (named | others).items() if value not in (None, [])]
+        if ignored:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+            raise ConfigError(f"{options} would have no effect with --run: a run keeps its recipe")
+        run_process("gateway", RunFolder.open(run))
+        return
+    if model is None:
+        raise ConfigError("which gateway? give --run RUN, or --model DIR and --engine http://HOST:PORT")
+    if not engine:
+        raise ConfigError("which engines? give --engine http://HOST:PORT, as often as there are any")
+    given = {
+        name: value if isinstance(value, int) else str(value) for name, value in named.items() if value is not None
+    }
+    settings = [f"gateway.{name}={json.dumps(value)}" for name, value in given.items()]
+    run_standalone(
+        StandaloneOptions(
+            model=model,
+            engines=tuple(engine),
+            payloads=payloads,
+            access_log=access_log,
+            settings=(*overrides, *settings),
+        )
+    )

@@ -1,0 +1,47 @@
+"""`etude images`: base systems and images that sandboxes start from."""
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from etude.cli.commands.sandboxes import OUT
+from etude.cli.options import group
+from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
+from etude.sandboxes.images.store import ImageStore
+
+app = group()
+
+
+@app.command()
+def build(
+    name: Annotated[str, typer.Argument()] = "debian",
+    *,
+    package: Annotated[list[str], typer.Option(default_factory=list, help="One more package; may be repeated.")],
+) -> None:
+    """Build a base system, with kernel, from Debian's packages."""
+    base = build_base(ImageStore(), BaseRecipe(name=name, packages=tuple(package)))
+    OUT.out(f"{base.name}: {len(base.packages)} packages in {base.folder}")
+
+
+@app.command("ls")
+def list_images() -> None:
+    """List the base systems and images of this user."""
+    store = ImageStore()
+    table = Table("kind", "name", "digest", title=str(store.folder), title_justify="left")
+    for name in store.bases:
+        table.add_row("base", name, open_base(store, name).digest[:16])
+    for stored in store.images:
+        table.add_row("image", ", ".join(stored.names), stored.image.digest[:16])
+    OUT.print(table)
+
+
+@app.command("rm")
+def remove(name: str) -> None:
+    """Remove a base system or an image, and layers that nothing needs any more."""
+    store = ImageStore()
+    if name in store.bases:
+        remove_base(store, name)
+    else:
+        store.remove(name)
+    OUT.out(f"removed {name}, and {store.collect()} layers")

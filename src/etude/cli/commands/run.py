@@ -1,0 +1,92 @@
+"""`etude run`: the whole loop of a recipe on this machine, begun or continued."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from etude.cli.options import NOTHING_LEARNT, Overrides, SandboxKind, group, own_name
+from etude.config.loading import dump_toml, load_recipe
+from etude.dashboard.terminal import final_table
+from etude.errors import ConfigError, InfrastructureError
+from etude.rewards.shaping.parts import describe
+from etude.run.disk_space import check_disk_space
+from etude.run.folder import RunFolder
+from etude.run.judging import check_judge
+from etude.run.local import default_out, run_local
+from etude.run.preflight import check_ready
+from etude.run.resolve import check_devices
+from etude.types import Json
+
+app = group()
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path | None, typer.Argument(help="A TOML file, or a folder with run.toml.")] = None,
+    *,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data, tasks and sampling.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder to create (default: runs/NAME-sSEED, then -2, -3, …).")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run.")] = None,
+    overrides: Overrides,
+    ledger: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="postgresql://USER@HOST/DATABASE for its state: ledger.url."),
+    ] = None,
+    sandbox: Annotated[SandboxKind | None, typer.Option(help="Where agents' commands run: sandboxes.kind.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+) -> int:
+    """Run the whole loop of a recipe on this machine."""
+    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger, "--set": overrides}
+    if resume is not None:
+        ignored = [name for name, value in decisive.items() if value not in (None, [])] + ["--dry-run"] * dry_run
+        if ignored:
+            raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
+        folder = RunFolder.open(resume)
+        check_devices(folder.config())
+        return run_folder(folder, resumed=True)
+    if recipe is None:
+        raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
+    chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
+    settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
+    config = load_recipe(recipe, [*overrides, *settings])
+    about_reward = describe(config.reward)
+    check_judge(config)
+    if dry_run:
+        print(dump_toml(config), end="")
+        print("".join(f"# {line}\n" for line in about_reward), end="")
+        return 0
+    out = out or default_out(config)
+    for warning in (*check_ready(config), *check_disk_space(config, out)):
+        print(f"warning: {warning}", file=sys.stderr)
+    return run_folder(RunFolder.create(out, config), resumed=False)
+
+
+def run_folder(folder: RunFolder, *, resumed: bool) -> int:
+    """Run what is left of a run; when it is stopped, say how to continue."""
+    try:
+        report = run_local(folder, resumed=resumed)
+    except (KeyboardInterrupt, SystemExit, InfrastructureError):
+        print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.path}", file=sys.stderr)
+        if folder.report_html.exists():
+            print(f"report so far: {folder.report_html}", file=sys.stderr)
+        raise
+    Console().print(final_table(report))
+    print(f"report: {folder.report_html}")
+    return status_of(report)
+
+
+def status_of(report: Mapping[str, Json]) -> int:
+    """The exit status of a run that came to its end; one that learnt nothing says so on stderr."""
+    learning = report["learning"]
+    assert isinstance(learning, dict)
+    if learning["nothing_learnt"] is None:
+        return 0
+    print(f"etude: {learning['nothing_learnt']}", file=sys.stderr)
+    return NOTHING_LEARNT
