@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from etude.taskgen.failures import InstallError
 from etude.taskgen.isolated_pip import REFUSED
 
-PIP = (sys.executable, "-P", str(Path(__file__).with_name("pip_alone.py")))
+PIP = (sys.executable, "-P", str(Path(__file__).with_name("isolated_pip.py")))
 """pip that starts no program; ``-P``: nothing is imported from the folder it is run in."""
 INSTALL_TIMEOUT_S = 900.0
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ftp_proxy")

@@ -274,7 +274,7 @@ def test_a_session_that_is_full_refuses_by_name_and_keeps_its_turns(limits: Sess
         assert (await caller.chat(key)).status == 200
         answer = await caller.chat(key)
         assert answer.error == (400, "invalid_request_error", "session_full", None)
-        assert "gateway.max_session_t" in str(answer.at("error", "message"))
+        assert "open a new one" in str(answer.at("error", "message"))
         assert len(await caller.close(session_id)) == 1
 
     play(Setting(fake_engine(), limits=limits), scene)
