@@ -70,7 +70,7 @@ def evaluate_version(
     ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
     if max(ks) > passes:
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
-    wanted = Wanted(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)
+    wanted = EvalRequest(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)
     measure = Measure(
         pass_at=folder.config().eval.pass_at if pass_at is None else pass_at,
         ks=ks,
