@@ -142,13 +142,13 @@ class LookupFamily:
     def inquiry(self, split: Split, rng: Random) -> Inquiry:
         """Draw a material, and names to ask for that are on a side of the hold-out."""
         while True:
-            asked = tuple(rng.sample(self.askable, self._options.questions))
-            if self.is_heldout(asked) == (split is Split.HELDOUT):
-                return self._about(asked, rng)
+            requested = tuple(rng.sample(self.askable, self._options.questions))
+            if self.is_heldout(requested) == (split is Split.HELDOUT):
+                return self._about(requested, rng)
 
-    def _about(self, asked: tuple[str, ...], rng: Random) -> Inquiry:
+    def _about(self, requested: tuple[str, ...], rng: Random) -> Inquiry:
         size = self._options.page_facts
-        facts = self.facts(self._options.pages * size, rng, about=asked)
+        facts = self.facts(self._options.pages * size, rng, about=requested)
         pages = tuple(tuple(facts[start : start + size]) for start in range(0, len(facts), size))
         return Inquiry(requested=requested, pages=pages)
 
@@ -159,9 +159,9 @@ class LookupFamily:
         rng.shuffle(names)
         return [Fact(name, rng.randint(SMALLEST, LARGEST)) for name in names]
 
-    def is_heldout(self, asked: Sequence[str]) -> bool:
-        """Whether a set of names is never asked for in training."""
-        digest = hashlib.sha256(" ".join(sorted(asked)).encode()).digest()
+    def is_heldout(self, requested: Sequence[str]) -> bool:
+        """Return whether a set of names is never asked for in training."""
+        digest = hashlib.sha256(" ".join(sorted(requested)).encode()).digest()
         return int.from_bytes(digest[:8], "big") % self._heldout_every == 0
 
     def _heldout_sets(self) -> Sequence[tuple[str, ...] | None]:
@@ -177,16 +177,16 @@ class LookupFamily:
 
     def _askable(self) -> tuple[str, ...]:
         """A few names, spread over all of them, with sets on either side of the hold-out."""
-        count, asked = self._options.question_names, self._options.questions
-        if not asked <= count <= len(NAMES):
+        count, per_task = self._options.question_names, self._options.questions
+        if not per_task <= count <= len(NAMES):
             raise ConfigError(
-                f"tasks.options.question_names = {count}: expected {asked} … {len(NAMES)}, or 0 for all names"
+                f"tasks.options.question_names = {count}: expected {per_task} … {len(NAMES)}, or 0 for all names"
             )
         names = NAMES[:: len(NAMES) // count][:count]
-        present = [self.is_heldout(chosen) for chosen in combinations(names, requested)]
+        present = [self.is_heldout(chosen) for chosen in combinations(names, per_task)]
         if all(present) or not any(present):
             raise ConfigError(
-                f"tasks.options.question_names = {count}: {sum(held)} of {len(held)} sets of {asked} names are held "
-                "out, and both sides need some; take more names, or another tasks.heldout_every"
+                f"tasks.options.question_names = {count}: {sum(present)} of {len(present)} sets of {per_task} names are "
+                "held out, and both sides need some; take more names, or another tasks.heldout_every"
             )
         return names

@@ -48,7 +48,7 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Notation:
+class ValueNotation:
     """One way to write values. Its methods raise ``ValueError`` where a text is none of it."""
 
     quotes: tuple[str, ...]
@@ -127,11 +127,11 @@ class Notation:
         return is_escaped or (self.nested and BEHIND_VALUE.match(text, at + len(quote)) is None)
 
 
-PYTHON = Notation(("'", '"'), escapes=True)
+PYTHON = ValueNotation(("'", '"'), escapes=True)
 """Literals of Python and JSON."""
-NESTING_PYTHON = Notation(("'", '"'), escapes=True, nested=True)
+NESTING_PYTHON = ValueNotation(("'", '"'), escapes=True, nested=True)
 """The same by models that forget to escape quotes: ``'sed -n '3,4p' f.py'``."""
-GEMMA = Notation(('<|"|>',), escapes=False)
+GEMMA = ValueNotation(('<|"|>',), escapes=False)
 """Gemma 4's: a control token is the quote, so nothing needs an escape."""
 
 

@@ -83,7 +83,7 @@ def test_a_few_names_may_be_asked_for_and_all_of_those_stand_in_training() -> No
     assert {name for template in train for name in template.split()} == set(family.askable)
 
 
-@pytest.mark.parametrize(("askable", "told"), [(1, r"expected 2 … 90"), (91, "expected 2"), (2, "of 1 sets")])
-def test_askable_names_that_cannot_be_held_out_are_refused(askable: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks.options.question_names = {askable}: .*{told}"):
+@pytest.mark.parametrize(("askable", "message"), [(1, r"expected 2 … 90"), (91, "expected 2"), (2, "of 1 sets")])
+def test_askable_names_that_cannot_be_held_out_are_refused(askable: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks.options.question_names = {askable}: .*{message}"):
         LookupFamily(CONFIG.model_copy(update={"question_names": askable}), seed=0)

@@ -114,7 +114,7 @@ def test_every_mistake_is_wrong() -> None:
 
 def test_what_mid_training_shows_as_right_is() -> None:
     for index in range(50):
-        asked, said = NextEditDemonstrations(FAMILY, NextEditOptions()).code(Random(index))
+        requested, output = NextEditDemonstrations(FAMILY, NextEditOptions()).code(Random(index))
         edit = FAMILY.edit(Split.TRAIN, Random(index))
         assert requested.content == edit.prompt
         assert parse_call(output.content) == Submit(edit.line)

@@ -74,7 +74,7 @@ def reader(marks: ReplyMarks, *, stops: Sequence[str] = (), single_call: bool = 
     )
 
 
-def pieces(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
+def slices(ids: Sequence[int], cuts: Sequence[int]) -> list[Sequence[int]]:
     bounds = [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     return [ids[first:last] for first, last in pairwise(bounds)]
 
@@ -112,7 +112,7 @@ def test_a_reply_does_not_depend_on_how_its_tokens_came(
     ids = [*CHAT.encode(text), CHAT.end_id]
     whole, cut, single_tokens = (reader(marks, stops=stops, single_call=single) for _ in range(3))
     expected = joined(read(whole, [ids]))
-    for other, feeds in ((cut, pieces(ids, cuts)), (single_tokens, [[token] for token in ids])):
+    for other, feeds in ((cut, slices(ids, cuts)), (single_tokens, [[token] for token in ids])):
         assert joined(read(other, feeds)) == expected
         assert other.message() == whole.message()
         assert (other.stopped_after, other.stop_text) == (whole.stopped_after, whole.stop_text)
@@ -146,7 +146,7 @@ def test_what_is_no_thought_is_text(text: str) -> None:
 def test_plain_text_comes_out_as_decoding_has_it(text: str, cuts: list[int]) -> None:
     ids = CHAT.encode(text)
     one = CHAT.reader()
-    assert joined(read(one, pieces(ids, cuts)))[0] == CHAT.decode(ids) == text
+    assert joined(read(one, slices(ids, cuts)))[0] == CHAT.decode(ids) == text
 
 
 @settings(max_examples=200)

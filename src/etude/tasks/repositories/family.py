@@ -103,7 +103,7 @@ class RepairDemonstrations:
             messages.append(Message("assistant", f"{tools.READ} {repair.path} {repair.first}"))
             messages.append(Message("user", repair.shown(bug)))
         is_right = rng.random() < self._options.right_edit
-        line = repair.right if is_right else rng.choice([slip for slip in repair.slips if slip != bug])
+        line = repair.right if is_right else rng.choice([mistake for mistake in repair.mistakes if mistake != bug])
         messages.append(Message("assistant", f"{tools.EDIT} {repair.path} {repair.line}\n{line}"))
         messages.append(Message("user", tools.OK))
         messages.append(Message("assistant", tools.SUBMIT))
