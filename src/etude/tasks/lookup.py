@@ -186,7 +186,7 @@ class LookupFamily:
         present = [self.is_heldout(chosen) for chosen in combinations(names, per_task)]
         if all(present) or not any(present):
             raise ConfigError(
-                f"tasks.options.question_names = {count}: {sum(present)} of {len(present)} sets of {per_task} names are "
-                "held out, and both sides need some; take more names, or another tasks.heldout_every"
+                f"tasks.options.question_names = {count}: {sum(present)} of {len(present)} sets of {per_task} names "
+                "are held out, and both sides need some; take more names, or another tasks.heldout_every"
             )
         return names
