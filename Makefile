@@ -51,8 +51,8 @@ test-all: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the rest of the tests: 
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
-check: .venv/dev.stamp ## lint, format, types, layers and shape of the source; all are run, whichever fails
-	@$(MAKE) --no-print-directory --keep-going lint format types layers shape
+check: .venv/dev.stamp ## lint, format, types, layers, shape and words of the source; all are run, whichever fails
+	@$(MAKE) --no-print-directory --keep-going lint format types layers shape words
 
 harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent
 
@@ -86,6 +86,8 @@ layers:
 	$(call gate,$(BIN)/lint-imports)
 shape:
 	$(call gate,$(BIN)/python tools/shape.py)
+words:
+	$(call gate,$(BIN)/python tools/words.py)
 
 # --- set-up: a stamp is as new as what it was installed from ----------------------------------------------------------
 

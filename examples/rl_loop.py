@@ -31,7 +31,7 @@ from etude.run.phases import optimisation_of
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
-from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Stream
+from etude.tasks.corpora.mixture import BatchStream, Cursor, Mixture, Side
 from etude.tasks.corpora.texts import PlainText
 from etude.tasks.corpora.transcripts import BugfixDemonstrations
 from etude.tokens.chat import ChatTemplate
@@ -56,33 +56,33 @@ LOSS = LossConfig()
 
 
 @dataclass(frozen=True)
-class World:
-    """What a rollout needs."""
+class Components:
+    """Chat format, engine and sandboxes of a rollout."""
 
     chat: ChatTemplate
     engine: NativeEngine
     sandboxes: LocalSandboxes
 
 
-async def play(task: Task, world: World, name: str, temperature: float) -> Rollout:
+async def play(task: Task, components: Components, name: str, temperature: float) -> Rollout:
     """One rollout: prompt, tool calls in a sandbox, a reward from hidden tests."""
-    sandbox = await world.sandboxes.create(task.files)
+    sandbox = await components.sandboxes.create(task.files)
     turns: list[Turn] = []
-    context = world.chat.render_message("user", task.prompt)
+    context = components.chat.render_message("user", task.prompt)
     reason = "turns"
     for _ in range(HARNESS.max_turns):
-        prompt_ids = context + world.chat.generation_prompt()
+        prompt_ids = context + components.chat.generation_prompt()
         params = SamplingParams(
-            max_tokens=HARNESS.max_tokens_per_turn, temperature=temperature, stop_ids=(world.chat.end_id,)
+            max_tokens=HARNESS.max_tokens_per_turn, temperature=temperature, stop_ids=(components.chat.end_id,)
         )
-        sampled = await world.engine.generate(prompt_ids, params, session=name)
+        sampled = await components.engine.generate(prompt_ids, params, session=name)
         turns.append(turn_of(prompt_ids, params, sampled))
-        call = tools.parse_call(world.chat.decode(sampled.token_ids.tolist()))
+        call = tools.parse_call(components.chat.decode(sampled.token_ids.tolist()))
         if isinstance(call, tools.Submit):
             reason = tools.SUBMIT
             break
         # The next prompt continues these very tokens: text is never tokenised twice.
-        observation = world.chat.render_message("user", await observe(call, task.checks, sandbox))
+        observation = components.chat.render_message("user", await observe(call, task.checks, sandbox))
         context = prompt_ids + sampled.token_ids.tolist() + observation
     reward = await HiddenTests().grade(task, sandbox, HarnessResult(reason=reason, counts={}))
     await sandbox.close()
@@ -98,10 +98,10 @@ async def play(task: Task, world: World, name: str, temperature: float) -> Rollo
     )
 
 
-async def play_groups(tasks: Sequence[Task], world: World, version: int) -> list[Group]:
+async def play_groups(tasks: Sequence[Task], components: Components, version: int) -> list[Group]:
     """``GROUP_SIZE`` rollouts of every task, all at once."""
     names = [[f"{version}/{t}/{slot}" for slot in range(GROUP_SIZE)] for t in range(len(tasks))]
-    games = [play(task, world, name, 1.0) for task, row in zip(tasks, names, strict=True) for name in row]
+    games = [play(task, components, name, 1.0) for task, row in zip(tasks, names, strict=True) for name in row]
     rollouts = await asyncio.gather(*games)
     return [
         Group(index=i, task=task, admitted_version=version, rollouts=tuple(rollouts[i * GROUP_SIZE :][:GROUP_SIZE]))
@@ -109,9 +109,9 @@ async def play_groups(tasks: Sequence[Task], world: World, version: int) -> list
     ]
 
 
-async def pass_rate(tasks: Sequence[Task], world: World, label: str, temperature: float) -> float:
+async def pass_rate(tasks: Sequence[Task], components: Components, label: str, temperature: float) -> float:
     """Share of held-out tasks solved at the first try."""
-    rollouts = await asyncio.gather(*(play(t, world, f"{label}/{i}", temperature) for i, t in enumerate(tasks)))
+    rollouts = await asyncio.gather(*(play(t, components, f"{label}/{i}", temperature) for i, t in enumerate(tasks)))
     return sum(rollout.reward or 0.0 for rollout in rollouts) / len(tasks)
 
 
@@ -123,8 +123,8 @@ def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -
     totals = Totals(tokens=batch.num_loss_tokens, trajectories=len(batch.trajectories))
     lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
     (passes,) = pack(lengths, max_tokens=PASS_TOKENS, ranks=1, cost=Cost(per_token=1.0, per_pair=0.0))
-    for piece in passes:
-        trajectories = [batch.trajectories[index] for index in piece]
+    for chunk in passes:
+        trajectories = [batch.trajectories[index] for index in chunk]
         tokens = sampled_tokens(trajectories, [one.loss_mask for one in trajectories], model.embedding.device)
         of_loss = LossTokens(
             logprobs_N=sampled_logprobs(model, tokens),
@@ -145,7 +145,7 @@ def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     model.initialise(SEED)
     side = Side(seed=SEED, one_in=20)
     sources = demonstration_sources(demonstrations, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
-    stream = Stream(mixture=Mixture(shares=MIDTRAIN.shares, tokens=MIDTRAIN.tokens), sources=sources)
+    stream = BatchStream(mixture=Mixture(shares=MIDTRAIN.shares, tokens=MIDTRAIN.tokens), sources=sources)
     steps = MIDTRAIN.tokens // MIDTRAIN.batch_tokens
     trainer = ImitationTrainer(optimisation_of(model, RunConfig(), MIDTRAIN, steps=steps))
     cursor = Cursor()
@@ -166,22 +166,22 @@ async def main() -> None:
 
     engine = NativeEngine(Weights(copy.deepcopy(model), 0, ""), ENGINE, seed=SEED)
     stepping = asyncio.create_task(engine.run())
-    world = World(chat, engine, LocalSandboxes())
+    components = Components(chat, engine, LocalSandboxes())
     heldout = [family.task(Split.HELDOUT, index) for index in range(HELDOUT_TASKS)]
     optimiser = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    print(f"held out, before: {await pass_rate(heldout, world, 'before', 1.0):.2f}")
+    print(f"held out, before: {await pass_rate(heldout, components, 'before', 1.0):.2f}")
 
     for step in range(1, STEPS + 1):
         tasks = [family.task(Split.TRAIN, step * TASKS_PER_STEP + i) for i in range(TASKS_PER_STEP)]
-        batch = build_batch(step, await play_groups(tasks, world, version=step - 1))
+        batch = build_batch(step, await play_groups(tasks, components, version=step - 1))
         train_step(model, optimiser, batch)
         await engine.swap(Weights(copy.deepcopy(model), step, ""))
         print(f"step {step:2}: reward {batch.rewards.mean():.2f}, {batch.num_degenerate_groups} groups without signal")
 
-    sampled, greedy = [await pass_rate(heldout, world, f"after {t}", t) for t in (1.0, 0.0)]
+    sampled, greedy = [await pass_rate(heldout, components, f"after {t}", t) for t in (1.0, 0.0)]
     print(f"held out, after: {sampled:.2f} (greedy {greedy:.2f}), {time.perf_counter() - started_s:.0f} s in all")
     stepping.cancel()
-    await world.sandboxes.close()
+    await components.sandboxes.close()
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ def inspect(sources: dict[str, str], rules: Sequence[Retired]) -> list[str]:
     for path, text in sources.items():
         tree = ast.parse(text)
         active = [rule for rule in words if rule.applies(path)]
-        found = {(1, part) for part in Path(path).with_suffix("").parts} | set(_identifiers(tree))
-        for line, name in sorted(found):
+        names = {(1, part) for part in Path(path).with_suffix("").parts} | set(_identifiers(tree))
+        for line, name in sorted(names):
             faults += [
                 f"{path}:{line}: {name!r}: {rule.text!r} is retired; say {rule.say}" for rule in _hits(name, active)
             ]

@@ -17,7 +17,7 @@ from etude.rewards.graders.functions import SUBMITTED, GraderByKind
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.rewards.graders.script import ScriptGrader
 from etude.rewards.graders.test_runs import ENVIRONMENT, HiddenTestRun, module_of
-from etude.rollouts.sandbox import Limits
+from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.worker import grade_work
 from etude.sandbox_spec import SandboxSpec
 from etude.types import ScriptChecks, Task, TestChecks
@@ -97,7 +97,7 @@ async def _named_in_fresh(examiner: Examiner, task: Task, sandbox: Sandbox) -> b
 
 async def _ours(examiner: Examiner, task: Task, sandbox: Sandbox) -> bool:
     result = HarnessResult(reason=SUBMITTED, counts={})
-    grade = await grade_work(task, sandbox, result, examiner.ours, Limits())
+    grade = await grade_work(task, sandbox, result, examiner.ours, RolloutLimits())
     return grade.value > 0
 
 

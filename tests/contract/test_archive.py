@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from etude.errors import RunFolderError, UserError
-from etude.ledger.archive import Archive, Order, Outcome, Search
+from etude.ledger.archive import Archive, Order, RolloutOutcome, Search
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.open import open_database
 from etude.ledger.states import GroupState
@@ -106,10 +106,10 @@ def test_rollouts_are_found_by_what_is_asked(archive: Archive) -> None:
         ({"reward": ("<", 0.0)}, ["b-again"]),
         ({"reward": ("=", 1.0)}, ["aa-good"]),
         ({"reward": ("!=", 1.0)}, ["b-cheat", "b-again", "ab-long"]),
-        ({"outcome": Outcome.GRADED}, ["b-cheat", "b-again", "ab-long", "aa-good"]),
-        ({"outcome": Outcome.FAILED}, ["b-broken"]),
-        ({"outcome": Outcome.DROPPED}, ["c-gone"]),
-        ({"outcome": Outcome.QUARANTINED}, ["b-cheat"]),
+        ({"outcome": RolloutOutcome.GRADED}, ["b-cheat", "b-again", "ab-long", "aa-good"]),
+        ({"outcome": RolloutOutcome.FAILED}, ["b-broken"]),
+        ({"outcome": RolloutOutcome.DROPPED}, ["c-gone"]),
+        ({"outcome": RolloutOutcome.QUARANTINED}, ["b-cheat"]),
         ({"reason": "TURNS"}, ["ab-long"]),
         ({"reason": "reads_"}, ["b-cheat"]),
         ({"reason": "0% full_d"}, ["b-broken"]),
@@ -120,7 +120,7 @@ def test_rollouts_are_found_by_what_is_asked(archive: Archive) -> None:
         ({"version": 3}, ["ab-long", "aa-good"]),
         ({"has_summary": True}, ["ab-long"]),
         ({"has_hint": True, "reward": ("<=", 0.5)}, ["ab-long"]),
-        ({"order": Order.REWARD, "outcome": Outcome.GRADED}, ["aa-good", "ab-long", "b-cheat", "b-again"]),
+        ({"order": Order.REWARD, "outcome": RolloutOutcome.GRADED}, ["aa-good", "ab-long", "b-cheat", "b-again"]),
         ({"order": Order.REWARD, "limit": 5}, ["aa-good", "ab-long", "b-cheat", "b-again", "c-gone"]),
         ({"order": Order.TOKENS, "limit": 3}, ["b-cheat", "ab-long", "aa-good"]),
         ({"order": Order.TURNS, "limit": 1}, ["ab-long"]),
@@ -143,7 +143,7 @@ def test_what_is_found_says_enough_for_a_list(archive: Archive) -> None:
         16,
     )
     assert (traits.first_version, traits.last_version, result.disposition) == (3, 4, None)
-    (cheat,) = archive.find(Search(outcome=Outcome.QUARANTINED))
+    (cheat,) = archive.find(Search(outcome=RolloutOutcome.QUARANTINED))
     assert (cheat.step, cheat.disposition, cheat.cause) == (None, "quarantine", "reads_tests")
 
 
@@ -152,7 +152,7 @@ def test_a_census_counts_every_purpose(archive: Archive) -> None:
     assert (training.purpose, evaluation.purpose) == (TRAIN, "before-greedy")
     assert training.groups == {GroupState.CONSUMED: 1, GroupState.READY: 1, GroupState.DROPPED: 1}
     assert training.outcomes == {
-        Outcome.GRADED: 4, Outcome.FAILED: 1, Outcome.DROPPED: 1, Outcome.QUARANTINED: 1,
+        RolloutOutcome.GRADED: 4, RolloutOutcome.FAILED: 1, RolloutOutcome.DROPPED: 1, RolloutOutcome.QUARANTINED: 1,
     }  # fmt: skip
     assert training.mean_reward == pytest.approx(0.75 / 4)
     assert (training.summaries, training.hints, training.versions, training.unlisted) == (1, 1, (3, 5), 0)

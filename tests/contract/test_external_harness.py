@@ -19,7 +19,7 @@ from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
-from etude.rollouts.sandbox import Limits
+from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, run_rollout
 from etude.run.gateway import GatewaySpec, open_gateway
@@ -88,7 +88,7 @@ def attempt(
                 harness=CommandHarness(config, http, workdir=WORKDIR),
                 grader=environments.grader(900.0),
                 clock=clock,
-                limits=Limits(commands_s=60.0),
+                limits=RolloutLimits(commands_s=60.0),
             )
             try:
                 return await run_rollout(SLOT, context, rollout_id="r", temperature=0.7)

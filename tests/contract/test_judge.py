@@ -26,7 +26,7 @@ from etude.models.checkpoint import spec_from_config
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
-from etude.rewards.judge.endpoint import HIDDEN_KEY, REFUSED, Address, Call, Endpoint
+from etude.rewards.judge.endpoint import HIDDEN_KEY, REFUSED, Address, Endpoint, JudgeCall
 from etude.rewards.judge.judge import JudgeLimits
 from etude.rewards.judge.prompts import JudgeInput, JudgeParams, ReplyFault
 from etude.rewards.judge.rules import SUMMARY_RULES, rules_app
@@ -42,7 +42,7 @@ from scripted_model import API_KEY, ScriptedModel, serving
 MAX_LENGTH = 4096
 KEY = "sk-a-very-secret-key"
 JUDGE_INPUT = JudgeInput(task="def area(w, h):\n    return w * h", work="area returns w * h")
-CALL = Call(messages=[{"role": "user", "content": "?"}], schema={}, max_tokens=64, temperature=0.0, seed=0)
+CALL = JudgeCall(messages=[{"role": "user", "content": "?"}], schema={}, max_tokens=64, temperature=0.0, seed=0)
 T = TypeVar("T")
 
 

@@ -320,7 +320,7 @@ def test_one_process_writes_what_four_read(folder: Path, tmp_path: Path, kind: A
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_crew_steps_as_one_process_does(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_rank_group_steps_as_one_process_does(folder: Path, tmp_path: Path, name: str) -> None:
     policy = make_policy(make_model(TINY_LATENT), LOSSES[name], None)
     with TrainerGroup(policy, Checkpoints(tmp_path), None) as alone:
         expected = group_steps(alone)

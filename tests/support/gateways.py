@@ -18,7 +18,7 @@ from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.engines.http.client import http_engines
 from etude.gateway.capture.sessions import SessionLimits
-from etude.gateway.http.auth import Key, Limits, Scope, digest_of
+from etude.gateway.http.auth import Key, KeyLimits, Scope, digest_of
 from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
@@ -139,7 +139,7 @@ class Setting:
     config: GatewayConfig = field(default_factory=lambda: GatewayConfig(engine_timeout_s=0.1))
     space: RouteSpace | None = None
     access_log: Path | None = None
-    budget: Limits = field(default_factory=Limits)
+    budget: KeyLimits = field(default_factory=KeyLimits)
     port: int = 0
     max_length: int = MAX_LENGTH
 
@@ -148,8 +148,8 @@ def fake_engine(clock: GatedClock | SystemClock | None = None, token_s: float = 
     return FakeEngine(clock or SystemClock(), vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH, token_s=token_s)
 
 
-def key_of(key_id: str, secret: str, scope: Scope, limits: Limits | None = None) -> Key:
-    return Key(key_id=key_id, digest=digest_of(secret), scope=scope, limits=limits or Limits())
+def key_of(key_id: str, secret: str, scope: Scope, limits: KeyLimits | None = None) -> Key:
+    return Key(key_id=key_id, digest=digest_of(secret), scope=scope, limits=limits or KeyLimits())
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from etude.clock import VirtualClock
 from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, JudgePause, Prices, Spend
 from etude.rewards.judge.calibration import Alarm, IdentityWatch
-from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
+from etude.rewards.judge.endpoint import ChatEndpoint, ChatReply, JudgeCall
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits
 from etude.rewards.judge.prompts import JudgeParams, Rubric, parse_rubric
 from etude.rewards.judge.votes import VoteCache
@@ -47,12 +47,12 @@ def verdict(question: str, score: int | None, **changes: object) -> str:
 class Scripted:
     """Answers each call with what ``say`` makes of its question; implements ``ChatEndpoint``."""
 
-    say: Callable[[Call], str]
+    say: Callable[[JudgeCall], str]
     identity: str = "scripted-1"
-    calls: list[Call] = field(default_factory=list)
+    calls: list[JudgeCall] = field(default_factory=list)
     trouble: str = ""
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         self.calls.append(call)
         text = self.say(call)
         return ChatReply(

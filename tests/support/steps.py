@@ -16,5 +16,5 @@ def step_done(step: int, *, ended: Mapping[str, int] | None = None, **metrics: f
 def changed(step: StepDone, *, number: int | None = None, **metrics: float | None) -> StepDone:
     """The same step with other metrics; ``None`` takes one away."""
     assert metrics.keys() <= METRICS.keys()
-    known = {name: value for name, value in (step.metrics | metrics).items() if value is not None}
-    return replace(step, step=step.step if number is None else number, metrics=known)
+    seen = {name: value for name, value in (step.metrics | metrics).items() if value is not None}
+    return replace(step, step=step.step if number is None else number, metrics=seen)

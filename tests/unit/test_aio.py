@@ -35,7 +35,7 @@ def test_when_one_fails_the_others_have_ended_before_its_error_is_told() -> None
     asyncio.run(run())
 
 
-def test_what_goes_on_alongside_has_ended_when_the_context_is_left() -> None:
+def test_what_goes_on_beside_has_ended_when_the_context_is_left() -> None:
     ended: list[str] = []
 
     async def work() -> None:
@@ -55,7 +55,7 @@ def test_what_goes_on_alongside_has_ended_when_the_context_is_left() -> None:
     asyncio.run(run())
 
 
-def test_whoever_waits_for_what_goes_on_alongside_has_its_result_or_its_error() -> None:
+def test_those_who_waits_for_what_goes_on_beside_has_its_result_or_its_error() -> None:
     async def work(fault: str) -> str:
         await asyncio.sleep(0)
         if fault:

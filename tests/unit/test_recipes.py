@@ -14,7 +14,7 @@ from etude.types import Json
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = RECIPES.parent / "docs"
-TOLD = re.compile(r"^```toml\n(name = .+?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```toml\n(name = .+?)^```$", re.MULTILINE | re.DOTALL)
 """A whole recipe in a page: it has a name."""
 MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json"))
 OPERATIONS = "gateway"
@@ -36,8 +36,8 @@ LESS_FORGOTTEN = 0.10
 
 
 def reports(recipe: Path) -> list[dict[str, Json]]:
-    found: list[dict[str, Json]] = orjson.loads((recipe / "expected.json").read_bytes())
-    return found
+    result: list[dict[str, Json]] = orjson.loads((recipe / "expected.json").read_bytes())
+    return result
 
 
 def lift(report: dict[str, Json], way: str) -> float:
@@ -118,7 +118,7 @@ def test_the_readme_quotes_the_mean_of_the_measured(recipe: Path) -> None:
 
 @pytest.mark.parametrize("page", ["models", "environments"])
 def test_a_recipe_in_the_docs_resolves(page: str, tmp_path: Path) -> None:
-    (recipe,) = TOLD.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    (recipe,) = SHOWN.findall((DOCS / f"{page}.md").read_text(encoding="utf-8"))
     (tmp_path / "run.toml").write_text(recipe, encoding="utf-8")
     config = load_recipe(tmp_path)
     assert config.model.checkpoint

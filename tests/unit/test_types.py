@@ -136,16 +136,16 @@ def test_routes_and_kept_sets_of_a_trajectory_are_as_long_as_its_tokens() -> Non
     with pytest.raises(ValueError, match=r"routes is not \[5\]"):
         trajectory(routes=np.zeros((4, 1, 2), np.uint16))
     with pytest.raises(ValueError, match=r"sampling_mask is not \[5\]"):
-        trajectory(sampling_mask=kept([3], []))
+        trajectory(sampling_mask=mask_of([3], []))
 
 
-def kept(*sets: list[int]) -> SamplingMask:
+def mask_of(*sets: list[int]) -> SamplingMask:
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.int64)
     return SamplingMask(offsets=offsets, token_ids=np.array([token for one in sets for token in one], np.int32))
 
 
 def test_kept_sets_know_their_sizes_and_what_they_hold() -> None:
-    sets = kept([1, 3], [], [2])
+    sets = mask_of([1, 3], [], [2])
     assert len(sets) == 3
     assert sets.sizes.tolist() == [2, 0, 1]
     assert sets.holds(np.array([3, 9, 2], np.int32))
@@ -159,8 +159,8 @@ def test_kept_sets_have_offsets_that_ascend_over_all_ids(offsets: list[int]) -> 
 
 
 def test_a_turn_drew_each_token_from_its_kept_set() -> None:
-    assert turn(sampling_mask=kept([2, 3], [], [5])).sampling_mask is not None
-    for wrong in (kept([2], [], [5]), kept([3], [4])):
+    assert turn(sampling_mask=mask_of([2, 3], [], [5])).sampling_mask is not None
+    for wrong in (mask_of([2], [], [5]), mask_of([3], [4])):
         with pytest.raises(ValueError, match="not all in its sampling mask"):
             turn(sampling_mask=wrong)
 
@@ -176,7 +176,7 @@ def test_a_turn_holds_its_payload_or_refers_to_it() -> None:
     ref = PayloadRef(digest="ab" * 32, size_bytes=9)
     assert turn(payload=ref).payload == ref
     with pytest.raises(ValueError, match=r"refers to payload abab.* and holds"):
-        turn(payload=ref, sampling_mask=kept([3], [], []))
+        turn(payload=ref, sampling_mask=mask_of([3], [], []))
     with pytest.raises(ValueError, match=r"'\.\./etc' is no SHA-256"):
         PayloadRef(digest="../etc", size_bytes=9)
 
@@ -237,8 +237,8 @@ def test_a_weight_version_without_a_base_is_full(base: int | None, kind: str) ->
     assert version.size_bytes == 7
 
 
-def turn_after(prompt_ids: Ids, said: int = 1) -> Turn:
-    one = np.array([said], np.int32)
+def turn_after(prompt_ids: Ids, text_of: int = 1) -> Turn:
+    one = np.array([text_of], np.int32)
     zero = np.zeros(1, np.int32)
     return Turn(
         prompt_ids=prompt_ids, completion_ids=one, logprobs=zero.astype(np.float32), versions=zero, finish=Finish.STOP

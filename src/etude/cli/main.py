@@ -77,8 +77,8 @@ def load(name: str) -> TyperCommand | TyperGroup:
     return command
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(command: bool) -> None:
+    if command:
         print(f"etude {version_of('etude')}")
         raise typer.Exit
 

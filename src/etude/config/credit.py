@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from etude.config.section import Section
 
 CreditKind: TypeAlias = Literal["rollout", "discounted", "shaped", "shared_prefix"]
-"""How a reward is shared out over turns; :mod:`etude.trainer.batching.credit` has the equations."""
+"""Credit assignments: shares of a reward over turns; :mod:`etude.trainer.batching.credit` has the equations."""
 BranchAt: TypeAlias = Literal["random", "error"]
 """When rollouts branch: after a call to the sandbox that was drawn beforehand, or after the first that failed."""
 CREDIT_KEYS: dict[CreditKind, frozenset[str]] = {
@@ -33,9 +33,9 @@ class CreditConfig(Section):
     discount: float = Field(default=1.0, gt=0, le=1)
     """γ: what a reward is worth one turn earlier."""
     shaping: float = Field(default=0.0, ge=0)
-    """What one unit of a turn's own reward is worth, in units of a rollout's."""
+    """Weight of one unit of a turn's own reward, in units of a rollout's."""
     summaries: Literal["train", "mask"] = "train"
-    """Whether turns that summarise the context are trained on, or only read."""
+    """True if turns that summarise the context are trained on, or only read."""
     branches: int = Field(default=1, ge=1)
     """Rollouts of a group that begin as one (B): they share a sandbox and a conversation until they branch."""
     branch_at: BranchAt = "random"
@@ -45,7 +45,7 @@ class CreditConfig(Section):
 
     @property
     def is_by_turn(self) -> bool:
-        """Whether turns of one rollout may have different advantages."""
+        """True if turns of one rollout may have different advantages."""
         return self.kind != "rollout"
 
     @model_validator(mode="after")

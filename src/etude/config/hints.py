@@ -12,9 +12,9 @@ class HintRule(Section):
     """``[[hints.rules]]``: a kind of mistake, and what to say to a model that is about to make it."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_ -]*$")
-    """Who says so, in every record of it."""
+    """Name of the rule, in every record of it."""
     where: Literal["said", "answered"]
-    """What shows the mistake: the turn's own words, or what came back."""
+    """Text that shows the mistake: the turn's own, or what came back."""
     pattern: str = Field(min_length=1)
     """A regular expression that is looked for in there; ``^`` and ``$`` are the ends of a line, ``\\A`` and ``\\Z``
     those of the text.
@@ -53,9 +53,9 @@ class HintsConfig(Section):
     max_per_rollout: int = Field(default=1, ge=1)
     """Turns of a rollout that are hinted at, the earliest ones; each costs two forward passes and a backward one."""
     tools: bool = True
-    """Whether answers of the built-in tools to calls that went wrong are followed by hints."""
+    """True if answers of the built-in tools to calls that went wrong are followed by hints."""
     judge: bool = False
-    """Whether the judge is asked for hints where rules leave room for some."""
+    """True if the judge is asked for hints where rules leave room for some."""
     rules: tuple[HintRule, ...] = ()
     """More rules, which are looked at before the built-in ones."""
 

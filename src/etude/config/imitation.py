@@ -78,8 +78,8 @@ class MidtrainConfig(ImitationConfig):
     def _shares(self) -> Self:
         for name in self.mixture:
             if name not in FAMILY_SOURCES and not (name.startswith(FILE_SOURCES) and name.partition(":")[2]):
-                known = ", ".join((*FAMILY_SOURCES, *(f"{kind}PATH" for kind in FILE_SOURCES)))
-                raise ValueError(f"midtrain.mixture: {name!r} is none of {known}")
+                sources = ", ".join((*FAMILY_SOURCES, *(f"{kind}PATH" for kind in FILE_SOURCES)))
+                raise ValueError(f"midtrain.mixture: {name!r} is none of {sources}")
         for end, place in enumerate(("first", "last")):
             ends = [shares[end] for shares in self.shares.values()]
             if min(ends, default=0.0) < 0 or abs(sum(ends) - 1) > SHARE_TOLERANCE:

@@ -27,7 +27,7 @@ class EngineConfig(Section):
     ``max_length``. With less, the least urgent calls give way and are read again.
     """
     swap: Literal["keep", "recompute", "drain"] = "keep"
-    """What new weights do to turns in progress: they go on with the keys they have, are read again under the new
+    """Effect of new weights on turns in progress: they go on with the keys they have, are read again under the new
     weights, or are waited for.
     """
     spare_weights: bool = True
@@ -70,7 +70,7 @@ class NumericsConfig(Section):
     experts: Literal["plain", "fp8", "mxfp8", "nvfp4"] = "plain"
     """Format of expert matrices in every forward pass and in what is published; ``plain`` is ``dtype``."""
     replay: Literal["auto", "off", "completion", "full"] = "auto"
-    """Whether the trainer sends tokens to the experts that the engine used: for none, for sampled tokens, or for all.
+    """True if the trainer sends tokens to the experts that the engine used: for none, for sampled tokens, or for all.
     ``auto``: ``completion`` in fast arithmetic, ``off`` in invariant arithmetic, which has nothing to repair.
     """
     replay_floor: float = Field(default=0.5, ge=0, le=1)
@@ -111,7 +111,7 @@ class GatewayConfig(Section):
     max_waiting: int = Field(default=1024, ge=0)
     """Calls of each class that may wait for a place before callers get 429."""
     engine_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a call waits for engines that are down before it fails as infrastructure."""
+    """Seconds that a call waits for engines that are down before it fails as infrastructure."""
     max_body_mb: float = Field(default=16.0, gt=0)
     """Longer requests are refused unread; a context of a million tokens fits."""
     max_session_tokens: int = Field(default=2**24, ge=1)
@@ -125,7 +125,7 @@ class GatewayConfig(Section):
     keys: str = ""
     """File with the keys of people and products (``etude keys``); empty knows the admin key and rollouts' only."""
     access_log: bool = False
-    """Whether each call leaves a line of JSON; never what was said."""
+    """True if each call leaves a line of JSON; never what was said."""
     summary_mark: str = ""
     """A call whose last message is the user's and contains this text is recorded as one for a summary: for harnesses
     that compact their own history and cannot send ``X-Etude-Turn``.
@@ -133,12 +133,12 @@ class GatewayConfig(Section):
 
     @property
     def max_body_bytes(self) -> int:
-        """Of one request."""
+        """Limits of one request."""
         return int(self.max_body_mb * 2**20)
 
     @property
     def public(self) -> bool:
-        """Whether others than this machine's processes are served."""
+        """True if others than this machine's processes are served."""
         return self.host not in ("127.0.0.1", "localhost", "::1") or bool(self.tls_cert)
 
     @model_validator(mode="after")

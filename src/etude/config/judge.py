@@ -18,13 +18,13 @@ class JudgeConfig(Section):
     """``[judge]``: who judges, how, for how much, and how far it is trusted. Aspects become parts of ``[reward]``."""
 
     url: str = ""
-    """Of an OpenAI-compatible API, up to and with ``/v1``; ``rules``: programs instead of a model, which some families
-    bring along; empty: nobody judges.
+    """URL of an OpenAI-compatible API, up to and with ``/v1``; ``rules``: programs instead of a model, which some
+    families bring along; empty: nobody judges.
     """
     model: str = ""
     """Its name there."""
     structured: bool = False
-    """Whether the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
+    """True if the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
     rubrics: dict[str, str] = Field(default={})
     """Aspect → rubric as TOML; ``"@NAME"`` stands for the text of a file beside the recipe."""
     calibrations: dict[str, str] = Field(default={})
@@ -32,9 +32,9 @@ class JudgeConfig(Section):
     votes: int = Field(default=1, ge=1, le=15)
     """Calls per aspect; every other one sees the scale from best to worst."""
     temperature: float = Field(default=0.0, ge=0, le=2)
-    """Of the judge's sampling. Several votes need some, or they are one."""
+    """Temperature of the judge's sampling. Several votes need some, or they are one."""
     max_tokens: int = Field(default=256, ge=16)
-    """Of one reply, thoughts included."""
+    """Tokens of one reply, thoughts included."""
     text_characters: int = Field(default=20_000, ge=200, le=2_000_000)
     """Most that is shown of the task and of the work, each: beginning and end, and a note of what is missing."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -60,7 +60,7 @@ class JudgeConfig(Section):
     allow_uncalibrated: bool = False
     """Train on the word of a judge of whom nobody knows how far it agrees with people."""
     on_alarm: Literal["warn", "hold"] = "warn"
-    """What follows when the endpoint's model changes, or agrees less: a warning, or no judgement until somebody removes
+    """Reaction when the endpoint's model changes, or agrees less: a warning, or no judgement until somebody removes
     ``judge-held.txt`` from the run folder.
     """
 

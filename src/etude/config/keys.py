@@ -27,15 +27,15 @@ BOUNDS = {
 
 
 @dataclass(frozen=True)
-class Key:
+class RecipeKey:
     """One key of a recipe."""
 
     path: str
-    """As ``--set`` names it: ``engine.max_length``; ``reward.parts[].name`` is one of each table of an array."""
+    """Path as ``--set`` names it: ``engine.max_length``; ``reward.parts[].name`` is one of each table of an array."""
     takes: str
     """Its type and bounds, in words."""
     default: str
-    """As TOML spells it; empty where the key has to be there."""
+    """Default as TOML spells it; empty where the key has to be there."""
     meaning: str
     """Its docstring."""
 
@@ -47,7 +47,7 @@ class Table:
     title: str
     """``[engine]`` or ``[[reward.parts]]``; empty for the keys above all sections."""
     meaning: str
-    keys: tuple[Key, ...]
+    keys: tuple[RecipeKey, ...]
     choice: str = ""
     """The family or kind that has these options; empty for a table that every recipe has."""
 
@@ -73,32 +73,32 @@ def tables() -> Iterator[Table]:
 
 
 def find(word: str) -> list[Table]:
-    """What a word stands for: a section, a key, a part of a key's name, or else of its meaning."""
+    """Find what a word stands for: a section, a key, a part of a key's name, or else of its meaning."""
     every, name = list(tables()), word.strip("[]").lower()
     if whole := [table for table in every if name and table.title.strip("[]").partition(".")[0] == name]:
         return whole
-    ways: tuple[Callable[[Key], bool], ...] = (
+    ways: tuple[Callable[[RecipeKey], bool], ...] = (
         lambda key: key.path == name,
         lambda key: name in key.path,
         lambda key: name in key.meaning.lower(),
     )
-    return next((found for way in ways if (found := _only(every, way))), [])
+    return next((matches for way in ways if (matches := _only(every, way))), [])
 
 
 def way_out(parents: tuple[str, ...], name: str) -> str:
-    """Which key was meant by an unknown one: one like it there, or the same one of another section."""
-    known = _names(parents)
-    near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, known, n=1)]
+    """Guess the key that was meant by an unknown one: one like it there, or the same one of another section."""
+    names = _names(parents)
+    near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, names, n=1)]
     elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in _names((section,))]
     if meant := near or elsewhere:
         return f"did you mean {' or '.join(map(repr, meant))}?"
-    return f"{'.'.join(parents) or 'a recipe'} has {', '.join(known)}"
+    return f"{'.'.join(parents) or 'a recipe'} has {', '.join(names)}"
 
 
-def _only(every: Iterable[Table], wanted: Callable[[Key], bool]) -> list[Table]:
+def _only(every: Iterable[Table], words_sought: Callable[[RecipeKey], bool]) -> list[Table]:
     """The tables that have wanted keys, with these keys alone."""
-    kept = (replace(table, keys=tuple(filter(wanted, table.keys))) for table in every)
-    return [table for table in kept if table.keys]
+    matching = (replace(table, keys=tuple(filter(words_sought, table.keys))) for table in every)
+    return [table for table in matching if table.keys]
 
 
 def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) -> Iterator[Table]:
@@ -119,7 +119,7 @@ def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) 
             yield from _tables(inner, (*path, name), in_array=field.annotation is not inner)
 
 
-def _key(prefix: str, name: str, field: FieldInfo) -> Key:
+def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
     bounds = [
         phrase.format(limit)
         for constraint in field.metadata
@@ -128,7 +128,7 @@ def _key(prefix: str, name: str, field: FieldInfo) -> Key:
     ]
     takes = ", ".join([_type(field.annotation), *bounds])
     default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
-    return Key(prefix + name, takes, default, _plain(field.description or ""))
+    return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
 
 
 def _type(annotation: Any) -> str:

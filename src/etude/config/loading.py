@@ -19,7 +19,7 @@ FILE_TABLES = (("harness", "files"), ("judge", "rubrics"), ("judge", "calibratio
 
 
 def is_recipe(path: Path) -> bool:
-    """Whether a path is that of a recipe: a TOML file, or a folder with ``run.toml``."""
+    """Return whether a path is that of a recipe: a TOML file, or a folder with ``run.toml``."""
     return path.suffix == ".toml" or (path / "run.toml").is_file()
 
 

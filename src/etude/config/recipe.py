@@ -41,7 +41,7 @@ class LedgerConfig(Section):
     retry_timeout_s: float = Field(default=60.0, gt=0)
     """Time for which a process retries while its database is locked, full, restarting or out of reach."""
     lease_s: float = Field(default=20.0, gt=0)
-    """How long a process must be silent before another one may take over what it holds."""
+    """Seconds that a process must be silent before another one may take over what it holds."""
 
     @model_validator(mode="after")
     def _public(self) -> Self:
@@ -64,13 +64,13 @@ class EvalConfig(Section):
     """``[eval]``: the held-out measurements, before and after each phase and on the way."""
 
     enabled: bool = True
-    """Whether a run measures at all; benches of throughput switch it off."""
+    """True if a run measures at all; benches of throughput switch it off."""
     tasks: int = Field(default=256, ge=1)
     """Held-out tasks, or all there are, templates in equal shares; each is tried once sampled at temperature 1 and once
     greedily.
     """
     pass_at: float = Field(default=1.0, gt=0)
-    """What a grader has to give for a task to count as passed: full marks, unless less will do where it pays fractions.
+    """Reward from which a task counts as passed: full marks, unless less will do where it pays fractions.
     It decides what is *shown* as passed or solved; what is learnt comes from rewards.
     """
     every_steps: int = Field(default=0, ge=0)
@@ -98,16 +98,16 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Seeds weights, data order, tasks and sampling."""
     heartbeat_timeout_s: float = Field(default=900.0, gt=0)
-    """How long a process may give no sign of life before it is killed and started again. A trainer gives one with every
-    micro-batch, the others with every turn of their event loop, and whoever waits for the weight store with every try;
-    writing a checkpoint must fit in. Before the first sign an hour is allowed.
+    """Seconds that a process may give no sign of life before it is killed and started again. A trainer gives one with
+    every micro-batch, the others with every turn of their event loop, and whoever waits for the weight store with every
+    try; writing a checkpoint must fit in. Before the first sign an hour is allowed.
     """
     tasks: TaskConfig = TaskConfig()
-    """What is practised."""
+    """The tasks."""
     sandboxes: SandboxConfig = SandboxConfig()
-    """Where it is practised."""
+    """The sandboxes."""
     cheating: CheatingConfig = CheatingConfig()
-    """What is looked for in rollouts."""
+    """Signs of cheating in rollouts, and what follows."""
     model: ModelConfig = ModelConfig()
     """Shape of the model."""
     midtrain: MidtrainConfig = MidtrainConfig()
@@ -125,23 +125,23 @@ class RunConfig(Section):
     gateway: GatewayConfig = GatewayConfig()
     """The door to it."""
     loss: LossConfig = LossConfig()
-    """How rewards become a gradient."""
+    """The loss."""
     credit: CreditConfig = CreditConfig()
-    """Which of its turns a rollout's reward is credited to."""
+    """Credit assignment over the turns of a rollout."""
     reward: RewardConfig = RewardConfig()
-    """What a rollout is worth."""
+    """The parts of the reward."""
     effort: EffortConfig = EffortConfig()
-    """What a rollout's effort costs it."""
+    """The effort penalty."""
     hints: HintsConfig = HintsConfig()
-    """Which turns it is told about."""
+    """Hints for single turns."""
     judge: JudgeConfig = JudgeConfig()
-    """Who grades aspects of a rollout that no program can."""
+    """The judge of aspects that no program can grade."""
     trainer: TrainerConfig = TrainerConfig()
     """The RL optimiser."""
     optimiser: OptimiserConfig = OptimiserConfig()
-    """What takes the steps of every phase."""
+    """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
-    """How many processes take them together."""
+    """Ranks that take its steps together."""
     ledger: LedgerConfig = LedgerConfig()
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
@@ -230,11 +230,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _controlled(self) -> Self:
         others = {"credit.kind = 'shaped'": self.credit.kind == "shaped", "hints.weight": self.hints.weight > 0}
-        taught = [name for name, teaches in others.items() if teaches]
-        if self.reward.shuffled and taught:
+        teaching = [name for name, teaches in others.items() if teaches]
+        if self.reward.shuffled and teaching:
             raise ValueError(
-                f"reward.shuffled = true is a control in which nothing can be learnt, but {taught[0]} teaches without "
-                f"the rewards that are shuffled: leave one of the two out"
+                f"reward.shuffled = true is a control in which nothing can be learnt, but {teaching[0]} "
+                f"teaches without the rewards that are shuffled: leave one of the two out"
             )
         return self
 
@@ -275,7 +275,7 @@ class RunConfig(Section):
         return self
 
     def _check_external(self) -> None:
-        """What cannot be known of an agent that counts nothing and has tools of its own."""
+        """Behaviours that cannot be measured of an agent that counts nothing and has tools of its own."""
         if self.harness.timeout_s >= self.rollouts.timeout_s:
             raise ValueError(
                 f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="

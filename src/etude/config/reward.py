@@ -17,10 +17,10 @@ EXCUSED = {
 OF_HARNESS = ("malformed_calls", "open_todos")
 """Terms of behaviour that take what only the built-in harness counts."""
 RESERVED = ("clipped", "assumed")
-"""What the record says of the parts themselves."""
+"""Names of the totals in the record of the parts."""
 
 Missing: TypeAlias = Literal["error", "wait", "mask"]
-"""What follows from a value that is not there: the run stops, the rollout is tried again, or it is not trained on. What
+"""Reactions to a value that is not there: the run stops, the rollout is tried again, or it is not trained on. What
 waits for a judge that is away waits once it is finished, and one that was asked and has no verdict masks.
 """
 
@@ -35,15 +35,17 @@ class PartConfig(Section):
     ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric.
     """
     version: int = Field(ge=1)
-    """Of the source. A behaviour's is checked; whoever changes a grader or harness raises it, and no run goes on."""
+    """Version of the source. A behaviour's is checked; whoever changes a grader or harness raises it, and no run goes
+    on.
+    """
     weight: float = Field(allow_inf_nan=False)
-    """What one unit of it is worth; 0: it is only recorded."""
+    """Weight of one unit of it; 0: it is only recorded."""
     range: tuple[float, float]
     """The lowest and the highest value that count."""
     free: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """So much of it counts nothing: what counts is by how much it is more."""
     missing: Missing | float = "error"
-    """What follows from a value that is not there: the run stops, the rollout is tried again or is not trained on; or a
+    """Reaction to a value that is not there: the run stops, the rollout is tried again or is not trained on; or a
     number stands for it.
     """
 
@@ -54,7 +56,7 @@ class PartConfig(Section):
         return low, high
 
     def contribution(self, value: float) -> float:
-        """What the part adds to the reward where its source says ``value``."""
+        """Compute what the part adds to the reward where its source says ``value``."""
         low, high = self.range
         counted = min(max(value, low), high)
         return self.weight * (max(0.0, counted - self.free) if self.free else counted)

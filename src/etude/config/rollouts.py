@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from etude.config.section import Section
 
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
-"""What ``harness.command`` and ``harness.environment`` may have filled in, written ``{prompt}``."""
+"""Placeholders that ``harness.command`` and ``harness.environment`` may have filled in, written ``{prompt}``."""
 OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
 """Keys of ``[harness]`` that say when a context starts anew, and how."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
@@ -29,7 +29,7 @@ class HarnessConfig(Section):
     max_tokens_per_turn: int = Field(default=40, ge=4)
     """Sampled tokens per model call."""
     context: Literal["grow", "summary", "truncate"] = "grow"
-    """What becomes of a full context: the rollout ends; it starts anew from the task and a summary that the model
+    """Reaction to a full context: the rollout ends; it starts anew from the task and a summary that the model
     writes; or, to compare with, from the task and the last result only.
     """
     summary_at_tokens: int = Field(default=0, ge=0)
@@ -41,7 +41,7 @@ class HarnessConfig(Section):
     max_tokens_per_summary: int = Field(default=256, ge=4)
     """Sampled tokens of a summary; a longer one is taken as far as it got."""
     max_summaries: int = Field(default=64, ge=1)
-    """How often the context of one rollout may start anew; the last one grows until it is full."""
+    """Times that the context of one rollout may start anew; the last one grows until it is full."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one model call, retries included."""
     command: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class HarnessConfig(Section):
     brings its Python along.
     """
     timeout_s: float = Field(default=240.0, gt=0)
-    """How long it may take; then the rollout is graded as not submitted."""
+    """Seconds that it may take; then the rollout is graded as not submitted."""
     success_codes: tuple[int, ...] = (0,)
     """Exit codes that say: the agent submits what is there. Any other is graded as not submitted."""
 
@@ -70,7 +70,7 @@ class HarnessConfig(Section):
         return self
 
     def fills(self, placeholder: str) -> bool:
-        """Whether the command line or a variable takes ``placeholder``."""
+        """Return whether the command line or a variable takes ``placeholder``."""
         return any(f"{{{placeholder}}}" in text for text in (*self.command, *self.environment.values()))
 
     def _check_context(self) -> None:
@@ -118,17 +118,19 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Deadline of opening a session, and of making a sandbox; missing it, as the ones below, is infrastructure."""
     silence_timeout_s: float = Field(default=600.0, gt=0)
-    """How long a harness may give no sign of life: between two of its calls to the sandbox. The built-in one may at
+    """Seconds that a harness may give no sign of life: between two of its calls to the sandbox. The built-in one may at
     least for as long as all its model calls take.
     """
     grading_timeout_s: float = Field(default=900.0, gt=0)
-    """What one grading may take beyond the runs of its task's verifier or tests, should each of them take all its time:
-    for worlds to be made and, where a machine is slow, for those runs.
+    """Seconds that one grading may take beyond the runs of its task's verifier or tests, should each of them take all
+    its time: for worlds to be made and, where a machine is slow, for those runs.
     """
     outage_s: float = Field(default=300.0, gt=0)
-    """How long a finished rollout waits for a judge that is away, and an evaluation for a gateway that is silent."""
+    """Seconds that a finished rollout waits for a judge that is away, and an evaluation for a gateway that is
+    silent.
+    """
     max_outage_s: float = Field(default=0.0, ge=0)
-    """How long no rollout may succeed, while some are tried, before the run ends and says why; 0 for as long as
+    """Seconds in which no rollout may succeed, while some are tried, before the run ends and says why; 0 for as long as
     it takes: the run waits, says who is away and since when, and goes on by itself. Where no rollout has ever
     succeeded, something was never right, and a minute is enough. The weight store may be away for as long.
     """

@@ -57,6 +57,6 @@ class OptionsOf:
         chosen = f"with {self.section}.{self.key} = {choice!r}"
         if near := difflib.get_close_matches(name, options.model_fields, n=1):
             return f"did you mean '{self.section}.options.{near[0]}'?"
-        if others := [other for other, known in self.classes.items() if name in known.model_fields]:
+        if others := [other for other, names in self.classes.items() if name in names.model_fields]:
             return f"it would have no effect {chosen}, it is an option of {' and '.join(map(repr, others))}"
         return f"{chosen} there are {', '.join(options.model_fields) or 'no options'}"

@@ -51,19 +51,19 @@ class ModelConfig(Section):
 
 
 LossKind: TypeAlias = Literal["policy_gradient", "rloo", "grpo", "dr_grpo", "ppo_clip", "cispo", "gspo", "dppo"]
-"""Which loss; :mod:`etude.trainer.losses` has their equations."""
+"""Names of losses; :mod:`etude.trainer.losses` has their equations."""
 
 
 CorrectionKind: TypeAlias = Literal["none", "tis", "sequence_tis", "mis", "icepop", "sequence_mis", "decoupled"]
-"""What is done about tokens that another policy sampled; :mod:`etude.trainer.corrections` has their equations."""
+"""Corrections for tokens that another policy sampled; :mod:`etude.trainer.corrections` has their equations."""
 
 
 MaskKind: TypeAlias = Literal["none", "ratio", "geometric", "off_policy"]
-"""Which trajectories are left out whole."""
+"""Masks of whole trajectories."""
 
 
 Baseline: TypeAlias = Literal["mean", "mean_std", "leave_one_out"]
-"""What a reward is compared with; :mod:`etude.trainer.batching.advantage` has their equations."""
+"""Baselines of a reward; :mod:`etude.trainer.batching.advantage` has their equations."""
 BASELINES: dict[LossKind, Baseline] = {
     "policy_gradient": "mean",
     "rloo": "leave_one_out",
@@ -78,7 +78,7 @@ BASELINES: dict[LossKind, Baseline] = {
 
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
-"""How tokens are averaged, by verl's names for it (``loss_agg_mode``)."""
+"""Averages over tokens, by verl's names for it (``loss_agg_mode``)."""
 AGGREGATIONS: dict[LossKind, Aggregation] = {
     "policy_gradient": "token_mean",
     "rloo": "seq_mean_token_sum",
@@ -93,7 +93,7 @@ AGGREGATIONS: dict[LossKind, Aggregation] = {
 
 
 OldPolicy: TypeAlias = Literal["engine", "recomputed"]
-"""Whose log-probabilities a clipped loss takes the ratio to."""
+"""Source of the log-probabilities that a clipped loss takes the ratio to."""
 WEIGHTS: tuple[CorrectionKind, ...] = ("tis", "none", "sequence_tis", "mis", "icepop", "sequence_mis")
 """Corrections by an importance weight, the default first."""
 UNCLIPPED: tuple[LossKind, ...] = ("policy_gradient", "rloo")
@@ -137,17 +137,17 @@ class LossConfig(Section):
     kind: LossKind = "policy_gradient"
     """The loss; it brings ``baseline`` and ``aggregation`` along unless these are set (``docs/losses.md``)."""
     baseline: Baseline = "mean"
-    """What a reward is compared with: the group's mean, that over the group's deviation, or the mean of the others."""
+    """Baseline of a reward: the group's mean, that over the group's deviation, or the mean of the others."""
     aggregation: Aggregation = "token_mean"
-    """How tokens are averaged: all alike; by trajectory, then over these; as sums of trajectories, or those over a
+    """Average over tokens: all alike; by trajectory, then over these; as sums of trajectories, or those over a
     constant.
     """
     old_policy: OldPolicy = "engine"
-    """What a clipped loss takes its ratio to: what the engine said, or the trainer's own numbers for the weights that
+    """Denominator of a clipped loss' ratio: the engine's own numbers, or the trainer's own numbers for the weights that
     sampled. Then ``correction`` is for the difference between the two.
     """
     correction: CorrectionKind = "tis"
-    """What is done about tokens that another policy sampled; of a clipped loss ``none`` unless the recipe says so."""
+    """Correction for tokens that another policy sampled; of a clipped loss ``none`` unless the recipe says so."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """Tokens whose ratio is below are masked (``icepop``)."""
     cap: float = Field(default=0.0, ge=0)
@@ -159,9 +159,9 @@ class LossConfig(Section):
     dual_clip: float = Field(default=0.0, ge=0)
     """Ratio above which tokens of a negative advantage are clipped, too (verl's ``clip_ratio_c``); 0: none."""
     sequence_tokens: int = Field(default=0, ge=0)
-    """What ``seq_mean_token_sum_norm`` divides a trajectory's sum by, the same for all: the longest completion, say."""
+    """Divisor of a trajectory's sum in ``seq_mean_token_sum_norm``, the same for all: the longest completion, say."""
     sequence_mask: MaskKind = "none"
-    """Which trajectories are left out whole: by their ratio, its geometric mean per token, or DeepSeek-V3.2's rule."""
+    """Mask of whole trajectories: by their ratio, its geometric mean per token, or DeepSeek-V3.2's rule."""
     mask_floor: float = Field(default=0.0, ge=0, le=1)
     """Trajectories below are masked (``ratio``, ``geometric``)."""
     mask_cap: float = Field(default=0.0, ge=0)
@@ -169,13 +169,13 @@ class LossConfig(Section):
     mask_divergence: float = Field(default=0.0, ge=0)
     """Nats per token by which the policy may have left a trajectory whose advantage is negative (``off_policy``)."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Of the entropy of what each token was drawn from, added to what is maximised."""
+    """Weight of the entropy of what each token was drawn from, added to what is maximised."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Of the divergence of the policy from ``kl_to``, estimated token by token in the loss."""
+    """Weight of the divergence of the policy from ``kl_to``, estimated token by token in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Its estimate; ``docs/losses.md`` says what the gradient of each is."""
     kl_to: Literal["reference", "engine"] = "reference"
-    """Which policy that is measured from: ``reference_version``, or whatever sampled the token."""
+    """Policy that the divergence is measured from: ``reference_version``, or whatever sampled the token."""
     reference_beta: float = Field(default=0.0, ge=0)
     """Reward taken off per nat that a rollout is likelier under its own policy than under the reference; 0: none."""
     reference_version: int = Field(default=0, ge=0)
@@ -183,12 +183,12 @@ class LossConfig(Section):
 
     @property
     def scores_reference(self) -> bool:
-        """Whether the loss asks for the reference's log-probabilities."""
+        """True if the loss asks for the reference's log-probabilities."""
         return self.kl_coef > 0 and self.kl_to == "reference"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether anything is measured from the reference."""
+        """True if anything is measured from the reference."""
         return self.scores_reference or self.reference_beta > 0
 
     @model_validator(mode="before")
@@ -272,19 +272,19 @@ class EffortConfig(Section):
     curvature: float = Field(default=0.5, ge=0)
     """q: 0 is linear, 1 logarithmic, above 1 bounded."""
     thinking_token: float = Field(default=0.0, ge=0)
-    """Of sampled tokens up to the end of a turn's thinking."""
+    """Cost of sampled tokens up to the end of a turn's thinking."""
     thinking_end_id: int = Field(default=-1, ge=-1)
     """Id of the token that ends a turn's thinking; −1: the model does not think."""
     call_token: float = Field(default=0.0, ge=0)
-    """Of the other sampled tokens of a turn after which the rollout went on."""
+    """Cost of the other sampled tokens of a turn after which the rollout went on."""
     output_token: float = Field(default=0.0, ge=0)
-    """Of tokens that a turn's context has beyond what the turn before left: what tools said."""
+    """Cost of tokens that a turn's context has beyond what the turn before left: output of tools."""
     final_token: float = Field(default=0.0, ge=0)
-    """Of the other sampled tokens of a last turn."""
+    """Cost of the other sampled tokens of a last turn."""
     call: float = Field(default=0.0, ge=0)
-    """Of each tool call, malformed ones included."""
+    """Cost of each tool call, malformed ones included."""
     turn: float = Field(default=0.0, ge=0)
-    """Of each model call."""
+    """Cost of each model call."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -313,7 +313,7 @@ class TrainerConfig(Section):
     warmup_steps: int = Field(default=4, ge=1)
     """Linear warm-up."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"
-    """As of ``[midtrain]``."""
+    """Learning-rate schedule, as of ``[midtrain]``."""
     decay_share: float = Field(default=0.4, ge=0, le=1)
     """Last share of the steps, over which the rate of ``wsd`` falls: the last policy is one that has settled."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -348,7 +348,7 @@ class OptimiserConfig(Section):
     gains and biases stay AdamW's. Both take the same learning rate.
     """
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Of Muon, with Nesterov's look ahead."""
+    """Momentum of Muon, with Nesterov's look ahead."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -372,12 +372,12 @@ class ParallelConfig(Section):
     """Ranks over which the experts of a layer are spread; the others hold the same experts, sharded."""
 
     @property
-    def world(self) -> int:
+    def ranks(self) -> int:
         """Processes of the trainer."""
         return self.dp * self.cp
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.world % self.ep:
-            raise ValueError(f"parallel.ep={self.ep} must divide dp * cp = {self.world}")
+        if self.ranks % self.ep:
+            raise ValueError(f"parallel.ep={self.ep} must divide dp * cp = {self.ranks}")
         return self

@@ -51,7 +51,7 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
+class TokenPrices:
     """Prices of a million tokens, in any one currency."""
 
     new: float
@@ -95,7 +95,7 @@ class Measure:
     """A try that was graded this or better passes."""
     ks: tuple[int, ...] = (1,)
     """The k of each pass@k."""
-    prices: Prices | None = None
+    prices: TokenPrices | None = None
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:

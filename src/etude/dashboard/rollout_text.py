@@ -15,7 +15,7 @@ from rich.text import Text
 
 from etude.dashboard.formatting import MISSING, count, decimal, percent, small
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
-from etude.ledger.archive import Census, Outcome, RolloutMatch
+from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Json, RolloutStatus
 
@@ -208,7 +208,7 @@ def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) 
         table.add_row(
             matches.purpose,
             count(sum(matches.groups.values())),
-            count(matches.outcomes[Outcome.GRADED]),
+            count(matches.outcomes[RolloutOutcome.GRADED]),
             decimal(matches.mean_reward, 3),
             MISSING if matches.versions is None else _span(*matches.versions),
             _beside(matches),
@@ -305,7 +305,9 @@ def _spelt(letter: str) -> str:
 
 def _beside(census: Census) -> Text:
     """Other filters, as far as they have matches."""
-    troubles = [(census.outcomes[outcome], str(outcome)) for outcome in Outcome if outcome is not Outcome.GRADED]
+    troubles = [
+        (census.outcomes[outcome], str(outcome)) for outcome in RolloutOutcome if outcome is not RolloutOutcome.GRADED
+    ]
     marks = [(census.summaries, "with summaries"), (census.hints, "with hints")]
     words = [Text(f"{count(number)} {name}", WARN) for number, name in troubles if number]
     return Text(", ").join([*words, *(Text(f"{count(number)} {name}") for number, name in marks if number)])
@@ -314,15 +316,15 @@ def _beside(census: Census) -> Text:
 def _reason_lines(reasons: Reasons) -> Iterator[RenderableType]:
     for status, reason, number in reasons:
         style = "default" if status is RolloutStatus.GRADED else WARN
-        said = visible(reason).replace("\n", " ") or MISSING
-        yield Block(f"{count(number):>8}  ", Text.assemble((f"{status} ", DIM), (said, style)))
+        text = visible(reason).replace("\n", " ") or MISSING
+        yield Block(f"{count(number):>8}  ", Text.assemble((f"{status} ", DIM), (text, style)))
 
 
 def _ended(rollout: RolloutMatch) -> Text:
     """Reason for its end, and remarks."""
-    said = visible(rollout.reason).replace("\n", " ")
-    said = said if len(said) <= REASON_CHARACTERS else said[: REASON_CHARACTERS - 1] + "…"
-    words = [Text(said or str(rollout.status), "default" if rollout.status is RolloutStatus.GRADED else WARN)]
+    text = visible(rollout.reason).replace("\n", " ")
+    text = text if len(text) <= REASON_CHARACTERS else text[: REASON_CHARACTERS - 1] + "…"
+    words = [Text(text or str(rollout.status), "default" if rollout.status is RolloutStatus.GRADED else WARN)]
     traits = rollout.traits
     if traits is not None and traits.summaries:
         words.append(Text("1 summary" if traits.summaries == 1 else f"{traits.summaries} summaries"))
@@ -386,10 +388,10 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
     if rollout.comparison is not None:
         yield Block("compared  ", _compared(rollout, rollout.comparison))
     if rollout.verdict is not None and (rollout.verdict.disposition != "keep" or rollout.verdict.flags):
-        kept = rollout.verdict.disposition == "keep"
-        said = Text(rollout.verdict.disposition, "default" if kept else WARN)
-        said.append("" if kept else f", by {visible(rollout.verdict.reason)}; graded {rollout.verdict.graded:g}")
-        yield Block("verdict   ", said.append(f"  {', '.join(rollout.verdict.flags)}", DIM))
+        facts = rollout.verdict.disposition == "keep"
+        text = Text(rollout.verdict.disposition, "default" if facts else WARN)
+        text.append("" if facts else f", by {visible(rollout.verdict.reason)}; graded {rollout.verdict.graded:g}")
+        yield Block("verdict   ", text.append(f"  {', '.join(rollout.verdict.flags)}", DIM))
     if rollout.branch_of is not None:
         yield Block("branch    ", Text(f"of {rollout.branch_of} from turn {rollout.branch_turns} on"))
     for note in rollout.notes:
@@ -489,9 +491,11 @@ def _summary(summary: ReadSummary) -> Iterator[RenderableType]:
     yield Block("  ├ ", Text.assemble((line, DIM), (f" {after}", DIM)))
     yield Block("  │ ", Text(visible(summary.text), GOOD))
     marks = {True: ("✓ ", GOOD), False: ("✗ ", WARN), None: ("· ", DIM)}
-    facts = Text("  ").join(Text.assemble(marks[kept], visible(fact)) for fact, kept in summary.facts.items())
+    facts = Text("  ").join(
+        Text.assemble(marks[known_facts], visible(fact)) for fact, known_facts in summary.facts.items()
+    )
     if summary.facts:
-        seen = [kept for kept in summary.facts.values() if kept is not None]
+        seen = [known_facts for known_facts in summary.facts.values() if known_facts is not None]
         facts.append(f"  {sum(seen)} of {len(seen)} seen facts kept", DIM)
     yield Block("  └ ", facts)
 

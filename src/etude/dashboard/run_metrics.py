@@ -83,7 +83,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Segment:
+class TimelineSegment:
     """A stretch in which the run was alive, from its first event to its last."""
 
     start_s: float
@@ -94,7 +94,7 @@ class RunMetrics:
     """The facts of one run, up to the last event added."""
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        self.segments: list[TimelineSegment] = []
         self.imitation: dict[str, list[Timed[ImitationProgress]]] = {}
         """Phase → its progress."""
         self.heldout: dict[tuple[str, int], HeldoutLoss] = {}
@@ -227,7 +227,7 @@ class RunMetrics:
     def _live(self, at_s: float, *, resumed: bool) -> None:
         """Stretch the segment that ``at_s`` falls into; a resumption begins a new one."""
         if resumed or not self.segments:
-            insort(self.segments, Segment(at_s, at_s), key=lambda segment: segment.start_s)
+            insort(self.segments, TimelineSegment(at_s, at_s), key=lambda segment: segment.start_s)
         index = max(0, bisect_right(self.segments, at_s, key=lambda segment: segment.start_s) - 1)
         segment = self.segments[index]
         segment.start_s = min(segment.start_s, at_s)

@@ -101,7 +101,7 @@ class GenerationRequest:
 
 
 @final
-class Service:
+class CallService:
     """Answers calls. ``max_length`` is the engines' bound on prompt and completion gather_or_cancel, in tokens."""
 
     def __init__(self, sampler: "ReplySampler", *, max_length: int) -> None:

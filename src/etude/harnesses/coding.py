@@ -15,7 +15,7 @@ import aiohttp
 from etude.config.rollouts import HarnessConfig
 from etude.errors import AgentFault, OutOfTime
 from etude.harnesses import tools
-from etude.harnesses.completions import CompletionClient, Message, Reply
+from etude.harnesses.completions import CompletionClient, CompletionReply, Message
 from etude.harnesses.contexts import Context, Recall, Step, TodoList, Window
 from etude.harnesses.summaries import KeptState, open_again, read_summary
 from etude.protocols import HarnessResult, Sandbox, Session
@@ -100,7 +100,7 @@ class _Work:
         if self.window.refused(can_shorten=self.context.can_shorten):
             self.context.shorten()
 
-    async def act(self, reply: Reply) -> None:
+    async def act(self, reply: CompletionReply) -> None:
         """Carry out what the model asked for."""
         self._recall.show(self.context.unseen)
         if reply.finish == "length":
@@ -120,7 +120,7 @@ class _Work:
         self.context.acted(reply.text, observation)
         self.window.replied(reply.tokens)
 
-    def summarise(self, reply: Reply) -> None:
+    def summarise(self, reply: CompletionReply) -> None:
         """Take a summary as it is: cut, empty or good, it is what the model goes on from."""
         self._recall.show(self.context.unseen)
         self._summary = read_summary(reply.text).text

@@ -42,7 +42,7 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CompletionReply:
     """The model's text."""
 
     text: str
@@ -72,7 +72,7 @@ class CompletionClient:
         self._timeout_s = timeout_s
         self._headers = {} if kind is TurnKind.ACT else {TURN: kind.value}
 
-    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Reply:
+    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> CompletionReply:
         """Sample the next assistant message.
 
         Raises :class:`~etude.errors.SessionLost` if the gateway does not know the session (any more), and
@@ -92,13 +92,13 @@ class CompletionClient:
             async with asyncio.timeout(self._timeout_s):
                 for attempt in itertools.count():
                     answer = await self._attempt(session.base_url + "/chat/completions", body, headers)
-                    if isinstance(answer, Reply):
+                    if isinstance(answer, CompletionReply):
                         return answer
                     trouble = answer
                     await asyncio.sleep(_pause_s(attempt, trouble))
         raise EngineUnavailable(f"{session.base_url}: no completion within {self._timeout_s} s; last: {trouble.reason}")
 
-    async def _attempt(self, url: str, body: bytes, headers: Mapping[str, str]) -> Reply | Trouble:
+    async def _attempt(self, url: str, body: bytes, headers: Mapping[str, str]) -> CompletionReply | Trouble:
         try:
             # Of a body of bytes aiohttp would send all at once; a context of 200k tokens is a megabyte.
             async with self._http.post(url, data=BytesIO(body), headers=headers, timeout=NO_TIMEOUT) as response:
@@ -107,7 +107,7 @@ class CompletionClient:
             return Trouble(f"{type(error).__name__}: {error}")
 
 
-def judge_answer(status: int, retry_after: str | None, body: bytes) -> Reply | Trouble:
+def judge_answer(status: int, retry_after: str | None, body: bytes) -> CompletionReply | Trouble:
     """Parse an HTTP answer. Raises ``SessionLost`` and ``EngineUnavailable`` for what repeating cannot cure."""
     if status in BUSY:
         return Trouble(f"HTTP {status}", _seconds(retry_after))
@@ -117,12 +117,12 @@ def judge_answer(status: int, retry_after: str | None, body: bytes) -> Reply | T
             choice = answer["choices"][0]
             was_cut = choice["finish_reason"] == "length"
             finish: Literal["length", "stop"] = "length" if was_cut else "stop"
-            return Reply(choice["message"]["content"] or "", finish, answer["usage"]["total_tokens"])
+            return CompletionReply(choice["message"]["content"] or "", finish, answer["usage"]["total_tokens"])
         code, reason = answer["error"]["code"], answer["error"]["message"]
     except (orjson.JSONDecodeError, LookupError, TypeError):
         raise EngineUnavailable(f"HTTP {status} without a completion or an error: {body[:200]!r}") from None
     if status == 400 and code in FULL:
-        return Reply("", "context")
+        return CompletionReply("", "context")
     if (status, code) in ((404, "session_not_found"), (401, "invalid_api_key")):
         raise SessionLost(f"the gateway knows no such session (any more): {reason}")
     raise EngineUnavailable(f"HTTP {status}, {code}: {reason}")

@@ -34,7 +34,7 @@ Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
 """Comparison of a reward with a bound."""
 
 
-class Outcome(StrEnum):
+class RolloutOutcome(StrEnum):
     """Outcome of a rollout, as people ask for it."""
 
     GRADED = "graded"
@@ -68,7 +68,7 @@ class Search:
     group: int | None = None
     slot: int | None = None
     reward: tuple[Comparison, float] | None = None
-    outcome: Outcome | None = None
+    outcome: RolloutOutcome | None = None
     reason: str = ""
     """Contained in why it ended or in what its verdict is due to; small and large letters are alike."""
     version: int | None = None
@@ -127,7 +127,7 @@ class Census:
 
     purpose: str
     groups: Mapping[GroupState, int]
-    outcomes: Mapping[Outcome, int]
+    outcomes: Mapping[RolloutOutcome, int]
     mean_reward: float | None
     summaries: int
     """Rollouts with some."""
@@ -235,13 +235,13 @@ def _census(db: Database) -> list[Census]:
         " min(first_version), max(last_version), sum(CASE WHEN turns IS NULL THEN 1 ELSE 0 END)"
         " FROM catalogue GROUP BY purpose, status"
     )
-    ended: dict[str, dict[RolloutStatus, _Tally]] = {}
+    ended: dict[str, dict[RolloutStatus, _GroupTally]] = {}
     for purpose, status, *counts in db.execute(sql):
-        ended.setdefault(purpose, {})[RolloutStatus(status)] = _Tally(*counts)
+        ended.setdefault(purpose, {})[RolloutStatus(status)] = _GroupTally(*counts)
     return [_census_of(purpose, states, ended.get(purpose, {})) for purpose, states in groups.items()]
 
 
-class _Tally(NamedTuple):
+class _GroupTally(NamedTuple):
     """Counts in the catalogue for one purpose and status."""
 
     rollouts: int = 0
@@ -254,17 +254,17 @@ class _Tally(NamedTuple):
     unlisted: int = 0
 
 
-def _census_of(purpose: str, groups: Mapping[GroupState, int], ended: Mapping[RolloutStatus, _Tally]) -> Census:
-    graded, failed, dropped = (ended.get(status, _Tally()) for status in RolloutStatus)
+def _census_of(purpose: str, groups: Mapping[GroupState, int], ended: Mapping[RolloutStatus, _GroupTally]) -> Census:
+    graded, failed, dropped = (ended.get(status, _GroupTally()) for status in RolloutStatus)
     first, last = graded.first_version, graded.last_version
     return Census(
         purpose=purpose,
         groups=groups,
         outcomes={
-            Outcome.GRADED: graded.rollouts,
-            Outcome.FAILED: failed.rollouts,
-            Outcome.DROPPED: dropped.rollouts,
-            Outcome.QUARANTINED: int(graded.quarantined),
+            RolloutOutcome.GRADED: graded.rollouts,
+            RolloutOutcome.FAILED: failed.rollouts,
+            RolloutOutcome.DROPPED: dropped.rollouts,
+            RolloutOutcome.QUARANTINED: int(graded.quarantined),
         },
         mean_reward=graded.mean_reward,
         summaries=int(graded.summaries),
@@ -288,11 +288,11 @@ _COLUMNS = (
     " c.seconds"
 )
 _FROM = "FROM catalogue c JOIN groups g ON g.purpose = c.purpose AND g.group_index = c.group_index"
-_OUTCOMES: Mapping[Outcome, str] = {
-    Outcome.GRADED: "c.status = 'graded'",
-    Outcome.FAILED: "c.status = 'failed_infra'",
-    Outcome.DROPPED: "c.status = 'dropped'",
-    Outcome.QUARANTINED: "c.disposition = 'quarantine'",
+_OUTCOMES: Mapping[RolloutOutcome, str] = {
+    RolloutOutcome.GRADED: "c.status = 'graded'",
+    RolloutOutcome.FAILED: "c.status = 'failed_infra'",
+    RolloutOutcome.DROPPED: "c.status = 'dropped'",
+    RolloutOutcome.QUARANTINED: "c.disposition = 'quarantine'",
 }
 _FIRST: Mapping[Order, str] = {
     Order.NEWEST: "",

@@ -48,7 +48,7 @@ class OpenSlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """Number of groups of one purpose in each state, and of committed optimiser steps."""
 
     open: int
@@ -198,11 +198,11 @@ class Ledger(LedgerConnection):
         """
         self._db.write(lambda db: changes.commit_step(db, step, self._db.lease))
 
-    def progress(self, purpose: str = TRAIN) -> Progress:
+    def progress(self, purpose: str = TRAIN) -> RunProgress:
         """The progress of the groups of a purpose, and of the run's optimiser steps."""
         counts = self._db.read(lambda db: rows.progress_counts(db, purpose))
         zeros = dict.fromkeys((*GroupState, "drawn", "committed"), 0)
-        return Progress(**{str(name): count for name, count in (zeros | counts).items()})
+        return RunProgress(**{str(name): count for name, count in (zeros | counts).items()})
 
     def rollout_counts(self, purpose: str) -> dict[RolloutStatus, int]:
         """The number of rollouts of a purpose that ended in each way, every way named."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Self
 from uuid import uuid4
 
-from etude.durable import sync
 from etude.errors import DamagedError, RunFolderError
+from etude.fsync import sync
 from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
 from etude.ledger.schema import check_newest, upgrade
 

@@ -15,7 +15,7 @@ hears, so given the same outcomes, and by the forked session the same replies, i
 keeps in mind. No harness needs to know of forks. One that does something else with the same outcomes has failed, and
 is tried again as a rollout of its own.
 
-Owns every time limit of a rollout (:class:`Limits`) and the record of calls. Does not decide when to fork
+Owns every time limit of a rollout (:class:`RolloutLimits`) and the record of calls. Does not decide when to fork
 (:mod:`etude.rollouts.branching`).
 """
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RolloutLimits:
     """Time limits of a rollout, in seconds, and the number of tries of its grading: the one place that has them."""
 
     start_s: float = 120.0
@@ -88,7 +88,7 @@ async def within(seconds: float, action: str, work: Awaitable[T]) -> T:
 class AgentTime:
     """The time of one agent: what its commands have used up, and for how long it gave no sign of life."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RolloutLimits) -> None:
         self._left_s = limits.commands_s
         self._silence_s = limits.silence_s
         self._deadline = asyncio.timeout(None)

@@ -30,7 +30,7 @@ from etude.harnesses.actions import Finding
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Clock, Grade, Grader, Harness, HarnessResult, Sandbox, Score, Session
 from etude.rollouts.branching import Branching, ForkPoint
-from etude.rollouts.sandbox import COPIES_S, AgentTime, BoundedSandbox, Limits, SandboxCall, within
+from etude.rollouts.sandbox import COPIES_S, AgentTime, BoundedSandbox, RolloutLimits, SandboxCall, within
 from etude.types import Branch, Hint, Rollout, RolloutStatus, Task, Turn
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
@@ -39,7 +39,7 @@ else that is raised is a bug, and passes.
 """
 
 
-class Sessions(Protocol):
+class SessionOpener(Protocol):
     """Sessions of a gateway: access to the model, and afterwards the turns that were sampled."""
 
     async def open(self) -> Session:
@@ -142,12 +142,12 @@ class GradeScorer:
 class RolloutContext:
     """The dependencies that every rollout is run with."""
 
-    sessions: Sessions
+    sessions: SessionOpener
     sandboxes: TaskSandboxes
     harness: Harness
     grader: Grader
     clock: Clock
-    limits: Limits = field(default_factory=Limits)
+    limits: RolloutLimits = field(default_factory=RolloutLimits)
     monitor: CheatMonitor | None = None
     """``None``: rollouts are not monitored for cheating."""
     scorer: Scorer = field(default_factory=GradeScorer)
@@ -256,7 +256,7 @@ async def grade_work(
     sandbox: Sandbox,
     result: HarnessResult,
     grader: Grader,
-    limits: Limits,
+    limits: RolloutLimits,
     monitored: MonitoredRollout | None = None,
 ) -> Grade:
     """Grade the files that an agent left; 0 with the part ``agent_fault`` where it is in the way of grading.

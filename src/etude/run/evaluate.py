@@ -19,7 +19,7 @@ from pathlib import Path
 from etude.aio import background_task, gather_or_cancel
 from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, RunFolderError
-from etude.ledger.archive import Archive, Outcome
+from etude.ledger.archive import Archive, RolloutOutcome
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
@@ -212,7 +212,7 @@ class _Watch:
         if self.ledger.exists():
             with Archive.open(self.ledger) as archive:
                 of = [census for census in archive.census() if census.purpose.partition(".")[0] in self.labels]
-            ended = sum(census.outcomes[Outcome.GRADED] for census in of)
+            ended = sum(census.outcomes[RolloutOutcome.GRADED] for census in of)
             self.progress(ended, self.tasks * len(self.labels))
 
 

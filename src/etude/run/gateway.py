@@ -32,7 +32,7 @@ from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http.client import http_engines
 from etude.errors import ConfigError, DamagedError, UserError
-from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, Sessions
+from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, SessionStore
 from etude.gateway.http.admin_api import GatewayState
 from etude.gateway.http.app import Gateway
 from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
@@ -42,7 +42,7 @@ from etude.gateway.request_log import AccessLog
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, InflightCalls
 from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import DEFAULT_HEALTH, EngineEntry, HealthLimits, Router, is_engine_url
-from etude.gateway.service import Recorder, ReplySampler, Service
+from etude.gateway.service import CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
 from etude.protocols import Clock, Engine
 from etude.run.connections import Connections
@@ -320,7 +320,7 @@ class RunningGateway:
     gateway: Gateway
     pool: EnginePool
     keyring: Keyring
-    sessions: Sessions
+    sessions: SessionStore
     tasks: tuple[asyncio.Task[None], ...] = field(default=())
 
     async def wait(self, *others: asyncio.Task[None]) -> None:
@@ -344,7 +344,7 @@ async def open_gateway(
     pool = EnginePool(
         connect, Router(spec.health), clock, PoolLimits(outage_s=config.engine_timeout_s), admission=controller
     )
-    keyring, sessions, admission = Keyring(), Sessions(spec.chat, spec.sessions), AdmissionQueue(controller, clock)
+    keyring, sessions, admission = Keyring(), SessionStore(spec.chat, spec.sessions), AdmissionQueue(controller, clock)
     key_file = KeyFile(Path(config.keys), clock.now()) if config.keys else None
     _load_keys(key_file, keyring, spec, clock)
     for entry in spec.engines:
@@ -358,7 +358,7 @@ async def open_gateway(
         if log is not None:
             stack.callback(log.close)
         gateway = Gateway(
-            Service(sampler, max_length=spec.max_length), state, config, key_file=key_file, access_log=log
+            CallService(sampler, max_length=spec.max_length), state, config, key_file=key_file, access_log=log
         )
         background: dict[str, Work] = {"engine polls": pool.watch, "session expiry": partial(_expire, gateway)}
         if key_file is not None:

@@ -26,13 +26,13 @@ from etude.rewards.judge.calibration import (
     Alarm,
     Calibration,
     IdentityWatch,
-    Item,
+    LabelledItem,
     agreement_of,
     bias_of,
     distrust,
     parse_calibration,
 )
-from etude.rewards.judge.endpoint import Address, Call, ChatEndpoint, ChatReply, Endpoint
+from etude.rewards.judge.endpoint import Address, ChatEndpoint, ChatReply, Endpoint, JudgeCall
 from etude.rewards.judge.hints import HintJudge
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits, needed_for
 from etude.rewards.judge.parts import BESIDE, CalibrationShiftCheck, JudgedParts
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 OPENAI = "api.openai.com"
 """The host of OpenAI's own API."""
-DRIFT_EVERY = 50
+RECHECK_EVERY = 50
 """Judgements of an aspect after which an item of its calibration is judged again: two calls in a hundred, at most."""
 CACHE_ENTRIES = 100_000
 """Votes that are kept in the run folder: some ten megabytes."""
@@ -110,7 +110,7 @@ class EndpointMonitor:
         """Delegate to the endpoint."""
         return self.endpoint.trouble
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         """Delegate to the endpoint."""
         reply = await self.endpoint.ask(call)
         self.identity = reply.identity
@@ -222,7 +222,7 @@ async def open_judge(
     async with opened(config, http, memory=memory, alarm=alarm) as judge:
         shift_checks = {
             aspect: CalibrationShiftCheck(
-                rubrics[aspect], calibration.items, calibration.agreement.hit_rate, DRIFT_EVERY
+                rubrics[aspect], calibration.items, calibration.agreement.hit_rate, RECHECK_EVERY
             )
             for aspect, calibration in calibrations_of(config.judge).items()
             if aspect in rubrics
@@ -234,7 +234,7 @@ async def open_judge(
         )
 
 
-async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> Mapping[str, Calibration]:
+async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem]]) -> Mapping[str, Calibration]:
     """Have labelled items judged, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
     rubrics, params = rubrics_of(config.judge), judge_params(config)
     calibrations: dict[str, Calibration] = {}
@@ -259,7 +259,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[Item]]) -> M
     return calibrations
 
 
-async def _judged(judge: Judge, rubric: Rubric, items: Sequence[Item], at_once: int) -> Sequence[Judgement]:
+async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], at_once: int) -> Sequence[Judgement]:
     """Some items at a time, so that none waits for its seat until its time is up."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):

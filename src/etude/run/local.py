@@ -25,7 +25,7 @@ from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
 from etude.run.processes import PREDECESSOR_S
-from etude.run.progress_display import Progress
+from etude.run.progress_display import ProgressDisplay
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
@@ -58,14 +58,14 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         events = stack.enter_context(EventLog(folder.events, "supervisor", lossy=True))
         events.write(RunStarted(resumed=resumed))
         try:
-            with Progress(folder.events, config, out) as progress:
+            with ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, events, progress)
         finally:
             report = write_report(folder, config)
     return report
 
 
-def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Progress) -> None:
+def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay) -> None:
     """One phase after another, then the asynchronous one to its end."""
     lineage = PhaseFolders(folder)
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
@@ -98,7 +98,7 @@ def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
 
 
 def _keep_alive(
-    names: Sequence[str], folder: RunFolder, config: RunConfig, events: EventLog, progress: Progress
+    names: Sequence[str], folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """Run processes together until those of them that have an end have reached it; then stop the others."""
     children: list[Child] = []

@@ -205,7 +205,7 @@ def _trajectories(index: int, turns: tuple[Turn, Turn]) -> tuple[Trajectory, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reading:
+class _ForwardPass:
     """Numbers that one side computed for some sequences."""
 
     states: dict[str, States] = field(default_factory=dict)
@@ -214,22 +214,22 @@ class _Reading:
     """[T,S,k] of each sequence."""
 
 
-def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _Reading:
+def _read_packed(model: Decoder, sequences: Sequence[Ids]) -> _ForwardPass:
     """The trainer's way: one pass over sequences that lie back to back."""
     lengths = [len(sequence) for sequence in sequences]
     token_ids_N = torch.from_numpy(np.concatenate(sequences)).to(model.embedding.device).long()
     routing = Routing(record=True)
     with torch.inference_mode(), _observed(model) as seen:
         model.forward_packed(token_ids_N, lengths, routing)
-    reading = _Reading()
+    reading = _ForwardPass()
     reading.states.update({name: list(out_NH.split(lengths)) for name, out_NH in seen.items()})
     reading.routes.extend(routing.recorded().split(lengths))
     return reading
 
 
-def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequest], read: Reader) -> _Reading:
+def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequest], read: Reader) -> _ForwardPass:
     """The engine's way: passes over whatever ``read`` plans."""
-    reading = _Reading()
+    reading = _ForwardPass()
     for plan in read(requests):
         with torch.inference_mode(), _observed(model) as seen:
             _, routes_NSk = cache.forward(model, plan)
@@ -349,7 +349,7 @@ def _blank(request: EngineRequest, rows: Tensor) -> Tensor:
     return rows.new_zeros((len(request.token_ids), *rows.shape[1:]))
 
 
-def _difference(part: _Part, way: str, ours: _Reading, theirs: _Reading) -> LayerDifference:
+def _difference(part: _Part, way: str, ours: _ForwardPass, theirs: _ForwardPass) -> LayerDifference:
     a, b = (torch.cat(reading.states[part.name]).float() for reading in (ours, theirs))
     flips = None
     if part.routes is not None:

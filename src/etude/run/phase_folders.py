@@ -17,8 +17,8 @@ from typing import Literal, TypeAlias
 import orjson
 
 from etude.config.recipe import RunConfig
-from etude.durable import sync
 from etude.errors import DamagedError, RunFolderError
+from etude.fsync import sync
 from etude.run.folder import RunFolder
 
 Phase: TypeAlias = Literal["midtrain", "sft"]

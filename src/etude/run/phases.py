@@ -36,7 +36,7 @@ from etude.run.task_families import open_demonstrations
 from etude.run.weight_log import open_log
 from etude.tasks.corpora.conversations import Conversations
 from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
-from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Source, Stream, Taken, heldout_documents
+from etude.tasks.corpora.mixture import BatchStream, Cursor, Mixture, Side, Source, Taken, heldout_documents
 from etude.tasks.corpora.texts import PlainText, TextFiles
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
 from etude.telemetry.log import EventLog
@@ -369,7 +369,7 @@ HELDOUT_SEED = 0
 class ImitationData:
     """All that a phase reads."""
 
-    stream: Stream
+    stream: BatchStream
     heldout: Mapping[str, Sequence[Document]]
     """Source → documents that are never learnt from; without those that have none, or where nothing is measured."""
 
@@ -395,7 +395,7 @@ def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> Imitation
     heldout = _open(config, phase, shares, chat, Split.HELDOUT) if config.eval.enabled else {}
     by_source = {name: heldout_documents(source, config.eval.documents) for name, source in heldout.items()}
     return ImitationData(
-        stream=Stream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
+        stream=BatchStream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
         heldout={name: documents for name, documents in by_source.items() if documents},
     )
 

@@ -21,7 +21,7 @@ LINE_S = 10.0
 """Interval at which a line is printed where there is no terminal."""
 
 
-class Progress:
+class ProgressDisplay:
     """Reads a run's events and shows them; writes nothing."""
 
     def __init__(self, events: Path, config: RunConfig, out: TextIO) -> None:

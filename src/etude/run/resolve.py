@@ -51,11 +51,11 @@ def resolve(config: RunConfig) -> RunConfig:
     """
     engine, trainer = resolve_device(config.engine.device), resolve_device(config.trainer.device)
     everywhere = "cpu" if engine == trainer == "cpu" and config.engine.kind == "native" else "cuda"
-    if config.parallel.world > 1:
+    if config.parallel.ranks > 1:
         if config.numerics.arithmetic == "invariant":
             # Its kernels see numpy's view of a parameter, whose memory torch then refuses to free after a layer.
             raise ConfigError(
-                f"numerics.arithmetic = 'invariant' is for one trainer process, dp * cp = {config.parallel.world}: "
+                f"numerics.arithmetic = 'invariant' is for one trainer process, dp * cp = {config.parallel.ranks}: "
                 f"set 'fast', or leave it out"
             )
         everywhere = "cuda"  # several ranks compute with torch's kernels, as on a GPU

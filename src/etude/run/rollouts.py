@@ -24,7 +24,7 @@ from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
-from etude.ledger.archive import Archive, Outcome, Search
+from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
@@ -33,7 +33,7 @@ from etude.rewards.score import grade_of
 from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
-from etude.rollouts.sandbox import Limits
+from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.folder import RunFolder, holder
@@ -182,7 +182,7 @@ def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estima
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
     """Error of an evaluation in which every rollout used up its attempts: it says why the last one failed."""
     with Archive.open(folder.ledger, folder.config().ledger) as archive:
-        failed = archive.find(Search(purpose=purpose, outcome=Outcome.FAILED, limit=1))
+        failed = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.FAILED, limit=1))
     reason = failed[0].reason if failed else "its attempts were used up"
     return UserError(
         f"evaluation {purpose!r}: every rollout used up its attempts (rollouts.max_attempts), the last failed because "
@@ -325,7 +325,7 @@ async def _rollout_context(
             harness=harness,
             grader=grader,
             clock=SystemClock(),
-            limits=Limits.of(config.rollouts, config.harness),
+            limits=RolloutLimits.of(config.rollouts, config.harness),
             monitor=open_monitor(config, chat),
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),

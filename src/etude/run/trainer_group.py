@@ -62,7 +62,7 @@ class CommandKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class GroupCommand:
     """One act and what it is done with."""
 
     kind: CommandKind
@@ -97,7 +97,7 @@ class TrainerGroup:
     ) -> None:
         """Let the others go. After an error they find out by themselves: nobody knows what they are waiting for."""
         if kind is None:
-            self._broadcast(Command(kind=CommandKind.END))
+            self._broadcast(GroupCommand(kind=CommandKind.END))
 
     @property
     def saved(self) -> int:
@@ -106,7 +106,7 @@ class TrainerGroup:
 
     def restore(self, step: int) -> None:
         """Go back to the checkpoint of ``step``. Raises as :meth:`Checkpoints.load` does."""
-        self._broadcast(Command(kind=CommandKind.RESTORE, step=step))
+        self._broadcast(GroupCommand(kind=CommandKind.RESTORE, step=step))
         self._restore(step)
 
     def step(
@@ -122,7 +122,7 @@ class TrainerGroup:
 
         Raises as :meth:`PolicyTrainer.step` does, on every rank.
         """
-        command = Command(
+        command = GroupCommand(
             kind=CommandKind.STEP,
             step=step,
             totals=totals,
@@ -136,14 +136,14 @@ class TrainerGroup:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of ``step``."""
-        self._broadcast(Command(kind=CommandKind.SAVE, step=step))
+        self._broadcast(GroupCommand(kind=CommandKind.SAVE, step=step))
         self._save(step)
 
     def whole_model(self) -> Decoder:
         """The model with whole weights; alone, the model itself, which the next step changes."""
         if self._grid is None:
             return self._policy.model
-        self._broadcast(Command(kind=CommandKind.GATHER))
+        self._broadcast(GroupCommand(kind=CommandKind.GATHER))
         model = whole_model(self._policy.model)
         assert model is not None
         return model
@@ -152,7 +152,7 @@ class TrainerGroup:
         """To be called while rank 0 waits, at monotonic seconds ``now_s``."""
         if self._told_s is None or now_s - self._told_s >= IDLE_S:
             self._told_s = now_s
-            self._broadcast(Command(kind=CommandKind.IDLE))
+            self._broadcast(GroupCommand(kind=CommandKind.IDLE))
 
     def worker_loop(self) -> None:
         """On all ranks but 0: do as rank 0 says, until it lets go."""
@@ -177,7 +177,7 @@ class TrainerGroup:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
 
     def _step(
-        self, command: Command, everything: Sequence[Trajectory], before_update: Callable[[], None]
+        self, command: GroupCommand, everything: Sequence[Trajectory], before_update: Callable[[], None]
     ) -> dict[str, float]:
         """``everything`` is the batch and, behind it, the two views of each example."""
         share = 0 if self._grid is None else self._grid.share
@@ -192,18 +192,18 @@ class TrainerGroup:
         metrics = self._policy.step(command.step, microbatches, command.totals, before_update, distilled)
         return metrics if self._grid is None else reduced(metrics, self._grid)
 
-    def _broadcast(self, command: Command, payload: Callable[[], bytes] | None = None) -> None:
+    def _broadcast(self, command: GroupCommand, payload: Callable[[], bytes] | None = None) -> None:
         if self._grid is None:
             return
         self._grid.broadcast(json.dumps(asdict(command)).encode())
         if payload is not None:
             self._grid.broadcast(payload())
 
-    def _receive(self) -> Command:
+    def _receive(self) -> GroupCommand:
         fields = json.loads(self._receive_bytes())
         for name in ("shares", "examples"):
             fields[name] = tuple(tuple(tuple(microbatch) for microbatch in share) for share in fields[name])
-        return Command(**fields | {"kind": CommandKind(fields["kind"]), "totals": Totals(**fields["totals"])})
+        return GroupCommand(**fields | {"kind": CommandKind(fields["kind"]), "totals": Totals(**fields["totals"])})
 
     def _receive_bytes(self) -> bytes:
         assert self._grid is not None

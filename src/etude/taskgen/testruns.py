@@ -56,7 +56,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """Outcome of one test."""
 
     status: str
@@ -70,7 +70,7 @@ class Outcome:
 class TestObservation:
     """Record of one step of a run."""
 
-    tests: Mapping[str, Outcome]
+    tests: Mapping[str, RunOutcome]
     errors: tuple[tuple[str, str], ...]
     """Files that could not be collected, and why."""
     reached: Mapping[str, frozenset[str]]
@@ -122,7 +122,7 @@ async def observe(
 def _observation(step: Mapping[str, Any]) -> TestObservation:
     return TestObservation(
         tests={
-            test: Outcome(status=status, seconds=seconds, message=message)
+            test: RunOutcome(status=status, seconds=seconds, message=message)
             for test, (status, seconds, message) in step["tests"].items()
         },
         errors=tuple((file, why) for file, why in step["errors"]),

@@ -40,7 +40,7 @@ from etude.taskgen.verdicts import (
     prove,
     refuse_unrun,
 )
-from etude.tasks.repositories.folder import FAMILY, PackageFolder, Verdict, split_of
+from etude.tasks.repositories.folder import FAMILY, CandidateVerdict, PackageFolder, split_of
 from etude.types import Case, Json, Probe, Task, TestChecks
 
 ACCEPTED = "kept"
@@ -112,13 +112,15 @@ class CandidateValidator:
             if verdict.outcome == ACCEPTED
         }
 
-    async def quick(self, candidates: Sequence[Candidate], sandbox: Sandbox) -> tuple[list[Trial], list[Verdict]]:
+    async def quick(
+        self, candidates: Sequence[Candidate], sandbox: Sandbox
+    ) -> tuple[list[Trial], list[CandidateVerdict]]:
         """Run each candidate's tests over the unchanged package with its change, all in one process's forks.
 
         Raises :class:`~etude.errors.SandboxError`.
         """
         survey = self._bench.survey
-        verdicts: list[Verdict] = []
+        verdicts: list[CandidateVerdict] = []
         worth: list[tuple[Candidate, frozenset[str]]] = []
         for candidate in candidates:
             affected = survey.affected(candidate.functions)
@@ -149,7 +151,7 @@ class CandidateValidator:
             )
         return trials, verdicts
 
-    async def finish(self, trial: Trial) -> Verdict:
+    async def finish(self, trial: Trial) -> CandidateVerdict:
         """Build the world of a candidate, search it, prove it, and write the task if it is one.
 
         Raises :class:`~etude.errors.SandboxError`.
@@ -373,8 +375,8 @@ def _verdict(
     *,
     detail: str = "",
     tests: tuple[str, ...] = (),
-) -> Verdict:
-    return Verdict(
+) -> CandidateVerdict:
+    return CandidateVerdict(
         candidate_id=candidate.candidate_id,
         operator=candidate.operator,
         path=candidate.path,
@@ -386,6 +388,6 @@ def _verdict(
     )
 
 
-def failed(candidate: Candidate, error: SandboxError | AgentFault) -> Verdict:
+def failed(candidate: Candidate, error: SandboxError | AgentFault) -> CandidateVerdict:
     """The verdict on a candidate whose sandbox failed."""
     return _verdict(candidate, Rejection.FAILED, 0.0, detail=str(error)[:1000])

@@ -49,7 +49,7 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 
 
 class Utterance(Protocol):
-    """Text of the model; :class:`~etude.harnesses.completions.Reply` is one."""
+    """Text of the model; :class:`~etude.harnesses.completions.CompletionReply` is one."""
 
     @property
     def text(self) -> str:

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from etude.durable import sync
 from etude.errors import DamagedError
+from etude.fsync import sync
 from etude.weights.device import STORED_TYPES
 
 KEEP = 2

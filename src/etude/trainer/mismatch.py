@@ -131,17 +131,17 @@ class MismatchProbe:
 
     def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> MismatchReport:
         """Compare every comparable turn of ``trajectories``, ``max_tokens`` tokens at a time."""
-        found: dict[int, list[_ComparedTokens]] = {}
+        comparison: dict[int, list[_ComparedTokens]] = {}
         for version, state in sorted(self._states.items()):
             rows = [(t, mask) for t in trajectories if (mask := comparable(t, version)).any()]
             if not rows:
                 continue
             load_state(self._scorer, state)
-            found[version] = [self._compare(part) for part in _parts(rows, max_tokens)]
-        everything = [compared for chunks in found.values() for compared in chunks]
+            comparison[version] = [self._compare(part) for part in _parts(rows, max_tokens)]
+        everything = [compared for chunks in comparison.values() for compared in chunks]
         return MismatchReport(
             total=_summary(everything),
-            versions=tuple((version, _summary(chunks)) for version, chunks in found.items()),
+            versions=tuple((version, _summary(chunks)) for version, chunks in comparison.items()),
             positions=_by_position(everything),
         )
 
@@ -151,7 +151,7 @@ class MismatchProbe:
         One forward pass for each version that sampled some of a trajectory. Raises
         :class:`~etude.errors.DamagedError` where a version is not remembered.
         """
-        found = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
+        comparison = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
         for version in sorted({int(version) for t in trajectories for version in np.unique(t.versions[t.loss_mask])}):
             if version not in self._states:
                 raise DamagedError(
@@ -164,8 +164,8 @@ class MismatchProbe:
             parts = _parts([rows[index] for index in chosen], max_tokens)
             scored = [row for part in parts for row in by_trajectory(self._score(part)[0], [mask for _, mask in part])]
             for index, row in zip(chosen, scored, strict=True):
-                found[index] += row
-        return found
+                comparison[index] += row
+        return comparison
 
     @torch.inference_mode()
     def _score(self, rows: Sequence[_Row]) -> tuple[torch.Tensor, SampledTokens, Routing | None]:
@@ -247,5 +247,5 @@ def _by_position(chunks: Sequence[_ComparedTokens]) -> tuple[tuple[int, Mismatch
     differences_N = np.concatenate([np.zeros(0, np.float32), *(chunk.differences_N for chunk in chunks)])
     places_N = np.concatenate([np.zeros(0, np.int32), *(chunk.positions_N for chunk in chunks)])
     ranges_N = np.searchsorted(POSITIONS, places_N, side="right") - 1
-    found = ((first, differences_N[ranges_N == index]) for index, first in enumerate(POSITIONS))
-    return tuple((first, summarise(differences)) for first, differences in found if len(differences))
+    comparison = ((first, differences_N[ranges_N == index]) for index, first in enumerate(POSITIONS))
+    return tuple((first, summarise(differences)) for first, differences in comparison if len(differences))

@@ -172,8 +172,8 @@ class Optimisation:
             raise DamagedError(f"tensor {strange[0]!r} is missing, or another model's: the state does not fit")
         for name, place in places.items():
             if saved[name].shape != place.shape:
-                found, expected = list(saved[name].shape), list(place.shape)
-                raise DamagedError(f"tensor {name!r} should be {expected}, it is {found}")
+                norm, expected = list(saved[name].shape), list(place.shape)
+                raise DamagedError(f"tensor {name!r} should be {expected}, it is {norm}")
             with torch.no_grad():
                 place.copy_(saved[name])
         for name, parameter in self.model.named_parameters():

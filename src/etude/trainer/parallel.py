@@ -54,9 +54,9 @@ class Grid:
         """The meshes of ``config`` over the processes of the default group, for tensors on ``device``."""
         kind = torch.device(device).type
         return cls(
-            everyone=init_device_mesh(kind, (config.world,), mesh_dim_names=("everyone",)),
+            everyone=init_device_mesh(kind, (config.ranks,), mesh_dim_names=("everyone",)),
             experts=init_device_mesh(
-                kind, (config.world // config.ep, config.ep), mesh_dim_names=("shards", "experts")
+                kind, (config.ranks // config.ep, config.ep), mesh_dim_names=("shards", "experts")
             ),
             sequences=init_device_mesh(kind, (config.dp, config.cp), mesh_dim_names=("dp", "cp")),
         )
@@ -112,12 +112,12 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
     Raises :class:`~etude.errors.ConfigError` unless as many were started as ``config`` has ranks.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started != config.world:
+    if started != config.ranks:
         raise ConfigError(
-            f"parallel.dp * parallel.cp = {config.world}, but {started} processes were started: "
-            f"torchrun --nproc-per-node {config.world}, or change the recipe"
+            f"parallel.dp * parallel.cp = {config.ranks}, but {started} processes were started: "
+            f"torchrun --nproc-per-node {config.ranks}, or change the recipe"
         )
-    if config.world == 1:
+    if config.ranks == 1:
         yield None
         return
     on_gpu = torch.device(device).type == "cuda"

@@ -33,7 +33,7 @@ from etude.types import NO_ROUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class ContextChunk:
     """Some neighbouring tokens of one sequence; all three count tokens of the whole pack."""
 
     sequence: int
@@ -45,18 +45,18 @@ class Chunk:
         return self.end - self.start
 
 
-def zigzag(lengths: Sequence[int], ranks: int) -> list[list[Chunk]]:
+def zigzag(lengths: Sequence[int], ranks: int) -> list[list[ContextChunk]]:
     """For each rank its chunks of packed sequences of ``lengths``, in the order of tokens; no chunk is empty.
 
     Chunks of a sequence differ by one token at most, so ranks do by two per sequence. Odd sequences go the other way
     round, so that what many short ones leave over does not fall to the same ranks.
     """
-    shares: list[list[Chunk]] = [[] for _ in range(ranks)]
+    shares: list[list[ContextChunk]] = [[] for _ in range(ranks)]
     for index, (first, length) in enumerate(zip(accumulate(lengths, initial=0), lengths, strict=False)):
         edges = [first + part * length // (2 * ranks) for part in range(2 * ranks + 1)]
         for part in range(2 * ranks):
             owner = min(part, 2 * ranks - 1 - part)
-            chunk = Chunk(sequence=first, start=edges[part], end=edges[part + 1])
+            chunk = ContextChunk(sequence=first, start=edges[part], end=edges[part + 1])
             if len(chunk):
                 shares[owner if index % 2 == 0 else ranks - 1 - owner].append(chunk)
     return shares
@@ -128,7 +128,12 @@ class _Gathered:
     """An ``Attend``: this rank's queries, everybody's keys."""
 
     def __init__(
-        self, mesh: DeviceMesh, model: Decoder, shares: Sequence[Sequence[Chunk]], padded: int, device: torch.device
+        self,
+        mesh: DeviceMesh,
+        model: Decoder,
+        shares: Sequence[Sequence[ContextChunk]],
+        padded: int,
+        device: torch.device,
     ) -> None:
         self._mesh = mesh
         self._scale = model.spec.attention.scale
@@ -214,6 +219,6 @@ def attend_tail(q_nQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, scale: float) -> Te
     return out_1QnW.squeeze(0).transpose(0, 1)
 
 
-def _tokens(share: Sequence[Chunk]) -> Tensor:
+def _tokens(share: Sequence[ContextChunk]) -> Tensor:
     """int64 [n]: the tokens of some chunks."""
     return torch.cat([torch.zeros(0, dtype=torch.int64), *(torch.arange(c.start, c.end) for c in share)])

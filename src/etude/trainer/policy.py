@@ -157,19 +157,19 @@ class PolicyTrainer:
             reference_logprobs_N=tokens.reference_logprobs_N,
             entropies_N=scores.entropies_N,
         )
-        found = policy_loss(of_loss, self._config, totals)
+        token_scores = policy_loss(of_loss, self._config, totals)
         entropy_sum = float(scores.entropies_N.detach().sum())
         stats = _MicroBatchStats(
-            entropy_sum=entropy_sum, truncated=found.truncated, masked=found.masked, routing=routing
+            entropy_sum=entropy_sum, truncated=token_scores.truncated, masked=token_scores.masked, routing=routing
         )
-        return found.loss, stats
+        return token_scores.loss, stats
 
     def _distillation_loss(
         self, examples: Sequence[DistillationExample], totals: Totals
     ) -> tuple[Tensor, _MicroBatchStats]:
         """Part of a micro-batch of examples in the step's loss."""
-        found = self._distillation.teach(self.model, examples, distillation_normaliser(self._config, totals))
-        return found.loss, _MicroBatchStats(hinted=found.tokens, hint_nats=found.nats)
+        scores = self._distillation.teach(self.model, examples, distillation_normaliser(self._config, totals))
+        return scores.loss, _MicroBatchStats(hinted=scores.tokens, hint_nats=scores.nats)
 
 
 def sample_share(members: Sequence[Member], share: float, step: int) -> list[Member]:

@@ -172,10 +172,10 @@ def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
     """[L] of each trajectory: the values of the tokens that were scored by these ``masks``, 0 elsewhere."""
     masks = [_predicted(mask) for mask in masks]
     ends = np.cumsum([int(mask.sum()) for mask in masks])
-    found = [np.zeros(len(mask), np.float32) for mask in masks]
-    for row, mask, own in zip(found, masks, np.split(values_N.cpu().numpy(), ends[:-1]), strict=True):
+    scores = [np.zeros(len(mask), np.float32) for mask in masks]
+    for row, mask, own in zip(scores, masks, np.split(values_N.cpu().numpy(), ends[:-1]), strict=True):
         row[mask] = own
-    return found
+    return scores
 
 
 def _logits(model: Decoder, tokens: SampledTokens, routing: Routing | None) -> Tensor:

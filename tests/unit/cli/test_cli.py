@@ -30,10 +30,10 @@ AGENT = ("harness.kind=command", "harness.command=['a', '{prompt}', '{temperatur
 def fail(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """Run a command that must fail as the user's mistake; returns what it said."""
     assert main([str(argument) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("etude: ")
-    assert "Traceback" not in said
-    return said
+    text = capsys.readouterr().err
+    assert text.startswith("etude: ")
+    assert "Traceback" not in text
+    return text
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.iterdir()))
@@ -48,17 +48,17 @@ def test_the_keys_of_a_recipe_are_explained(capsys: pytest.CaptureFixture[str]) 
     assert main(["config"]) == 0
     assert "[gateway]         The door between harnesses and engines.\n" in capsys.readouterr().out
     assert main(["config", "engine.max_running"]) == 0
-    said = capsys.readouterr().out
-    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Sequences decoded together.\n" in said
-    assert "engine.port" not in said
+    text = capsys.readouterr().out
+    assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Sequences decoded together.\n" in text
+    assert "engine.port" not in text
     assert "'nonsense'" in fail(capsys, "config", "nonsense")
 
 
 def test_a_dry_run_says_what_the_reward_can_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", str(RECIPES / "tab"), "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "# reward: from -1.32 to 1" in said
-    assert "#   rejected: -0.5 to 0, -0.5 × grader.wrong, version 1" in said
+    text = capsys.readouterr().out
+    assert "# reward: from -1.32 to 1" in text
+    assert "#   rejected: -0.5 to 0, -0.5 × grader.wrong, version 1" in text
     assert main(["run", str(QUICKSTART), "--dry-run"]) == 0
     assert "# reward" not in capsys.readouterr().out
 
@@ -70,8 +70,8 @@ def test_a_behaviour_of_another_version_is_refused_before_anything_runs(
     old = 'source = "behaviour.sampled_tokens"\nversion = 1'
     assert old in recipe
     (tmp_path / "run.toml").write_text(recipe.replace(old, old.replace("= 1", "= 7")))
-    said = fail(capsys, "run", tmp_path, "--out", tmp_path / "out")
-    assert "'tokens' was written for version 7 of 'behaviour.sampled_tokens', which is 1 here" in said
+    text = fail(capsys, "run", tmp_path, "--out", tmp_path / "out")
+    assert "'tokens' was written for version 7 of 'behaviour.sampled_tokens', which is 1 here" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -80,8 +80,8 @@ def test_a_judge_that_is_not_to_be_trusted_is_refused_before_anything_runs(
     way: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     strict = ("--set", "judge.min_agreement=0.99")
-    said = fail(capsys, "run", RECIPES / "summaries", *strict, *way, "--out", tmp_path / "out")
-    assert "the judge of 'style' is not to be trusted" in said or "the judge of 'factuality' is not" in said
+    text = fail(capsys, "run", RECIPES / "summaries", *strict, *way, "--out", tmp_path / "out")
+    assert "the judge of 'style' is not to be trusted" in text or "the judge of 'factuality' is not" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -94,15 +94,15 @@ def test_no_recipe_at_all_says_what_to_type(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_an_unknown_key_names_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fail(capsys, "run", QUICKSTART, "--set", "trainer.lerning_rate=1")
-    assert "trainer.lerning_rate" in said
-    assert "trainer.learning_rate" in said
+    text = fail(capsys, "run", QUICKSTART, "--set", "trainer.lerning_rate=1")
+    assert "trainer.lerning_rate" in text
+    assert "trainer.learning_rate" in text
 
 
 def test_a_wrong_type_is_named_with_its_value(capsys: pytest.CaptureFixture[str]) -> None:
-    said = fail(capsys, "run", QUICKSTART, "--set", "trainer.steps=many")
-    assert "trainer.steps" in said
-    assert "'many'" in said
+    text = fail(capsys, "run", QUICKSTART, "--set", "trainer.steps=many")
+    assert "trainer.steps" in text
+    assert "'many'" in text
 
 
 def test_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,10 +130,10 @@ def test_a_full_disk_is_a_failure_with_a_way_out(capsys: pytest.CaptureFixture[s
     folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
     (folder.path / "endpoints.json").symlink_to("/dev/full")
     assert main(["run", "--resume", str(folder.path)]) == 4
-    said = capsys.readouterr().err
-    assert f"No space left on device; {folder.path} has " in said
-    assert "make room" in said
-    assert "Traceback" not in said
+    text = capsys.readouterr().err
+    assert f"No space left on device; {folder.path} has " in text
+    assert "make room" in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize("process", ["engine", "gateway"])
@@ -142,8 +142,8 @@ def test_a_port_in_use_is_named(process: str, capsys: pytest.CaptureFixture[str]
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{process}.port={port}")
-    assert str(port) in said
+        text = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{process}.port={port}")
+    assert str(port) in text
     assert not (tmp_path / "run").exists()
 
 
@@ -160,20 +160,20 @@ def test_a_folder_that_is_not_here_is_named_before_there_is_a_run(
     settings: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text("[sandboxes]\nkind = 'ns'\n")
-    said = fail(capsys, "run", tmp_path, "--out", tmp_path / "run", *(f"--set={setting}" for setting in settings))
-    assert words in said
+    text = fail(capsys, "run", tmp_path, "--out", tmp_path / "run", *(f"--set={setting}" for setting in settings))
+    assert words in text
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.skipif(resolve_device("auto") == "cuda", reason="this machine has one")
 @pytest.mark.parametrize("section", ["trainer", "engine"])
 def test_a_device_that_is_not_here_is_named(section: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{section}.device=cuda")
-    assert f"{section}.device = 'cuda', but torch " in said
+    text = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{section}.device=cuda")
+    assert f"{section}.device = 'cuda', but torch " in text
     assert not (tmp_path / "run").exists()
 
 
-def test_output_that_nobody_reads_on_or_can_show_is_no_fault() -> None:
+def test_output_that_no_one_reads_on_or_can_show_is_no_fault() -> None:
     command = [sys.executable, "-m", "etude", "tasks", "ls", str(QUICKSTART), "--count", "2000"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     with subprocess.Popen(
@@ -264,8 +264,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_shell_gets_completions() -> None:
-    asked = os.environ | {"_ETUDE_COMPLETE": "complete_bash", "COMP_WORDS": "etude wei", "COMP_CWORD": "1"}
-    answer = subprocess.run([sys.executable, "-m", "etude"], env=asked, capture_output=True, text=True, check=False)
+    question = os.environ | {"_ETUDE_COMPLETE": "complete_bash", "COMP_WORDS": "etude wei", "COMP_CWORD": "1"}
+    answer = subprocess.run([sys.executable, "-m", "etude"], env=question, capture_output=True, text=True, check=False)
     assert answer.stdout.split() == ["weights"]
 
 
@@ -290,18 +290,20 @@ def test_orders_that_cannot_be_carried_out_are_refused(
     assert words in capsys.readouterr().err
 
 
-def test_a_world_is_compared_with_what_another_one_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_environment_is_compared_with_what_another_one_said(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     if main(["sandboxes", "probe"]) != 0:
         pytest.skip("this machine grants no sandboxes with namespaces")
     answers = json.loads(capsys.readouterr().out)
-    said = tmp_path / "said.json"
-    said.write_text(json.dumps(answers))
-    assert main(["sandboxes", "probe", "--against", str(said)]) == 0
-    said.write_text(json.dumps({**answers, "hostname": "production-7"}))
-    assert main(["sandboxes", "probe", "--against", str(said)]) == 2
+    text = tmp_path / "said.json"
+    text.write_text(json.dumps(answers))
+    assert main(["sandboxes", "probe", "--against", str(text)]) == 0
+    text.write_text(json.dumps({**answers, "hostname": "production-7"}))
+    assert main(["sandboxes", "probe", "--against", str(text)]) == 2
     assert "production-7" in capsys.readouterr().out
-    said.write_text("nothing")
-    assert "said.json" in fail(capsys, "sandboxes", "probe", "--against", said)
+    text.write_text("nothing")
+    assert "said.json" in fail(capsys, "sandboxes", "probe", "--against", text)
 
 
 def test_tasks_of_a_recipe_are_written_in_harbors_format(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -330,10 +332,10 @@ def test_a_run_that_is_terminated_stops_its_processes_and_says_how_to_go_on(tmp_
             ]
             time.sleep(0.02)
         run.terminate()
-        _, said = run.communicate(timeout=90)
+        _, text = run.communicate(timeout=90)
     assert run.returncode == 143
-    assert f"run --resume {folder}" in said
-    assert "Traceback" not in said
+    assert f"run --resume {folder}" in text
+    assert "Traceback" not in text
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

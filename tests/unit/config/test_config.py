@@ -21,7 +21,7 @@ from etude.config.training import ModelConfig, TrainerConfig
 from etude.errors import ConfigError, UserError
 
 
-def refusal(tree: dict[str, Any]) -> str:
+def error_of(tree: dict[str, Any]) -> str:
     """The message with which a tree of plain values is refused."""
     with pytest.raises(ConfigError) as caught:
         parse_config(tree, source="test.toml")
@@ -148,12 +148,12 @@ def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) 
     ],
 )
 def test_an_unknown_key_is_met_with_its_nearest(tree: dict[str, Any], unknown: str, nearest: str) -> None:
-    assert f"unknown key {unknown!r}: did you mean {nearest!r}?" in refusal(tree)
+    assert f"unknown key {unknown!r}: did you mean {nearest!r}?" in error_of(tree)
 
 
 def test_an_unknown_key_that_is_like_none_is_met_with_what_there_is() -> None:
-    assert "unknown key 'eval.zzz': eval has enabled, tasks, " in refusal({"eval": {"zzz": 1}})
-    assert "unknown key 'zzz': a recipe has name, " in refusal({"zzz": 1})
+    assert "unknown key 'eval.zzz': eval has enabled, tasks, " in error_of({"eval": {"zzz": 1}})
+    assert "unknown key 'zzz': a recipe has name, " in error_of({"zzz": 1})
 
 
 def test_a_shipped_recipe_is_found_by_its_last_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,21 +181,21 @@ def test_a_shipped_recipe_is_found_by_its_last_name(tmp_path: Path, monkeypatch:
 def test_a_wrong_type_or_range_names_key_value_and_what_is_right(
     section: str, key: str, value: object, shown: str
 ) -> None:
-    assert refusal({section: {key: value}}).startswith(f"test.toml:\n  {shown}")
+    assert error_of({section: {key: value}}).startswith(f"test.toml:\n  {shown}")
 
 
 def test_vllm_is_not_told_of_a_plain_model_where_experts_are_quantised() -> None:
-    assert "leave engine.kind out" in refusal({"engine": {"kind": "vllm"}, "numerics": {"experts": "nvfp4"}})
+    assert "leave engine.kind out" in error_of({"engine": {"kind": "vllm"}, "numerics": {"experts": "nvfp4"}})
 
 
 def test_a_checkpoint_is_not_practised_on_by_oversight() -> None:
-    assert "midtrain.tokens is not" in refusal({"model": {"checkpoint": "mine"}, "midtrain": {"warmup_steps": 9}})
+    assert "midtrain.tokens is not" in error_of({"model": {"checkpoint": "mine"}, "midtrain": {"warmup_steps": 9}})
     for meant in ({"tokens": 0}, {"tokens": 9_000}, {"mixture": {"text:mine": 1.0}}):
         assert parse_config({"model": {"checkpoint": "mine"}, "midtrain": meant}, source="test.toml").model.checkpoint
 
 
 def test_every_fault_is_reported_at_once() -> None:
-    message = refusal({"trainer": {"steps": 0, "stepz": 1}, "name": "Has Spaces"})
+    message = error_of({"trainer": {"steps": 0, "stepz": 1}, "name": "Has Spaces"})
     assert len(message.splitlines()) == 4
     for part in ("name = 'Has Spaces'", "trainer.steps = 0", "'trainer.stepz'"):
         assert part in message
@@ -215,7 +215,7 @@ def test_every_fault_is_reported_at_once() -> None:
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(tree: dict[str, Any], fix: str) -> None:
-    message = refusal(tree)
+    message = error_of(tree)
     assert fix in message
     assert "Value error" not in message, "pydantic's own prefix is noise"
 
@@ -257,7 +257,7 @@ def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) 
         ("cheating.on_low=shrug", "cheating.on_low"),
     ],
 )
-def test_a_world_that_does_not_fit_together_is_refused(override: str, words: str) -> None:
+def test_a_environment_that_does_not_fit_jointly_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         default_recipe([override])
 
@@ -270,7 +270,9 @@ def test_families_of_folders_take_their_machine() -> None:
 
 
 def test_an_old_key_is_met_with_the_new_one() -> None:
-    assert "unknown key 'ledger.patience_s': it is ledger.retry_timeout_s now" in refusal({"ledger": {"patience_s": 9}})
+    assert "unknown key 'ledger.patience_s': it is ledger.retry_timeout_s now" in error_of(
+        {"ledger": {"patience_s": 9}}
+    )
     with pytest.raises(ConfigError, match=r"it is eval\.heldout_every now"):
         default_recipe(["eval.document_one_in=9"])
 

@@ -17,7 +17,7 @@ SOUND: dict[CreditKind, dict[str, Any]] = {
 }
 
 
-def refusal(tree: dict[str, Any]) -> str:
+def error_of(tree: dict[str, Any]) -> str:
     with pytest.raises(ValidationError) as caught:
         RunConfig.model_validate(tree)
     return str(caught.value)
@@ -56,19 +56,19 @@ def test_a_sound_kind_is_taken(kind: CreditKind) -> None:
     ],
 )
 def test_what_would_have_no_effect_is_refused(credit: dict[str, Any], message: str) -> None:
-    assert message in refusal({"credit": credit})
+    assert message in error_of({"credit": credit})
 
 
 @pytest.mark.parametrize("kind", ["discounted", "shaped", "shared_prefix"])
 @pytest.mark.parametrize("loss", ["grpo", "cispo", "gspo"])
 def test_losses_that_divide_by_a_deviation_know_rollouts_only(kind: CreditKind, loss: str) -> None:
     assert "mean_std" not in SHARES
-    message = refusal({"credit": {"kind": kind, **SOUND[kind]}, "loss": {"kind": loss}})
+    message = error_of({"credit": {"kind": kind, **SOUND[kind]}, "loss": {"kind": loss}})
     assert f"credit.kind = '{kind}' does not go with loss.baseline = 'mean_std' (loss.kind = '{loss}')" in message
 
 
 @pytest.mark.parametrize("kind", ["shaped", "shared_prefix"])
 def test_programs_of_other_people_have_no_turns_to_tell_apart(kind: CreditKind) -> None:
     harness = {"kind": "command", "command": ("agent", "{prompt}", "{temperature}"), "timeout_s": 10.0}
-    message = refusal({"credit": {"kind": kind, **SOUND[kind]}, "harness": harness})
+    message = error_of({"credit": {"kind": kind, **SOUND[kind]}, "harness": harness})
     assert f"credit.kind = '{kind}' needs the built-in harness" in message

@@ -17,7 +17,7 @@ def test_rules_are_read_and_written_back() -> None:
     assert parse_config(tomllib.loads(dump_toml(config)), source="again") == config
 
 
-def test_by_default_nobody_looks_for_hints() -> None:
+def test_by_default_no_one_looks_for_hints() -> None:
     assert default_recipe().hints.weight == 0
 
 

@@ -10,7 +10,7 @@ from etude.errors import ConfigError
 BASE = ("judge.url=https://api.example.com/v1", "judge.model=m")
 
 
-def test_without_a_url_nobody_judges_and_nothing_else_has_an_effect() -> None:
+def test_without_a_url_no_one_judges_and_nothing_else_has_an_effect() -> None:
     assert default_recipe().judge.url == ""
     with pytest.raises(ConfigError, match=r"judge.votes would have no effect without judge.url"):
         default_recipe(["judge.votes=3"])

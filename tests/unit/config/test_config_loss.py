@@ -23,7 +23,7 @@ from etude.config.training import (
 from etude.errors import ConfigError
 
 
-def refusal(loss: dict[str, Any]) -> str:
+def error_of(loss: dict[str, Any]) -> str:
     with pytest.raises(ValidationError) as caught:
         LossConfig.model_validate(loss)
     return str(caught.value)
@@ -64,7 +64,7 @@ def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
         (
             {"kind": "grpo", "correction": "tis"},
@@ -96,8 +96,8 @@ def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
         ({"cap": ""}, "Input should be a valid number"),
     ],
 )
-def test_what_would_change_nothing_is_refused(loss: dict[str, Any], said: str) -> None:
-    assert said in refusal(loss)
+def test_what_would_change_nothing_is_refused(loss: dict[str, Any], message: str) -> None:
+    assert message in error_of(loss)
 
 
 def test_the_decoupled_form_needs_a_policy_between() -> None:
@@ -108,7 +108,7 @@ def test_the_decoupled_form_needs_a_policy_between() -> None:
 
 
 @pytest.mark.parametrize(
-    ("effort", "said"),
+    ("effort", "message"),
     [
         ({"weight": 0.1}, "set one of thinking_token, call_token"),
         ({"turn": 0.1}, "set effort.weight"),
@@ -118,8 +118,8 @@ def test_the_decoupled_form_needs_a_policy_between() -> None:
         ({"weight": 0.1, "turn": 1.0, "thinking_end_id": 7}, "effort.thinking_end_id would have no effect"),
     ],
 )
-def test_effort_is_counted_and_priced_or_neither(effort: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_effort_is_counted_and_priced_or_neither(effort: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         EffortConfig.model_validate(effort)
 
 

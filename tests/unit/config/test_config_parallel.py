@@ -23,5 +23,5 @@ def test_what_makes_no_sense_is_refused(section: str, values: dict[str, object],
 
 def test_the_world_is_divided_twice() -> None:
     config = parse_config({"parallel": {"dp": 2, "cp": 4, "ep": 8}, "optimiser": {"kind": "muon"}}, source="test")
-    assert config.parallel.world == 8
+    assert config.parallel.ranks == 8
     assert config.optimiser.momentum == 0.95

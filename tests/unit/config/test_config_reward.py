@@ -20,7 +20,7 @@ STYLE: dict[str, Any] = {**TESTS, "name": "style", "source": "judge.style", "mis
 TODOS: dict[str, Any] = {**TESTS, "name": "todos", "source": "behaviour.open_todos", "weight": -0.5, "missing": 0.0}
 
 
-def refusal(**changes: object) -> str:
+def error_of(**changes: object) -> str:
     with pytest.raises(ValidationError) as caught:
         PartConfig.model_validate(TESTS | changes)
     return str(caught.value)
@@ -71,7 +71,7 @@ def test_what_is_free_counts_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"source": "effort.turns"}, r"set it in \[effort\]"),
         ({"source": "tests"}, "expected grader or one of"),
@@ -93,8 +93,8 @@ def test_what_is_free_counts_nothing() -> None:
         ({"version": 0}, "greater than or equal to 1"),
     ],
 )
-def test_what_says_too_little_is_refused(changes: dict[str, object], said: str) -> None:
-    assert re.search(said, refusal(**changes))
+def test_what_says_too_little_is_refused(changes: dict[str, object], message: str) -> None:
+    assert re.search(message, error_of(**changes))
 
 
 @pytest.mark.parametrize("key", ["name", "source", "version", "weight", "range"])
@@ -109,14 +109,14 @@ def test_a_misspelt_key_of_a_part_is_named_with_its_neighbour() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ((TESTS, TESTS), "two are called 'tests'"),
         ((TESTS | {"weight": 0.0},), "every weight is 0"),
     ],
 )
-def test_parts_must_make_sense_together(parts: tuple[dict[str, Any], ...], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
+def test_parts_must_make_sense_jointly(parts: tuple[dict[str, Any], ...], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         RewardConfig.model_validate({"parts": parts})
 
 

@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from etude.cli.commands.config import markdown
-from etude.config.keys import Key, count_keys, find, tables
+from etude.config.keys import RecipeKey, count_keys, find, tables
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "recipe-keys.md"
 
 
-def key_of(path: str) -> Key:
-    (found,) = [key for table in tables() for key in table.keys if key.path == path]
-    return found
+def key_of(path: str) -> RecipeKey:
+    (result,) = [key for table in tables() for key in table.keys if key.path == path]
+    return result
 
 
 def test_the_page_is_of_these_keys() -> None:
@@ -22,15 +22,15 @@ def test_the_page_is_of_these_keys() -> None:
 
 
 def test_every_key_of_every_section_is_there_and_is_explained() -> None:
-    told = {key.path: key for table in tables() for key in table.keys}
+    message = {key.path: key for table in tables() for key in table.keys}
     resolved = default_recipe().model_dump()
     for name, value in resolved.items():
         paths = {f"{name}.{key}" for key in value} if isinstance(value, dict) else {name}
-        inner = {path for path in paths if any(other.startswith((f"{path}[]", f"{path}.")) for other in told)}
-        assert paths - inner <= told.keys()
-    assert all(key.meaning and key.takes for key in told.values())
+        inner = {path for path in paths if any(other.startswith((f"{path}[]", f"{path}.")) for other in message)}
+        assert paths - inner <= message.keys()
+    assert all(key.meaning and key.takes for key in message.values())
     assert [table.title for table in tables() if not table.meaning] == []
-    assert len(told) > len(RunConfig.model_fields)
+    assert len(message) > len(RunConfig.model_fields)
 
 
 def test_a_recipe_has_few_keys() -> None:

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from etude.dashboard.evaluation import (
     Evaluation,
     Measure,
-    Prices,
+    TokenPrices,
     Try,
     comparison_table,
     differences,
@@ -22,8 +22,8 @@ from etude.errors import ConfigError
 
 def make_try(task: int, reward: float, **fields: Any) -> Try:
     spent = {"prompt_tokens": 300, "new_tokens": 100, "sampled_tokens": 40, "turns": 3, "summaries": 0, "seconds": 2.0}
-    known: dict[str, Any] = {"graded": reward, "parts": {}, "template": f"template-{task}"}
-    return Try(task_id=f"task-{task}", reward=reward, **(known | spent | fields))
+    seen: dict[str, Any] = {"graded": reward, "parts": {}, "template": f"template-{task}"}
+    return Try(task_id=f"task-{task}", reward=reward, **(seen | spent | fields))
 
 
 def make_evaluation(*passes: list[float | None], greedy: list[float] | None = None, version: int = 3) -> Evaluation:
@@ -37,17 +37,17 @@ def make_evaluation(*passes: list[float | None], greedy: list[float] | None = No
 
 
 def test_pass_rates_are_means_over_tasks() -> None:
-    found = figures(make_evaluation([1, 0, 1], [0, 0, 1]), Measure(ks=(1, 2)))
-    assert figure(found, "sampled.pass.1.value") == pytest.approx((0.5 + 0 + 1) / 3)
-    assert figure(found, "sampled.pass.2.value") == pytest.approx(2 / 3)
-    assert figure(found, "sampled.tries") == 6
-    assert figure(found, "engine_seconds") == 12.5
+    result = figures(make_evaluation([1, 0, 1], [0, 0, 1]), Measure(ks=(1, 2)))
+    assert figure(result, "sampled.pass.1.value") == pytest.approx((0.5 + 0 + 1) / 3)
+    assert figure(result, "sampled.pass.2.value") == pytest.approx(2 / 3)
+    assert figure(result, "sampled.tries") == 6
+    assert figure(result, "engine_seconds") == 12.5
 
 
 def test_a_missing_try_is_counted_and_is_no_failure() -> None:
-    found = figures(make_evaluation([1, None, 1], [1, 1, None]), Measure())
-    assert figure(found, "sampled.missing") == 2
-    assert figure(found, "sampled.pass.1.value") == 1.0
+    result = figures(make_evaluation([1, None, 1], [1, 1, None]), Measure())
+    assert figure(result, "sampled.missing") == 2
+    assert figure(result, "sampled.pass.1.value") == 1.0
 
 
 def test_what_passes_is_said() -> None:
@@ -70,22 +70,22 @@ def styled(*tries: tuple[float, float | None], version: int = 3) -> Evaluation:
 
 
 def test_a_bonus_for_style_passes_nothing() -> None:
-    found = figures(styled((0.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.0, None)), Measure())
-    assert figure(found, "sampled.pass.1.value") == 1 / 4
-    assert figure(found, "sampled.reward.value") == pytest.approx((0.2 + 1.0 + 0.1) / 4)
+    result = figures(styled((0.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.0, None)), Measure())
+    assert figure(result, "sampled.pass.1.value") == 1 / 4
+    assert figure(result, "sampled.reward.value") == pytest.approx((0.2 + 1.0 + 0.1) / 4)
 
 
 def test_every_part_has_a_figure_over_the_tries_that_have_it() -> None:
     before = styled((0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.0, None), version=0)
     after = styled((0.0, 1.0), (0.0, 1.0), (0.0, None), (0.0, 0.5))
-    found, changed = figures(after, Measure()), differences(before, after, Measure())
-    assert figure(found, "sampled.parts.style.value") == pytest.approx(2.5 / 3)
-    low, high = (figure(found, f"sampled.parts.style.{end}") or 0.0 for end in ("low", "high"))
+    result, changed = figures(after, Measure()), differences(before, after, Measure())
+    assert figure(result, "sampled.parts.style.value") == pytest.approx(2.5 / 3)
+    low, high = (figure(result, f"sampled.parts.style.{end}") or 0.0 for end in ("low", "high"))
     assert 0.1 < low < 2.5 / 3 < high <= 1.0
     assert figure(changed, "sampled.parts.style.value") == 0.75
     assert figure(changed, "sampled.pass.1.value") == 0.0
-    assert "  style" in drawn(evaluation_table(found), 80)
-    assert "+0.750" in drawn(comparison_table(figures(before, Measure()), found, changed), 80)
+    assert "  style" in drawn(evaluation_table(result), 80)
+    assert "+0.750" in drawn(comparison_table(figures(before, Measure()), result, changed), 80)
     unknown = figures(styled((1.0, None)), Measure())["sampled"]
     assert isinstance(unknown, dict)
     assert unknown["parts"] == {}
@@ -101,27 +101,27 @@ def test_errors_are_over_templates_where_tasks_share_them() -> None:
     passed = {"a": 9, "b": 5, "c": 4, "d": 8, "e": 6}  # of ten tasks each
     tries = [(name, float(index < count)) for name, count in passed.items() for index in range(10)]
     before, after = of_templates(*((name, 0.0) for name, _ in tries), version=0), of_templates(*tries)
-    found, changed = figures(after, Measure()), differences(before, after, Measure())
+    result, changed = figures(after, Measure()), differences(before, after, Measure())
     alone = figures(
         of_templates(*((f"{name}{index}", reward) for index, (name, reward) in enumerate(tries))), Measure()
     )
-    over_templates, over_tasks = (figure(each, "sampled.pass.1.stderr") or 0.0 for each in (found, alone))
+    over_templates, over_tasks = (figure(each, "sampled.pass.1.stderr") or 0.0 for each in (result, alone))
     assert over_templates == pytest.approx(0.09274, abs=1e-5)  # of the five rates 0.9, 0.5, 0.4, 0.8, 0.6
     assert over_templates > 1.3 * over_tasks
-    assert (figure(found, "sampled.templates"), figure(alone, "sampled.templates")) == (5, 50)
+    assert (figure(result, "sampled.templates"), figure(alone, "sampled.templates")) == (5, 50)
     assert figure(changed, "sampled.pass.1.stderr") == pytest.approx(over_templates)
-    for table in (evaluation_table(found), comparison_table(figures(before, Measure()), found, changed)):
+    for table in (evaluation_table(result), comparison_table(figures(before, Measure()), result, changed)):
         assert "intervals over 5 templates: Student's t over templates" in drawn(table, 80)
 
 
 def test_tasks_without_a_template_are_alike_with_no_other() -> None:
-    found = figures(of_templates(*(("", float(index % 2)) for index in range(8))), Measure())
-    assert figure(found, "sampled.templates") == 8
-    assert figure(found, "sampled.pass.1.stderr") == pytest.approx((2 / 7 / 8) ** 0.5)
+    result = figures(of_templates(*(("", float(index % 2)) for index in range(8))), Measure())
+    assert figure(result, "sampled.templates") == 8
+    assert figure(result, "sampled.pass.1.stderr") == pytest.approx((2 / 7 / 8) ** 0.5)
 
 
 def test_cost_is_of_read_cached_and_sampled_tokens() -> None:
-    prices = Prices(new=2.0, cached=0.5, sampled=10.0)
+    prices = TokenPrices(new=2.0, cached=0.5, sampled=10.0)
     assert prices.of(make_try(0, 1.0)) == pytest.approx((100 * 2.0 + 200 * 0.5 + 40 * 10.0) / 1e6)
     assert figure(figures(make_evaluation([1, 0]), Measure(prices=prices)), "sampled.cost.value") == pytest.approx(7e-4)
     assert figure(figures(make_evaluation([1, 0]), Measure()), "sampled.cost.value") is None
@@ -142,13 +142,13 @@ def test_no_figure_is_made_of_nothing() -> None:
 def test_two_versions_are_compared_on_the_tasks_that_both_have_tried() -> None:
     before = make_evaluation([0, 0, 0, None, 1], [0, 0, 0, None, 1], greedy=[0, 0, 1, 1, 1], version=0)
     after = make_evaluation([1, 1, 0, 1, 1], [1, 0, 0, 1, 1], greedy=[1, 1, 0, 1, 1])
-    found = differences(before, after, Measure(ks=(1, 2)))
-    assert figure(found, "sampled.tasks") == 4
-    assert figure(found, "sampled.pass.1.value") == pytest.approx((1 + 0.5) / 4)
-    assert figure(found, "sampled.pass.2.value") == pytest.approx(2 / 4)
-    assert (figure(found, "sampled.sign_test.wins"), figure(found, "sampled.sign_test.losses")) == (2, 0)
-    assert (figure(found, "greedy.sign_test.wins"), figure(found, "greedy.sign_test.losses")) == (2, 1)
-    assert figure(found, "greedy.sign_test.p") == 1.0
+    result = differences(before, after, Measure(ks=(1, 2)))
+    assert figure(result, "sampled.tasks") == 4
+    assert figure(result, "sampled.pass.1.value") == pytest.approx((1 + 0.5) / 4)
+    assert figure(result, "sampled.pass.2.value") == pytest.approx(2 / 4)
+    assert (figure(result, "sampled.sign_test.wins"), figure(result, "sampled.sign_test.losses")) == (2, 0)
+    assert (figure(result, "greedy.sign_test.wins"), figure(result, "greedy.sign_test.losses")) == (2, 1)
+    assert figure(result, "greedy.sign_test.p") == 1.0
 
 
 def test_other_tasks_cannot_be_compared() -> None:
@@ -163,7 +163,7 @@ def test_other_tasks_cannot_be_compared() -> None:
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_tables_fit_and_say_how_intervals_were_found(width: int) -> None:
-    measure = Measure(ks=(1, 2), prices=Prices(new=1, cached=1, sampled=1))
+    measure = Measure(ks=(1, 2), prices=TokenPrices(new=1, cached=1, sampled=1))
     evaluations = [
         make_evaluation([0, 0.5, 1, None], [1, 0, 0, 1], greedy=[0, 0, 1, 1], version=version) for version in (0, 3)
     ]

@@ -50,11 +50,11 @@ def test_three_steps_without_a_signal_are_said_with_the_likely_cause(
     vain = changed(VAIN, number=None, **changes)
     steps = [replace(step, step=number) for number, step in enumerate([LEARNT, vain, vain, vain, vain], 1)]
     assert warning(steps[:3]) is None
-    said = warning(steps[:4])
-    assert said is not None
-    assert said.startswith("no group has had a signal since step 2: ")
-    assert words in said
-    assert warning(steps) == said  # one warning, however long it goes on
+    text = warning(steps[:4])
+    assert text is not None
+    assert text.startswith("no group has had a signal since step 2: ")
+    assert words in text
+    assert warning(steps) == text  # one warning, however long it goes on
     assert warning([*steps, LEARNT]) is None
 
 
@@ -64,9 +64,9 @@ def test_rollouts_that_run_out_of_tokens_are_the_likely_cause() -> None:
 
 
 def test_hints_teach_without_a_signal() -> None:
-    taught = changed(VAIN, hinted_tokens=5)
-    assert warning([taught] * 5) is None
-    assert nothing_learnt(run_of(taught)) is None
+    distilled = changed(VAIN, hinted_tokens=5)
+    assert warning([distilled] * 5) is None
+    assert nothing_learnt(run_of(distilled)) is None
 
 
 def test_a_run_has_learnt_nothing_without_a_signal_or_without_a_change_of_its_weights() -> None:

@@ -141,9 +141,9 @@ def test_what_summaries_keep_stands_beside_the_pass_rates(config: RunConfig) -> 
     rates = [
         EvalDone(
             label=label, version=version, tasks=4, sampled_pass=0.5, sampled_stderr=0.25, greedy_pass=0.5,
-            greedy_stderr=0.25, sampled_parts={"facts_seen": 8.0, "facts_kept": kept},
+            greedy_stderr=0.25, sampled_parts={"facts_seen": 8.0, "facts_kept": remaining},
         )
-        for label, version, kept in (("before", 0, 4.0), ("after", 40, 7.0))
+        for label, version, remaining in (("before", 0, 4.0), ("after", 40, 7.0))
     ]  # fmt: skip
     alarm = JudgeAlarm(kind="model", aspect="", detail="another one")
     report = _report_of([*rates, alarm], config)

@@ -22,7 +22,7 @@ from etude.dashboard.rollout_text import (
     to_json,
     visible,
 )
-from etude.ledger.archive import Census, Outcome, RolloutMatch, Traits
+from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome, Traits
 from etude.ledger.states import GroupState
 from etude.types import Disposition, RolloutStatus
 
@@ -47,14 +47,15 @@ ROLLOUT = ReadRollout(
                               has_signal=True, step_tokens=1234),
     turns=(TURN, SUMMARY), notes=("something is not known",),
 )  # fmt: skip
-FOUND = RolloutMatch(
+MATCHES = RolloutMatch(
     rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=1, status=RolloutStatus.GRADED, reward=0.85,
     reason="submit", step=5, disposition=Disposition.QUARANTINE, cause="reads_tests",
     traits=Traits(turns=2, summaries=1, hints=2, prompt_tokens=240, sampled_tokens=16, first_version=3, last_version=4,
                   seconds=4.21),
 )  # fmt: skip
 CENSUS = Census(
-    purpose="train", groups={GroupState.READY: 3}, outcomes=dict.fromkeys(Outcome, 2), mean_reward=0.5, summaries=1,
+    purpose="train", groups={GroupState.READY: 3}, outcomes=dict.fromkeys(RolloutOutcome, 2),
+    mean_reward=0.5, summaries=1,
     hints=0, versions=(0, 4), unlisted=7,
 )  # fmt: skip
 
@@ -122,7 +123,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     wordy = replace(TURN, heard="many words " * 40, said="x" * 300)
     pages = [
         rollout_page(replace(ROLLOUT, turns=(wordy, SUMMARY))),
-        rollout_list([FOUND], 10),
+        rollout_list([MATCHES], 10),
         group_table([ROLLOUT, ROLLOUT]),
         overview("run", "5 of 9 steps", [CENSUS], [(RolloutStatus.FAILED_INFRA, "SandboxError: " + "gone " * 30, 3)]),
     ]  # fmt: skip
@@ -142,7 +143,7 @@ def test_the_overview_says_what_filters_cannot_find() -> None:
 
 
 def test_the_list_says_how_many_there_are() -> None:
-    text = drawn(rollout_list([FOUND], 10), 160)
+    text = drawn(rollout_list([MATCHES], 10), 160)
     assert "1 of 10" in text
     assert "submit, 1 summary, 2 hints, quarantined: reads_tests" in text
     assert "v3–4" in text
@@ -160,21 +161,21 @@ def test_what_a_model_writes_never_reaches_the_terminal_as_a_command() -> None:
     rollout = replace(
         ROLLOUT, prompt=nasty, template=nasty, reason=nasty, counts={nasty: 1}, turns=(turn,), notes=(nasty,)
     )
-    found = replace(FOUND, reason=nasty, cause=nasty)
+    result = replace(MATCHES, reason=nasty, cause=nasty)
     reasons = [(RolloutStatus.GRADED, nasty, 1)]
     for page in (
         rollout_page(rollout),
         group_table([rollout]),
-        rollout_list([found], 1),
+        rollout_list([result], 1),
         overview("r", "", [], reasons),
     ):
         assert not set(drawn(page)) & set("\x1b\x07\x9b\u202e\r")
 
 
 def test_the_json_has_every_field() -> None:
-    told = to_json(ROLLOUT)
-    assert list(told)[:4] == ["rollout_id", "purpose", "group", "slot"]
-    turns = told["turns"]
+    message = to_json(ROLLOUT)
+    assert list(message)[:4] == ["rollout_id", "purpose", "group", "slot"]
+    turns = message["turns"]
     assert isinstance(turns, list)
     assert isinstance(turns[1], dict)
     assert turns[1]["summary"] == {

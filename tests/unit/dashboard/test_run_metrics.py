@@ -17,19 +17,19 @@ from etude.telemetry.log import Logged
 from etude.types import RolloutStatus
 
 
-def test_an_empty_story_knows_nothing() -> None:
+def test_an_empty_metrics_knows_nothing() -> None:
     run = RunMetrics()
     assert (run.phase, run.steps, run.phase_s("rl"), run.total_s()) == (None, [], None, 0)
 
 
 def test_phases_share_out_the_time() -> None:
-    run = _told((0, RunStarted(resumed=False)), (2, _phase("midtrain")), (12, _phase("rl")), (42, _phase("done")))
+    run = _observed((0, RunStarted(resumed=False)), (2, _phase("midtrain")), (12, _phase("rl")), (42, _phase("done")))
     assert (run.phase_s("midtrain"), run.phase_s("rl"), run.total_s()) == (10, 30, 42)
     assert run.phase_s("eval-before") is None
 
 
 def test_time_while_the_run_was_stopped_does_not_count() -> None:
-    run = _told(
+    run = _observed(
         (0, RunStarted(resumed=False)), (0, _phase("rl")), (10, _process("trainer")),
         (500, RunStarted(resumed=True)), (501, _phase("rl")), (507, _process("trainer")),
     )  # fmt: skip
@@ -39,23 +39,23 @@ def test_time_while_the_run_was_stopped_does_not_count() -> None:
 
 
 def test_time_after_the_end_does_not_count() -> None:
-    run = _told((0, RunStarted(resumed=False)), (0, _phase("rl")), (9, _phase("done")), (30, _process("gateway")))
+    run = _observed((0, RunStarted(resumed=False)), (0, _phase("rl")), (9, _phase("done")), (30, _process("gateway")))
     assert run.total_s() == 9
 
 
 def test_a_phase_without_an_end_lasts_until_now() -> None:
-    run = _told((100, RunStarted(resumed=False)), (100, _phase("midtrain")))
+    run = _observed((100, RunStarted(resumed=False)), (100, _phase("midtrain")))
     assert run.phase_s("midtrain", until_s=130) == 30
 
 
 def test_only_deaths_are_restarts() -> None:
-    run = _told((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
+    run = _observed((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
     assert (run.restarts, run.processes["engine"].restarts) == (1, 1)
 
 
 def test_a_process_that_is_started_again_waits_for_nothing_yet() -> None:
     """Regression: of a process that ended while something was away, that it is back was never said."""
-    run = _told((90, Outage(what="rollouts", seconds=60.0, reason="no engine")))
+    run = _observed((90, Outage(what="rollouts", seconds=60.0, reason="no engine")))
     assert [outage.at_s for outage in run.outages.values()] == [30]
     run.add(Logged(at_s=95, process="supervisor", event=_process("trainer", 1)))
     assert run.outages
@@ -64,7 +64,7 @@ def test_a_process_that_is_started_again_waits_for_nothing_yet() -> None:
 
 
 def test_rollouts_are_counted_by_purpose_status_and_reason() -> None:
-    run = _told(
+    run = _observed(
         (0, _rollout("train", RolloutStatus.GRADED, "finished")),
         (1, _rollout("train", RolloutStatus.FAILED_INFRA, "engine gone")),
         (2, _rollout("before-greedy", RolloutStatus.GRADED, "finished")),
@@ -75,7 +75,7 @@ def test_rollouts_are_counted_by_purpose_status_and_reason() -> None:
 
 
 def test_progress_made_again_replaces_what_was_lost() -> None:
-    run = _told((1, _midtrain(100)), (2, _midtrain(200)), (3, _midtrain(300)), (9, _midtrain(150)))
+    run = _observed((1, _midtrain(100)), (2, _midtrain(200)), (3, _midtrain(300)), (9, _midtrain(150)))
     assert [timed.event.step for timed in run.imitation["midtrain"]] == [100, 150]
 
 
@@ -90,11 +90,11 @@ def test_the_order_of_arrival_within_a_segment_does_not_matter(order: list[int])
         (1, _phase("midtrain")), (3, _process("trainer")), (7, _phase("rl")), (8, _process("engine")),
         (20, _process("gateway")),
     ]  # fmt: skip
-    run = _told((0, RunStarted(resumed=False)), *(rest[index] for index in order))
+    run = _observed((0, RunStarted(resumed=False)), *(rest[index] for index in order))
     assert (run.phase, run.phase_s("midtrain"), run.phase_s("rl"), run.total_s()) == ("rl", 6, 13, 20)
 
 
-def _told(*events: tuple[float, Event]) -> RunMetrics:
+def _observed(*events: tuple[float, Event]) -> RunMetrics:
     run = RunMetrics()
     for at_s, event in events:
         run.add(Logged(at_s=at_s, process="run", event=event))

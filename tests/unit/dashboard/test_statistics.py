@@ -75,10 +75,10 @@ def test_students_interval_is_that_of_the_tables(freedom: int, width: float) -> 
 def test_errors_over_templates_are_those_of_a_regression_with_clusters() -> None:
     """statsmodels: OLS(values, ones).fit(cov_type="cluster", cov_kwds={"groups": clusters}, use_t=True)."""
     values = [1.0, 0.0, 1.0, 1.0, 0.5, 0.25, 0.0, 0.0, 1.0, 0.75]
-    found = mean_of(values, list("aabbbcccda"))
-    assert found.value == pytest.approx(0.55)
-    assert found.stderr == pytest.approx(0.19646883, abs=1e-8)
-    assert (found.low, found.high, found.method) == (0.0, 1.0, "Student's t over templates")  # a rate ends there
+    result = mean_of(values, list("aabbbcccda"))
+    assert result.value == pytest.approx(0.55)
+    assert result.stderr == pytest.approx(0.19646883, abs=1e-8)
+    assert (result.low, result.high, result.method) == (0.0, 1.0, "Student's t over templates")  # a rate ends there
     unbounded = mean_amount(values, list("aabbbcccda"))
     assert (unbounded.low, unbounded.high) == pytest.approx((-0.07525149, 1.17525149), abs=1e-7)
 
@@ -136,9 +136,9 @@ def test_a_rate_that_never_failed_has_an_error_all_the_same(values: list[float],
     ("values", "ends"), [((2.2, 0.6, -1.0), (-3.374, 4.574)), ((0.0, 1.0), (-5.853, 6.853)), ((3.0,) * 20, (3.0, 3.0))]
 )
 def test_few_seeds_have_a_wide_interval(values: tuple[float, ...], ends: tuple[float, float]) -> None:
-    found = mean_over_seeds(values)
-    assert (found.low, found.high) == pytest.approx(ends, abs=1e-3)
-    assert "on the same held-out tasks" in found.method
+    result = mean_over_seeds(values)
+    assert (result.low, result.high) == pytest.approx(ends, abs=1e-3)
+    assert "on the same held-out tasks" in result.method
     with pytest.raises(ValueError, match="an interval needs two"):
         mean_over_seeds(values[:1])
 
@@ -169,18 +169,18 @@ def test_nothing_has_no_mean() -> None:
 def test_an_interval_over_templates_is_that_of_their_means_where_they_are_of_one_size() -> None:
     means = [0.2, 0.5, 0.9, 0.4]
     values = [mean + spread for mean in means for spread in (-0.1, 0.0, 0.1)]
-    found = mean_amount(values, [name for name in "abcd" for _ in range(3)])
+    result = mean_amount(values, [name for name in "abcd" for _ in range(3)])
     of_means = mean_over_seeds(means)
-    assert (found.low, found.value, found.high) == pytest.approx((of_means.low, of_means.value, of_means.high))
+    assert (result.low, result.value, result.high) == pytest.approx((of_means.low, of_means.value, of_means.high))
 
 
 @pytest.mark.parametrize("templates", ["abcde", "aaaaa"])
 def test_tasks_are_drawn_where_templates_have_one_each_or_there_is_but_one(templates: str) -> None:
     values = [0.2, 0.6, 0.7, 0.4, 0.6]
-    found = mean_of(values, list(templates))
+    result = mean_of(values, list(templates))
     of_tasks = mean_over_seeds(values)
-    assert (found.low, found.high) == pytest.approx((of_tasks.low, of_tasks.high))
-    assert found.method == "Student's t over tasks"
+    assert (result.low, result.high) == pytest.approx((of_tasks.low, of_tasks.high))
+    assert result.method == "Student's t over tasks"
 
 
 def test_the_interval_over_templates_covers_about_as_often_as_it_says_and_that_over_tasks_does_not() -> None:

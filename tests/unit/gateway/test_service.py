@@ -24,7 +24,7 @@ from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, TrafficClass
 from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import EngineEntry, Router
-from etude.gateway.service import Caller, Recorder, ReplySampler, Service
+from etude.gateway.service import Caller, CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.tokens.chat import ChatTemplate
@@ -45,7 +45,7 @@ def template() -> ChatTemplate:
 class Bench:
     """A service and what is around it."""
 
-    service: Service
+    service: CallService
     queue: AdmissionQueue
     conversation: Conversation
 
@@ -115,7 +115,7 @@ async def bench(engine: Engine, payloads: Path | None = None, places: int = 8) -
     sampler = ReplySampler(template(), pool, queue, recorder, CLOCK)
     polling = asyncio.create_task(pool.watch())
     try:
-        yield Bench(Service(sampler, max_length=MAX_LENGTH), queue, Conversation("session", template()))
+        yield Bench(CallService(sampler, max_length=MAX_LENGTH), queue, Conversation("session", template()))
     finally:
         polling.cancel()
         await asyncio.gather(polling, return_exceptions=True)

@@ -87,9 +87,9 @@ def test_a_cut_turn_ends_the_session_and_is_not_carried_out(house: Playhouse) ->
     assert (result.reason, result.counts) == ("length", {"test": 1})
 
 
-@pytest.mark.parametrize("refusal", [NO_ROOM, refuses(400, "session_full")])
-def test_a_full_context_or_session_ends_the_rollout(house: Playhouse, refusal: Answer) -> None:
-    result = house.play([says("test"), refusal])
+@pytest.mark.parametrize("error_text", [NO_ROOM, refuses(400, "session_full")])
+def test_a_full_context_or_session_ends_the_rollout(house: Playhouse, error_text: Answer) -> None:
+    result = house.play([says("test"), error_text])
     assert (result.reason, result.counts) == ("context", {"test": 1})
 
 

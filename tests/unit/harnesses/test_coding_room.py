@@ -36,12 +36,12 @@ ROOM = TRIGGER + PAGE + TURN + PAGE + len(REQUEST) + SUMMARY + 8 * MARKS
 class Exchange:
     """A call: its last message, and what the model said; ``None`` if there was no room for the call."""
 
-    asked: str
+    requests: str
     reply: str | None
 
 
 @dataclass
-class World:
+class FileSandbox:
     """A gateway with a window, and a model whose replies are given."""
 
     window: int = 0
@@ -50,13 +50,13 @@ class World:
 
     async def complete(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
-        said: list[str] = [message["content"] for message in body["messages"]]
-        read = sum(len(text) + MARKS for text in said)
+        texts: list[str] = [message["content"] for message in body["messages"]]
+        read = sum(len(text) + MARKS for text in texts)
         if read + body["max_tokens"] > self.window:
-            self.exchanges.append(Exchange(said[-1], None))
+            self.exchanges.append(Exchange(texts[-1], None))
             return web.json_response({"error": {"code": "context_length_exceeded", "message": "full"}}, status=400)
         reply = self.replies.pop(0)[: body["max_tokens"] - MARKS]
-        self.exchanges.append(Exchange(said[-1], reply))
+        self.exchanges.append(Exchange(texts[-1], reply))
         choice = {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
         return web.json_response({"choices": [choice], "usage": {"total_tokens": read + len(reply) + MARKS}})
 
@@ -66,7 +66,7 @@ class Stage:
     """The world behind HTTP, and who works in it."""
 
     runner: asyncio.Runner
-    sandbox: World
+    sandbox: FileSandbox
     session: Session
     http: aiohttp.ClientSession
 
@@ -78,7 +78,7 @@ class Stage:
 
 
 @contextmanager
-def stage_of(sandbox: World) -> Iterator[Stage]:
+def stage_of(sandbox: FileSandbox) -> Iterator[Stage]:
     async def start() -> tuple[web.AppRunner, int, aiohttp.ClientSession]:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", sandbox.complete)
@@ -97,7 +97,7 @@ def stage_of(sandbox: World) -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def stage() -> Iterator[Stage]:
-    with stage_of(World()) as stage:
+    with stage_of(FileSandbox()) as stage:
         yield stage
 
 
@@ -120,12 +120,12 @@ def results_shown(exchanges: Sequence[Exchange], pages: dict[str, str]) -> Itera
     """For every page that was read: how it looks, and the messages that should show it, up to the one answered."""
     for place, exchange in enumerate(exchanges):
         reply = exchange.reply or ""
-        if not reply.startswith("read ") or exchange.asked.endswith(REQUEST):
+        if not reply.startswith("read ") or exchange.requests.endswith(REQUEST):
             continue
         later = exchanges[place + 1 :]
         tries = next((count for count, other in enumerate(later, 1) if other.reply is not None), len(later))
         page = pages.get(reply.removeprefix("read "))
-        yield NO_FILE if page is None else number_lines(page), [other.asked for other in later[:tries]]
+        yield NO_FILE if page is None else number_lines(page), [other.requests for other in later[:tries]]
 
 
 @given(pages=PAGES, replies=REPLIES, mode=st.sampled_from(["summary", "truncate"]))

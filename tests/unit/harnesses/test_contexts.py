@@ -102,11 +102,11 @@ class ContestantRun:
     steps: list[Step] = field(default_factory=list)
     """Answered calls and restarts."""
     calls: int = 0
-    refusals: int = 0
+    errors: int = 0
 
 
 @st.composite
-def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
+def sequences(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
     limits: dict[str, Any] = {
         "context": draw(st.sampled_from(["grow", "summary", "truncate"])),
         "max_turns": draw(st.integers(1, 12)),
@@ -114,39 +114,39 @@ def courses(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
     if limits["context"] != "grow":
         limits |= {"summary_at_tokens": draw(st.integers(1, 100)), "max_summaries": draw(st.integers(1, 4))}
     config = HarnessConfig(**limits)
-    one, course, left = Window(config), ContestantRun(), 0
+    one, batch, left = Window(config), ContestantRun(), 0
     while one.step is not Step.STOP:
         before = one.step
         if before is Step.RESTART:
             one.restarted()
         elif draw(st.booleans()):
-            course.calls += 1
+            batch.calls += 1
             one.replied(draw(st.integers(1, 200)))
             left = draw(st.integers(0, 3))  # how often its result could be halved
         else:
-            course.refusals += 1
+            batch.errors += 1
             left -= one.refused(can_shorten=left > 0)
             assert one.step is before or one.step in MOVES[before]
             continue
-        course.steps.append(before)
+        batch.steps.append(before)
         assert one.step in MOVES[before]
-    return config, one, course
+    return config, one, batch
 
 
-@given(courses())
+@given(sequences())
 def test_whatever_the_sandbox_answers(lived: tuple[HarnessConfig, Window, ContestantRun]) -> None:
-    config, one, course = lived
-    assert course.calls <= config.max_turns
-    assert course.refusals <= 6 * config.max_turns + 4
-    assert one.restarts == course.steps.count(Step.RESTART) <= config.max_summaries
-    assert one.reason == ("turns" if course.calls == config.max_turns else "context")
-    summaries = [place for place, step in enumerate(course.steps) if step is Step.SUMMARISE]
+    config, one, batch = lived
+    assert batch.calls <= config.max_turns
+    assert batch.errors <= 6 * config.max_turns + 4
+    assert one.restarts == batch.steps.count(Step.RESTART) <= config.max_summaries
+    assert one.reason == ("turns" if batch.calls == config.max_turns else "context")
+    summaries = [place for place, step in enumerate(batch.steps) if step is Step.SUMMARISE]
     assert len(summaries) == (one.restarts if config.context == "summary" else 0)
     for place in summaries:
-        assert course.steps[place - 1] is Step.ACT, "a summary follows an action"
-        assert course.steps[place + 1] is Step.RESTART, "and a new context follows it"
+        assert batch.steps[place - 1] is Step.ACT, "a summary follows an action"
+        assert batch.steps[place + 1] is Step.RESTART, "and a new context follows it"
     if config.context == "grow":
-        assert set(course.steps) <= {Step.ACT}
+        assert set(batch.steps) <= {Step.ACT}
 
 
 # --- What is in a context -----------------------------------------------------------------------------------------
@@ -156,11 +156,11 @@ def test_a_context_is_asked_behind_its_last_result() -> None:
     context = Context("fix it")
     assert context.ask() == [{"role": "user", "content": "fix it"}]
     context.acted("test", "FAIL")
-    said = [{"role": "user", "content": "fix it"}, {"role": "assistant", "content": "test"}]
-    assert context.ask() == [*said, {"role": "user", "content": "FAIL"}]
-    assert context.ask("sum up") == [*said, {"role": "user", "content": "FAIL\nsum up"}]
+    text = [{"role": "user", "content": "fix it"}, {"role": "assistant", "content": "test"}]
+    assert context.ask() == [*text, {"role": "user", "content": "FAIL"}]
+    assert context.ask("sum up") == [*text, {"role": "user", "content": "FAIL\nsum up"}]
     context.acted("read a", "1 x")
-    assert context.ask()[: len(said)] == said
+    assert context.ask()[: len(text)] == text
     assert context.ask()[-1]["content"] == "1 x"
 
 

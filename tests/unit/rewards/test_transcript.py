@@ -8,13 +8,13 @@ from etude.rewards.transcript import attributed, continued, read_turns
 from etude.types import Finish, Ids, Turn, TurnKind
 
 
-def make_turn(prompt: str, said: str, kind: TurnKind = TurnKind.ACT) -> Turn:
+def make_turn(prompt: str, text_of: str, kind: TurnKind = TurnKind.ACT) -> Turn:
     """Every letter is a token."""
     return Turn(
         prompt_ids=np.array([ord(letter) for letter in prompt], np.int32),
-        completion_ids=np.array([ord(letter) for letter in said], np.int32),
-        logprobs=np.zeros(len(said), np.float32),
-        versions=np.zeros(len(said), np.int32),
+        completion_ids=np.array([ord(letter) for letter in text_of], np.int32),
+        logprobs=np.zeros(len(text_of), np.float32),
+        versions=np.zeros(len(text_of), np.int32),
         finish=Finish.STOP,
         kind=kind,
     )
@@ -73,7 +73,7 @@ few = st.text(alphabet="ab", max_size=5)
 
 @given(st.lists(st.tuples(few, few), max_size=12))
 def test_any_tree_is_found_as_by_comparing_everything(pairs: list[tuple[str, str]]) -> None:
-    turns = [make_turn(prompt, said) for prompt, said in pairs]
+    turns = [make_turn(prompt, text) for prompt, text in pairs]
     assert continued(turns) == plainly(turns)
     spoken = read_turns(turns, decode)
     for index, turn in enumerate(spoken):
@@ -104,8 +104,8 @@ TEXTS = st.text(alphabet="ab\n\r\u2028 |heardsi:", max_size=30)
 
 
 @given(TEXTS, TEXTS)
-def test_nothing_said_passes_for_something_heard(heard: str, said: str) -> None:
-    lines = attributed(heard=heard, said=said).splitlines()
+def test_nothing_said_passes_for_something_heard(heard: str, text_of: str) -> None:
+    lines = attributed(heard=heard, text_of=text_of).splitlines()
     assert [line.removeprefix("heard| ") for line in lines if line.startswith("heard|")] == heard.splitlines()
-    assert [line.removeprefix("said| ") for line in lines if line.startswith("said|")] == said.splitlines()
-    assert len(lines) == len(heard.splitlines()) + len(said.splitlines())
+    assert [line.removeprefix("said| ") for line in lines if line.startswith("said|")] == text_of.splitlines()
+    assert len(lines) == len(heard.splitlines()) + len(text_of.splitlines())

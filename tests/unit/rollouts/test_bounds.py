@@ -13,7 +13,7 @@ from etude.errors import InfrastructureError, OutOfTime
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.fake import FakeSandbox, RolloutFakes, run_virtually
-from etude.rollouts.sandbox import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, Limits, within
+from etude.rollouts.sandbox import COPIES_S, FILES_S, GRACE_S, BoundedSandbox, RolloutLimits, within
 from etude.rollouts.worker import run_rollout
 from etude.types import Finish, Rollout, RolloutStatus, Task, Turn
 from records import TASK
@@ -21,7 +21,7 @@ from records import TASK
 ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
 SLOT = OpenSlot(task=TASK, group_index=0, slot=0, attempt=0)
-LIMITS = Limits(commands_s=100.0, silence_s=50.0)
+LIMITS = RolloutLimits(commands_s=100.0, silence_s=50.0)
 NEVER_S = 1e7
 
 
@@ -89,7 +89,7 @@ class TestingGrader:
         return Grade(value=float(result.reason == "submit"), parts={})
 
 
-def rollout(sandbox: SlowSandbox, act: Act, limits: Limits = LIMITS) -> Rollout:
+def rollout(sandbox: SlowSandbox, act: Act, limits: RolloutLimits = LIMITS) -> Rollout:
     async def play(task: Task, session: Session) -> str:
         raise NotImplementedError
 
@@ -222,10 +222,10 @@ def test_what_ends_in_time_is_handed_on() -> None:
 def test_limits_are_those_of_a_recipe() -> None:
     rollouts = {"timeout_s": 1.0, "start_timeout_s": 2.0, "silence_timeout_s": 300.0, "grading_timeout_s": 4.0}
     config = parse_config({"rollouts": rollouts}, source="t").rollouts
-    assert Limits.of(config) == Limits(start_s=2.0, commands_s=1.0, silence_s=300.0, grading_s=4.0)
+    assert RolloutLimits.of(config) == RolloutLimits(start_s=2.0, commands_s=1.0, silence_s=300.0, grading_s=4.0)
 
 
 def test_turns_that_touch_no_sandbox_are_no_silence() -> None:
     for harness, expected_s in (({"max_turns": 19, "turn_timeout_s": 60.0}, 1200.0), ({"max_turns": 2}, 600.0)):
         config = parse_config({"harness": harness}, source="t")
-        assert Limits.of(config.rollouts, config.harness).silence_s == expected_s
+        assert RolloutLimits.of(config.rollouts, config.harness).silence_s == expected_s

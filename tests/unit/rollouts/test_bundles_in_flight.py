@@ -28,7 +28,7 @@ CREDIT = CreditConfig(kind="shared_prefix", branches=BRANCHES, branch_within=2)
 CONFIG = RolloutConfig(group_size=SIZE, concurrency=SIZE, max_attempts=3)
 
 
-def said(word: int, rollout: int) -> Turn:
+def text_of(word: int, rollout: int) -> Turn:
     """A turn that says one word; its log probability tells the rollouts apart that said it."""
     ids = np.array([word], np.int32)
     logprobs = np.array([-1 - rollout / 1000], np.float32)
@@ -57,7 +57,7 @@ class Walkers:
         length = self._lengths[min(number, len(self._lengths) - 1)]
         for turn in range(1, 100):
             await asyncio.sleep(0.1)
-            own = said(SUBMIT if turn >= length else GO_ON, number)
+            own = text_of(SUBMIT if turn >= length else GO_ON, number)
             reply = self.fakes.sessions.capture(session, own)
             if reply.completion_ids[0] == SUBMIT:
                 break

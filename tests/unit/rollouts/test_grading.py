@@ -9,7 +9,7 @@ from etude.errors import AgentFault, SandboxError
 from etude.harnesses.actions import Finding
 from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rollouts.fake import FakeSandbox
-from etude.rollouts.sandbox import Limits
+from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.worker import grade_work
 from etude.types import Split, Task, Turn
 from records import CHECKS
@@ -45,7 +45,9 @@ class Bar:
                 bar.calls.append("kill")
 
         sandbox = Watched({}, lambda sandbox: None)
-        return asyncio.run(grade_work(TASK, sandbox, HarnessResult(reason="submit", counts={}), self, Limits(), self))
+        return asyncio.run(
+            grade_work(TASK, sandbox, HarnessResult(reason="submit", counts={}), self, RolloutLimits(), self)
+        )
 
 
 def fails(error: Exception) -> Callable[[], Grade]:
@@ -71,4 +73,4 @@ def test_what_a_machine_broke_is_tried_again_and_then_said() -> None:
     bar = Bar(fails(SandboxError("it died")))
     with pytest.raises(SandboxError, match="it died"):
         bar.judge()
-    assert bar.calls == ["kill", "look", *["grade"] * Limits().gradings]
+    assert bar.calls == ["kill", "look", *["grade"] * RolloutLimits().gradings]

@@ -17,7 +17,7 @@ from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Grade, HarnessResult, Sandbox, Session
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeSandbox, FakeSessions, RolloutFakes, run_virtually
-from etude.rollouts.sandbox import Limits
+from etude.rollouts.sandbox import RolloutLimits
 from etude.telemetry.log import EventLog
 from etude.types import Finish, RolloutStatus, Split, Task, Turn
 from records import CHECKS
@@ -68,7 +68,7 @@ class Misery:
         self.opening.append(trouble)
         return session
 
-    async def open_world(self, task: Task) -> Sandbox:
+    async def open_environment(self, task: Task) -> Sandbox:
         trouble = self.opening.pop(0)
         if trouble == "world":
             raise SandboxError("no room")
@@ -96,7 +96,7 @@ class Misery:
 
 
 @dataclass
-class Doors:
+class Gateways:
     """The sessions of :class:`Misery`."""
 
     misery: Misery
@@ -121,7 +121,7 @@ class Grounds:
     misery: Misery
 
     async def open(self, task: Task) -> Sandbox:
-        return await self.misery.open_world(task)
+        return await self.misery.open_environment(task)
 
 
 class Tasks:
@@ -141,11 +141,11 @@ async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) 
     misery = Misery(troubles)
     context = replace(
         RolloutFakes(_unused, lambda task: 0.0).context,
-        sessions=Doors(misery),
+        sessions=Gateways(misery),
         sandboxes=Grounds(misery),
         harness=misery,
         grader=misery,
-        limits=Limits.of(CONFIG),
+        limits=RolloutLimits.of(CONFIG),
     )
     dispatcher = Dispatcher(
         CONFIG,

@@ -8,7 +8,7 @@ import pytest
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult
 from etude.rollouts.fake import FakeSandbox, run_virtually
-from etude.rollouts.sandbox import AgentTime, BoundedSandbox, Limits, SandboxCall
+from etude.rollouts.sandbox import AgentTime, BoundedSandbox, RolloutLimits, SandboxCall
 
 FILES = {"a.py": "1"}
 
@@ -59,7 +59,7 @@ Script: TypeAlias = Callable[[BoundedSandbox], Awaitable[T]]
 
 async def play(script: Script[T], real: FakeSandbox, seen: Sequence[SandboxCall] = ()) -> tuple[T, list[SandboxCall]]:
     """What an agent with 100 s of commands heard, and what was noted."""
-    agent, calls = AgentTime(Limits(commands_s=100)), list[SandboxCall]()
+    agent, calls = AgentTime(RolloutLimits(commands_s=100)), list[SandboxCall]()
 
     async def keep(call: SandboxCall) -> None:
         calls.append(call)

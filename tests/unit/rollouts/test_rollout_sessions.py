@@ -146,14 +146,14 @@ def test_opening_outlives_a_gateway_that_restarts() -> None:
         app.router.add_post("/sessions", open_session)
         tracing = aiohttp.TraceConfig()
         tracing.on_request_exception.append(note)
-        with socket.socket() as door:
-            door.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
-            url = f"http://127.0.0.1:{door.getsockname()[1]}"
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
+            url = f"http://127.0.0.1:{server.getsockname()[1]}"
             async with aiohttp.ClientSession(trace_configs=[tracing]) as http:
                 opening = asyncio.create_task(GatewaySessions(url, "right", http).open())
                 await asyncio.wait_for(refused.wait(), WAIT_S)
                 assert not opening.done()
-                async with TestServer(app, socket_factory=lambda *_: door):
+                async with TestServer(app, socket_factory=lambda *_: server):
                     assert (await opening).session_id == "s1"
 
     asyncio.run(run())

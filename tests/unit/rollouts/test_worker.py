@@ -13,7 +13,7 @@ from etude.harnesses.actions import Finding
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Grade, HarnessResult, Sandbox, Score, Session
 from etude.rollouts.fake import RolloutFakes, run_virtually
-from etude.rollouts.sandbox import Limits
+from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.worker import GradedRollout, ScoredRollout, run_rollout
 from etude.types import Disposition, Finish, Rollout, RolloutStatus, ScriptChecks, Split, Task, Turn, Verdict
 from records import CHECKS
@@ -22,7 +22,7 @@ ONE = np.ones(1, np.int32)
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=ONE, finish=Finish.STOP)
 TASK = Task(task_id="a", family="f", template="t", split=Split.TRAIN, prompt="", files={"a.py": ""}, checks=CHECKS)
 SLOT = OpenSlot(task=TASK, group_index=3, slot=1, attempt=2)
-LIMITS = Limits()
+LIMITS = RolloutLimits()
 
 
 class Fakes(RolloutFakes):

@@ -12,7 +12,7 @@ from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Turn
 from records import make_turn
 
-SAID = ("open f.py", "read f.py", "edit f.py 9\nx", "submit")
+TEXT = ("open f.py", "read f.py", "edit f.py 9\nx", "submit")
 ANSWERED = (tools.BAD_CALL, "1 bad call", tools.BAD_EDIT)
 
 
@@ -24,10 +24,10 @@ def formats() -> dict[str, ChatFormat]:
 def session(chat: ChatFormat) -> Iterator[Turn]:
     """A conversation that grows by what was sampled and what came back."""
     context = chat.open([ChatMessage(role="user", content="fix f in f.py")])
-    for said, answered in zip(SAID, (*ANSWERED, ""), strict=True):
-        sampled = [*chat.encode(said), chat.stop_ids[0]]
+    for text, answered in zip(TEXT, (*ANSWERED, ""), strict=True):
+        sampled = [*chat.encode(text), chat.stop_ids[0]]
         yield make_turn(context, sampled)
-        reply = ChatMessage(role="assistant", content=said)
+        reply = ChatMessage(role="assistant", content=text)
         context = [*context, *sampled, *chat.extend(reply, [ChatMessage(role="user", content=answered)])]
 
 
@@ -35,7 +35,7 @@ def session(chat: ChatFormat) -> Iterator[Turn]:
 def test_calls_that_were_turned_away_are_found_in_every_format(formats: dict[str, ChatFormat], family: str) -> None:
     chat = formats[family]
     spoken = turn_reader(chat)(list(session(chat)))
-    assert [turn.text for turn in spoken] == list(SAID)
+    assert [turn.text for turn in spoken] == list(TEXT)
     assert [turn.answered for turn in spoken] == [*ANSWERED, ""]
     assert malformed_call_rewards(spoken) == (-1.0, 0.0, -1.0, 0.0)
     assert [(hint.turn, hint.source) for hint in ruled(spoken, TOOL_RULES)] == [(0, "malformed call"), (2, "bad edit")]

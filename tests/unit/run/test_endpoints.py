@@ -52,7 +52,7 @@ def test_a_taken_port_is_refused_by_number_unless_it_is_waited_for(tmp_path: Pat
         freed.join()
 
 
-def test_a_gateway_for_others_has_a_door_of_its_own(tmp_path: Path) -> None:
+def test_a_gateway_for_others_has_a_server_of_its_own(tmp_path: Path) -> None:
     endpoints = Endpoints(tmp_path / "endpoints.json")
 
     def has_both() -> bool:
@@ -67,6 +67,6 @@ def test_a_gateway_for_others_has_a_door_of_its_own(tmp_path: Path) -> None:
     assert any(has_both() for _ in range(TRIES))
 
 
-def test_before_the_start_nobody_knows_a_port(tmp_path: Path) -> None:
+def test_before_the_start_no_one_knows_a_port(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="--resume"):
         Endpoints(tmp_path / "endpoints.json").port("engine")

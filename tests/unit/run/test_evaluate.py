@@ -20,14 +20,14 @@ def play(ledger: Ledger, label: str, number: int, broken: set[int]) -> None:
     """One evaluation of ``number`` tasks, in which those that are ``broken`` fail by infrastructure for good."""
 
     async def try_all(name: str, tasks: Sequence[Task]) -> None:
-        for wanted in tasks[ledger.progress(name).admitted :]:
-            group = ledger.admit_group(wanted, name, 1, 0)
+        for expected in tasks[ledger.progress(name).admitted :]:
+            group = ledger.admit_group(expected, name, 1, 0)
             assert group is not None
-            if int(wanted.task_id) in broken:
+            if int(expected.task_id) in broken:
                 ledger.record(rollout(group, 0, reward=None, name=f"{name}/{group}"), name)
                 ledger.lose_slot(name, group, 0, "infra")
             else:
-                ledger.record(rollout(group, 0, reward=float(wanted.task_id), name=f"{name}/{group}"), name)
+                ledger.record(rollout(group, 0, reward=float(expected.task_id), name=f"{name}/{group}"), name)
 
     asyncio.run(one_pass(ledger, try_all, label, [task(index, Split.HELDOUT) for index in range(number)]))
 
@@ -47,10 +47,10 @@ def test_every_task_keeps_its_own_try(tmp_path: Path, calls: list[tuple[int, set
     with Ledger.open(place) as ledger, Archive.open(place) as archive:
         for number, broken in calls:
             play(ledger, "sampled-0", number, broken)
-            found = tries(archive, "sampled-0", 6)
-            now = {index for index, attempt in enumerate(found) if attempt is not None}
-            assert all(attempt.task_id == str(index) for index, attempt in enumerate(found) if attempt is not None)
-            assert all(attempt.reward == index for index, attempt in enumerate(found) if attempt is not None)
+            result = tries(archive, "sampled-0", 6)
+            now = {index for index, attempt in enumerate(result) if attempt is not None}
+            assert all(attempt.task_id == str(index) for index, attempt in enumerate(result) if attempt is not None)
+            assert all(attempt.reward == index for index, attempt in enumerate(result) if attempt is not None)
             assert now >= tried | (set(range(number)) - broken)
             assert missing(archive, "sampled-0", number) == sorted(set(range(number)) - now)
             tried = now
@@ -70,7 +70,7 @@ SEEN_THROUGH = Verdict(disposition=Disposition.ZERO, reason="spy", flags=("spy",
 
 
 @pytest.mark.parametrize(
-    ("told", "graded"),
+    ("message", "graded"),
     [
         ({"reward": 0.2, "reward_parts": {"grader": 0.0, "style": 1.0}}, 0.0),
         ({"reward": 1.2, "reward_parts": {"grader": 1.0, "style": 1.0}}, 1.0),
@@ -79,16 +79,16 @@ SEEN_THROUGH = Verdict(disposition=Disposition.ZERO, reason="spy", flags=("spy",
         ({"reward": 0.5, "reward_parts": {"hidden_passed": 0.5}}, 0.5),  # of a recipe without parts
     ],
 )
-def test_a_try_is_graded_by_its_grader(tmp_path: Path, told: dict[str, Any], graded: float) -> None:
+def test_a_try_is_graded_by_its_grader(tmp_path: Path, message: dict[str, Any], graded: float) -> None:
     place = tmp_path / "ledger.db"
     with Ledger.open(place) as ledger, Archive.open(place) as archive:
         group = ledger.admit_group(task(0, Split.HELDOUT), "greedy", 1, 0)
         assert group is not None
-        ledger.record(replace(rollout(group, 0), **told), "greedy")
+        ledger.record(replace(rollout(group, 0), **message), "greedy")
         (attempt,) = tries(archive, "greedy", 1)
         assert attempt is not None
-        assert (attempt.graded, attempt.reward) == (graded, told["reward"])
-        assert attempt.parts == told.get("reward_parts", {})
+        assert (attempt.graded, attempt.reward) == (graded, message["reward"])
+        assert attempt.parts == message.get("reward_parts", {})
 
 
 def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ class GatedEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__(SystemClock(), vocab_size=300, max_length=64)
-        self.gate, self.asked = asyncio.Event(), asyncio.Event()
+        self.gate, self.requested = asyncio.Event(), asyncio.Event()
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        self.asked.set()
+        self.requested.set()
         await self.gate.wait()
         return await super().generate(prompt_ids, params, session=session)
 
@@ -85,7 +85,7 @@ def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patie
             asyncio.timeout(STARTS_S),
         ):
             call = asyncio.create_task(ask(http, url, key))
-            await engine.asked.wait()
+            await engine.requested.wait()
             os.kill(child.pid, signal.SIGTERM)
             async with asyncio.timeout(25):  # it drains for 30 s
                 while (await http.get(f"{url}/healthz")).status != 503:
@@ -118,13 +118,13 @@ def test_connections_without_a_key_do_not_take_the_files_that_the_gateway_needs(
             aiohttp.ClientSession() as http,
             asyncio.timeout(STARTS_S),
         ):
-            held = list[asyncio.StreamWriter]()
+            lease = list[asyncio.StreamWriter]()
             for _ in range(300):
                 _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
                 writer.write(b"GET /healthz HTTP/1.1\r\nHost: x\r\nAuthorization: Bea")
-                held.append(writer)
+                lease.append(writer)
             assert (await ask(http, url, key))[0] == 200
-            for writer in held:
+            for writer in lease:
                 writer.close()
             assert child.returncode is None
 
@@ -132,7 +132,7 @@ def test_connections_without_a_key_do_not_take_the_files_that_the_gateway_needs(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--model", "nowhere", "--engine", "http://x"], "nowhere"),
         (["--model", "nowhere"], "--engine"),
@@ -140,7 +140,7 @@ def test_connections_without_a_key_do_not_take_the_files_that_the_gateway_needs(
         (["--run", "nowhere"], "not a run folder"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(options: list[str], told: str) -> None:
+def test_what_is_wrong_is_said_in_one_line(options: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "etude", "gateway", *options],
         capture_output=True,
@@ -149,5 +149,5 @@ def test_what_is_wrong_is_said_in_one_line(options: list[str], told: str) -> Non
         check=False,
     )
     assert done.returncode == 2
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -20,7 +20,7 @@ def test_silence_lasts_until_the_next_beat() -> None:
     assert silence.look(8, 102.5) == 0.5
 
 
-def test_the_time_in_which_nobody_looked_is_no_silence() -> None:
+def test_the_time_in_which_no_one_looked_is_no_silence() -> None:
     """The supervisor was stopped, or the whole machine, or the clock jumped."""
     silence = Silence(7, 100.0)
     assert silence.look(7, 86_500.0) == LONGEST_LOOK_S
@@ -55,6 +55,6 @@ def test_an_event_loop_beats_as_long_as_it_turns(tmp_path: Path, monkeypatch: py
     asyncio.run(run())
 
 
-def test_nobody_looks_at_the_beats_of_a_process_without_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_one_looks_at_the_beats_of_a_process_without_a_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HEARTBEAT_VARIABLE, raising=False)
     Heartbeat().beat()

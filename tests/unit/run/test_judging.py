@@ -56,7 +56,7 @@ def test_the_recipe_s_judge_is_the_one_that_was_calibrated() -> None:
         ("judge.min_agreement=0.99", "judge.min_agreement is 0.99"),
     ],
 )
-def test_a_judge_that_nobody_vouches_for_is_refused_unless_the_recipe_says_so(override: str, reason: str) -> None:
+def test_a_judge_that_no_one_vouches_for_is_refused_unless_the_recipe_says_so(override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_judge(recipe(override))
     check_judge(recipe(override, "judge.allow_uncalibrated=true"))
@@ -83,8 +83,8 @@ def test_an_aspect_that_no_part_names_needs_no_calibration_and_is_not_asked_abou
     async def scenario() -> None:
         async with aiohttp.ClientSession() as http, open_judge(alone, http, memory=JudgeState(tmp_path)) as opened:
             assert opened is not None
-            found = await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
-            assert sorted(found) == ["addresses_judge", "style", "unreadable_votes"]
+            result = await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer="a"), "")
+            assert sorted(result) == ["addresses_judge", "style", "unreadable_votes"]
 
     asyncio.run(scenario())
     check_judge(config.model_copy(update={"reward": RewardConfig(), "judge": recipe(UNTRUSTED).judge}))
@@ -135,8 +135,8 @@ def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
     judge = recipe_of_three.judge.model_copy(update={"calls_per_run": 3})
     config = recipe_of_three.model_copy(update={"judge": judge})
 
-    async def play(seat: int, answer: str) -> dict[str, float]:
-        memory = JudgeState(tmp_path, seat)
+    async def play(worker: int, answer: str) -> dict[str, float]:
+        memory = JudgeState(tmp_path, worker)
         async with aiohttp.ClientSession() as http, open_judge(config, http, memory=memory) as opened:
             assert opened is not None
             return dict(await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=answer), ""))
@@ -242,25 +242,25 @@ def test_a_judge_of_hints_alone_is_asked_for_some_and_told_what_that_cost() -> N
     def none(question: str) -> str:
         return orjson.dumps({"hints": [], "nonce": NONCE.findall(question)[-1]}).decode()
 
-    found, calls = checked(none, "judge.prices=[2.0, 8.0]")
-    assert (found.passed, calls) == (True, 1)
-    assert found.lines == [
+    result, calls = checked(none, "judge.prices=[2.0, 8.0]")
+    assert (result.passed, calls) == (True, 1)
+    assert result.lines == [
         "hints: readable",
         "asked in 1 calls: 1 tokens read, 1 written; 1e-05 at the recipe's prices",
     ]
-    found, calls = checked(lambda _question: "what?")
-    assert (found.passed, calls) == (False, 2)
-    assert "hints: its reply could not be read: it was not one JSON object and nothing else" in found.lines
+    result, calls = checked(lambda _question: "what?")
+    assert (result.passed, calls) == (False, 2)
+    assert "hints: its reply could not be read: it was not one JSON object and nothing else" in result.lines
 
 
 def test_a_check_that_would_ask_nothing_or_gets_no_answer_does_not_pass() -> None:
-    nobody = ["judge.url=http://127.0.0.1:9/v1", "judge.model=m", "judge.timeout_s=0.3"]
+    no_one = ["judge.url=http://127.0.0.1:9/v1", "judge.model=m", "judge.timeout_s=0.3"]
     with pytest.raises(ConfigError, match="nothing that the judge is asked: write judge"):
-        check(default_recipe(nobody))
+        check(default_recipe(no_one))
     with pytest.raises(ConfigError, match="nothing to calibrate"):
-        calibrate_beside(default_recipe(nobody), RECIPE, [])
+        calibrate_beside(default_recipe(no_one), RECIPE, [])
     with pytest.raises(JudgeUnavailable, match=r"'hints' within 0\.3 s"):
-        check(default_recipe([*nobody, "hints.weight=1.0", "hints.judge=true"]))
+        check(default_recipe([*no_one, "hints.weight=1.0", "hints.judge=true"]))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +275,6 @@ def test_mistakes_on_the_command_line_are_one_line(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    said = capsys.readouterr().err
-    assert complaint in said
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert complaint in text
+    assert text.count("\n") == 1

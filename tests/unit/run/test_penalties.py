@@ -51,14 +51,14 @@ def test_nothing_is_taken_off_unless_the_recipe_says_so() -> None:
 def test_effort_and_the_way_from_the_reference_add_up_over_all_branches() -> None:
     config = RunConfig(effort=EFFORT, loss=LossConfig(reference_beta=0.1))
     reference = make_reference()
-    found = Penalties(config, reference).of(GROUPS)
-    assert set(found) == {"plain", "branched"}
+    result = Penalties(config, reference).of(GROUPS)
+    assert set(result) == {"plain", "branched"}
     for rollout, branches in ((PLAIN, 1), (BRANCHED, 2)):
         trajectories = build_trajectories(rollout, 0.0)
         assert len(trajectories) == branches
         nats = sum(nats for trajectory in trajectories for nats in reference.divergences([trajectory]))
         assert nats != 0
-        assert found[rollout.rollout_id] == pytest.approx(effort_penalty(rollout, EFFORT) + 0.1 * nats, rel=1e-6)
+        assert result[rollout.rollout_id] == pytest.approx(effort_penalty(rollout, EFFORT) + 0.1 * nats, rel=1e-6)
 
 
 def test_a_rank_that_has_no_rollout_has_no_penalty() -> None:

@@ -7,7 +7,7 @@ import pytest
 from etude.config.loading import load_recipe, parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.run import resolve as decisions
+from etude.run import resolve as resolve_module
 from etude.run.folder import RunFolder
 from etude.run.processes import run_process
 from etude.run.resolve import check_devices, resolve, resolve_device
@@ -15,7 +15,7 @@ from etude.run.resolve import check_devices, resolve, resolve_device
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Be a machine with another device than this one."""
-    monkeypatch.setattr(decisions, "resolve_device", lambda name: device if name == "auto" else name)
+    monkeypatch.setattr(resolve_module, "resolve_device", lambda name: device if name == "auto" else name)
 
 
 def on(engine: str, trainer: str, **numerics: str) -> RunConfig:
@@ -30,12 +30,12 @@ def test_the_machine_that_makes_a_run_decides_for_all(
 ) -> None:
     elsewhere(monkeypatch, here)
     folder = RunFolder.create(tmp_path / "run", RunConfig())
-    told = load_recipe(folder.config_file)
-    assert (told.engine.device, told.trainer.device) == (here, here)
+    message = load_recipe(folder.config_file)
+    assert (message.engine.device, message.trainer.device) == (here, here)
     expected = ("invariant", "off") if here == "cpu" else ("fast", "completion")
-    assert (told.numerics.arithmetic, told.numerics.replay) == expected
+    assert (message.numerics.arithmetic, message.numerics.replay) == expected
     elsewhere(monkeypatch, there)
-    assert RunFolder.open(tmp_path / "run").config() == told == folder.config()
+    assert RunFolder.open(tmp_path / "run").config() == message == folder.config()
 
 
 @pytest.mark.parametrize("here", ["cpu", "cuda"])
@@ -60,5 +60,5 @@ def test_a_process_whose_device_is_not_here_says_so(tmp_path: Path, monkeypatch:
 
 
 def test_a_machine_without_a_driver_is_not_asked_about_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "GPU_FILES", ())
+    monkeypatch.setattr(resolve_module, "GPU_FILES", ())
     assert resolve_device("auto") == "cpu" and resolve_device("cuda") == "cuda"

@@ -90,9 +90,9 @@ def test_an_evaluation_of_failures_alone_says_why_the_last_one_failed(tmp_path: 
         ledger.admit_group(task(0), "before-greedy", 1, 0)
         for attempt, reason in enumerate(("no engine", "(exit 1); it printed: no key")):
             ledger.record(replace(rollout(0, 0, attempt, reward=None), reason=reason), "before-greedy")
-    said = str(lost_all(folder, "before-greedy"))
-    assert said.startswith("evaluation 'before-greedy': every rollout used up its attempts")
-    assert "the last failed because of (exit 1); it printed: no key; repair that" in said
+    text = str(lost_all(folder, "before-greedy"))
+    assert text.startswith("evaluation 'before-greedy': every rollout used up its attempts")
+    assert "the last failed because of (exit 1); it printed: no key; repair that" in text
 
 
 def test_rl_is_measured_on_the_way_between_its_ends() -> None:

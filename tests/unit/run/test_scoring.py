@@ -37,11 +37,11 @@ MALFORMED = {**TESTS, "name": "malformed", "source": "behaviour.malformed_calls"
 STYLE = {**TESTS, "name": "style", "source": "judge.style", "weight": 0.25, "missing": "wait"}
 
 
-def turn(prompt: list[int], said: int) -> Turn:
+def turn(prompt: list[int], text_of: int) -> Turn:
     one = np.ones(1, np.int32)
     return Turn(
         prompt_ids=np.array(prompt, np.int32),
-        completion_ids=said * one,
+        completion_ids=text_of * one,
         logprobs=-one.astype(np.float32),
         versions=one,
         finish=Finish.STOP,
@@ -132,7 +132,7 @@ def test_a_judge_is_asked_where_a_part_wants_it_and_reads_all_of_it() -> None:
     assert len(judge.shown) == 1
 
 
-ASKED = replace(TASK, checks=AnswerChecks(answer="42"))
+PROMPT = replace(TASK, checks=AnswerChecks(answer="42"))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ ASKED = replace(TASK, checks=AnswerChecks(answer="42"))
         (TASK, "", (*TURNS, turn([0], THOUGHT)), LAST),  # the last turn only thought
         (TASK, "", (*TURNS, replace(turn([0], 3), kind=TurnKind.SUMMARY)), LAST),
         (TASK, "", (turn([0], THOUGHT),), ""),
-        (ASKED, "", TURNS, ""),  # was asked for an answer, and never gave one
+        (PROMPT, "", TURNS, ""),  # was asked for an answer, and never gave one
     ],
 )
 def test_a_judge_of_the_answer_reads_the_last_words(
@@ -171,7 +171,7 @@ def test_a_judge_that_is_down_is_waited_for_or_masked_but_never_a_zero() -> None
         reward(TESTS, STYLE | {"missing": 0.0})
 
 
-def test_nobody_waits_for_what_patience_does_not_bring() -> None:
+def test_no_one_waits_for_what_timeout_does_not_bring() -> None:
     spent = Judge({}, away=1_000, error=JudgeLost)
     with pytest.raises(JudgeLost):
         scored(reward(TESTS, STYLE), spent)
@@ -193,7 +193,7 @@ def test_a_run_keeps_the_reward_that_it_began_with(tmp_path: Path) -> None:
         made = reward_spec(reward(TESTS, STYLE), {"style": "abc"})
         for _ in range(2):
             freeze_reward(ledger.facts, made)
-        for other, said in (
+        for other, text in (
             (reward_spec(reward(TESTS, STYLE), {"style": "abd"}), "'style' has rubric = 'abd' instead of 'abc'"),
             (
                 reward_spec(reward(TESTS | {"weight": 0.5}, STYLE), {"style": "abc"}),
@@ -201,6 +201,6 @@ def test_a_run_keeps_the_reward_that_it_began_with(tmp_path: Path) -> None:
             ),
             ({}, "'style' is gone; 'tests' is gone"),
         ):
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=text):
                 freeze_reward(ledger.facts, other)
         freeze_reward(ledger.facts, made)

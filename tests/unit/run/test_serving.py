@@ -56,8 +56,8 @@ def test_a_process_ends_by_a_signal_whatever_it_is_at(number: signal.Signals, wo
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (128 + number, b"")
+        _, text = process.communicate(timeout=30)
+    assert (process.returncode, text) == (128 + number, b"")
 
 
 def test_who_was_left_behind_is_gone_before_its_successor_gives_up() -> None:
@@ -66,5 +66,5 @@ def test_who_was_left_behind_is_gone_before_its_successor_gives_up() -> None:
 
 def test_a_process_has_time_for_what_it_does_before_it_ends() -> None:
     assert process_guard.STOP_S < vllm_process.STOP_S < STOP_S
-    doors, rounds = 2, 2  # one door after the other; each waits, cancels, and waits again
-    assert gateway.DRAIN_SHARE * STOP_S + doors * rounds * gateway.DRAINED_S < STOP_S
+    servers, rounds = 2, 2  # one door after the other; each waits, cancels, and waits again
+    assert gateway.DRAIN_SHARE * STOP_S + servers * rounds * gateway.DRAINED_S < STOP_S

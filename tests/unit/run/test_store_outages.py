@@ -46,7 +46,7 @@ def make_model(seed: int) -> Decoder:
     return model
 
 
-def told(folder: RunFolder) -> list[str]:
+def messages(folder: RunFolder) -> list[str]:
     """What people are told of outages by now."""
     run = RunMetrics()
     for logged in EventReader(folder.events).new():
@@ -83,8 +83,8 @@ def test_trainer_and_engine_wait_for_their_store_and_go_on_with_the_same_bits(
             store.rename(away)  # noqa: ASYNC240
             publishing.start(published_state(make_model(1), config.numerics), 1)
             following = asyncio.create_task(follower.update(updater))
-            await until(lambda: {line.split()[0] for line in told(folder)} == {"trainer", "engine"})
-            assert all(f"waits for {store}" in line for line in told(folder))
+            await until(lambda: {line.split()[0] for line in messages(folder)} == {"trainer", "engine"})
+            assert all(f"waits for {store}" in line for line in messages(folder))
             assert beats.stat().st_mtime > 1, "who waits is alive"
             assert not publishing.is_visible
             assert not following.done()
@@ -104,7 +104,7 @@ def test_trainer_and_engine_wait_for_their_store_and_go_on_with_the_same_bits(
         closing(WeightFollower(open_log(folder, theirs), largest_state(TINY))) as follower,
     ):
         asyncio.run(play(publishing, follower))
-    assert told(folder) == [], "everybody knows that it is over"
+    assert messages(folder) == [], "everybody knows that it is over"
     assert pull(open_log(folder)).version == 1
 
 
@@ -124,12 +124,12 @@ def test_an_engine_that_starts_while_the_store_is_away_waits_for_it(
 
     async def play() -> None:
         serving = asyncio.create_task(serve(folder, config))
-        await until(lambda: serving.done() or bool(told(folder)))
+        await until(lambda: serving.done() or bool(messages(folder)))
         assert not serving.done(), serving.exception()
         if comes_back:
             away.rename(store)
             async with aiohttp.ClientSession() as http:
-                await until(lambda: serving.done() or not told(folder))
+                await until(lambda: serving.done() or not messages(folder))
                 assert await _is_served(http, folder.endpoints.url("engine"), serving)
         serving.cancel()
         await asyncio.wait([serving])
@@ -160,7 +160,7 @@ def test_an_outage_that_a_recipe_bounds_ends_the_run_with_what_is_wrong(folder: 
         open_log(folder)  # a person's command waits for nothing
 
 
-def test_nobody_waits_any_more_once_a_process_ends(folder: RunFolder) -> None:
+def test_no_one_waits_any_more_once_a_process_ends(folder: RunFolder) -> None:
     outages = StoreOutages(folder.store, 0.0)
     outages.close()
     with pytest.raises(InfrastructureError, match="is away"):
@@ -175,10 +175,10 @@ def test_an_outage_lasts_for_as_long_as_any_call_waits(folder: RunFolder) -> Non
         StoreOutages(folder.store, 0.0, events, lambda: signs.append(None)) as outages,
     ):
         outages.failed(AWAY, again=False)
-        assert not told(folder), "one failed try is no outage"
+        assert not messages(folder), "one failed try is no outage"
         outages.failed(AWAY, again=False)
         outages.succeeded()
-        assert len(told(folder)) == 1
+        assert len(messages(folder)) == 1
         outages.succeeded()
-        assert not told(folder)
+        assert not messages(folder)
     assert len(signs) == 2

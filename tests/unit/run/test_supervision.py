@@ -15,18 +15,18 @@ from waiting import wait_until
 
 def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
     """Regression: six silent deaths in 97 s, then the end of the run."""
-    told = list[str]()
+    message = list[str]()
     with small_disk(tmp_path / "disk") as disk:
         folder = RunFolder.create(disk / "run", RunConfig())
         with EventLog(folder.events, "supervisor", lossy=True) as events:
             filler = fill(disk)
-            child = Child("midtrain", folder, events, told.append, heartbeat_timeout_s=900.0)
+            child = Child("midtrain", folder, events, message.append, heartbeat_timeout_s=900.0)
             try:
-                wait_until(lambda: child.check() or bool(told))
+                wait_until(lambda: child.check() or bool(message))
                 events.write(PhaseStarted(phase="rl"))
-                assert "midtrain waits for room on a disk" in told[0]
-                assert f"{folder.path} has 0 bytes free" in told[0]
-                assert "make room there and it goes on" in told[0]
+                assert "midtrain waits for room on a disk" in message[0]
+                assert f"{folder.path} has 0 bytes free" in message[0]
+                assert "make room there and it goes on" in message[0]
                 filler.unlink()
                 full = child.pid
                 wait_until(lambda: child.check() or child.pid != full)
@@ -37,12 +37,12 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
 
 def test_a_restart_is_told_with_its_reason(tmp_path: Path) -> None:
     """Regression: nothing was said while a process died again and again."""
-    folder, told = RunFolder.create(tmp_path / "run", RunConfig()), list[str]()
+    folder, message = RunFolder.create(tmp_path / "run", RunConfig()), list[str]()
     with EventLog(folder.events, "supervisor") as events:
-        child = Child("gateway", folder, events, told.append, heartbeat_timeout_s=900.0)
+        child = Child("gateway", folder, events, message.append, heartbeat_timeout_s=900.0)
         try:
             os.kill(child.pid, signal.SIGKILL)
-            wait_until(lambda: child.check() or bool(told))
-            assert told == ["gateway ended with status -9 and is started again: it said nothing"]
+            wait_until(lambda: child.check() or bool(message))
+            assert message == ["gateway ended with status -9 and is started again: it said nothing"]
         finally:
             stop_all([child])

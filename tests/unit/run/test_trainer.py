@@ -145,25 +145,25 @@ def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
     admit(run, 0)
     config = run.config()
     loss = LossConfig(kind="grpo", old_policy="recomputed", kl_coef=0.1)
-    asked = RunFolder.create(run.path.with_name("asked"), config.model_copy(update={"loss": loss}))
-    start_from(run, asked)
+    question = RunFolder.create(run.path.with_name("asked"), config.model_copy(update={"loss": loss}))
+    start_from(run, question)
     model, ids = Decoder(TINY), [1, 2, 3, 4]
     model.initialise(0, std=0.2)
     with torch.no_grad():
         expected = model.logits(model.forward_packed(torch.tensor(ids)))[1:3].log_softmax(-1)[[0, 1], ids[2:]].numpy()
-    with Ledger.open(run.ledger) as ledger, EventLog(asked.events, "test") as events:
+    with Ledger.open(run.ledger) as ledger, EventLog(question.events, "test") as events:
         groups = ledger.claim_batch(1, 1)
         assert groups is not None
         batch = build_batch(1, groups)
-        for folder, rows in ((asked, [expected, expected]), (run, [None, None])):
+        for folder, rows in ((question, [expected, expected]), (run, [None, None])):
             process = TrainerProcess(folder, events, ledger, None, StoreOutages(folder.store, 0.0))
             first = scored(batch, folder.config(), process._probe, process._reference)[0]
-            for found, row in zip((first.old_logprobs, first.reference_logprobs), rows, strict=True):
+            for result, row in zip((first.old_logprobs, first.reference_logprobs), rows, strict=True):
                 if row is None:
-                    assert found is None
+                    assert result is None
                 else:
-                    assert found is not None
-                    np.testing.assert_allclose(found, [0, 0, *row], atol=2e-2)  # published in bfloat16
+                    assert result is not None
+                    np.testing.assert_allclose(result, [0, 0, *row], atol=2e-2)  # published in bfloat16
 
 
 def train_until(run: RunFolder, step: int) -> None:
@@ -206,7 +206,7 @@ def test_a_trainer_that_cannot_read_recent_versions_measures_less_and_goes_on(
 
 def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: RunFolder) -> None:
     payloads = Payloads(run.payloads)
-    of_nobody, of_a_group = (payloads.stow(make_turn(GOOD), name) for name in ("evaluation", "rollout"))
+    of_no_one, of_a_group = (payloads.stow(make_turn(GOOD), name) for name in ("evaluation", "rollout"))
     for number in range(6):
         admit(run, number)
     with Ledger.open(run.ledger) as ledger:
@@ -216,11 +216,11 @@ def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: Run
         os.utime(file, (0, 0))
     run_trainer(run)
     assert of_a_group.payload is not None
-    assert of_nobody.payload is not None
+    assert of_no_one.payload is not None
     assert [file.stem for file in run.payloads.glob("*/*")] == [of_a_group.payload.digest]
 
 
-def test_a_newest_version_that_nobody_will_publish_again_ends_the_run(run: RunFolder) -> None:
+def test_a_newest_version_that_no_one_will_publish_again_ends_the_run(run: RunFolder) -> None:
     for number in range(MAX_EMPTY_STEPS + 2):
         admit(run, number)
     run_trainer(run)

@@ -7,7 +7,7 @@ import pytest
 
 from etude.errors import ConfigError, DamagedError
 from etude.sandbox_spec import EnvironmentSpec
-from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, Verdict, split_of
+from etude.tasks.repositories.folder import CandidateVerdict, PackageFolder, RepositoryTasks, split_of
 from etude.types import Case, Probe, Split, Task, TestChecks
 
 CHECKS = TestChecks(
@@ -29,7 +29,7 @@ TASK = Task(
     checks=CHECKS,
     environment=EnvironmentSpec(image="ab" * 32),
 )
-VERDICT = Verdict(
+VERDICT = CandidateVerdict(
     candidate_id="c", operator="boundary", path="a.py", target="f", outcome="kept", seconds=1.5, tests=("t::a",)
 )
 

@@ -4,11 +4,11 @@ import pytest
 
 from etude.taskgen.failures import NoTestsError, TestsFailError
 from etude.taskgen.survey import Survey, survey_of
-from etude.taskgen.testruns import Outcome, TestObservation
+from etude.taskgen.testruns import RunOutcome, TestObservation
 
 
 def seen(tests: dict[str, str], *, ended: str = "", seconds: float = 0.1, **more: object) -> TestObservation:
-    outcomes = {test: Outcome(status=status, seconds=seconds, message="") for test, status in tests.items()}
+    outcomes = {test: RunOutcome(status=status, seconds=seconds, message="") for test, status in tests.items()}
     fields = {"errors": (), "reached": {}, "calls": {}, "results": (), "seconds": 1.0, "output": "said", **more}
     return TestObservation(tests=outcomes, ended=ended, **fields)  # type: ignore[arg-type]  # as a test says it
 

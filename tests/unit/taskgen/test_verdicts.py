@@ -1,7 +1,7 @@
 """Which candidates are refused, and for what."""
 
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import Outcome, TestObservation
+from etude.taskgen.testruns import RunOutcome, TestObservation
 from etude.taskgen.verdicts import Rejection, choose_tests, judge_quick, probe_cases, prove, refuse_unrun
 from etude.types import Case, Json
 
@@ -10,7 +10,9 @@ SURVEY = Survey(stable=TESTS, flaky=(), failing=(), skipped=0, unfit=(), broken=
 
 
 def seen(*failing: str, ended: str = "", results: tuple[tuple[bool, Json], ...] = ()) -> TestObservation:
-    tests = {test: Outcome(status="failed" if test in failing else "passed", seconds=0, message="") for test in TESTS}
+    tests = {
+        test: RunOutcome(status="failed" if test in failing else "passed", seconds=0, message="") for test in TESTS
+    }
     return TestObservation(
         tests=tests, errors=(), reached={}, calls={}, results=results, ended=ended, seconds=1.0, output=""
     )

@@ -34,7 +34,7 @@ def nested(depth: int, innermost: str = "pass") -> str:
 
 def rules(text: str, path: str = "tests/unit/test_thing.py") -> dict[str, int]:
     """Rule → line of its first fault. Tests are spared the docstring rules, so that snippets can be short."""
-    return {found.rule: found.fault.line for found in reversed(shape.inspect(path, text))}
+    return {result.rule: result.fault.line for result in reversed(shape.inspect(path, text))}
 
 
 OFFENDERS = [
@@ -112,8 +112,8 @@ def test_the_package_may_have_six_parameters_besides_self() -> None:
 
 def test_docstrings_are_asked_of_modules_and_public_names() -> None:
     text = "def _private(): ...\n\n\ndef public(): ...\n\n\nclass C:\n    '''Doc.'''\n    def method(self): ...\n"
-    found = [str(finding) for finding in shape.inspect(PRODUCT, text)]
-    assert found == [
+    result = [str(finding) for finding in shape.inspect(PRODUCT, text)]
+    assert result == [
         f"{PRODUCT}:1: module-docstring: no docstring: say what the module owns and what it does not",
         f"{PRODUCT}:4: public-docstring: public has no docstring: first line a full sentence",
         f"{PRODUCT}:9: public-docstring: method has no docstring: first line a full sentence",

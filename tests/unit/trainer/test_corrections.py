@@ -25,10 +25,10 @@ TRAJECTORIES = torch.tensor([0, 0, 1, 3])
 
 
 def test_truncation_bounds_a_weight_and_loses_no_token() -> None:
-    found = truncated(LOGS, 2.0)
-    torch.testing.assert_close(found.weights_N, torch.tensor([1.0, 2.0, 0.25, math.exp(0.1)], dtype=torch.float64))
-    assert found.truncated_N.tolist() == [False, True, False, False]
-    assert not found.masked_N.any()
+    result = truncated(LOGS, 2.0)
+    torch.testing.assert_close(result.weights_N, torch.tensor([1.0, 2.0, 0.25, math.exp(0.1)], dtype=torch.float64))
+    assert result.truncated_N.tolist() == [False, True, False, False]
+    assert not result.masked_N.any()
 
 
 def test_masks_believe_a_ratio_or_leave_the_token_out() -> None:
@@ -47,17 +47,17 @@ def test_sums_and_means_stay_in_their_trajectory() -> None:
 
 def test_only_a_bad_trajectory_that_was_left_behind_is_masked() -> None:
     """δ = 1 nat: number 1 has been left by ln 4 = 1.4 nats."""
-    for advantage, kept in ((-1.0, [True, True, False, True]), (1.0, [True] * 4)):
+    for advantage, remaining in ((-1.0, [True, True, False, True]), (1.0, [True] * 4)):
         advantages = torch.full_like(LOGS, advantage)
-        assert on_policy_or_good(LOGS, advantages, TRAJECTORIES, 1.0).tolist() == kept
+        assert on_policy_or_good(LOGS, advantages, TRAJECTORIES, 1.0).tolist() == remaining
     assert on_policy_or_good(LOGS, -torch.ones_like(LOGS), TRAJECTORIES, 1.4).all()
 
 
 def test_a_sequence_mask_comes_on_top_of_weights() -> None:
     config = LossConfig(cap=2.0, sequence_mask="geometric", mask_floor=0.5, mask_cap=1.9)
-    found = correct(LOGS, LOGS, torch.ones_like(LOGS), TRAJECTORIES, config)
-    torch.testing.assert_close(found.weights_N, torch.tensor([1.0, 2.0, 0.0, math.exp(0.1)], dtype=torch.float64))
-    assert found.masked_N.tolist() == [False, False, True, False]
+    result = correct(LOGS, LOGS, torch.ones_like(LOGS), TRAJECTORIES, config)
+    torch.testing.assert_close(result.weights_N, torch.tensor([1.0, 2.0, 0.0, math.exp(0.1)], dtype=torch.float64))
+    assert result.masked_N.tolist() == [False, False, True, False]
 
 
 def test_the_geometric_mean_does_not_punish_length() -> None:
@@ -73,9 +73,9 @@ def test_the_geometric_mean_does_not_punish_length() -> None:
 )
 def test_the_proximal_policy_lies_one_version_behind(rows: list[tuple[float, float, int]]) -> None:
     ours, engine = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in (0, 1))
-    found = proximal_logprobs(ours.requires_grad_(), engine, torch.tensor([row[2] for row in rows]))
-    assert not found.requires_grad
-    for (own, mu, staleness), proximal in zip(rows, found.tolist(), strict=True):
+    result = proximal_logprobs(ours.requires_grad_(), engine, torch.tensor([row[2] for row in rows]))
+    assert not result.requires_grad
+    for (own, mu, staleness), proximal in zip(rows, result.tolist(), strict=True):
         steps = max(staleness, 1)
         assert math.isclose(proximal, mu + (steps - 1) / steps * (own - mu), rel_tol=1e-12, abs_tol=1e-12)
         assert math.isclose(own - proximal, (own - mu) / steps, rel_tol=1e-9, abs_tol=1e-12)

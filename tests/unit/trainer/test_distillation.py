@@ -72,9 +72,9 @@ def teach(
 ) -> tuple[Tensor, list[Tensor], float]:
     """The loss of a piece, its gradient, and the nats."""
     model.zero_grad()
-    taught = Distillation(config=hints, replay="off", floor=0.0, chunk_logits=chunk).teach(model, examples, sampled)
-    taught.loss.backward()
-    return taught.loss.detach(), [gradient_of(parameter) for parameter in model.parameters()], taught.nats
+    distilled = Distillation(config=hints, replay="off", floor=0.0, chunk_logits=chunk).teach(model, examples, sampled)
+    distilled.loss.backward()
+    return distilled.loss.detach(), [gradient_of(parameter) for parameter in model.parameters()], distilled.nats
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -145,18 +145,18 @@ def test_without_a_hint_there_is_nothing_to_learn(hints: HintsConfig) -> None:
 
 
 @BOTH
-def test_how_lessons_are_packed_and_chunked_changes_nothing(hints: HintsConfig) -> None:
+def test_how_examples_are_packed_and_chunked_changes_nothing(hints: HintsConfig) -> None:
     model = make_model()
-    together, summed, nats = teach(model, *EXAMPLES, hints=hints)
+    jointly, summed, nats = teach(model, *EXAMPLES, hints=hints)
     alone = [teach(model, example, hints=hints, chunk=1) for example in EXAMPLES]
-    assert float(together) == pytest.approx(sum(float(loss) for loss, _, _ in alone), rel=1e-4)
-    assert nats == pytest.approx(sum(found for _, _, found in alone), rel=1e-4)
+    assert float(jointly) == pytest.approx(sum(float(loss) for loss, _, _ in alone), rel=1e-4)
+    assert nats == pytest.approx(sum(result for _, _, result in alone), rel=1e-4)
     for index, gradient in enumerate(summed):
         assert torch.allclose(gradient, sum((each[index] for _, each, _ in alone), torch.zeros(())), atol=1e-6)
 
 
 @BOTH
-def test_other_turns_of_a_context_are_not_taught(hints: HintsConfig) -> None:
+def test_other_turns_of_a_context_are_not_distilled(hints: HintsConfig) -> None:
     """A reply in the context is context: with its tokens scored, too, the loss is another."""
     model, example = make_model(), EXAMPLES[0]
     whole = np.arange(len(example.student.token_ids)) > 0
@@ -173,7 +173,7 @@ def test_other_turns_of_a_context_are_not_taught(hints: HintsConfig) -> None:
     assert narrow != pytest.approx(wider, rel=1e-3)
 
 
-def test_a_piece_without_lessons_keeps_others_company() -> None:
+def test_a_chunk_without_examples_keeps_others_company() -> None:
     for hints in (HINTS, SAMPLED):
         loss, gradients, nats = teach(make_model(), hints=hints)
         assert float(loss) == nats == 0.0
@@ -187,23 +187,23 @@ def test_greedy_turns_say_something_in_full_only(hints: HintsConfig) -> None:
     assert moved == (hints is HINTS)
 
 
-def test_steps_on_lessons_alone_bring_the_student_nearer() -> None:
+def test_steps_on_examples_alone_bring_the_student_nearer() -> None:
     trainer = make_trainer()
     totals = Totals(tokens=0, trajectories=0, sampled=6)
-    found = [trainer.step(step, [], totals, examples=[EXAMPLES]) for step in range(1, 21)]
-    assert found[0]["hinted_tokens"] == 6
-    assert found[-1]["hint_nats"] < 0.3 * found[0]["hint_nats"]
-    assert found[0]["trained_tokens"] == 17
-    assert not found[0].keys() & {"entropy", "masked_share"}
+    result = [trainer.step(step, [], totals, examples=[EXAMPLES]) for step in range(1, 21)]
+    assert result[0]["hinted_tokens"] == 6
+    assert result[-1]["hint_nats"] < 0.3 * result[0]["hint_nats"]
+    assert result[0]["trained_tokens"] == 17
+    assert not result[0].keys() & {"entropy", "masked_share"}
 
 
-def test_a_step_without_lessons_is_what_it_was_bit_for_bit() -> None:
+def test_a_step_without_examples_is_what_it_was_bit_for_bit() -> None:
     """With a weight, without one, and with examples that weigh nothing."""
     good = replace(make_view([1, 2, 3], [4, 5]), advantages=np.array([0, 0, 0, 1, 1], np.float32))
     totals = Totals(tokens=2, trajectories=1, sampled=2)
     trainers = [make_trainer(), make_trainer(HintsConfig())]
-    found = [trainer.step(1, [(good,)], totals) for trainer in trainers]
-    assert found[0] == found[1]
+    result = [trainer.step(1, [(good,)], totals) for trainer in trainers]
+    assert result[0] == result[1]
     weightless = make_trainer(HintsConfig())
     weightless.step(1, [(good,)], totals, examples=[EXAMPLES])
     for one, other, third in zip(*(t.model.parameters() for t in (*trainers, weightless)), strict=True):
@@ -211,11 +211,11 @@ def test_a_step_without_lessons_is_what_it_was_bit_for_bit() -> None:
         assert torch.equal(one, third)
 
 
-def test_lessons_add_to_what_rewards_say() -> None:
+def test_examples_add_to_what_rewards_say() -> None:
     good = replace(make_view([1, 2, 3], [4, 5]), advantages=np.array([0, 0, 0, 1, 1], np.float32))
     totals = Totals(tokens=2, trajectories=1, sampled=2)
-    alone, taught = make_trainer(), make_trainer()
-    one, two = alone.step(1, [(good,)], totals), taught.step(1, [(good,)], totals, examples=[EXAMPLES])
+    alone, distilled = make_trainer(), make_trainer()
+    one, two = alone.step(1, [(good,)], totals), distilled.step(1, [(good,)], totals, examples=[EXAMPLES])
     assert two["grad_norm"] != one["grad_norm"]
     assert two["entropy"] == one["entropy"]
     assert (one["hinted_tokens"], two["hinted_tokens"]) == (0, 6)
@@ -229,14 +229,14 @@ def test_lessons_add_to_what_rewards_say() -> None:
 def test_examples_are_divided_as_the_loss_would_be_though_no_group_has_a_signal(loss: LossConfig, divisor: int) -> None:
     totals = Totals(tokens=0, trajectories=0, sampled=60, sampled_trajectories=3)
     by_one = Totals(tokens=0, trajectories=0, sampled=1)
-    found, whole = (
+    result, whole = (
         make_trainer(loss=kind).step(1, [], each, examples=[EXAMPLES])["grad_norm"]
         for kind, each in ((loss, totals), (DEFAULT, by_one))
     )
-    assert found == pytest.approx(whole / divisor, rel=1e-4)
+    assert result == pytest.approx(whole / divisor, rel=1e-4)
 
 
-def test_a_batch_without_rewards_or_lessons_teaches_nothing() -> None:
+def test_a_batch_without_rewards_or_examples_teaches_nothing() -> None:
     assert make_trainer().step(1, [], Totals(tokens=0, trajectories=0)) == NOTHING_LEARNT
 
 
@@ -259,13 +259,13 @@ def test_the_teacher_goes_its_own_way_behind_the_hint() -> None:
     nats = {}
     for mode in ("off", "completion", "full"):
         for name, chosen in (("plain", example), ("routed", routed)):
-            taught = Distillation(config=HINTS, replay=mode, floor=0.0).teach(model, [chosen], 10)
-            nats[mode, name] = taught.nats
+            distilled = Distillation(config=HINTS, replay=mode, floor=0.0).teach(model, [chosen], 10)
+            nats[mode, name] = distilled.nats
     assert nats["off", "plain"] == nats["off", "routed"] == nats["full", "plain"]
     assert len({round(nats[mode, "routed"], 5) for mode in ("off", "completion", "full")}) == 3
 
 
-def test_a_lesson_is_one_reply_in_two_contexts() -> None:
+def test_a_example_is_one_reply_in_two_contexts() -> None:
     with pytest.raises(ValueError, match="must read the same one"):
         DistillationExample(student=make_view([1], [2, 3]), teacher=make_view([1, 9], [2, 4]))
     with pytest.raises(ValueError, match="must read the same one"):
@@ -285,9 +285,9 @@ def make_compared(gaps: list[float], examples: list[int]) -> TokenDivergences:
 
 def test_a_token_counts_as_far_as_the_teacher_would_have_come_there() -> None:
     """Exp of what its prefix is less likely to the teacher, never above 1, and every example begins anew."""
-    found = make_compared([-1.0, 2.0, -3.0, 0.5, -2.0, 1.0], [0, 0, 0, 1, 1, 1])
+    result = make_compared([-1.0, 2.0, -3.0, 0.5, -2.0, 1.0], [0, 0, 0, 1, 1, 1])
     expected = [0.0, -1.0, 0.0, 0.0, 0.0, -1.5]  # sums before each: 0, −1, 1 and 0, 0.5, −1.5
-    assert prefix_weights(found).log().tolist() == pytest.approx(expected)
+    assert prefix_weights(result).log().tolist() == pytest.approx(expected)
     assert prefix_weights(make_compared([], [])).tolist() == []
 
 
@@ -301,8 +301,8 @@ def test_shared_contexts_take_the_weight_off_what_the_teacher_would_not_have_sai
     whole, part = (teach(model, long, hints=hints) for hints in (alike, shared))
     assert float(part[0]) != float(whole[0])
     assert (part[2] < whole[2]) or estimator == "sampled"
-    together = teach(model, long, short, hints=shared)
-    assert float(together[0]) == pytest.approx(float(part[0] + teach(model, short, hints=shared)[0]), rel=1e-5)
+    jointly = teach(model, long, short, hints=shared)
+    assert float(jointly[0]) == pytest.approx(float(part[0] + teach(model, short, hints=shared)[0]), rel=1e-5)
 
 
 def test_options_without_effect_are_refused() -> None:

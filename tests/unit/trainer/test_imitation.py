@@ -55,7 +55,7 @@ def test_tokens_of_weight_zero_are_not_learnt() -> None:
     assert chances[1, 2] < 0.5
 
 
-def test_a_batch_in_pieces_takes_the_same_step() -> None:
+def test_a_batch_in_chunks_takes_the_same_step() -> None:
     """Normalised over the whole batch: were each piece a mean of its own, its few tokens would count more."""
     documents = [make_document([1, 2, 3], [1, 1, 0.5]), make_document(range(1, 40)), make_document([7, 8])]
     one, other = make_model(), make_model()
@@ -69,22 +69,22 @@ def test_a_batch_in_pieces_takes_the_same_step() -> None:
 def test_no_document_sees_another() -> None:
     model = make_model()
     one, other = make_document([4, 5, 6, 7]), make_document([9, 8, 7])
-    together, _, _ = predict(model, [one, other])
-    torch.testing.assert_close(together, torch.cat([predict(model, [one])[0], predict(model, [other])[0]]))
+    jointly, _, _ = predict(model, [one, other])
+    torch.testing.assert_close(jointly, torch.cat([predict(model, [one])[0], predict(model, [other])[0]]))
     swapped, _, _ = predict(model, [other, one])
-    torch.testing.assert_close(together[:3], swapped[2:])
+    torch.testing.assert_close(jointly[:3], swapped[2:])
 
 
 def test_what_an_agent_wrote_is_measured_apart() -> None:
     trainer = make_trainer(make_model())
     session = make_document([1, 2, 3, 4], [0.5, 0.5, 1.0, 1.0])
-    found = trainer.measure([[session, make_document([5, 6, 7])]])
-    assert (found.actions, found.weight, found.tokens) == (2, 4.5, 7)
+    result = trainer.measure([[session, make_document([5, 6, 7])]])
+    assert (result.actions, result.weight, result.tokens) == (2, 4.5, 7)
     losses, _, _ = predict(make_model(), [session])
-    assert found.action_mean == pytest.approx(float(losses.detach()[1:].mean()), rel=1e-5)
+    assert result.action_mean == pytest.approx(float(losses.detach()[1:].mean()), rel=1e-5)
 
 
-def test_measuring_changes_nothing() -> None:
+def test_eval_changes_nothing() -> None:
     model = make_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     make_trainer(model).measure([[make_document([1, 2, 3])]])

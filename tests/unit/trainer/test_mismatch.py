@@ -69,10 +69,10 @@ def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> 
     probe = MismatchProbe(make_model(9), OFF, versions=3)
     for version, model in models.items():
         probe.remember(version, state_of(model))
-    found = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).total
-    assert found.tokens == 5
-    assert found.k3 < 1e-12
-    assert found.p99 < 1e-6
+    result = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).total
+    assert result.tokens == 5
+    assert result.k3 < 1e-12
+    assert result.p99 < 1e-6
 
 
 def test_a_version_that_is_gone_is_not_compared() -> None:
@@ -94,24 +94,24 @@ def test_a_different_engine_shows() -> None:
     models = {3: make_model(3)}
     probe = MismatchProbe(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(make_model(5)))
-    found = probe.measure([make_trajectory(models, [N, N, 3, 3, 3], (2,))], max_tokens=100).total
-    assert found.k3 > 1e-4
+    result = probe.measure([make_trajectory(models, [N, N, 3, 3, 3], (2,))], max_tokens=100).total
+    assert result.k3 > 1e-4
 
 
 @given(st.lists(st.floats(-2, 2, width=32), min_size=1, max_size=50))
 def test_the_statistics_are_schulmans(differences: list[float]) -> None:
-    found = summarise(np.array(differences, np.float32))
-    assert math.isclose(found.k1, -sum(differences) / len(differences), abs_tol=1e-6)
+    result = summarise(np.array(differences, np.float32))
+    assert math.isclose(result.k1, -sum(differences) / len(differences), abs_tol=1e-6)
     k3 = sum(math.exp(d) - 1 - d for d in differences) / len(differences)
-    assert math.isclose(found.k3, k3, rel_tol=1e-6, abs_tol=1e-9)
-    assert found.k3 >= 0
-    assert found.p99 <= found.max == max(abs(d) for d in differences)
-    assert found.equal == sum(d == 0 for d in differences)
+    assert math.isclose(result.k3, k3, rel_tol=1e-6, abs_tol=1e-9)
+    assert result.k3 >= 0
+    assert result.p99 <= result.max == max(abs(d) for d in differences)
+    assert result.equal == sum(d == 0 for d in differences)
 
 
 def test_nothing_compared_is_nothing_claimed() -> None:
-    found = summarise(np.zeros(0, np.float32))
-    assert found == Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
+    result = summarise(np.zeros(0, np.float32))
+    assert result == Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
 
 
 def test_the_same_function_on_both_sides_is_equal_to_the_last_bit() -> None:
@@ -150,16 +150,16 @@ def test_replay_repairs_what_another_choice_of_experts_breaks_and_flips_are_coun
     routes[[0, 4]] = NO_ROUTE
     engine = Routing(replay=torch.from_numpy(routes.astype(np.int64)))
     trajectory = replace(scored(trajectory, model, engine), routes=routes)
-    found = {}
+    result = {}
     for numerics in (OFF, REPLAY):
         probe = MismatchProbe(make_model(9), numerics, versions=1)
         probe.remember(3, state_of(model))
-        found[numerics.replay] = probe.measure([trajectory], max_tokens=100).total
-    assert found["off"].max > 1e-3
-    assert (found["off"].pairs, found["off"].flips) == (0, 0)
-    assert found["completion"].max == 0
-    assert found["completion"].pairs == 3 * 4
-    assert found["completion"].flips == engine.flips > 0
+        result[numerics.replay] = probe.measure([trajectory], max_tokens=100).total
+    assert result["off"].max > 1e-3
+    assert (result["off"].pairs, result["off"].flips) == (0, 0)
+    assert result["completion"].max == 0
+    assert result["completion"].pairs == 3 * 4
+    assert result["completion"].flips == engine.flips > 0
 
 
 def test_routes_of_tokens_that_are_not_compared_are_left_to_the_router() -> None:
@@ -184,10 +184,10 @@ def test_the_breakdown_adds_up_to_the_whole() -> None:
         probe.remember(version, state_of(make_model(seed)))
     lengthy = make_trajectory(models, [N, *[3] * 12], (1,))
     report = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6)), lengthy], max_tokens=100)
-    assert {version: found.tokens for version, found in report.versions} == {3: 14, 4: 3}
+    assert {version: result.tokens for version, result in report.versions} == {3: 14, 4: 3}
     assert report.versions[0][1].k3 < 1e-9 < report.versions[1][1].k3
-    assert {first: found.tokens for first, found in report.positions} == {0: 3, 1: 10, 8: 4}
-    assert max(found.max for _, found in report.positions) == report.total.max
+    assert {first: result.tokens for first, result in report.positions} == {0: 3, 1: 10, 8: 4}
+    assert max(result.max for _, result in report.positions) == report.total.max
     assert set(dict(report.positions)) < set(POSITIONS)
 
 
@@ -232,8 +232,8 @@ def test_every_token_is_scored_with_the_weights_that_sampled_it(max_tokens: int)
         make_trajectory(models, [N, N, 3, 4], (2,)),
     ]
     silent = [replace(one, logprobs=np.zeros_like(one.logprobs)) for one in sampled]
-    found = probe.old_logprobs(silent, max_tokens=max_tokens)
-    for one, row in zip(sampled, found, strict=True):
+    result = probe.old_logprobs(silent, max_tokens=max_tokens)
+    for one, row in zip(sampled, result, strict=True):
         np.testing.assert_allclose(row, one.logprobs, atol=1e-6)
     unknown = replace(sampled[1], versions=np.array([N, 4, 5], np.int32))
     with pytest.raises(DamagedError, match=r"weight version 5 sampled .*; set loss\.old_policy = 'engine'"):

@@ -21,18 +21,18 @@ def gradients(shape: tuple[int, ...], seed: int = 0) -> Tensor:
 
 def polar(x: Tensor) -> Tensor:
     u, _, vt = torch.linalg.svd(x, full_matrices=False)
-    found: Tensor = u @ vt
-    return found
+    result: Tensor = u @ vt
+    return result
 
 
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 8, 40), (2, 40, 8), (1, 1, 7)])
 def test_it_has_the_singular_vectors_of_the_polar_factor(shape: tuple[int, ...]) -> None:
     x = gradients(shape).double()
-    found, exact = orthogonalise(x), polar(x)
-    values = torch.linalg.svdvals(found)
+    result, exact = orthogonalise(x), polar(x)
+    values = torch.linalg.svdvals(result)
     assert ((values > 0.65) & (values < 1.25)).all()  # what five steps of these coefficients promise
     # U and V are kept: UᵀfoundV is diagonal, so the product with the exact factor is symmetric and positive.
-    product = found @ exact.mT if shape[1] <= shape[2] else exact.mT @ found
+    product = result @ exact.mT if shape[1] <= shape[2] else exact.mT @ result
     assert torch.allclose(product, product.mT, atol=1e-9)
     assert (torch.linalg.eigvalsh(product) > 0.65).all()
 
@@ -53,9 +53,9 @@ def test_singular_values_end_near_one_unless_they_were_next_to_nothing() -> None
 
 def test_matrices_do_not_see_each_other() -> None:
     x = gradients((5, 6, 9))
-    together = orthogonalise(x)
+    jointly = orthogonalise(x)
     alone = torch.stack([orthogonalise(matrix[None])[0] for matrix in x])
-    assert torch.allclose(together, alone, atol=1e-6)
+    assert torch.allclose(jointly, alone, atol=1e-6)
     assert torch.equal(orthogonalise(torch.zeros(2, 4, 4)), torch.zeros(2, 4, 4))
 
 

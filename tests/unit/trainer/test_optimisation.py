@@ -23,10 +23,10 @@ def make(*, clip_norm: float = 1e9) -> Optimisation:
     return Optimisation(model, optimiser, SCHEDULE, clip_norm=clip_norm)
 
 
-def losses(model: Decoder, pieces: int = 2) -> Iterator[Tensor]:
-    for piece in range(pieces):
-        hidden_NH = model.forward_packed(torch.arange(1 + piece, 9 + piece))
-        yield model.logits(hidden_NH).square().mean() / pieces
+def losses(model: Decoder, chunks: int = 2) -> Iterator[Tensor]:
+    for chunk in range(chunks):
+        hidden_NH = model.forward_packed(torch.arange(1 + chunk, 9 + chunk))
+        yield model.logits(hidden_NH).square().mean() / chunks
 
 
 def test_the_rate_of_each_group_is_a_share_of_its_own_peak() -> None:
@@ -57,13 +57,13 @@ def test_one_graph_at_a_time_is_alive() -> None:
     optimisation = make()
     order: list[str] = []
 
-    def told() -> Iterator[Tensor]:
+    def message() -> Iterator[Tensor]:
         for number, loss in enumerate(losses(optimisation.model)):
             order.append(f"forward {number}")
             loss.register_hook(lambda _, number=number: order.append(f"backward {number}"))
             yield loss
 
-    optimisation.step(1, told())
+    optimisation.step(1, message())
     assert order == ["forward 0", "backward 0", "forward 1", "backward 1"]
 
 

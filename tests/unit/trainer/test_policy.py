@@ -74,9 +74,9 @@ def make_batch(model: Decoder) -> list[tuple[Trajectory, ...]]:
 
 def test_a_step_makes_the_good_likelier_and_the_bad_less() -> None:
     trainer = make_trainer()
-    pieces = make_batch(trainer.model)
+    chunks = make_batch(trainer.model)
     before = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
-    stats = trainer.step(1, pieces, totals(3))
+    stats = trainer.step(1, chunks, totals(3))
     after = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
     assert after[0] > before[0]
     assert after[1] < before[1]
@@ -90,27 +90,27 @@ def assert_same_weights(one: PolicyTrainer, other: PolicyTrainer) -> None:
 
 
 def test_how_a_batch_is_cut_does_not_change_the_step() -> None:
-    alone, together = make_trainer(), make_trainer()
-    good, bad = (piece[0] for piece in make_batch(alone.model))
+    alone, jointly = make_trainer(), make_trainer()
+    good, bad = (chunk[0] for chunk in make_batch(alone.model))
     alone.step(1, [(good,), (bad,)], totals(3))
-    together.step(1, [(good, bad)], totals(3))
-    for one, other in zip(alone.model.parameters(), together.model.parameters(), strict=True):
+    jointly.step(1, [(good, bad)], totals(3))
+    for one, other in zip(alone.model.parameters(), jointly.model.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
 
 
 def test_a_pass_without_trajectories_changes_nothing() -> None:
     with_it, without = make_trainer(), make_trainer()
-    pieces = make_batch(without.model)
-    assert with_it.step(1, [*pieces, ()], totals(3)) == without.step(1, pieces, totals(3))
+    chunks = make_batch(without.model)
+    assert with_it.step(1, [*chunks, ()], totals(3)) == without.step(1, chunks, totals(3))
     assert_same_weights(with_it, without)
 
 
 @pytest.mark.parametrize("arithmetic", [FastArithmetic(), InvariantArithmetic()], ids=["fast", "invariant"])
 def test_the_same_batches_make_the_same_policy_bit_for_bit(arithmetic: Arithmetic) -> None:
     first, second = make_trainer(arithmetic=arithmetic), make_trainer(arithmetic=arithmetic)
-    pieces = make_batch(first.model)
+    chunks = make_batch(first.model)
     for step in (1, 2, 3):
-        assert first.step(step, pieces, totals(3)) == second.step(step, pieces, totals(3))
+        assert first.step(step, chunks, totals(3)) == second.step(step, chunks, totals(3))
     assert_same_weights(first, second)
     assert not torch.equal(first.model.embedding, make_trainer().model.embedding)
 
@@ -149,11 +149,11 @@ def test_a_recomputed_old_policy_is_what_ratios_are_taken_to() -> None:
 def test_a_divergence_in_the_loss_pulls_towards_the_reference(estimator: str) -> None:
     trainer = make_trainer(loss=LossConfig.model_validate({"kl_coef": 1.0, "kl_estimator": estimator}))
     (good,), _ = make_batch(trainer.model)
-    wanted = good.logprobs + np.where(good.loss_mask, np.array([0, 0, 0, 0.3, -0.3]), 0).astype(np.float32)
-    still = replace(good, advantages=np.zeros_like(good.advantages), reference_logprobs=wanted)
+    expected = good.logprobs + np.where(good.loss_mask, np.array([0, 0, 0, 0.3, -0.3]), 0).astype(np.float32)
+    still = replace(good, advantages=np.zeros_like(good.advantages), reference_logprobs=expected)
     for step in range(1, 31):
         trainer.step(step, [(still,)], totals(2))
-    after = np.abs(logprobs(trainer.model, [1, 2, 3, 4, 5]).numpy()[2:] - wanted[3:])
+    after = np.abs(logprobs(trainer.model, [1, 2, 3, 4, 5]).numpy()[2:] - expected[3:])
     assert (after < 0.15).all(), "it was 0.3 away"
 
 
@@ -174,7 +174,7 @@ def test_an_empty_batch_leaves_the_weights_alone() -> None:
 
 def test_it_says_once_that_the_weights_are_about_to_change() -> None:
     trainer = make_trainer()
-    pieces = make_batch(trainer.model)
+    chunks = make_batch(trainer.model)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
     seen: list[bool] = []
 
@@ -183,7 +183,7 @@ def test_it_says_once_that_the_weights_are_about_to_change() -> None:
         seen.append(all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True)))
         assert any(parameter.grad is not None and parameter.grad.any() for parameter in parameters)
 
-    trainer.step(1, pieces, totals(3), before_update=look)
+    trainer.step(1, chunks, totals(3), before_update=look)
     assert seen == [True], "exactly once, with the gradients there and the weights as they were"
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     trainer.step(2, [], totals(0), before_update=look)
@@ -219,9 +219,9 @@ def test_a_restored_trainer_takes_the_same_next_step_bit_for_bit(tmp_path: Path)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, first.optimisation.tensors())
     second.optimisation.restore(checkpoints.load(1))
-    pieces = make_batch(first.model)
-    first.step(2, pieces, totals(3))
-    second.step(2, pieces, totals(3))
+    chunks = make_batch(first.model)
+    first.step(2, chunks, totals(3))
+    second.step(2, chunks, totals(3))
     assert_same_weights(first, second)
 
 

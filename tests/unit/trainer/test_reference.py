@@ -54,13 +54,13 @@ def test_it_sums_the_differences_of_sampled_tokens() -> None:
     policy, start = make_model(1), make_model(2)
     reference = Reference(make_model(3), state_of(start))
     one, other = make_trajectory(IDS, MASK, policy), make_trajectory(IDS[::-1], MASK, policy, temperature=0.5)
-    found = reference.divergences([one, other])
+    result = reference.divergences([one, other])
     sampled = np.array(MASK[1:])
     expected = [
         float((score(policy, ids, t) - score(start, ids, t))[sampled].sum(dtype=np.float64))
         for ids, t in ((IDS, 1.0), (IDS[::-1], 0.5))
     ]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
     assert min(map(abs, expected)) > 0.01
 
 
@@ -77,8 +77,10 @@ def test_the_policy_itself_is_no_way_from_its_reference_and_training_it_leaves_t
 def test_the_kept_set_is_the_references_too() -> None:
     """A token that was alone in its set was certain under either."""
     policy, start = make_model(1), make_model(2)
-    kept = SamplingMask(offsets=np.array([0, 0, 0, 1, 2, 2, 3]), token_ids=np.array([9, 1, 2], np.int32))
-    certain = replace(make_trajectory(IDS, MASK, policy), sampling_mask=kept, logprobs=np.zeros(len(IDS), np.float32))
+    remaining = SamplingMask(offsets=np.array([0, 0, 0, 1, 2, 2, 3]), token_ids=np.array([9, 1, 2], np.int32))
+    certain = replace(
+        make_trajectory(IDS, MASK, policy), sampling_mask=remaining, logprobs=np.zeros(len(IDS), np.float32)
+    )
     assert Reference(make_model(3), state_of(start)).divergences([certain]) == [0.0]
 
 
@@ -90,8 +92,10 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence() -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     logits = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-    rows, held = logits.log_softmax(-1), start.log_softmax(-1)
-    texts = [(rows[0, a], rows[1 + a, b], held[0, a], held[1 + a, b]) for a, b in itertools.product(range(3), repeat=2)]
+    rows, lease = logits.log_softmax(-1), start.log_softmax(-1)
+    texts = [
+        (rows[0, a], rows[1 + a, b], lease[0, a], lease[1 + a, b]) for a, b in itertools.product(range(3), repeat=2)
+    ]
     chances = [(p + q).exp() for p, q, _, _ in texts]
     nats = [p + q - r - s for p, q, r, s in texts]
 
@@ -100,11 +104,11 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence() -> None:
 
     expected = slope(*(chance * k1 for chance, k1 in zip(chances, nats, strict=True)))
     frozen = [chance.detach() for chance in chances]
-    found = slope(*(c * k1.detach() * (p + q) for c, k1, (p, q, _, _) in zip(frozen, nats, texts, strict=True)))
+    result = slope(*(c * k1.detach() * (p + q) for c, k1, (p, q, _, _) in zip(frozen, nats, texts, strict=True)))
     biased = slope(
         *(c * ((p - r).detach() * p + (q - s).detach() * q) for c, (p, q, r, s) in zip(frozen, texts, strict=True))
     )
     nothing = slope(*(c * k1 for c, k1 in zip(frozen, nats, strict=True)))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
     assert math.isclose(float(nothing.abs().max()), 0.0, abs_tol=1e-12)
     assert float((biased - expected).abs().max()) > 0.01

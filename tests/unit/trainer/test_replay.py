@@ -49,13 +49,13 @@ def test_a_completion_is_produced_by_the_tokens_before_it() -> None:
 def test_every_chosen_token_has_its_own_routes_and_every_other_none(batch: list[Trajectory], seed: int) -> None:
     random = np.random.default_rng(seed)
     masks: list[Mask] = [random.random(len(one.token_ids)) < 0.5 for one in batch]
-    found = replay(list(zip(batch, masks, strict=True)), CPU)
+    result = replay(list(zip(batch, masks, strict=True)), CPU)
     if all(one.routes is None for one in batch):
-        assert found is None
+        assert result is None
         return
-    assert found is not None
-    assert found.dtype == torch.int64
-    parts = found.split([len(mask) for mask in masks])
+    assert result is not None
+    assert result.dtype == torch.int64
+    parts = result.split([len(mask) for mask in masks])
     for one, mask, part in zip(batch, masks, parts, strict=True):
         rows, chosen = part.numpy(), mask & (one.routes is not None)
         if one.routes is not None:

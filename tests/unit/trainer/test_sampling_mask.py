@@ -57,20 +57,20 @@ def test_sets_are_gathered_in_the_order_of_the_masks(rows: list[tuple[Trajectory
     expected = [
         sets[t] for (_, sets), mask in zip(rows, masks, strict=True) for t in range(1, len(mask)) if bool(mask[t])
     ]
-    kept = gather_masks([row for row, _ in rows], masks, CPU)
-    if kept is None:
+    remaining = gather_masks([row for row, _ in rows], masks, CPU)
+    if remaining is None:
         assert not any(expected)
         return
-    ends = kept.offsets_N1.tolist()
-    ids = kept.token_ids.tolist()
+    ends = remaining.offsets_N1.tolist()
+    ids = remaining.token_ids.tolist()
     assert [ids[start:end] for start, end in pairwise(ends)] == expected
-    assert kept.token_ids.dtype == torch.int64
+    assert remaining.token_ids.dtype == torch.int64
 
 
-def plain_entropy(logits: list[float], temperature: float, kept: list[int]) -> float:
+def plain_entropy(logits: list[float], temperature: float, mask_of: list[int]) -> float:
     if temperature == 0:
         return 0.0
-    weights = [math.exp(logits[token] / temperature) for token in kept or range(len(logits))]
+    weights = [math.exp(logits[token] / temperature) for token in mask_of or range(len(logits))]
     return -sum(w / sum(weights) * math.log(w / sum(weights)) for w in weights)
 
 
@@ -78,10 +78,12 @@ def test_entropy_is_that_of_what_was_sampled_from() -> None:
     logits = torch.randn(6, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
     temperatures = torch.tensor([1.0, 0.5, 0.0, 0.5, 1.0, 2.0], dtype=torch.float64)
     sets: Sets = [[], [], [1, 2], [0, 3, 6], [4], [2, 5]]
-    wanted = [plain_entropy(*case) for case in zip(logits.tolist(), temperatures.tolist(), sets, strict=True)]
-    kept = as_kept_sets(sets)
-    tensors = MaskTensors(offsets_N1=torch.from_numpy(kept.offsets), token_ids=torch.from_numpy(kept.token_ids).long())
-    torch.testing.assert_close(entropies(logits, temperatures, tensors), torch.tensor(wanted, dtype=torch.float64))
+    expected = [plain_entropy(*case) for case in zip(logits.tolist(), temperatures.tolist(), sets, strict=True)]
+    remaining = as_kept_sets(sets)
+    tensors = MaskTensors(
+        offsets_N1=torch.from_numpy(remaining.offsets), token_ids=torch.from_numpy(remaining.token_ids).long()
+    )
+    torch.testing.assert_close(entropies(logits, temperatures, tensors), torch.tensor(expected, dtype=torch.float64))
     whole = [plain_entropy(row, t, []) for row, t in zip(logits.tolist(), temperatures.tolist(), strict=True)]
     torch.testing.assert_close(entropies(logits, temperatures, None), torch.tensor(whole, dtype=torch.float64))
 

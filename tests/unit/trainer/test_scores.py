@@ -39,14 +39,14 @@ TRAJECTORIES = st.builds(make_trajectory, st.lists(st.booleans(), min_size=1, ma
 @given(st.lists(TRAJECTORIES, min_size=1, max_size=5))
 def test_every_token_that_is_predicted_is_there_once_in_order(batch: list[Trajectory]) -> None:
     tokens = sampled_tokens(batch, [one.loss_mask for one in batch], CPU)
-    wanted = [(b, t) for b, one in enumerate(batch) for t in range(1, len(one.token_ids)) if one.loss_mask[t]]
+    expected = [(b, t) for b, one in enumerate(batch) for t in range(1, len(one.token_ids)) if one.loss_mask[t]]
     assert tokens.lengths == tuple(len(one.token_ids) for one in batch)
     assert tokens.token_ids_T.tolist() == [int(i) for one in batch for i in one.token_ids]
-    assert tokens.trajectories_N.tolist() == [b for b, _ in wanted]
-    assert tokens.scored_ids_N.tolist() == [int(batch[b].token_ids[t]) for b, t in wanted]
-    assert tokens.engine_logprobs_N.tolist() == [float(batch[b].logprobs[t]) for b, t in wanted]
-    assert tokens.advantages_N.tolist() == [float(batch[b].advantages[t]) for b, t in wanted]
-    assert tokens.temperatures_N.tolist() == [float(batch[b].temperatures[t]) for b, t in wanted]
+    assert tokens.trajectories_N.tolist() == [b for b, _ in expected]
+    assert tokens.scored_ids_N.tolist() == [int(batch[b].token_ids[t]) for b, t in expected]
+    assert tokens.engine_logprobs_N.tolist() == [float(batch[b].logprobs[t]) for b, t in expected]
+    assert tokens.advantages_N.tolist() == [float(batch[b].advantages[t]) for b, t in expected]
+    assert tokens.temperatures_N.tolist() == [float(batch[b].temperatures[t]) for b, t in expected]
     assert [x.dtype for x in (tokens.token_ids_T, tokens.places_N, tokens.trajectories_N)] == [torch.int64] * 3
 
 
@@ -56,23 +56,23 @@ def test_company_changes_no_bit_of_a_score() -> None:
     lengths = (3, 17, 1, 40, 17, 16)
     masks = [[t % 3 > 0 for t in range(length)] for length in lengths]
     batch = [make_trajectory(mask, seed) for seed, mask in enumerate(masks)]
-    together = sampled_logprobs(model, sampled_tokens(batch, [one.loss_mask for one in batch], CPU))
+    jointly = sampled_logprobs(model, sampled_tokens(batch, [one.loss_mask for one in batch], CPU))
     alone = [sampled_logprobs(model, sampled_tokens([one], [one.loss_mask], CPU)) for one in batch]
-    assert together.requires_grad
-    assert torch.equal(together, torch.cat(alone))
-    assert len(together.unique()) > 40
+    assert jointly.requires_grad
+    assert torch.equal(jointly, torch.cat(alone))
+    assert len(jointly.unique()) > 40
 
 
 def test_a_score_trains_the_model_with_the_sampling_distribution() -> None:
     attention = GroupedSpec(heads=2, kv_heads=1, head_dim=8)
     model = Decoder(ModelSpec(vocab_size=50, hidden_size=16, layers=1, attention=attention, dense_size=16))
     model.initialise(0, std=1.0)
-    kept = SamplingMask(offsets=np.array([0, 0, 2, 2, 3]), token_ids=np.array([4, 9, 7], np.int32))
+    remaining = SamplingMask(offsets=np.array([0, 0, 2, 2, 3]), token_ids=np.array([4, 9, 7], np.int32))
     trajectory = replace(
         make_trajectory([False, True, True, True], 0),
         token_ids=np.array([1, 9, 3, 7], np.int32),
         temperatures=np.array([1, 0.5, 1, 1], np.float32),
-        sampling_mask=kept,
+        sampling_mask=remaining,
     )
     tokens = sampled_tokens([trajectory], [trajectory.loss_mask], CPU)
     scores = score(model, tokens)

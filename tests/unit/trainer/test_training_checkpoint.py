@@ -22,11 +22,11 @@ TENSORS = {
 def test_what_is_saved_is_read_bit_for_bit(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(3, TENSORS)
-    found = Checkpoints(tmp_path).load(3)
-    assert found.keys() == TENSORS.keys()
+    result = Checkpoints(tmp_path).load(3)
+    assert result.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+        assert result[name].dtype == tensor.dtype
+        assert torch.equal(result[name], tensor)
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:

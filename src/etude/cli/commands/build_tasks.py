@@ -31,7 +31,7 @@ from etude.taskgen.survey import Survey
 from etude.taskgen.testruns import TestObservation, TestRun, observe
 from etude.taskgen.validator import ACCEPTED, CandidateValidator, PreparedRepository, failed
 from etude.taskgen.verdicts import Rejection, counts_of, prove
-from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks, Verdict
+from etude.tasks.repositories.folder import CandidateVerdict, PackageFolder, RepositoryTasks
 from etude.types import Split, Task, TestChecks
 
 BATCH = 6
@@ -41,14 +41,14 @@ WORKERS = 2
 COMMAND_WORDS = 3
 """``python3 -m pytest``; options follow."""
 SOUND = "sound"
-PATIENCE = 5
+MAX_FAILURES = 5
 """Sandboxes that may fail in a row before the build gives up."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What `etude tasks build` is asked for."""
+    """Options of `etude tasks build`."""
 
     reference: str
     """A folder, a git URL, an archive, or ``pypi:NAME==VERSION``."""
@@ -71,17 +71,17 @@ class BuildReport:
     version: str
     tests: dict[str, int]
     outcomes: dict[str, int]
-    """How many candidates ended in each way."""
+    """Candidates by outcome."""
     operators: dict[str, int]
     """Tasks kept, by what was done to the package."""
     splits: dict[str, int]
     candidates: int
-    """How many there are to try."""
+    """Number of candidates to try."""
     tried: int
     kept: int
     seconds_per_candidate: float
     seconds: float
-    """Of this sitting."""
+    """Candidates tried in this call."""
     verdicts: list[dict[str, Any]]
 
 
@@ -129,8 +129,8 @@ async def try_all(
     Raises :class:`~etude.errors.SandboxError` when sandboxes keep failing.
     """
     again = {Rejection.FAILED, *([Rejection.UNPROBED] if options.unprobed else ())}
-    known = [verdict for verdict in folder.verdicts() if verdict.outcome not in again]
-    line = _Line(candidates, known, options.limit, say, folder)
+    earlier = [verdict for verdict in folder.verdicts() if verdict.outcome not in again]
+    line = _CandidateQueue(candidates, earlier, options.limit, say, folder)
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(options.workers):
@@ -139,16 +139,21 @@ async def try_all(
         raise failures.exceptions[0] from failures
 
 
-class _Line:
+class _CandidateQueue:
     """The candidates that wait, and the count of what became of the others; shared by workers of one event loop."""
 
     def __init__(
-        self, candidates: Sequence[Candidate], known: Sequence[Verdict], limit: int, say: Say, folder: PackageFolder
+        self,
+        candidates: Sequence[Candidate],
+        earlier: Sequence[CandidateVerdict],
+        limit: int,
+        say: Say,
+        folder: PackageFolder,
     ) -> None:
-        done = {verdict.candidate_id for verdict in known}
+        done = {verdict.candidate_id for verdict in earlier}
         self._waiting = [candidate for candidate in reversed(candidates) if candidate.candidate_id not in done]
-        self._kept = sum(verdict.outcome == ACCEPTED for verdict in known)
-        self._tried = len(known)
+        self._accepted = sum(verdict.outcome == ACCEPTED for verdict in earlier)
+        self._tried = len(earlier)
         self._limit = limit
         self._say = say
         self._folder = folder
@@ -161,27 +166,27 @@ class _Line:
 
     @property
     def open(self) -> bool:
-        """Whether more tasks are wanted than there are, those counted that may become one now."""
-        return self._kept + self._busy < self._limit
+        """True if more tasks are wanted than there are, those counted that may become one now."""
+        return self._accepted + self._busy < self._limit
 
     def begin(self) -> None:
         """A candidate may become a task; :meth:`settle` says what it became."""
         self._busy += 1
 
-    def settle(self, verdict: Verdict, *, was_begun: bool = False) -> None:
+    def settle(self, verdict: CandidateVerdict, *, was_begun: bool = False) -> None:
         """A candidate has its verdict. Raises :class:`~etude.errors.SandboxError` when too many sandboxes failed."""
         self._folder.record(verdict)
         self._tried += 1
         self._busy -= was_begun
-        self._kept += verdict.outcome == ACCEPTED
+        self._accepted += verdict.outcome == ACCEPTED
         self._failures = self._failures + 1 if verdict.outcome == Rejection.FAILED else 0
         words = f"{verdict.operator} {verdict.path}:{verdict.target}: {verdict.outcome} {verdict.detail}".rstrip()
-        self._say(f"{self._kept} kept of {self._tried}, {len(self._waiting)} wait · {words}")
-        if self._failures >= PATIENCE:
+        self._say(f"{self._accepted} kept of {self._tried}, {len(self._waiting)} wait · {words}")
+        if self._failures >= MAX_FAILURES:
             raise SandboxError(f"{self._failures} sandboxes failed in a row, the last: {verdict.detail}")
 
 
-async def _work(validator: CandidateValidator, line: _Line) -> None:
+async def _work(validator: CandidateValidator, line: _CandidateQueue) -> None:
     """Take batches until there are none: quick runs for all of it, then what is worth finishing, one by one."""
     while batch := line.take():
         try:
@@ -206,7 +211,7 @@ async def _work(validator: CandidateValidator, line: _Line) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """Whether a stored task still is one."""
+    """True if a stored task still is one."""
 
     task_id: str
     template: str
@@ -251,10 +256,10 @@ async def _check(
                 TestRun(targets=targets, ids=checks.must_pass, seed=number + 1, files=each, timeout_s=checks.timeout_s)
                 for each in files
             ]
-            found = await observe(sandbox, steps, options=checks.command[COMMAND_WORDS:], hash_seed=number + 1)
+            results = await observe(sandbox, steps, options=checks.command[COMMAND_WORDS:], hash_seed=number + 1)
         finally:
             await sandbox.close()
-        for runs, observation in zip(seen, found, strict=True):
+        for runs, observation in zip(seen, results, strict=True):
             runs.append(observation)
     proof = prove(about, others, *seen)
     if proof.rejection is None and not (checks.probes or await HiddenTestGrader(provider, store).guarded(task)):
@@ -266,15 +271,15 @@ async def _check(
 
 
 def report_of(bench: PreparedRepository, folder: PackageFolder, candidates: int, seconds: float) -> BuildReport:
-    """What the log of a package says, in numbers."""
+    """Summarise the log of a package in numbers."""
     latest = {verdict.candidate_id: verdict for verdict in folder.verdicts()}
-    kept = [verdict for verdict in latest.values() if verdict.outcome == ACCEPTED]
+    accepted = [verdict for verdict in latest.values() if verdict.outcome == ACCEPTED]
     operators: dict[str, int] = {}
-    for verdict in kept:
+    for verdict in accepted:
         operators[verdict.operator] = operators.get(verdict.operator, 0) + 1
     timed = [verdict.seconds for verdict in latest.values() if verdict.seconds > 0]
-    with_tasks = RepositoryTasks(folder.path.parent) if kept else None
-    mine = {verdict.task_id for verdict in kept}
+    with_tasks = RepositoryTasks(folder.path.parent) if accepted else None
+    mine = {verdict.task_id for verdict in accepted}
     splits = {
         str(split): sum(task.task_id in mine for task in with_tasks.tasks(split)) if with_tasks else 0
         for split in Split
@@ -288,7 +293,7 @@ def report_of(bench: PreparedRepository, folder: PackageFolder, candidates: int,
         splits=splits,
         candidates=candidates,
         tried=len(latest),
-        kept=len(kept),
+        kept=len(accepted),
         seconds_per_candidate=round(sum(timed) / len(timed), 3) if timed else 0.0,
         seconds=round(seconds, 1),
         verdicts=[_verdict_fields(verdict) for verdict in latest.values()],
@@ -311,6 +316,6 @@ def _test_counts(survey: Survey) -> dict[str, int]:
     }
 
 
-def _verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    fields = {name: getattr(verdict, name) for name in Verdict.__dataclass_fields__ if name != "tests"}
+def _verdict_fields(verdict: CandidateVerdict) -> dict[str, Any]:
+    fields = {name: getattr(verdict, name) for name in CandidateVerdict.__dataclass_fields__ if name != "tests"}
     return {**fields, "counts": dict(verdict.counts), "fails": len(verdict.tests)}

@@ -182,7 +182,7 @@ def chat_with(url: str, key: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What the person types, until the end of input."""
+    """Lines that are typed, until the end of input."""
     while True:
         try:
             line = input("› ").strip()

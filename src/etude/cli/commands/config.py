@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from etude.cli.options import group
-from etude.config.keys import Key, Table, count_keys, find, tables
+from etude.config.keys import RecipeKey, Table, count_keys, find, tables
 from etude.errors import ConfigError
 
 MAX_WIDTH = 100
@@ -58,7 +58,7 @@ def markdown(every: Iterable[Table]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _columns(key: Key) -> tuple[str, str, str, str]:
+def _columns(key: RecipeKey) -> tuple[str, str, str, str]:
     name = key.path.rpartition(".")[2]
     return f"`{name}`", key.takes, f"`{key.default}`" if key.default else "", key.meaning
 

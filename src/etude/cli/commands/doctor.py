@@ -41,7 +41,7 @@ SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESS
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachineFinding:
     """One thing that was examined."""
 
     name: str
@@ -99,16 +99,16 @@ def show_machine(console: Console) -> None:
     console.print(table)
 
 
-def examine() -> list[Finding]:
+def examine() -> list[MachineFinding]:
     """Look at the machine: some seconds at most, nothing is left behind."""
     machine = describe_machine()
     kib = {name: words.split()[0] for name, _, words in (line.partition(":") for line in _meminfo())}
     free_gib = int(kib.get("MemAvailable", 0)) / 2**20
     return [
-        Finding("processor", True, f"{machine['processor']}, {machine['cores']} cores for us"),
-        Finding("memory", True, f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
-        Finding("disk", True, f"{formatting.size(shutil.disk_usage('.').free)} free here"),
-        Finding("python", True, f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"),
+        MachineFinding("processor", True, f"{machine['processor']}, {machine['cores']} cores for us"),
+        MachineFinding("memory", True, f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
+        MachineFinding("disk", True, f"{formatting.size(shutil.disk_usage('.').free)} free here"),
+        MachineFinding("python", True, f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"),
         *_sandboxes(),
         _kernels(),
         _cuda(),
@@ -132,7 +132,7 @@ def _meminfo() -> list[str]:
     return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
-def _sandboxes() -> list[Finding]:
+def _sandboxes() -> list[MachineFinding]:
     """Each kind of sandbox, tried; but no virtual machine is booted."""
     kinds: dict[str, Callable[[], SandboxProvider]] = {
         "local": lambda: LocalSandboxes(workers=1),
@@ -142,7 +142,7 @@ def _sandboxes() -> list[Finding]:
     return [*(_tried(kind, make) for kind, make in kinds.items()), _virtual_machines()]
 
 
-def _tried(kind: str, make: Callable[[], SandboxProvider]) -> Finding:
+def _tried(kind: str, make: Callable[[], SandboxProvider]) -> MachineFinding:
     """The capabilities of a provider on this machine, or why it has none."""
 
     async def ask() -> frozenset[Capability]:
@@ -156,36 +156,36 @@ def _tried(kind: str, make: Callable[[], SandboxProvider]) -> Finding:
     try:
         granted = asyncio.run(ask())
     except (SandboxError, ConfigError) as error:
-        return Finding(name, False, str(error))
+        return MachineFinding(name, False, str(error))
     missing = [capability for capability in SANDBOX_NEEDS if capability not in granted]
     claims = ", ".join(capability.replace("_", " ") for capability in sorted(granted)) or "this machine grants none"
-    return Finding(name, not missing, claims + (f"; not: {', '.join(missing)}" if granted and missing else ""))
+    return MachineFinding(name, not missing, claims + (f"; not: {', '.join(missing)}" if granted and missing else ""))
 
 
-def _virtual_machines() -> Finding:
+def _virtual_machines() -> MachineFinding:
     name = "sandboxes: qemu"
     try:
         QemuSandboxes()
     except ConfigError as error:
-        return Finding(name, False, str(error))
-    return Finding(name, True, "programs and base system are here; whether KVM works is tried at the first boot")
+        return MachineFinding(name, False, str(error))
+    return MachineFinding(name, True, "programs and base system are here; whether KVM works is tried at the first boot")
 
 
-def _kernels() -> Finding:
+def _kernels() -> MachineFinding:
     """Compile, or find compiled, and run the product of the invariant arithmetic."""
     ones = torch.ones(4, 8)
     right = bool((InvariantArithmetic().linear(ones, ones) == 8).all())
-    return Finding("numba", right, f"{version('numba')}, kernels compile and run")
+    return MachineFinding("numba", right, f"{version('numba')}, kernels compile and run")
 
 
-def _cuda() -> Finding:
+def _cuda() -> MachineFinding:
     if not torch.cuda.is_available():
-        return Finding("cuda", False, f"no device for torch {torch.__version__}; everything runs on CPUs, too")
+        return MachineFinding("cuda", False, f"no device for torch {torch.__version__}; everything runs on CPUs, too")
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return Finding("cuda", True, ", ".join(names))
+    return MachineFinding("cuda", True, ", ".join(names))
 
 
-def _package(name: str, what: str) -> Finding:
+def _package(name: str, what: str) -> MachineFinding:
     if importlib.util.find_spec(name) is None:
-        return Finding(name, False, f"not installed here: {what}")
-    return Finding(name, True, version(name))
+        return MachineFinding(name, False, f"not installed here: {what}")
+    return MachineFinding(name, True, version(name))

@@ -24,7 +24,7 @@ from etude.cli.options import Json, RunPath, group
 from etude.dashboard.evaluation import (
     Evaluation,
     Measure,
-    Prices,
+    TokenPrices,
     comparison_table,
     differences,
     evaluation_table,
@@ -70,36 +70,36 @@ def evaluate_version(
     ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
     if max(ks) > passes:
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
-    wanted = EvalRequest(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)
+    request = EvalRequest(version=version, tasks=tasks, passes=passes, greedy=not no_greedy)
     measure = Measure(
         pass_at=folder.config().eval.pass_at if pass_at is None else pass_at,
         ks=ks,
-        prices=prices and Prices(new=prices[0], cached=prices[1], sampled=prices[2]),
+        prices=prices and TokenPrices(new=prices[0], cached=prices[1], sampled=prices[2]),
     )
     if against is None:
-        measure_run(folder, wanted, measure, as_json=as_json)
+        measure_run(folder, request, measure, as_json=as_json)
     else:
-        compare_runs(folder, against, wanted, measure, as_json=as_json)
+        compare_runs(folder, against, request, measure, as_json=as_json)
 
 
-def measure_run(folder: RunFolder, wanted: EvalRequest, measure: Measure, *, as_json: bool) -> None:
+def measure_run(folder: RunFolder, request: EvalRequest, measure: Measure, *, as_json: bool) -> None:
     """Try a version and print its figures. Raises :class:`~etude.errors.UserError`."""
-    measured = figures(_tried(folder, wanted), measure)
+    measured = figures(_tried(folder, request), measure)
     if as_json:
         _print_json(measured)
     else:
         console().print(evaluation_table(measured))
 
 
-def compare_runs(folder: RunFolder, against: str, wanted: EvalRequest, measure: Measure, *, as_json: bool) -> None:
+def compare_runs(folder: RunFolder, against: str, request: EvalRequest, measure: Measure, *, as_json: bool) -> None:
     """Try two versions and print what the run's has over the one it is set ``against``.
 
     Raises :class:`~etude.errors.UserError`.
     """
     other, version = parse_against(against, folder)
-    tasks = wanted.tasks or folder.config().eval.tasks
-    before = _tried(other, replace(wanted, version=version, tasks=tasks))
-    after = _tried(folder, replace(wanted, tasks=tasks))
+    tasks = request.tasks or folder.config().eval.tasks
+    before = _tried(other, replace(request, version=version, tasks=tasks))
+    after = _tried(folder, replace(request, tasks=tasks))
     first, second, gained = figures(before, measure), figures(after, measure), differences(before, after, measure)
     if as_json:
         _print_json({"before": first, "after": second, "difference": gained})
@@ -122,10 +122,10 @@ def parse_against(text: str, folder: RunFolder) -> tuple[RunFolder, int | None]:
     return RunFolder.open(Path(path)), int(version) if version else None
 
 
-def _tried(folder: RunFolder, wanted: EvalRequest) -> Evaluation:
-    version = "the newest version" if wanted.version is None else f"v{wanted.version}"
+def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:
+    version = "the newest version" if request.version is None else f"v{request.version}"
     with _progress(f"{folder.path.name} {version}") as progress:
-        return evaluate(folder, wanted, progress)
+        return evaluate(folder, request, progress)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What `etude weights export` does: a version of a run as an ordinary checkpoint. The one of these commands that takes
+"""`etude weights export`: a version of a run as an ordinary checkpoint. The one of these commands that takes
 torch.
 """
 

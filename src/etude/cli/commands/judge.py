@@ -19,7 +19,14 @@ from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.rewards.judge.budget import Spend
-from etude.rewards.judge.calibration import Calibration, Estimate, Item, distrust, dump_calibration, parse_items
+from etude.rewards.judge.calibration import (
+    Calibration,
+    KappaEstimate,
+    LabelledItem,
+    distrust,
+    dump_calibration,
+    parse_items,
+)
 from etude.rewards.judge.hints import HintJudge
 from etude.rewards.judge.prompts import JudgeInput, ReplyFault
 from etude.rewards.judge.votes import Judgement
@@ -162,7 +169,7 @@ def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) ->
     if not aspects:
         raise ConfigError("there is nothing to calibrate: write judge.rubrics")
     rubrics = rubrics_of(config.judge)
-    items: dict[str, Sequence[Item]] = {}
+    items: dict[str, Sequence[LabelledItem]] = {}
     for aspect in aspects:
         file = folder / f"{aspect}.jsonl"
         try:
@@ -226,5 +233,5 @@ def _figures(calibration: Calibration) -> list[str]:
     ]
 
 
-def _interval(number: Estimate) -> str:
+def _interval(number: KappaEstimate) -> str:
     return f"{number.value:.2f} [{number.low:.2f}, {number.high:.2f}]"

@@ -17,7 +17,7 @@ from etude.clock import SystemClock, date_utc
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import UserError
-from etude.gateway.http.auth import Key, Limits, Scope, digest_of, new_key_id, new_secret
+from etude.gateway.http.auth import Key, KeyLimits, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
 
 KeyPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]
@@ -64,7 +64,7 @@ def add_key(
     if expires_s is not None and expires_s <= 0:
         raise UserError(f"--expires-s {expires_s:g}: the key would be dead already")
     try:
-        limits = Limits(requests_per_minute=per_minute[0], tokens_per_minute=per_minute[1])
+        limits = KeyLimits(requests_per_minute=per_minute[0], tokens_per_minute=per_minute[1])
     except ValueError as error:
         raise UserError(str(error)) from error
     now = SystemClock().now()

@@ -49,21 +49,21 @@ class Rescoring:
         Payloads of turns must have been fetched.
         """
         trajectories = build_trajectories(rollout, 0.0)
-        found = [np.full(len(trajectory.token_ids), np.nan, np.float32) for trajectory in trajectories]
+        mismatches = [np.full(len(trajectory.token_ids), np.nan, np.float32) for trajectory in trajectories]
         for version in sorted({int(version) for turn in rollout.turns for version in turn.versions}):
             masks = [comparable(trajectory, version) for trajectory in trajectories]
             if any(mask.any() for mask in masks) and self._load(version):
-                for trajectory, mask, differences_L in zip(trajectories, masks, found, strict=True):
+                for trajectory, mask, differences_L in zip(trajectories, masks, mismatches, strict=True):
                     if mask.any():
                         self._compare(trajectory, mask, differences_L)
         turns = [
-            np.full(len(turn.completion_ids), np.nan, np.float32) if place is None else found[place[0]][place[1]]
+            np.full(len(turn.completion_ids), np.nan, np.float32) if place is None else mismatches[place[0]][place[1]]
             for turn, place in zip(rollout.turns, places(rollout.turns, trajectories), strict=True)
         ]
         return turns, self._reasons(rollout)
 
     def _load(self, version: int) -> bool:
-        """Whether the model has the weights of ``version`` now."""
+        """Return whether the model has the weights of ``version`` now."""
         if version == self._loaded or version in self._missing:
             return version == self._loaded
         try:
@@ -86,7 +86,7 @@ class Rescoring:
         differences_L[tokens.places_N.cpu().numpy()] = differences_N.cpu().numpy()
 
     def _reasons(self, rollout: Rollout) -> list[str]:
-        """Why some tokens have no mismatch, each cause once."""
+        """Causes for which tokens have no mismatch, each once."""
         versions = [{int(version) for version in turn.versions} for turn in rollout.turns]
         gone = sorted({version for several in versions for version in several} & self._missing.keys())
         reasons = [f"no mismatch for tokens of v{version}: {self._missing[version]}" for version in gone]

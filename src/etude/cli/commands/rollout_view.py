@@ -1,4 +1,4 @@
-"""What a reader of rollouts is told: `etude show`.
+"""Views of rollouts for `etude show`.
 
     ledger ──▶ a group ──▶ its words, and the batch that it alone would make ──▶ ReadRollout ──▶ text or JSON
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from etude.cli.commands.rescoring import Rescoring
 
 MOST_ATTEMPTS = 100_000
-"""Of one group: more than any has."""
+"""Rollouts of one group: more than any has."""
 PAYLOADS_GONE = (
     "their routes and sampling masks are gone, as they are once a step is committed; their mismatch is that of the "
     "trainer's own routes, over the whole vocabulary"
@@ -74,10 +74,10 @@ class RolloutReader:
         self._payloads = Payloads(folder.payloads)
         self._rescoring = _rescoring(folder, self._config) if tokens else None
 
-    def rollout(self, wanted: str) -> ReadRollout:
+    def rollout(self, rollouts: str) -> ReadRollout:
         """A rollout by its id, or by a beginning of it. Raises :class:`~etude.errors.UserError`."""
-        found, rollout = self._archive.rollout(wanted)
-        return self._read(found, rollout, self._credit(found.purpose, found.group))
+        views, rollout = self._archive.rollout(rollouts)
+        return self._read(views, rollout, self._credit(views.purpose, views.group))
 
     def group(self, purpose: str, index: int, slot: int | None = None) -> Iterator[ReadRollout]:
         """Every attempt of a group, or of one slot, in order. Raises :class:`~etude.errors.UserError`."""
@@ -88,17 +88,17 @@ class RolloutReader:
         if not attempts:
             where = f"group {index} of purpose {purpose!r}" + ("" if slot is None else f", slot {slot}")
             raise UserError(f"no rollout of {where} has ended: `etude show RUN --limit 20` lists the newest that have")
-        for found in attempts:
-            rollout = graded.get(found.rollout_id) or self._archive.rollout(found.rollout_id)[1]
-            yield self._read(found, rollout, credit)
+        for views in attempts:
+            rollout = graded.get(views.rollout_id) or self._archive.rollout(views.rollout_id)[1]
+            yield self._read(views, rollout, credit)
 
-    def _credit(self, purpose: str, index: int) -> "_Credit":
+    def _credit(self, purpose: str, index: int) -> "_CreditView":
         try:
             state = self._archive.state_of(purpose, index)  # before its rollouts: it may end in between
             group = self._archive.group(purpose, index)
         except ValueError as error:
-            known = ", ".join(census.purpose for census in self._archive.census())
-            raise UserError(f"{error}; its purposes are {known or 'none yet'}, choose with --purpose") from error
+            states = ", ".join(census.purpose for census in self._archive.census())
+            raise UserError(f"{error}; its purposes are {states or 'none yet'}, choose with --purpose") from error
         return _credit_of(group, purpose, state, self._step_tokens(purpose, index), self._config)
 
     def _step_tokens(self, purpose: str, index: int) -> int | None:
@@ -108,17 +108,17 @@ class RolloutReader:
         done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
         return None if step is None else done.get(step)
 
-    def _read(self, found: RolloutMatch, rollout: Rollout, credit: "_Credit") -> ReadRollout:
+    def _read(self, views: RolloutMatch, rollout: Rollout, credit: "_CreditView") -> ReadRollout:
         rollout, lost = self._fetched(rollout) if self._rescoring else (_without_payloads(rollout), [])
         tokens, untold = self._tokens(rollout)
         task, verdict, branch = credit.group.task, rollout.verdict, rollout.branch
         return ReadRollout(
             rollout_id=rollout.rollout_id,
-            purpose=found.purpose,
-            group=found.group,
-            slot=found.slot,
-            attempt=found.attempt,
-            step=found.step,
+            purpose=views.purpose,
+            group=views.group,
+            slot=views.slot,
+            attempt=views.attempt,
+            step=views.step,
             group_state=credit.state,
             task_id=task.task_id,
             template=task.template,
@@ -134,11 +134,11 @@ class RolloutReader:
             branch_turns=0 if branch is None else branch.turns,
             comparison=credit.comparisons.get(rollout.rollout_id),
             turns=tuple(self._turns(rollout, credit, tokens)),
-            notes=(*(credit.notes if rollout.turns else ()), *self._taught(rollout, credit), *lost, *untold),
+            notes=(*(credit.notes if rollout.turns else ()), *self._distilled(rollout, credit), *lost, *untold),
         )
 
     def _turns(
-        self, rollout: Rollout, credit: "_Credit", tokens: Sequence[tuple[ReadToken, ...]] | None
+        self, rollout: Rollout, credit: "_CreditView", tokens: Sequence[tuple[ReadToken, ...]] | None
     ) -> Iterator[ReadTurn]:
         turns, spoken = rollout.turns, self._read_turns(rollout.turns)
         trajectories = credit.trajectories.get(rollout.rollout_id, ())
@@ -166,8 +166,8 @@ class RolloutReader:
                 tokens=None if tokens is None else tokens[number],
             )
 
-    def _taught(self, rollout: Rollout, credit: "_Credit") -> Iterator[str]:
-        """What hints add, signal or not."""
+    def _distilled(self, rollout: Rollout, credit: "_CreditView") -> Iterator[str]:
+        """Notes on what hints add, signal or not."""
         if rollout.hints and rollout.rollout_id in credit.comparisons:
             yield f"the loss of hinted turns, by hints.weight = {self._config.hints.weight:g}, comes on top"
 
@@ -208,13 +208,13 @@ class RolloutReader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Credit:
-    """What the trainer makes of a group."""
+class _CreditView:
+    """Credit that the trainer gives to a group."""
 
     group: Group
     state: GroupState
     is_known: bool
-    """Whether anything is, or will be, trained on it."""
+    """True if anything is, or will be, trained on it."""
     comparisons: Mapping[str, ReadComparison]
     """By rollout."""
     trajectories: Mapping[str, Sequence[Trajectory]]
@@ -228,13 +228,15 @@ def _rescoring(folder: RunFolder, config: RunConfig) -> "Rescoring":
     return Rescoring(folder, config)
 
 
-def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int | None, config: RunConfig) -> _Credit:
+def _credit_of(
+    group: Group, purpose: str, state: GroupState, step_tokens: int | None, config: RunConfig
+) -> _CreditView:
     group = replace(group, rollouts=tuple(_without_payloads(rollout) for rollout in group.rollouts))
     trained = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
     why = _why_untrained(purpose, state, trained)
     if why:
-        said = (f"not trained on: {why}",)
-        return _Credit(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=said)
+        reasons = (f"not trained on: {why}",)
+        return _CreditView(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=reasons)
     baseline = config.loss.baseline
     penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
     batch = build_batch(1, [group], baseline, penalties, config.credit)
@@ -256,13 +258,13 @@ def _credit_of(group: Group, purpose: str, state: GroupState, step_tokens: int |
         for rollout in trained
     }
     notes = tuple(_provisos(len(trained), state, config))
-    return _Credit(
+    return _CreditView(
         group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
     )
 
 
 def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:
-    """Why no gradient comes from a group; empty where one does, or will."""
+    """Explain why no gradient comes from a group; empty where one does, or will."""
     if purpose != TRAIN:
         return "of an evaluation"
     if state is GroupState.DROPPED:
@@ -271,7 +273,7 @@ def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) 
 
 
 def _provisos(trained: int, state: GroupState, config: RunConfig) -> Iterator[str]:
-    """What advantages and loss tokens do not say."""
+    """Notes on what advantages and loss tokens do not say."""
     loss = config.loss
     if state is GroupState.OPEN:
         yield f"its group is open: advantages and loss tokens would be these if it ended now, with {trained} compared"
@@ -301,14 +303,14 @@ def _credited(place: Place | None, trajectories: Sequence[Trajectory]) -> tuple[
 
 
 def _known_tokens(turns: Sequence[Turn], spoken: SpokenTurn) -> int:
-    """How many tokens of a turn's context an earlier turn had."""
+    """Count the tokens of a turn's context that an earlier turn had."""
     if spoken.continues is None:
         return 0
     return turns[spoken.continues].length
 
 
 def _summary(number: int, turns: Sequence[Turn], spoken: Sequence[SpokenTurn], task: Task) -> ReadSummary | None:
-    """What became of a turn's context, if the turn summarised it."""
+    """Describe the summary of a turn's context, if the turn summarised it."""
     if turns[number].kind is not TurnKind.SUMMARY:
         return None
     summary = read_summary(spoken[number].text)
@@ -320,12 +322,12 @@ def _summary(number: int, turns: Sequence[Turn], spoken: Sequence[SpokenTurn], t
         text=summary.text,
         tokens_before=len(turns[number].prompt_ids),
         tokens_after=None if begun is None else len(turns[begun].prompt_ids),
-        facts={fact: _kept(fact, heard, summary.text) for fact in facts},
+        facts={fact: _has_fact(fact, heard, summary.text) for fact in facts},
     )
 
 
-def _kept(fact: str, heard: Sequence[str], summary: str) -> bool | None:
-    """Whether a summary has a fact, by the harness's own count; ``None`` where it had not been shown."""
+def _has_fact(fact: str, heard: Sequence[str], summary: str) -> bool | None:
+    """Return whether a summary has a fact, by the harness's own count; ``None`` where it had not been shown."""
     recall = Recall([fact])
     for text in heard:
         recall.show(text)

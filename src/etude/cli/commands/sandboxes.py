@@ -54,8 +54,8 @@ def serve(
     images = ImageStore().open
     if clients is not None and (folder or allow):
         raise ConfigError("--clients FILE says what each may name: write folders and allow there, or leave it out")
-    known = read_clients(clients, images) if clients else {"client": _only_client(tuple(folder), tuple(allow))}
-    run_until_signal(_serve(SandboxConfig(kind=kind), host, port, known), cleanup_s=None)
+    sessions = read_clients(clients, images) if clients else {"client": _only_client(tuple(folder), tuple(allow))}
+    run_until_signal(_serve(SandboxConfig(kind=kind), host, port, sessions), cleanup_s=None)
 
 
 @app.command("probe")

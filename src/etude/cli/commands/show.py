@@ -29,7 +29,7 @@ from etude.dashboard.rollout_text import (
 )
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
-from etude.ledger.archive import Archive, Comparison, Order, Outcome, Search
+from etude.ledger.archive import Archive, Comparison, Order, RolloutOutcome, Search
 from etude.ledger.changes import TRAIN
 from etude.run.folder import RunFolder
 from etude.types import Json as JsonValue
@@ -125,7 +125,7 @@ def show(
             search = Search(
                 purpose=purpose or TRAIN,
                 reward=None if reward is None else parse_comparison(reward),
-                outcome=outcome and Outcome(outcome),
+                outcome=outcome and RolloutOutcome(outcome),
                 reason=reason or "",
                 version=version,
                 has_summary=has_summary,
@@ -194,7 +194,7 @@ def _show_overview(folder: RunFolder, archive: Archive, as_json: bool) -> None:
 def _next(folder: RunFolder, archive: Archive) -> RenderableType:
     """Commands that show more, with names that there are."""
     purpose = next((census.purpose for census in archive.census()), TRAIN)
-    graded = archive.find(Search(purpose=purpose, outcome=Outcome.GRADED, limit=1))
+    graded = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.GRADED, limit=1))
     newest = graded or archive.find(Search(purpose=purpose, limit=1))
     which = "" if purpose == TRAIN else f" --purpose {purpose}"
     ways = [

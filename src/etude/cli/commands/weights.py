@@ -35,7 +35,7 @@ from etude.weights.retention import collect
 from etude.weights.state import snapshot, state_bytes
 
 POLL_S = 0.1
-"""How often progress is drawn, and a relay looks for something new."""
+"""Seconds between two drawings of progress, and after which a relay looks for something new."""
 MOST_TENSORS = 20
 """Shown of a comparison: the most changed ones."""
 NOTHING_THERE = "no version is published there"
@@ -252,16 +252,16 @@ def extend_folder(log: WeightLog, root: Path, version: int | None, console: Cons
 
     An empty one starts with everything; one that has versions gets a delta for each that is missing.
     """
-    held = max((int(folder.name[-6:]) for folder in root.glob("weight_v" + "[0-9]" * 6)), default=None)
+    current = max((int(folder.name[-6:]) for folder in root.glob("weight_v" + "[0-9]" * 6)), default=None)
     with Receiver(log) as receiver:
         target = log.latest() if version is None else version
-        if held is None:
+        if current is None:
             receiver.advance(target)
             pulled = receiver.weights()
             console.print(f"{write_full(root, pulled.version, pulled.state)}: everything")
             return
-        receiver.advance(held)
-        for following in range(held + 1, 1 + (held if target is None else target)):
+        receiver.advance(current)
+        for following in range(current + 1, 1 + (current if target is None else target)):
             before = snapshot(receiver.weights().state)
             receiver.advance(following)
             folder = write_delta(root, following, before, receiver.weights().state)
@@ -283,7 +283,7 @@ def collect_store(
 def compare_versions(
     log: WeightLog, first: int, second: int, console: Console, *, most: int | None = MOST_TENSORS
 ) -> None:
-    """How two versions differ, tensor by tensor; the ``most`` changed first, or all of them."""
+    """Compare two versions tensor by tensor; the ``most`` changed first, or all of them."""
     before, after = pull(log, first), pull(log, second)
     table = light_table("changed", ">numbers", "type", "shape", "tensor")
     rows = sorted(_differences(before, after), key=lambda row: -row[3] / max(1, row[2]))
@@ -313,10 +313,10 @@ def run_relay(origin: WeightLog, region: WeightLog, *, once: bool, console: Cons
     with Relay(origin, region) as relay:
         while True:
             relay.prefetch()
-            held = relay.advance()
-            if held != newest:
-                newest = held
-                console.print(f"version {held} is in {region.store.url}")
+            current = relay.advance()
+            if current != newest:
+                newest = current
+                console.print(f"version {current} is in {region.store.url}")
             if once:
                 return
             time.sleep(POLL_S)

@@ -368,7 +368,7 @@ Shape = dict[str, object]
 """An object that is about to be written as JSON."""
 
 
-class Kind(StrEnum):
+class ItemKind(StrEnum):
     """Types of output items."""
 
     REASONING = "reasoning"
@@ -376,13 +376,15 @@ class Kind(StrEnum):
     CALL = "function_call"
 
 
-PREFIXES: Mapping[Kind, str] = MappingProxyType({Kind.REASONING: "rs", Kind.MESSAGE: "msg", Kind.CALL: "fc"})
+PREFIXES: Mapping[ItemKind, str] = MappingProxyType(
+    {ItemKind.REASONING: "rs", ItemKind.MESSAGE: "msg", ItemKind.CALL: "fc"}
+)
 """Prefix of the id of an item."""
-TEXT_EVENTS: Mapping[Kind, str] = MappingProxyType(
+TEXT_EVENTS: Mapping[ItemKind, str] = MappingProxyType(
     {
-        Kind.REASONING: "response.reasoning_text",
-        Kind.MESSAGE: "response.output_text",
-        Kind.CALL: "response.function_call_arguments",
+        ItemKind.REASONING: "response.reasoning_text",
+        ItemKind.MESSAGE: "response.output_text",
+        ItemKind.CALL: "response.function_call_arguments",
     }
 )
 """Names of the events that carry an item's text, without ``.delta`` and ``.done``."""
@@ -394,7 +396,7 @@ RATE_LIMITED = 429
 class Item:
     """One output item, whole or as far as it came."""
 
-    kind: Kind
+    kind: ItemKind
     index: int
     """Its place among the reply's items."""
     text: str = ""
@@ -460,8 +462,8 @@ class ResponseEventEncoder:
     def closing(self, answer: Answer) -> bytes:
         """The end of the last item, and the whole response."""
         begun = b""
-        if self._item is None or self._item.kind is Kind.REASONING:
-            begun = self._open(Kind.MESSAGE)
+        if self._item is None or self._item.kind is ItemKind.REASONING:
+            begun = self._open(ItemKind.MESSAGE)
         status = _status(answer)
         ended = begun + self._close(status)
         response = {**self._frame, **_response_end(answer), "output": self._output}
@@ -476,19 +478,19 @@ class ResponseEventEncoder:
 
     def _added(self, delta: Delta) -> bytes:
         if isinstance(delta, CallDelta):
-            begun = self._open(Kind.CALL, delta.call_id, delta.name) if delta.call_id else b""
+            begun = self._open(ItemKind.CALL, delta.call_id, delta.name) if delta.call_id else b""
             return begun + self._more(delta.arguments)
-        kind = Kind.REASONING if isinstance(delta, ThinkingDelta) else Kind.MESSAGE
+        kind = ItemKind.REASONING if isinstance(delta, ThinkingDelta) else ItemKind.MESSAGE
         if not delta.text:
             return b""
         begun = b"" if self._item is not None and self._item.kind is kind else self._open(kind)
         return begun + self._more(delta.text)
 
-    def _open(self, kind: Kind, call_id: str = "", name: str = "") -> bytes:
+    def _open(self, kind: ItemKind, call_id: str = "", name: str = "") -> bytes:
         closed = self._close("completed")
         item = self._item = Item(kind=kind, index=len(self._output), call_id=call_id, name=name)
         shape = _output_item(item, self._id, "in_progress")
-        if kind is not Kind.CALL:
+        if kind is not ItemKind.CALL:
             shape["content"] = []
         added = self._event("response.output_item.added", output_index=item.index, item=shape)
         return closed + added + self._part_event("response.content_part.added", item)
@@ -503,7 +505,7 @@ class ResponseEventEncoder:
         if self._item is None:
             return b""
         item = replace(self._item, text="".join(self._texts))
-        whole = {"arguments": item.text, "name": item.name} if item.kind is Kind.CALL else {"text": item.text}
+        whole = {"arguments": item.text, "name": item.name} if item.kind is ItemKind.CALL else {"text": item.text}
         done = self._text_event("done", item, whole) + self._part_event("response.content_part.done", item)
         self._item, self._texts = None, []
         self._output.append(_output_item(item, self._id, status))
@@ -511,14 +513,14 @@ class ResponseEventEncoder:
 
     def _text_event(self, step: str, item: Item, text: Mapping[str, str]) -> bytes:
         place: Shape = {"item_id": _item_id(item, self._id), "output_index": item.index}
-        if item.kind is not Kind.CALL:
+        if item.kind is not ItemKind.CALL:
             place["content_index"] = 0
-        if item.kind is Kind.MESSAGE:
+        if item.kind is ItemKind.MESSAGE:
             place["logprobs"] = []
         return self._event(f"{TEXT_EVENTS[item.kind]}.{step}", **place, **text)
 
     def _part_event(self, name: str, item: Item) -> bytes:
-        if item.kind is Kind.CALL:  # it has no parts
+        if item.kind is ItemKind.CALL:  # it has no parts
             return b""
         place: Shape = {"item_id": _item_id(item, self._id), "output_index": item.index, "content_index": 0}
         return self._event(name, **place, part=_part(item))
@@ -531,20 +533,20 @@ class ResponseEventEncoder:
 
 def _items(message: ChatMessage) -> list[Item]:
     """At least one; the last is no reasoning."""
-    items = [Item(kind=Kind.REASONING, index=0, text=message.thinking)] if message.thinking else []
+    items = [Item(kind=ItemKind.REASONING, index=0, text=message.thinking)] if message.thinking else []
     if message.content or not message.tool_calls:
-        items.append(Item(kind=Kind.MESSAGE, index=len(items), text=message.content))
+        items.append(Item(kind=ItemKind.MESSAGE, index=len(items), text=message.content))
     for call in message.tool_calls:
-        called = Item(kind=Kind.CALL, index=len(items), text=call.arguments, call_id=call.call_id, name=call.name)
+        called = Item(kind=ItemKind.CALL, index=len(items), text=call.arguments, call_id=call.call_id, name=call.name)
         items.append(called)
     return items
 
 
 def _output_item(item: Item, answer_id: str, status: str) -> Shape:
     shape: Shape = {"id": _item_id(item, answer_id), "type": item.kind.value, "status": status}
-    if item.kind is Kind.CALL:
+    if item.kind is ItemKind.CALL:
         return {**shape, "call_id": item.call_id, "name": item.name, "arguments": item.text}
-    if item.kind is Kind.MESSAGE:
+    if item.kind is ItemKind.MESSAGE:
         return {**shape, "role": "assistant", "content": [_part(item)]}
     return {**shape, "summary": [], "content": [_part(item)], "encrypted_content": None}
 
@@ -554,7 +556,7 @@ def _item_id(item: Item, answer_id: str) -> str:
 
 
 def _part(item: Item) -> Shape:
-    if item.kind is Kind.REASONING:
+    if item.kind is ItemKind.REASONING:
         return {"type": "reasoning_text", "text": item.text}
     return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": []}
 

@@ -92,7 +92,7 @@ def named_id(owner: str, name: str) -> str:
     return f"{owner}.{name}"
 
 
-class Sessions:
+class SessionStore:
     """All open sessions of a gateway."""
 
     def __init__(self, chat_format: ChatFormat, limits: SessionLimits = DEFAULT_LIMITS) -> None:

@@ -37,10 +37,10 @@ from etude.gateway.http.auth import (
     MAX_AGE_S,
     MAX_BUDGET,
     MAX_TEXT,
-    Action,
     Authenticator,
     Key,
-    Limits,
+    KeyLimits,
+    Permission,
     Scope,
     digest_of,
     new_key_id,
@@ -120,7 +120,7 @@ class AdminApi:
             self._keyring.end_session(session_id)
 
     async def _open_session(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        key = self._key(request, record, Action.SESSIONS)
+        key = self._key(request, record, Permission.SESSIONS)
         fields = await read_fields(request, record)
         fields.only({FORK_OF})
         self._inflight.check_open()
@@ -149,7 +149,7 @@ class AdminApi:
         return json_response(record, {**opened, "turns": len(conversation.turns)})
 
     async def _close_session(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        key = self._key(request, record, Action.SESSIONS)
+        key = self._key(request, record, Permission.SESSIONS)
         session_id = self._session_of(key, route.parameter)
         conversation = self._sessions.close(session_id, self._clock.now())
         self._keyring.end_session(session_id)
@@ -177,18 +177,18 @@ class AdminApi:
         return json_response(record, facts, 503 if oldest is None or self._inflight.draining else 200)
 
     async def _show_metrics(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.METRICS)
+        self._key(request, record, Permission.METRICS)
         return bytes_response(record, self.metrics.page(), CONTENT_TYPE)
 
     async def _describe(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
         return bytes_response(record, self._openapi)
 
     async def _list_keys(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.KEYS)
+        self._key(request, record, Permission.KEYS)
         return json_response(record, {"keys": [self._key_facts(key) for key in self._keyring]})
 
     async def _add_key(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.KEYS)
+        self._key(request, record, Permission.KEYS)
         fields = await read_fields(request, record)
         key, secret = _read_key(fields, self._clock.now())
         try:
@@ -202,7 +202,7 @@ class AdminApi:
         return json_response(record, {**self._key_facts(key), "api_key": secret})
 
     async def _revoke_key(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.KEYS)
+        self._key(request, record, Permission.KEYS)
         key = next((key for key in self._keyring if key.key_id == route.parameter), None)
         if key is None:
             raise ApiError(404, "key_not_found", "there is no key of this id")
@@ -213,11 +213,11 @@ class AdminApi:
         return json_response(record, self._key_facts(key))
 
     async def _list_engines(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.ENGINES)
+        self._key(request, record, Permission.ENGINES)
         return json_response(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
 
     async def _add_engine(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.ENGINES)
+        self._key(request, record, Permission.ENGINES)
         fields = await read_fields(request, record)
         fields.only(frozenset({"name", "url", "region"}))
         entry = EngineEntry(name=_name(fields, "name"), url=_url(fields), region=_optional_text(fields, "region"))
@@ -230,14 +230,14 @@ class AdminApi:
         )
 
     async def _remove_engine(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        self._key(request, record, Action.ENGINES)
+        self._key(request, record, Permission.ENGINES)
         try:
             self._pool.remove(route.parameter)
         except ValueError as error:
             raise ApiError(404, "engine_not_found", str(error)) from error
         return json_response(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
 
-    def _key(self, request: HttpRequest, record: RequestRecord, action: Action) -> Key:
+    def _key(self, request: HttpRequest, record: RequestRecord, action: Permission) -> Key:
         key = self._auth.key(request.headers, action, self._clock.now())
         record.key_id = key.key_id
         return key
@@ -280,7 +280,7 @@ def _read_key(fields: Fields, now: float) -> tuple[Key, str]:
         key_id=new_key_id(),
         digest=digest_of(secret),
         scope=Scope(scope),
-        limits=Limits(
+        limits=KeyLimits(
             requests_per_minute=fields.integer("requests_per_minute", low=1, high=MAX_BUDGET),
             tokens_per_minute=fields.integer("tokens_per_minute", low=1, high=MAX_BUDGET),
         ),

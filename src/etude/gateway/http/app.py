@@ -59,7 +59,7 @@ from etude.gateway.http.server import (
     json_response,
 )
 from etude.gateway.request_log import AccessLog, RequestRecord
-from etude.gateway.service import Caller, Service
+from etude.gateway.service import Caller, CallService
 
 PROTOCOLS: Mapping[str, ApiProtocol] = MappingProxyType(
     {api.path: api for api in (chat.PROTOCOL, completions.PROTOCOL, responses.PROTOCOL, messages.PROTOCOL)}
@@ -96,7 +96,7 @@ class Gateway:
 
     def __init__(
         self,
-        service: Service,
+        service: CallService,
         state: GatewayState,
         config: GatewayConfig,
         *,

@@ -27,7 +27,7 @@ from typing import final
 
 from etude.gateway.api.calls import OVER_BUDGET, ApiError, new_id
 from etude.gateway.capture.conversations import Conversation
-from etude.gateway.capture.sessions import TOO_MANY_SESSIONS, Sessions, named_id
+from etude.gateway.capture.sessions import TOO_MANY_SESSIONS, SessionStore, named_id
 from etude.gateway.routing.admission import TrafficClass
 from etude.types import SHA256_HEX
 
@@ -61,7 +61,7 @@ class Scope(StrEnum):
     """The people and processes that run the gateway. It does not sample: what is sampled needs an owner."""
 
 
-class Action(StrEnum):
+class Permission(StrEnum):
     """A right at a gateway."""
 
     SAMPLE = "sample"
@@ -76,18 +76,18 @@ class Action(StrEnum):
     """Read the metrics."""
 
 
-ALLOWED: Mapping[Scope, frozenset[Action]] = MappingProxyType(
+ALLOWED: Mapping[Scope, frozenset[Permission]] = MappingProxyType(
     {
-        Scope.PRODUCTION: frozenset({Action.SAMPLE, Action.SESSIONS}),
-        Scope.ROLLOUT: frozenset({Action.SAMPLE}),
-        Scope.ADMIN: frozenset({Action.SESSIONS, Action.KEYS, Action.ENGINES, Action.METRICS}),
+        Scope.PRODUCTION: frozenset({Permission.SAMPLE, Permission.SESSIONS}),
+        Scope.ROLLOUT: frozenset({Permission.SAMPLE}),
+        Scope.ADMIN: frozenset({Permission.SESSIONS, Permission.KEYS, Permission.ENGINES, Permission.METRICS}),
     }
 )
 """Scope → the actions of its keys; nothing else is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class KeyLimits:
     """The budget of a key; ``None`` for no bound."""
 
     requests_per_minute: int | None = None
@@ -101,7 +101,7 @@ class Limits:
                 raise ValueError(f"{name}={bound}: expected at least 1, or none for no bound")
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = KeyLimits()
 """A budget without bounds: admission control alone limits its calls."""
 
 
@@ -118,7 +118,7 @@ class Key:
     """The one session of a rollout's key."""
     opener: str | None = None
     """Id of the key that opened that session: on its account calls are made, and without it none are."""
-    limits: Limits = NO_LIMITS
+    limits: KeyLimits = NO_LIMITS
     expires_at: float | None = None
     """On the clock of its ring; ``None``: never."""
     created: str = ""
@@ -155,21 +155,21 @@ def digest_of(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def may(key: Key, action: Action) -> bool:
+def may(key: Key, action: Permission) -> bool:
     """True if the scope of ``key`` allows ``action``."""
     return action in ALLOWED[key.scope]
 
 
 def may_enter(key: Key, session_id: str, owner: str) -> bool:
     """True if ``key`` may sample in an open session: it is the session's own key, or the session's owner."""
-    if not may(key, Action.SAMPLE):
+    if not may(key, Permission.SAMPLE):
         return False
     return session_id == key.session_id if key.scope is Scope.ROLLOUT else owner == key.key_id
 
 
 def may_close(key: Key, owner: str) -> bool:
     """True if ``key`` may close a session of ``owner``."""
-    return may(key, Action.SESSIONS) and (key.scope is Scope.ADMIN or owner == key.key_id)
+    return may(key, Permission.SESSIONS) and (key.scope is Scope.ADMIN or owner == key.key_id)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -334,11 +334,11 @@ class Principal:
 class Authenticator:
     """Finds the keys and sessions of callers."""
 
-    def __init__(self, keyring: Keyring, sessions: Sessions) -> None:
+    def __init__(self, keyring: Keyring, sessions: SessionStore) -> None:
         self.keyring = keyring
         self.sessions = sessions
 
-    def key(self, headers: Mapping[str, str], action: Action, now: float) -> Key:
+    def key(self, headers: Mapping[str, str], action: Permission, now: float) -> Key:
         """The key of a request, which may do ``action``. Raises :class:`ApiError`: 401 for none, 403 if it may not."""
         key = self.keyring.authenticate(secret_of(headers), now)
         if key is None:
@@ -363,7 +363,7 @@ class Authenticator:
             if key is None or key.session_id is None:
                 raise ApiError(401, "invalid_api_key", "the key in the path is not that of an open session")
             return self._in_own_session(key, now)
-        key = self.key(headers, Action.SAMPLE, now)
+        key = self.key(headers, Permission.SAMPLE, now)
         name = path_session if path_session is not None else headers.get(SESSION_HEADER)
         if key.session_id is not None:
             if name is not None and name != key.session_id:

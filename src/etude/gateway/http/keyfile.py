@@ -21,7 +21,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from etude.clock import unix_s
 from etude.errors import ConfigError, DamagedError
-from etude.gateway.http.auth import MAX_KEYS, Key, Keyring, Limits, Scope
+from etude.gateway.http.auth import MAX_KEYS, Key, KeyLimits, Keyring, Scope
 from etude.types import Json
 
 FORM = 1
@@ -188,7 +188,7 @@ class KeyFile:
             label=filed.label,
             created=filed.created,
             expires_at=None if filed.expires is None else filed.expires.timestamp() - self._unix_ahead_s,
-            limits=Limits(requests_per_minute=filed.requests_per_minute, tokens_per_minute=filed.tokens_per_minute),
+            limits=KeyLimits(requests_per_minute=filed.requests_per_minute, tokens_per_minute=filed.tokens_per_minute),
         )
 
 

@@ -100,7 +100,7 @@ TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = MappingProxyType(
 """State of a ticket → the states that may follow."""
 
 
-class Outcome(StrEnum):
+class AdmissionOutcome(StrEnum):
     """The end of a call that had a permit."""
 
     ANSWERED = "answered"
@@ -218,7 +218,7 @@ class AdmissionController:
             heapq.heappush(self._deadlines, (deadline, next(self._arrivals), ticket))
         return ticket
 
-    def release(self, ticket: Ticket, outcome: Outcome, now: float) -> None:
+    def release(self, ticket: Ticket, outcome: AdmissionOutcome, now: float) -> None:
         """A call is over, or gives up waiting; a ticket that was refused or has expired needs no release."""
         if ticket.state is TicketState.WAITING:
             self._queues[ticket.traffic].remove(ticket)
@@ -229,9 +229,9 @@ class AdmissionController:
             if not permits[ticket.account]:
                 del permits[ticket.account]  # or accounts would become ever more
             self._releases.released(now, busy)
-            if outcome is Outcome.ANSWERED:
+            if outcome is AdmissionOutcome.ANSWERED:
                 self._limit.answered(now - ticket.granted_at, busy)
-            elif outcome is Outcome.OVERLOADED:
+            elif outcome is AdmissionOutcome.OVERLOADED:
                 self._limit.congested(now)
         else:
             return
@@ -420,7 +420,7 @@ class AdmissionQueue:
         except BaseException as error:
             self._release(ticket, self._outcome(ticket, error))
             raise
-        self._release(ticket, Outcome.ANSWERED)
+        self._release(ticket, AdmissionOutcome.ANSWERED)
 
     async def _acquire(self, traffic: TrafficClass, deadline: float, account: str) -> Ticket:
         """Wait for a permit; the ticket is granted."""
@@ -434,17 +434,17 @@ class AdmissionQueue:
             raise ApiError(429, "rate_limit_exceeded", message, retry_after_s=ticket.retry_after_s)
         return ticket
 
-    def _release(self, ticket: Ticket, outcome: Outcome) -> None:
+    def _release(self, ticket: Ticket, outcome: AdmissionOutcome) -> None:
         """Give a permit back, to a call that waits for it."""
         now = self._clock.now()
         self.controller.release(ticket, outcome, now)
         self._wake(now)
 
-    def _outcome(self, ticket: Ticket, error: BaseException) -> Outcome:
+    def _outcome(self, ticket: Ticket, error: BaseException) -> AdmissionOutcome:
         """The meaning of an error for the load; a call that its deadline ended was cancelled, as if abandoned."""
         if isinstance(error, EngineBusy | TimeoutError) or self._clock.now() >= ticket.deadline:
-            return Outcome.OVERLOADED
-        return Outcome.FAILED if isinstance(error, Exception) else Outcome.ABANDONED
+            return AdmissionOutcome.OVERLOADED
+        return AdmissionOutcome.FAILED if isinstance(error, Exception) else AdmissionOutcome.ABANDONED
 
     async def _wait(self, ticket: Ticket) -> None:
         woken = self._waiting[ticket] = asyncio.get_running_loop().create_future()
@@ -453,9 +453,9 @@ class AdmissionQueue:
             if not woken.done():
                 self._wake(self._clock.now())
             if ticket.state is TicketState.WAITING:  # the timer was early by a tick
-                self._release(ticket, Outcome.ABANDONED)
+                self._release(ticket, AdmissionOutcome.ABANDONED)
         except asyncio.CancelledError:
-            self._release(ticket, Outcome.ABANDONED)
+            self._release(ticket, AdmissionOutcome.ABANDONED)
             raise
         finally:
             self._waiting.pop(ticket, None)

@@ -50,7 +50,7 @@ TAIL = 2.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class KappaEstimate:
     """A number and its 95 % interval."""
 
     value: float
@@ -58,14 +58,14 @@ class Estimate:
     high: float
 
 
-def estimate(statistic: Statistic, items: int, *, seed: int = 0) -> Estimate:
+def estimate(statistic: Statistic, items: int, *, seed: int = 0) -> KappaEstimate:
     """``statistic`` of all items and of ``DRAWS`` resamples of them; of no item at all it is 0."""
     if not items:
-        return Estimate(value=0.0, low=0.0, high=0.0)
+        return KappaEstimate(value=0.0, low=0.0, high=0.0)
     draws_BN = np.random.default_rng(seed).integers(0, items, (DRAWS, items))
     low, high = np.percentile(statistic(draws_BN), [TAIL, 100 - TAIL])
     (value,) = statistic(np.arange(items)[None])
-    return Estimate(value=float(value), low=float(low), high=float(high))
+    return KappaEstimate(value=float(value), low=float(low), high=float(high))
 
 
 def weighted_kappa(labels_N: Numbers, scores_N: Numbers) -> Numbers:
@@ -104,7 +104,7 @@ ITEM_KEYS = ({"task", "work", "label"}, {"task", "work", "label", "author"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class LabelledItem:
     """A text with what people say that it is worth."""
 
     task: str
@@ -126,7 +126,7 @@ class Agreement:
     exact: float
     """Share of the judged items with the label's very score."""
     within_one: float
-    kappa: Estimate
+    kappa: KappaEstimate
 
     @property
     def hit_rate(self) -> float:
@@ -146,15 +146,15 @@ class Agreement:
 class Bias:
     """Biases: where errors (score − label) lean. A correlation whose interval has no 0 in it is one to look at."""
 
-    mean_error: Estimate
+    mean_error: KappaEstimate
     """Lenient above 0, severe below."""
-    length: Estimate
+    length: KappaEstimate
     """Rank correlation with the number of characters: above 0, longer is better liked than it should be."""
-    verbosity: Estimate
+    verbosity: KappaEstimate
     """Likewise with words per different word: above 0, saying things twice pays."""
-    order: Estimate | None
+    order: KappaEstimate | None
     """Mean score of votes that saw the scale from best to worst, minus that of the others; needs two votes an item."""
-    self_preference: Estimate | None
+    self_preference: KappaEstimate | None
     """Mean error on what the judge's own model wrote minus that on the rest; ``None`` where authors are not known."""
 
 
@@ -170,12 +170,12 @@ class Calibration:
     date: str
     agreement: Agreement
     bias: Bias
-    items: tuple[Item, ...]
+    items: tuple[LabelledItem, ...]
 
 
-def parse_items(text: str, rubric: Rubric, source: str) -> tuple[Item, ...]:
+def parse_items(text: str, rubric: Rubric, source: str) -> tuple[LabelledItem, ...]:
     """Read labelled items, one JSON object a line. Raises :class:`~etude.errors.ConfigError` naming the line."""
-    items: list[Item] = []
+    items: list[LabelledItem] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             fields = orjson.loads(line)
@@ -188,13 +188,13 @@ def parse_items(text: str, rubric: Rubric, source: str) -> tuple[Item, ...]:
                 raise ValueError("task, work and author are texts")
         except ValueError as error:
             raise ConfigError(f"{source}, line {number}: {error}") from error
-        items.append(Item(**fields))
+        items.append(LabelledItem(**fields))
     if not FEWEST_ITEMS <= len(items) <= MOST_ITEMS:
         raise ConfigError(f"{source} has {len(items)} items: expected {FEWEST_ITEMS} to {MOST_ITEMS}")
     return tuple(items)
 
 
-def agreement_of(items: Sequence[Item], judgements: Sequence[Judgement]) -> Agreement:
+def agreement_of(items: Sequence[LabelledItem], judgements: Sequence[Judgement]) -> Agreement:
     """Compare judgements with labels, item by item."""
     labels_N, scores_N = _judged(items, judgements)
     errors_N = np.abs(scores_N - labels_N)
@@ -209,7 +209,7 @@ def agreement_of(items: Sequence[Item], judgements: Sequence[Judgement]) -> Agre
     )
 
 
-def bias_of(items: Sequence[Item], judgements: Sequence[Judgement], model: str) -> Bias:
+def bias_of(items: Sequence[LabelledItem], judgements: Sequence[Judgement], model: str) -> Bias:
     """Biases of a judge, which is ``model``."""
     judged = [item for item, judgement in zip(items, judgements, strict=True) if judgement.score is not None]
     labels_N, scores_N = _judged(items, judgements)
@@ -234,9 +234,9 @@ def parse_calibration(text: str, source: str) -> Calibration:
     """Read a report. Raises :class:`~etude.errors.ConfigError` for one that is none."""
     try:
         tree = orjson.loads(text)
-        bias: dict[str, Any] = {name: value and Estimate(**value) for name, value in tree["bias"].items()}
-        agreement = tree["agreement"] | {"kappa": Estimate(**tree["agreement"]["kappa"])}
-        items = tuple(Item(**item) for item in tree["items"])
+        bias: dict[str, Any] = {name: value and KappaEstimate(**value) for name, value in tree["bias"].items()}
+        agreement = tree["agreement"] | {"kappa": KappaEstimate(**tree["agreement"]["kappa"])}
+        items = tuple(LabelledItem(**item) for item in tree["items"])
         parts = {"agreement": Agreement(**agreement), "bias": Bias(**bias), "items": items}
         return Calibration(**(tree | parts))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -257,7 +257,7 @@ def distrust(calibration: Calibration | None, pin: str, min_agreement: float) ->
     return ""
 
 
-def _judged(items: Sequence[Item], judgements: Sequence[Judgement]) -> tuple[Numbers, Numbers]:
+def _judged(items: Sequence[LabelledItem], judgements: Sequence[Judgement]) -> tuple[Numbers, Numbers]:
     """Labels and scores [N] of the items with a verdict."""
     pairs = [
         (item.label, judgement.score)
@@ -268,17 +268,17 @@ def _judged(items: Sequence[Item], judgements: Sequence[Judgement]) -> tuple[Num
     return both[:, 0], both[:, 1]
 
 
-def _mean(values_N: Numbers) -> Estimate:
+def _mean(values_N: Numbers) -> KappaEstimate:
     return estimate(lambda drawn: values_N[drawn].mean(-1), len(values_N))
 
 
-def _leaning(errors_N: Numbers, by: Sequence[float]) -> Estimate:
+def _leaning(errors_N: Numbers, by: Sequence[float]) -> KappaEstimate:
     """Rank correlation; items keep the ranks that they have among all."""
     errors, others = ranks(errors_N), ranks(np.array(by, np.float64))
     return estimate(lambda drawn: correlation(errors[drawn], others[drawn]), len(errors))
 
 
-def _order(judgements: Sequence[Judgement]) -> Estimate | None:
+def _order(judgements: Sequence[Judgement]) -> KappaEstimate | None:
     differences: list[float] = []
     for judgement in judgements:
         descending = [vote.score for vote in judgement.votes if vote.score is not None and vote.descending]
@@ -288,7 +288,7 @@ def _order(judgements: Sequence[Judgement]) -> Estimate | None:
     return _mean(np.array(differences, np.float64)) if differences else None
 
 
-def _difference(errors_N: Numbers, own_N: Mask) -> Estimate:
+def _difference(errors_N: Numbers, own_N: Mask) -> KappaEstimate:
     """Difference of two means. A draw of one side alone, which is rare, counts as no difference."""
 
     def gap(drawn: Indices) -> Numbers:

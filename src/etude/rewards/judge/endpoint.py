@@ -40,7 +40,7 @@ HIDDEN_KEY = "[key]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class JudgeCall:
     """One question to a model."""
 
     messages: Sequence[Message]
@@ -72,7 +72,7 @@ class ChatEndpoint(Protocol):
         """Reason of the last repeated call; empty: none was repeated."""
         ...
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         """The answer. Raises :class:`~etude.errors.JudgeUnavailable` for what repeating cannot cure, and its kind
         :class:`~etude.errors.JudgeLost` for what no patience can.
         """
@@ -112,7 +112,7 @@ class Endpoint:
         """Reason of the last repeated call; empty: none was repeated."""
         return self._trouble
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         """Ask until there is an answer; the caller sets the deadline.
 
         Raises :class:`~etude.errors.JudgeUnavailable` where the endpoint refuses, with its reason, and its kind
@@ -127,7 +127,7 @@ class Endpoint:
             await asyncio.sleep(max(pause_s, answer))
         raise AssertionError("endless")
 
-    def _body(self, call: Call) -> Mapping[str, Json]:
+    def _body(self, call: JudgeCall) -> Mapping[str, Json]:
         body: dict[str, Json] = {
             "model": self._address.model,
             "messages": [{"role": message["role"], "content": message["content"]} for message in call.messages],

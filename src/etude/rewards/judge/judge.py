@@ -25,7 +25,7 @@ from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.protocols import Clock
 from etude.rewards.judge.budget import JudgeBudget, JudgePause, Spend
 from etude.rewards.judge.calibration import Alarm, IdentityWatch
-from etude.rewards.judge.endpoint import Call, ChatEndpoint, ChatReply
+from etude.rewards.judge.endpoint import ChatEndpoint, ChatReply, JudgeCall
 from etude.rewards.judge.prompts import (
     Asking,
     JudgeInput,
@@ -248,7 +248,7 @@ class Judge:
         """One call, paid for; a call that was cut short is counted as if it had used all it might."""
         params = self.params
         most = _most(messages, params)
-        call = Call(
+        call = JudgeCall(
             messages=messages,
             schema=reply_format.schema,
             max_tokens=params.max_tokens,

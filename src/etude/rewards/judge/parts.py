@@ -24,7 +24,7 @@ from types import MappingProxyType
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
 from etude.rewards.judge.budget import BudgetLimit, JudgeBudget
-from etude.rewards.judge.calibration import AgreementWatch, Alarm, Item
+from etude.rewards.judge.calibration import AgreementWatch, Alarm, LabelledItem
 from etude.rewards.judge.judge import Judge
 from etude.rewards.judge.prompts import About, JudgeInput, Rubric
 from etude.rewards.judge.votes import Judgement
@@ -45,7 +45,7 @@ class CalibrationShiftCheck:
     of the file, what is judged wrongly there may follow one upon the other.
     """
 
-    def __init__(self, rubric: Rubric, items: Sequence[Item], rate: float, every: int) -> None:
+    def __init__(self, rubric: Rubric, items: Sequence[LabelledItem], rate: float, every: int) -> None:
         """``rate`` is the share of all ``items`` that was judged as labelled at calibration."""
         self._rubric = rubric
         self._items = items

@@ -99,7 +99,9 @@ class LauncherLink:
         try:
             await self.send(body, descriptors)
         except BaseException:
-            del self._answers[body["id"]]
+            self._answers.pop(body["id"], None)  # a launcher that has ended took its answers along
+            if answer.done():
+                answer.exception()  # the one raised here says the same
             raise
         return answer
 

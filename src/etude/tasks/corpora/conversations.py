@@ -44,7 +44,7 @@ MESSAGE_FIELDS: Mapping[Role, frozenset[str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class TrainingConversation:
     """One line of a file."""
 
     messages: tuple[ChatMessage, ...]
@@ -89,16 +89,16 @@ class Conversations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _FileLine:
     """A line that can be learnt from."""
 
     offset: int
     tokens: int
 
 
-def _survey(file: Path, chat: ChatFormat, side: Side) -> tuple[list[_Line], str]:
+def _survey(file: Path, chat: ChatFormat, side: Side) -> tuple[list[_FileLine], str]:
     """The lines of a side, and the digest of the file; every line of either side has been rendered once."""
-    lines: list[_Line] = []
+    lines: list[_FileLine] = []
     rejections: list[str] = []
     digest = hashlib.sha256()
     for number, offset, line in _lines(file):
@@ -111,7 +111,7 @@ def _survey(file: Path, chat: ChatFormat, side: Side) -> tuple[list[_Line], str]
             rejections.append(f"line {number}: {error}")
             continue
         if side.has(line.strip()):
-            lines.append(_Line(offset, len(document.token_ids)))
+            lines.append(_FileLine(offset, len(document.token_ids)))
     if rejections:
         named = "\n  ".join(rejections[:MAX_REJECTIONS])
         more = f"\n  and {len(rejections) - MAX_REJECTIONS} more" if len(rejections) > MAX_REJECTIONS else ""
@@ -131,7 +131,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
         raise ConfigError(f"conversations cannot be read from {file}: {error.strerror}") from error
 
 
-def render(output: Conversation, chat: ChatFormat, *, context_weight: float) -> Document:
+def render(output: TrainingConversation, chat: ChatFormat, *, context_weight: float) -> Document:
     """A conversation's tokens, and how much each counts. Raises ``ValueError`` where nothing in it can be learnt."""
     return conversation(
         chat, output.messages, tools=output.tools, unlearnt=output.unlearnt, context_weight=context_weight
@@ -179,7 +179,7 @@ def _reply(chat: ChatFormat, messages: Sequence[ChatMessage], tools: Sequence[To
     return prompt, whole[len(prompt) : ends[0] + 1]
 
 
-def parse(line: bytes) -> Conversation:
+def parse(line: bytes) -> TrainingConversation:
     """Read a line. Raises ``ValueError`` saying what is wrong with it."""
     try:
         value: Json = orjson.loads(line)
@@ -189,7 +189,7 @@ def parse(line: bytes) -> Conversation:
     listed = _list(fields.get("messages"), "messages")
     messages = tuple(_message(item, f"message {number}") for number, item in enumerate(listed, start=1))
     tools = tuple(_tool(item, f"tool {number}") for number, item in enumerate(_list(fields.get("tools"), "tools"), 1))
-    return Conversation(messages=messages, tools=tools, unlearnt=frozenset(_unlearnt(listed)))
+    return TrainingConversation(messages=messages, tools=tools, unlearnt=frozenset(_unlearnt(listed)))
 
 
 def _unlearnt(listed: Sequence[Json]) -> Iterator[int]:

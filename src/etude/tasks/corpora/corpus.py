@@ -52,7 +52,7 @@ def demonstration_sources(
     return {
         "stdlib": Library(text, side),
         "code": Code(demonstrations, text, side, context_weight=context_weight),
-        "sessions": Sessions(demonstrations, text.chat, side, context_weight=context_weight),
+        "sessions": SessionSource(demonstrations, text.chat, side, context_weight=context_weight),
     }
 
 
@@ -98,7 +98,7 @@ class Code:
 
 
 @final
-class Sessions:
+class SessionSource:
     """Sessions of the imperfect agent, one to a document."""
 
     size = None

@@ -113,7 +113,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class BatchStream:
     """Batches of documents of a mixture."""
 
     mixture: Mixture

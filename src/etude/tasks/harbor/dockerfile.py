@@ -45,7 +45,7 @@ DROPPED_FLAGS = ("link", "network", "parents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folder:
+class ImageFolder:
     """Make a folder and those above it."""
 
     path: str
@@ -76,7 +76,7 @@ class Run:
     environment: Mapping[str, str]
 
 
-Step: TypeAlias = Folder | Copy | Run
+Step: TypeAlias = ImageFolder | Copy | Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class Dockerfile:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _DockerfileState:
     """State at one line, while a Dockerfile is being read."""
 
     source: str
@@ -126,7 +126,7 @@ def parse_dockerfile(text: str, *, source: str) -> Dockerfile:
 
     Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` with the line for what cannot be built here.
     """
-    reading = _Reading(source)
+    reading = _DockerfileState(source)
     for line, instruction in _instructions(text):
         match = INSTRUCTION.fullmatch(instruction)
         if match is None:
@@ -142,7 +142,7 @@ def parse_dockerfile(text: str, *, source: str) -> Dockerfile:
     )
 
 
-def _read(reading: _Reading, line: int, name: str, rest: str) -> None:
+def _read(reading: _DockerfileState, line: int, name: str, rest: str) -> None:
     if name in NO_FILES_CHANGE:
         return
     if name in REFUSED:
@@ -165,14 +165,14 @@ def _read(reading: _Reading, line: int, name: str, rest: str) -> None:
     readers[name](reading, line, rest)
 
 
-def _from(reading: _Reading, line: int, rest: str) -> None:
+def _from(reading: _DockerfileState, line: int, rest: str) -> None:
     words = FLAG.sub("", reading.fill(line, rest)).split()
     if reading.parent or not words:
         raise reading.fault(line, f"FROM {rest}", "an image of one stage can be built: install instead of copying")
     reading.parent = words[0]
 
 
-def _arg(reading: _Reading, line: int, rest: str) -> None:
+def _arg(reading: _DockerfileState, line: int, rest: str) -> None:
     for word in _words(reading, line, rest):
         name, equals, value = word.partition("=")
         if not equals:
@@ -180,31 +180,31 @@ def _arg(reading: _Reading, line: int, rest: str) -> None:
         reading.arguments[name] = reading.fill(line, value)
 
 
-def _env(reading: _Reading, line: int, rest: str) -> None:
+def _env(reading: _DockerfileState, line: int, rest: str) -> None:
     name, _, value = rest.partition(" ")
     pairs = [f"{name}={value.strip()}"] if "=" not in name else _words(reading, line, rest)
     filled = [(key, reading.fill(line, text)) for key, _, text in (pair.partition("=") for pair in pairs)]
     reading.environment.update(filled)
 
 
-def _workdir(reading: _Reading, line: int, rest: str) -> None:
+def _workdir(reading: _DockerfileState, line: int, rest: str) -> None:
     reading.workdir = reading.resolve(line, reading.fill(line, rest)).rstrip("/") or "/"
-    reading.steps.append(Folder(path=reading.workdir))
+    reading.steps.append(ImageFolder(path=reading.workdir))
 
 
-def _shell(reading: _Reading, line: int, rest: str) -> None:
+def _shell(reading: _DockerfileState, line: int, rest: str) -> None:
     words = _json_words(rest)
     if not words:
         raise reading.fault(line, f"SHELL {rest}", 'expected a list such as ["/bin/bash", "-c"]')
     reading.shell = words
 
 
-def _user(reading: _Reading, line: int, rest: str) -> None:
+def _user(reading: _DockerfileState, line: int, rest: str) -> None:
     if rest.split(":")[0] not in ("root", "0"):
         raise reading.fault(line, f"USER {rest}", "images are built as root, and agents are always user 1000: drop it")
 
 
-def _run(reading: _Reading, line: int, rest: str) -> None:
+def _run(reading: _DockerfileState, line: int, rest: str) -> None:
     flags, command = _flags(reading, line, "RUN", rest)
     if any(name != "mount" or "type=cache" not in value.split(",") for name, value in flags):
         raise reading.fault(line, f"RUN {rest}", "of --mount, only caches are known")
@@ -221,15 +221,15 @@ def _run(reading: _Reading, line: int, rest: str) -> None:
     )
 
 
-def _copy(reading: _Reading, line: int, rest: str) -> None:
+def _copy(reading: _DockerfileState, line: int, rest: str) -> None:
     _copy_or_add(reading, line, "COPY", rest)
 
 
-def _add(reading: _Reading, line: int, rest: str) -> None:
+def _add(reading: _DockerfileState, line: int, rest: str) -> None:
     _copy_or_add(reading, line, "ADD", rest)
 
 
-def _copy_or_add(reading: _Reading, line: int, name: str, rest: str) -> None:
+def _copy_or_add(reading: _DockerfileState, line: int, name: str, rest: str) -> None:
     flags, paths = _flags(reading, line, name, rest)
     modes = [value for flag, value in flags if flag == "chmod"]
     wrong = [flag for flag, _ in flags if flag != "chmod"]
@@ -253,7 +253,7 @@ def _copy_or_add(reading: _Reading, line: int, name: str, rest: str) -> None:
     )
 
 
-def _flags(reading: _Reading, line: int, name: str, rest: str) -> tuple[list[tuple[str, str]], str]:
+def _flags(reading: _DockerfileState, line: int, name: str, rest: str) -> tuple[list[tuple[str, str]], str]:
     """Leading ``--name=value``, those that make no difference here left out, and what follows."""
     flags = []
     while match := FLAG.match(rest):
@@ -265,7 +265,7 @@ def _flags(reading: _Reading, line: int, name: str, rest: str) -> tuple[list[tup
     return flags, rest
 
 
-def _words(reading: _Reading, line: int, text: str) -> list[str]:
+def _words(reading: _DockerfileState, line: int, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:

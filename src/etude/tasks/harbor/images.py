@@ -24,7 +24,7 @@ from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.images.layers import HOME
 from etude.sandboxes.images.store import ImageStore
-from etude.tasks.harbor.dockerfile import Copy, Dockerfile, Folder, Run, Step
+from etude.tasks.harbor.dockerfile import Copy, Dockerfile, ImageFolder, Run, Step
 from etude.tasks.harbor.folder import LEFT_OUT, HarborTask, digest_files, is_program
 from etude.tasks.harbor.settings import TaskFolderError
 
@@ -134,7 +134,7 @@ class HarborImages:
         sandbox = await self._sandboxes.create({}, spec)
         try:
             left_s = timeout_s
-            for step in (*dockerfile.steps, Folder(path=task.workdir)):
+            for step in (*dockerfile.steps, ImageFolder(path=task.workdir)):
                 left_s -= await _play(step, sandbox, task, context, left_s)
             built = await sandbox.snapshot()
         finally:
@@ -185,7 +185,7 @@ def plain_files(task: HarborTask) -> Mapping[str, str] | None:
     """The task's files, if all that its Dockerfile does is to put text into the working folder; else ``None``."""
     files: dict[str, str] = {}
     for step in task.dockerfile.steps if task.dockerfile else ():
-        if isinstance(step, Folder) and step.path == task.workdir:
+        if isinstance(step, ImageFolder) and step.path == task.workdir:
             continue
         texts = _plain_copy(step, task) if isinstance(step, Copy) else None
         if texts is None:

@@ -17,7 +17,7 @@ from etude.tasks.migrations.problems import (
     NOT_NULL,
     PAIRS,
     PEOPLE,
-    Kind,
+    MigrationKind,
     MigrationProblem,
     Row,
     Rows,
@@ -34,7 +34,7 @@ from etude.types import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Aggregate:
     """Summary that a parent keeps of its children."""
 
     column: str
@@ -50,9 +50,9 @@ class Summary:
     """Value of a parent without children; ``None``: no value, and the column may be NULL."""
 
 
-SUMMARIES: Mapping[str, Summary] = MappingProxyType(
+SUMMARIES: Mapping[str, Aggregate] = MappingProxyType(
     {
-        "count": Summary(
+        "count": Aggregate(
             column="{child}_count",
             kind="integer",
             words="the number of its {child}",
@@ -61,7 +61,7 @@ SUMMARIES: Mapping[str, Summary] = MappingProxyType(
             value=len,
             empty=0,
         ),
-        "sum": Summary(
+        "sum": Aggregate(
             column="amount_total",
             kind="bigint",
             words="the sum of amount over its {child}",
@@ -70,7 +70,7 @@ SUMMARIES: Mapping[str, Summary] = MappingProxyType(
             value=lambda rows: sum(row["amount"] for row in rows),  # type: ignore[misc]  # integers
             empty=0,
         ),
-        "largest": Summary(
+        "largest": Aggregate(
             column="amount_max",
             kind="integer",
             words="the largest amount of its {child}",
@@ -78,7 +78,7 @@ SUMMARIES: Mapping[str, Summary] = MappingProxyType(
             wrong="min(amount)",
             value=lambda rows: max(row["amount"] for row in rows),  # type: ignore[type-var]  # integers
         ),
-        "first": Summary(
+        "first": Aggregate(
             column="first_made_on",
             kind="date",
             words="the earliest made_on of its {child}",
@@ -86,7 +86,7 @@ SUMMARIES: Mapping[str, Summary] = MappingProxyType(
             wrong="(array_agg(made_on ORDER BY id))[1]",
             value=lambda rows: min(str(row["made_on"]) for row in rows),
         ),
-        "last": Summary(
+        "last": Aggregate(
             column="last_made_on",
             kind="date",
             words="the latest made_on of its {child}",
@@ -94,7 +94,7 @@ SUMMARIES: Mapping[str, Summary] = MappingProxyType(
             wrong="(array_agg(made_on ORDER BY id DESC))[1]",
             value=lambda rows: max(str(row["made_on"]) for row in rows),
         ),
-        "any": Summary(
+        "any": Aggregate(
             column="has_{child}",
             kind="boolean",
             words="whether it has any {child}",
@@ -242,7 +242,7 @@ def split_name(variant: str, rng: Random) -> MigrationProblem:
 
 
 KINDS = (
-    Kind(name="backfill", variants=tuple(SUMMARIES), write=backfill),
-    Kind(name="split name", variants=tuple(SPLITS), write=split_name),
+    MigrationKind(name="backfill", variants=tuple(SUMMARIES), write=backfill),
+    MigrationKind(name="split name", variants=tuple(SPLITS), write=split_name),
 )
 """Kinds of migration that are about columns."""

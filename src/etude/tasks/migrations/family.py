@@ -22,10 +22,10 @@ import orjson
 from etude.sandbox_spec import EnvironmentSpec, Service, ServiceKind
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.migrations import columns, keys, tables, types
-from etude.tasks.migrations.problems import Kind, MigrationProblem, exchange, inserts
+from etude.tasks.migrations.problems import MigrationKind, MigrationProblem, exchange, inserts
 from etude.types import QueryChecks, Split, Task
 
-KINDS: tuple[Kind, ...] = (
+KINDS: tuple[MigrationKind, ...] = (
     *columns.KINDS,
     *types.KINDS,
     *keys.KINDS,
@@ -45,7 +45,7 @@ RULES = (
 class MigrationFamily:
     """An endless stream of migration tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, *, seed: int, heldout_every: int = 3, kinds: Sequence[Kind] = KINDS) -> None:
+    def __init__(self, *, seed: int, heldout_every: int = 3, kinds: Sequence[MigrationKind] = KINDS) -> None:
         """About one in ``heldout_every`` variants of each of ``kinds`` is held out; at least one, never all."""
         if heldout_every < 2:
             raise ValueError(f"heldout_every={heldout_every}: with fewer than 2 nothing would be left to train on")
@@ -60,7 +60,7 @@ class MigrationFamily:
         chosen = [(kind, variant) for kind in self.kinds for variant in self.variants(kind, Split.HELDOUT)]
         self._heldout_tasks = HeldoutTasks(chosen, lambda of, rng: _drawn(*of, Split.HELDOUT, rng))
 
-    def variants(self, kind: Kind, split: Split) -> Sequence[str]:
+    def variants(self, kind: MigrationKind, split: Split) -> Sequence[str]:
         """The variants of one kind on one side of the hold-out."""
         return tuple(self._choices[kind.name, split])
 
@@ -73,7 +73,7 @@ class MigrationFamily:
         return _drawn(kind, rng.choice(self.variants(kind, split)), split, rng)
 
 
-def _drawn(kind: Kind, variant: str, split: Split, rng: Random) -> Task:
+def _drawn(kind: MigrationKind, variant: str, split: Split, rng: Random) -> Task:
     return migration_task(kind.write(variant, rng), f"{kind.name}: {variant}", split)
 
 
@@ -93,7 +93,7 @@ def migration_task(problem: MigrationProblem, template: str, split: Split) -> Ta
     )
 
 
-def choose_heldout(kind: Kind, one_in: int) -> frozenset[str]:
+def choose_heldout(kind: MigrationKind, one_in: int) -> frozenset[str]:
     """The variants of a kind that are held out, in order of their hash; one of two or more always stays."""
     ordered = sorted(kind.variants, key=lambda variant: hashlib.sha256(f"{kind.name}|{variant}".encode()).digest())
     return frozenset(ordered[: min(max(1, len(ordered) // one_in), len(ordered) - 1)])

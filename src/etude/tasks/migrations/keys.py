@@ -17,7 +17,7 @@ from etude.tasks.migrations.problems import (
     PEOPLE,
     THINGS,
     UNIQUE,
-    Kind,
+    MigrationKind,
     MigrationProblem,
     Row,
     Rows,
@@ -274,8 +274,8 @@ def lookup(variant: str, rng: Random) -> MigrationProblem:
 
 
 KINDS = (
-    Kind(name="unique", variants=tuple(SURVIVORS), write=unique),
-    Kind(name="foreign key", variants=tuple(ORPHANS), write=foreign_key),
-    Kind(name="lookup table", variants=tuple(LOOKUPS), write=lookup),
+    MigrationKind(name="unique", variants=tuple(SURVIVORS), write=unique),
+    MigrationKind(name="foreign key", variants=tuple(ORPHANS), write=foreign_key),
+    MigrationKind(name="lookup table", variants=tuple(LOOKUPS), write=lookup),
 )
 """Kinds of migration that are about keys."""

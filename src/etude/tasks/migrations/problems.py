@@ -58,7 +58,7 @@ class MigrationProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class MigrationKind:
     """A sort of migration; with one of its variants it is a template."""
 
     name: str

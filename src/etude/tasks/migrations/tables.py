@@ -13,7 +13,7 @@ from etude.tasks.migrations.problems import (
     NEW_ID,
     THINGS,
     UNIQUE,
-    Kind,
+    MigrationKind,
     MigrationProblem,
     Row,
     Rows,
@@ -239,8 +239,8 @@ def _by_id(row: Row) -> int:
 
 
 KINDS = (
-    Kind(name="rename", variants=("table", "table and column", "live rows"), write=rename),
-    Kind(name="join table", variants=tuple(LISTS), write=join_table),
-    Kind(name="merge", variants=tuple(MERGES), write=merge),
+    MigrationKind(name="rename", variants=("table", "table and column", "live rows"), write=rename),
+    MigrationKind(name="join table", variants=tuple(LISTS), write=join_table),
+    MigrationKind(name="merge", variants=tuple(MERGES), write=merge),
 )
 """Kinds of migration that are about tables."""

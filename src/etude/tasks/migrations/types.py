@@ -16,7 +16,7 @@ from etude.tasks.migrations.problems import (
     NO_LABEL,
     NOT_NULL,
     THINGS,
-    Kind,
+    MigrationKind,
     MigrationProblem,
     Row,
     asks,
@@ -266,8 +266,8 @@ def _price(variant: str, place: int, amount: int) -> tuple[str | float, int]:
 
 
 KINDS = (
-    Kind(name="labels", variants=("enum", "synonyms", "check"), write=labels),
-    Kind(name="moments", variants=tuple(MOMENTS), write=moments),
-    Kind(name="cents", variants=tuple(PRICES), write=cents),
+    MigrationKind(name="labels", variants=("enum", "synonyms", "check"), write=labels),
+    MigrationKind(name="moments", variants=tuple(MOMENTS), write=moments),
+    MigrationKind(name="cents", variants=tuple(PRICES), write=cents),
 )
 """Kinds of migration that are about types."""

@@ -32,7 +32,7 @@ HELDOUT_ONE_IN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CandidateVerdict:
     """Outcome of one candidate."""
 
     candidate_id: str
@@ -65,19 +65,19 @@ class PackageFolder:
         """A line of JSON per candidate."""
         return self.path / "log.jsonl"
 
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[CandidateVerdict]:
         """The recorded outcomes of candidates, in order; a line that was cut short by a crash is left out."""
-        matches: list[Verdict] = []
+        matches: list[CandidateVerdict] = []
         lines = self.log.read_bytes().split(b"\n") if self.log.exists() else []
         for line in lines:
             try:
                 fields = json.loads(line)
-                matches.append(Verdict(**{**fields, "tests": tuple(fields["tests"])}))
+                matches.append(CandidateVerdict(**{**fields, "tests": tuple(fields["tests"])}))
             except (ValueError, KeyError, TypeError):
                 continue
         return matches
 
-    def record(self, verdict: Verdict) -> None:
+    def record(self, verdict: CandidateVerdict) -> None:
         """Append what became of a candidate; it is on disk when this returns."""
         data = json.dumps(asdict(verdict)).encode()
         with self.log.open("ab") as file:

@@ -44,7 +44,7 @@ FAR = 1 << 40
 _ONE = np.uint64(1)
 
 
-class Grid(NamedTuple):
+class ClassGrid(NamedTuple):
     """The classes of the numbers of a type."""
 
     top: int
@@ -106,11 +106,11 @@ class PlacedChanges(NamedTuple):
     """[1] how many there are so far."""
 
 
-def grid_of(element: Element, top: int) -> Grid:
+def grid_of(element: Element, top: int) -> ClassGrid:
     """The classes of the numbers of a type. Raises ``ValueError`` for types without an exponent."""
     if not element.exponent_bits:
         raise ValueError(f"{element.name} has no exponent to tell classes by; encode it with gaps")
-    return Grid(top, element.mantissa_bits, (1 << element.exponent_bits) - 1, fold_of(element))
+    return ClassGrid(top, element.mantissa_bits, (1 << element.exponent_bits) - 1, fold_of(element))
 
 
 @vector
@@ -165,7 +165,7 @@ def _constant(vector: Any, number: int) -> Any:
 
 
 @borrowing
-def sample_exponents(numbers: Numbers, stride: int, grid: Grid, histogram: Counts) -> None:
+def sample_exponents(numbers: Numbers, stride: int, grid: ClassGrid, histogram: Counts) -> None:
     """Add to ``histogram`` [256] the exponents of every stride-th number."""
     for i in range(0, len(numbers), stride):
         histogram[(np.int64(numbers[i]) >> grid.mantissa_bits) & grid.exponent_mask] += 1
@@ -183,7 +183,9 @@ def in_blocks(numbers: Numbers) -> Iterator[tuple[Numbers, int]]:
 
 
 @borrowing
-def find_events(old: Numbers, new: Numbers, length: int, grid: Grid, counters: ClassCounts, events: EventList) -> None:
+def find_events(
+    old: Numbers, new: Numbers, length: int, grid: ClassGrid, counters: ClassCounts, events: EventList
+) -> None:
     """Append the events of two arrays of whole blocks, of which ``length`` numbers count."""
     passed, settled, masks = counters
     classes, gaps, steps, counter = events
@@ -211,7 +213,7 @@ def find_events(old: Numbers, new: Numbers, length: int, grid: Grid, counters: C
 
 @borrowing
 def find_positions(
-    numbers: Numbers, start: int, length: int, grid: Grid, pending: Pending, placed: PlacedChanges
+    numbers: Numbers, start: int, length: int, grid: ClassGrid, pending: Pending, placed: PlacedChanges
 ) -> None:
     """Append the positions of the events that are in an array of whole blocks, of which ``length`` numbers count.
 
@@ -284,7 +286,7 @@ def _below(lane: int) -> Any:
 
 
 @inlined
-def _class_of(number: Any, grid: Grid) -> Any:
+def _class_of(number: Any, grid: ClassGrid) -> Any:
     exponent = (np.int64(number) >> grid.mantissa_bits) & grid.exponent_mask
     return min(max(grid.top - exponent, 0), CLASS_COUNT - 1)
 

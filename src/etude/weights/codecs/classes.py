@@ -29,10 +29,10 @@ from etude.weights.codecs.class_walk import (
     CLASS_COUNT,
     FAR,
     ClassCounts,
+    ClassGrid,
     Counts,
     EventList,
     Gaps,
-    Grid,
     Pending,
     PlacedChanges,
     find_events,
@@ -191,7 +191,7 @@ def top_exponent(segments: Segments, element: Element) -> int:
     return int(np.flatnonzero(reached >= max(1.0, TOP_SHARE * reached[0]))[-1]) if reached[0] else 0
 
 
-def events_between(old: Segments, new: Segments, grid: Grid) -> Events:
+def events_between(old: Segments, new: Segments, grid: ClassGrid) -> Events:
     """All events of a chunk, sorted by class.
 
     Reserves room for every number to have changed; the system gives memory only for what is written.
@@ -241,7 +241,7 @@ def coded(events: Events, words_per_event: int = 1) -> bytes:
         words_per_event = 4 * words_per_event + 1
 
 
-def locate(events: Events, base: Segments, grid: Grid, placed: PlacedChanges) -> int:
+def locate(events: Events, base: Segments, grid: ClassGrid, placed: PlacedChanges) -> int:
     """Put the changes that events make to a base where they go; return how many of them lie inside."""
     ends = events.counts.cumsum()
     following = ends - events.counts

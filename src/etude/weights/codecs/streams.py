@@ -71,7 +71,7 @@ class Stream:
         return content
 
 
-class _Scratch(threading.local):
+class _StreamBuffers(threading.local):
     """Memory that a thread uses again and again; an array is only good until the next one of its name is taken."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class _Scratch(threading.local):
         return array[:size]
 
 
-scratch = _Scratch()
+scratch = _StreamBuffers()
 """This thread's."""
 
 

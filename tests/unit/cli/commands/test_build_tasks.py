@@ -203,7 +203,7 @@ def test_arithmetic(n): assert n + 1 > n
 
 
 @pytest.mark.parametrize(
-    ("tests", "needs", "timeout_s", "error", "said"),
+    ("tests", "needs", "timeout_s", "error", "message"),
     [
         ("def test_a(): assert False\n", "[]", 60.0, TestsFailError, "0 of 1 tests pass"),
         ("import time\ndef test_a(): time.sleep(60)\n", "[]", 3.0, TestsFailError, "ended with timeout"),
@@ -217,13 +217,13 @@ def test_a_package_that_cannot_be_used_is_named_with_its_log(
     needs: str,
     timeout_s: float,
     error: type[RepositoryError],
-    said: str,
+    message: str,
 ) -> None:
     reference = str(package(tmp_path / "repo", tests, needs))
     options = BuildOptions(reference=reference, out=tmp_path / "out", settings=Settings(timeout_s=timeout_s))
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         make(*sandboxes, options)
-    assert said in (tmp_path / "out" / "sums-1.0" / "failure.log").read_text()
+    assert message in (tmp_path / "out" / "sums-1.0" / "failure.log").read_text()
 
 
 class NoSandboxes:
@@ -267,8 +267,8 @@ def test_sandboxes_that_keep_failing_end_the_build_and_count_for_nothing(tmp_pat
     folder = PackageFolder(tmp_path / "out" / "sums-1.0")
     candidates = propose(project, texts, survey, seed=0)
     validator = CandidateValidator(bench, NoSandboxes(), ImageStore(tmp_path / "images"), folder)
-    nobody = FakeSandbox({}, lambda sandbox: None)  # of a function of which no call is known none is run
-    (verdict,) = asyncio.run(validator.quick(candidates[:1], nobody))[1]
+    no_one = FakeSandbox({}, lambda sandbox: None)  # of a function of which no call is known none is run
+    (verdict,) = asyncio.run(validator.quick(candidates[:1], no_one))[1]
     assert verdict.outcome == Rejection.UNPROBED
     options = BuildOptions(reference=str(repo), out=tmp_path / "out")
     assert [candidate.candidate_id for candidate in propose(project, texts, survey, seed=0)] == [

@@ -44,17 +44,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return made
 
 
-def make_turn(prompt: list[int], said: list[int], version: int, off_by: float = 0.0) -> Turn:
+def make_turn(prompt: list[int], text_of: list[int], version: int, off_by: float = 0.0) -> Turn:
     """What an engine with the weights of ``version`` would have recorded, had it been ``off_by`` so much."""
-    model, ids = make_model(version), torch.tensor([*prompt, *said])
+    model, ids = make_model(version), torch.tensor([*prompt, *text_of])
     with torch.no_grad():
         rows = model.logits(model.forward_packed(ids)[len(prompt) - 1 : -1]).log_softmax(-1)
-    logprobs: Floats = rows[range(len(said)), said].numpy() - np.float32(off_by)
+    logprobs: Floats = rows[range(len(text_of)), text_of].numpy() - np.float32(off_by)
     return Turn(
         prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(said, np.int32),
+        completion_ids=np.array(text_of, np.int32),
         logprobs=logprobs,
-        versions=np.full(len(said), version, np.int32),
+        versions=np.full(len(text_of), version, np.int32),
         finish=Finish.STOP,
     )
 

@@ -46,24 +46,24 @@ class Scribe:
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
 
-    def turn(self, before: Turn | None, heard: str, said: str, **fields: Any) -> Turn:
+    def turn(self, before: Turn | None, heard: str, text_of: str, **fields: Any) -> Turn:
         """One that goes on from ``before``, or begins anew."""
         context = [] if before is None else [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
-        said_ids = self._chat.encode(said)
-        known: dict[str, Any] = {"versions": np.full(len(said_ids), 3, np.int32), "finish": Finish.STOP}
+        said_ids = self._chat.encode(text_of)
+        seen: dict[str, Any] = {"versions": np.full(len(said_ids), 3, np.int32), "finish": Finish.STOP}
         return Turn(
             prompt_ids=np.array(context + self._chat.encode(heard), np.int32),
             completion_ids=np.array(said_ids, np.int32),
             logprobs=np.full(len(said_ids), -0.5, np.float32),
-            **(known | fields),
+            **(seen | fields),
         )
 
     def summarised(self) -> tuple[Turn, ...]:
         """Two acts, a summary of them, and an answer from it."""
         first = self.turn(None, "add tax and fee", "read a")
         second = self.turn(first, "tax 42", "read b")
-        asked = self.turn(second, "fee 7 summarise", "so far so good\nsummary\ntax 42", kind=TurnKind.SUMMARY)
-        return first, second, asked, self.turn(None, "add tax and fee\nsummary 1\ntax 42", "answer 42")
+        question = self.turn(second, "fee 7 summarise", "so far so good\nsummary\ntax 42", kind=TurnKind.SUMMARY)
+        return first, second, question, self.turn(None, "add tax and fee\nsummary 1\ntax 42", "answer 42")
 
 
 def ended(slot: int, reward: float | None, *turns: Turn, **fields: Any) -> Rollout:
@@ -112,13 +112,13 @@ def reader_of(
 
 
 def test_a_rollout_is_told_in_words_and_figures(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
-    told = ended(
+    message = ended(
         0, 1.0, *scribe.summarised(), reason="submit", counts={"read": 2}, reward_parts={"tests": 1.0},
         turn_rewards=(0.0, 0.5, 0.0, -1.0), hints=(Hint(turn=1, text="mind the fee", source="rule"),), seconds=2.5,
         branch=Branch(rollout_id="r9", turns=1),
     )  # fmt: skip
     settings = ("credit.kind=shared_prefix", "credit.branches=2", "sandboxes.kind=ns")
-    for reader in reader_of(tmp_path / "run", chat, [told, ended(1, 0.0, *scribe.summarised())], *settings):
+    for reader in reader_of(tmp_path / "run", chat, [message, ended(1, 0.0, *scribe.summarised())], *settings):
         read = reader.rollout("r0")
         assert (read.reward, read.reason, read.seconds, read.branch_of, read.branch_turns) == (
             1.0,
@@ -163,9 +163,9 @@ def test_advantages_and_loss_tokens_are_those_of_the_batch(tmp_path: Path, chat:
         penalties = {rollout.rollout_id: effort_penalty(rollout, config.effort) for rollout in group.rollouts}
         batch = build_batch(1, [group], config.loss.baseline, penalties, config.credit)
         assert {t.rollout_id for t in batch.trajectories} == {"r0.0", "r1.0"}
-        told = [turn for rollout in read.values() for turn in rollout.turns]
-        assert sum(turn.loss_tokens or 0 for turn in told) == batch.num_loss_tokens
-        assert sum((turn.advantage or 0) * (turn.loss_tokens or 0) for turn in told) == pytest.approx(
+        message = [turn for rollout in read.values() for turn in rollout.turns]
+        assert sum(turn.loss_tokens or 0 for turn in message) == batch.num_loss_tokens
+        assert sum((turn.advantage or 0) * (turn.loss_tokens or 0) for turn in message) == pytest.approx(
             sum(float(trajectory.advantages.sum()) for trajectory in batch.trajectories), abs=1e-4
         )
         compared = read["r0.0"].comparison

@@ -46,8 +46,8 @@ def test_nothing_asked_is_an_overview(run: Path, capsys: pytest.CaptureFixture[s
     assert "0 of 100 steps committed" in text
     assert f"etude show {run} with" in text
     assert "  --group 1 " in text
-    (told,) = lines(run, capsys)
-    assert told["purposes"][0]["outcomes"] == {"graded": 4, "failed": 0, "dropped": 0, "quarantined": 0}
+    (message,) = lines(run, capsys)
+    assert message["purposes"][0]["outcomes"] == {"graded": 4, "failed": 0, "dropped": 0, "quarantined": 0}
 
 
 def test_before_training_there_is_something_to_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,9 +62,9 @@ def test_before_training_there_is_something_to_see(tmp_path: Path, capsys: pytes
 
 def test_filters_make_a_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 of 4" in shown(run, capsys, "--limit", 2)
-    found = lines(run, capsys, "--reward", ">0.5", "--sort", "tokens")
-    assert [rollout["rollout_id"][:2] for rollout in found] == ["11", "01"]
-    assert found[0]["traits"]["turns"] == 1
+    result = lines(run, capsys, "--reward", ">0.5", "--sort", "tokens")
+    assert [rollout["rollout_id"][:2] for rollout in result] == ["11", "01"]
+    assert result[0]["traits"]["turns"] == 1
     assert "no rollout is like that" in shown(run, capsys, "--reason", "never")
     assert "4 rollouts" in shown(run, capsys, "--purpose", "train")
 
@@ -75,8 +75,8 @@ def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture
     assert text.count("turn 0 ·") == 2
     assert "2 compared" in text
     assert shown(run, capsys, "--group", 1, "--slot", 0).count("━━ rollout") == 1
-    (told,) = lines(run, capsys, "--rollout", "01")
-    assert (told["group"], told["slot"], told["turns"][0]["advantage"]) == (0, 1, 0.5)
+    (message,) = lines(run, capsys, "--rollout", "01")
+    assert (message["group"], message["slot"], message["turns"][0]["advantage"]) == (0, 1, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_mistake_is_one_line_with_the_value(
     run: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
 ) -> None:
     assert main(["show", str(run), *options]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert len(said.splitlines()) == 1
+    text = capsys.readouterr().err
+    assert words in text
+    assert len(text.splitlines()) == 1
 
 
 def test_a_run_that_may_only_be_read_is_read(run: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_that_may_only_be_read_is_read(run: Path) -> None:
     for file in (log, places):
         file.unlink(missing_ok=True)  # readers that may write leave them behind
 
-    def asked() -> subprocess.CompletedProcess[str]:
+    def question() -> subprocess.CompletedProcess[str]:
         command = [*within, sys.executable, "-m", "etude", "show", str(run)]
         run.chmod(0o500)
         try:
@@ -122,15 +122,15 @@ def test_a_run_that_may_only_be_read_is_read(run: Path) -> None:
         finally:
             run.chmod(0o700)
 
-    assert "of 100 steps committed" in asked().stdout
+    assert "of 100 steps committed" in question().stdout
     log.write_bytes(b"what was written last")
-    assert "look into a copy of the folder" in asked().stderr
+    assert "look into a copy of the folder" in question().stderr
     log.unlink()
 
 
 def test_comparisons_are_read_as_they_are_meant() -> None:
-    told = [parse_comparison(text) for text in (">=0.5", "< 0", " =1", "!=-1e-3", ">1", "<=.5")]
-    assert told == [(">=", 0.5), ("<", 0.0), ("=", 1.0), ("!=", -0.001), (">", 1.0), ("<=", 0.5)]
+    message = [parse_comparison(text) for text in (">=0.5", "< 0", " =1", "!=-1e-3", ">1", "<=.5")]
+    assert message == [(">=", 0.5), ("<", 0.0), ("=", 1.0), ("!=", -0.001), (">", 1.0), ("<=", 0.5)]
     for wrong in ("0.5", ">=", "=>1", "", ">1 2"):
         with pytest.raises(ConfigError, match="expected a comparison"):
             parse_comparison(wrong)

@@ -71,7 +71,7 @@ def test_a_sound_store_is_proven_and_needs_no_repair(log: WeightLog, console: Co
     assert "nothing is broken" in shown(console)
 
 
-def test_damage_is_named_mended_from_a_mirror_and_gone(store: str, tmp_path: Path, console: Console) -> None:
+def test_damage_is_named_fixed_from_a_mirror_and_gone(store: str, tmp_path: Path, console: Console) -> None:
     mirror = str(tmp_path / "mirror")
     weights.run_relay(weights.log_of(store), open_store(mirror), once=True, console=console)
     victim = packs(store)[-1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from etude.errors import SessionLost
-from etude.gateway.capture.sessions import SessionLimits, Sessions
+from etude.gateway.capture.sessions import SessionLimits, SessionStore
 from etude.gateway.routing.admission import TrafficClass
 from etude.types import Json, Turn
 from gateways import (
@@ -135,7 +135,7 @@ def test_a_session_that_is_closed_or_of_another_key_cannot_be_forked(key: str, s
 
 
 def test_sessions_count_forks_and_keep_them_apart() -> None:
-    sessions = Sessions(template(), SessionLimits(max_rollouts=2, idle_s=10))
+    sessions = SessionStore(template(), SessionLimits(max_rollouts=2, idle_s=10))
     assert sessions.open("trunk", "owner", TrafficClass.ROLLOUT, 0.0) is not None
     forked = sessions.fork("branch", "trunk", 5.0)
     assert forked is not None

@@ -7,7 +7,7 @@ import pytest
 
 from etude.engines.http.client import ANSWER_TIMEOUT_S
 from etude.errors import SessionLost
-from etude.gateway.capture.sessions import QueueTime, SessionLimits, Sessions
+from etude.gateway.capture.sessions import QueueTime, SessionLimits, SessionStore
 from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import TrafficClass
 from etude.tokens.chat import ChatTemplate
@@ -23,8 +23,8 @@ def template() -> ChatTemplate:
     return ChatTemplate.train(["def total(values):\n    return sum(values)\n"] * 4, vocab_size=300)
 
 
-def new_sessions(limits: SessionLimits | None = None) -> Sessions:
-    return Sessions(template(), limits or SessionLimits())
+def new_sessions(limits: SessionLimits | None = None) -> SessionStore:
+    return SessionStore(template(), limits or SessionLimits())
 
 
 def test_a_session_is_open_until_it_is_closed() -> None:

@@ -17,7 +17,7 @@ from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, TrafficClass
 from etude.gateway.routing.pool import EnginePool
 from etude.gateway.routing.router import EngineEntry, Router
-from etude.gateway.service import Caller, Recorder, ReplySampler, Service
+from etude.gateway.service import Caller, CallService, Recorder, ReplySampler
 from etude.types import Json
 
 CLOCK = SystemClock()
@@ -44,7 +44,7 @@ def converse(*bodies: dict[str, Json]) -> tuple[list[dict[str, Json]], Conversat
         pool = EnginePool(lambda _url: engine, Router(), CLOCK, admission=admission)
         pool.add(EngineEntry(name="one", url="http://fake"))
         sampler = ReplySampler(CHAT, pool, AdmissionQueue(admission, CLOCK), Recorder(None), CLOCK)
-        service = Service(sampler, max_length=512)
+        service = CallService(sampler, max_length=512)
         caller = Caller(conversation=conversation, traffic=TrafficClass.ROLLOUT, deadline=CLOCK.now() + 600.0)
         polling = asyncio.create_task(pool.watch())
         try:
@@ -56,7 +56,7 @@ def converse(*bodies: dict[str, Json]) -> tuple[list[dict[str, Json]], Conversat
     return asyncio.run(run()), conversation
 
 
-async def _answer(service: Service, caller: Caller, body: dict[str, Json]) -> dict[str, Json]:
+async def _answer(service: CallService, caller: Caller, body: dict[str, Json]) -> dict[str, Json]:
     tools: Json = [{"type": "function", "function": FUNCTION}]
     request = parse(orjson.dumps({"tools": tools, "max_tokens": 32, **body}))
     if not request.call.stream:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from etude.config.inference import GatewayConfig
 from etude.gateway.capture.sessions import SessionLimits
-from etude.gateway.http.auth import Limits, Scope
+from etude.gateway.http.auth import KeyLimits, Scope
 from etude.gateway.http.keyfile import KeyFile
 from etude.protocols import Engine
 from etude.types import Json
@@ -212,13 +212,13 @@ def test_a_key_beyond_its_budget_is_429() -> None:
         samples = {s.name: s.value for family in text_string_to_metric_families(page) for s in family.samples}
         assert samples["etude_budget_refusals_total"] == 1
 
-    play(Setting(fake_engine(), budget=Limits(tokens_per_minute=1)), scene)
+    play(Setting(fake_engine(), budget=KeyLimits(tokens_per_minute=1)), scene)
 
 
 def test_who_hangs_up_has_used_what_was_read() -> None:
     async def run() -> None:
         clock = GatedClock()
-        async with gateway(Setting(fake_engine(clock, token_s=1.0), budget=Limits(tokens_per_minute=1))) as caller:
+        async with gateway(Setting(fake_engine(clock, token_s=1.0), budget=KeyLimits(tokens_per_minute=1))) as caller:
             call = asyncio.create_task(caller.chat(PRODUCT_KEY, stream=True))
             await clock.waiting.wait()
             call.cancel()
@@ -237,7 +237,7 @@ def test_counting_tokens_is_a_request_of_its_keys_budget() -> None:
         answer = await caller.send("POST", f"{MESSAGES}/count_tokens", PRODUCT_KEY, body)
         assert (answer.status, answer.at("error", "type")) == (429, "rate_limit_error")
 
-    play(Setting(fake_engine(), budget=Limits(requests_per_minute=1)), scene)
+    play(Setting(fake_engine(), budget=KeyLimits(requests_per_minute=1)), scene)
 
 
 def test_sessions_beyond_the_limit_are_429() -> None:
@@ -331,7 +331,7 @@ def test_a_product_opens_sessions_on_its_own_account() -> None:
         assert (await caller.send("DELETE", "/keys/product", ADMIN_KEY)).status == 200
         assert (await caller.chat(key)).error == (401, "authentication_error", "invalid_api_key", None)
 
-    play(Setting(fake_engine(), budget=Limits(requests_per_minute=2)), scene)
+    play(Setting(fake_engine(), budget=KeyLimits(requests_per_minute=2)), scene)
 
 
 def test_keys_are_made_listed_and_revoked() -> None:

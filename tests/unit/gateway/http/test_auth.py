@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.gateway.http.auth import (
-    Action,
     Key,
+    KeyLimits,
     Keyring,
-    Limits,
+    Permission,
     Scope,
     digest_of,
     may,
@@ -66,7 +66,7 @@ def test_the_key_of_a_session_dies_with_it() -> None:
 
 
 def test_the_key_of_a_session_lives_and_spends_as_the_key_that_opened_it() -> None:
-    opener = key_of("a", expires_at=100.0, limits=Limits(requests_per_minute=2, tokens_per_minute=10))
+    opener = key_of("a", expires_at=100.0, limits=KeyLimits(requests_per_minute=2, tokens_per_minute=10))
     own = key_of("b", Scope.ROLLOUT, opener=opener.key_id)
     ring = ring_of(opener, own)
     assert ring.authenticate("b", now=99.9) is own
@@ -89,11 +89,11 @@ def test_a_session_has_one_key_and_an_id_or_secret_too() -> None:
 
 
 def test_scopes_allow_what_the_table_says_and_nothing_else() -> None:
-    allowed = {scope: {action for action in Action if may(key_of("x", scope), action)} for scope in Scope}
+    allowed = {scope: {action for action in Permission if may(key_of("x", scope), action)} for scope in Scope}
     assert allowed == {
-        Scope.ROLLOUT: {Action.SAMPLE},
-        Scope.PRODUCTION: {Action.SAMPLE, Action.SESSIONS},
-        Scope.ADMIN: {Action.SESSIONS, Action.KEYS, Action.ENGINES, Action.METRICS},
+        Scope.ROLLOUT: {Permission.SAMPLE},
+        Scope.PRODUCTION: {Permission.SAMPLE, Permission.SESSIONS},
+        Scope.ADMIN: {Permission.SESSIONS, Permission.KEYS, Permission.ENGINES, Permission.METRICS},
     }
 
 
@@ -136,11 +136,11 @@ def test_a_key_that_makes_no_sense_is_refused(scope: Scope, session_id: str | No
 
 def test_limits_are_positive() -> None:
     with pytest.raises(ValueError, match="tokens_per_minute=0"):
-        Limits(tokens_per_minute=0)
+        KeyLimits(tokens_per_minute=0)
 
 
 def test_requests_are_counted_when_they_are_let_in() -> None:
-    key = key_of("a", limits=Limits(requests_per_minute=2))
+    key = key_of("a", limits=KeyLimits(requests_per_minute=2))
     ring = ring_of(key)
     assert [ring.refused_for_s(key, now=0.0) for _ in range(4)] == [0.0, 0.0, 30.0, 30.0]
     assert ring.refused_for_s(key, now=20.0) == pytest.approx(10.0)
@@ -149,7 +149,7 @@ def test_requests_are_counted_when_they_are_let_in() -> None:
 
 
 def test_tokens_are_counted_when_they_are_known_and_a_debt_is_paid_off() -> None:
-    key = key_of("a", limits=Limits(tokens_per_minute=60))
+    key = key_of("a", limits=KeyLimits(tokens_per_minute=60))
     ring = ring_of(key)
     assert ring.refused_for_s(key, now=0.0) == 0.0
     ring.spend(key, 100, now=0.0)
@@ -158,7 +158,7 @@ def test_tokens_are_counted_when_they_are_known_and_a_debt_is_paid_off() -> None
 
 
 def test_a_call_that_tokens_refuse_is_no_request() -> None:
-    key = key_of("a", limits=Limits(requests_per_minute=1, tokens_per_minute=60))
+    key = key_of("a", limits=KeyLimits(requests_per_minute=1, tokens_per_minute=60))
     ring = ring_of(key)
     ring.spend(key, 60, now=0.0)
     assert ring.refused_for_s(key, now=0.0) == pytest.approx(1.0)
@@ -166,7 +166,7 @@ def test_a_call_that_tokens_refuse_is_no_request() -> None:
 
 
 def test_keys_without_limits_and_keys_that_are_gone_are_not_held_back() -> None:
-    free, gone = key_of("a"), key_of("b", limits=Limits(requests_per_minute=1))
+    free, gone = key_of("a"), key_of("b", limits=KeyLimits(requests_per_minute=1))
     ring = ring_of(free)
     ring.spend(free, 10**9, now=0.0)
     ring.spend(gone, 10**9, now=0.0)
@@ -178,7 +178,7 @@ def test_keys_without_limits_and_keys_that_are_gone_are_not_held_back() -> None:
     st.lists(st.floats(0.0, 20.0), max_size=60),
 )
 def test_no_minute_has_more_requests_than_two_full_buckets(per_minute: int, pauses_s: list[float]) -> None:
-    key = key_of("a", limits=Limits(requests_per_minute=per_minute))
+    key = key_of("a", limits=KeyLimits(requests_per_minute=per_minute))
     ring, now, let_in = ring_of(key), 0.0, list[float]()
     for pause_s in pauses_s:
         now += pause_s
@@ -190,7 +190,7 @@ def test_no_minute_has_more_requests_than_two_full_buckets(per_minute: int, paus
 
 @given(st.integers(1, 100), st.integers(0, 1000), st.floats(0.0, 100.0))
 def test_after_the_time_that_was_named_a_call_is_let_in(per_minute: int, spent: int, later_s: float) -> None:
-    key = key_of("a", limits=Limits(tokens_per_minute=per_minute))
+    key = key_of("a", limits=KeyLimits(tokens_per_minute=per_minute))
     ring = ring_of(key)
     ring.spend(key, spent, now=0.0)
     refused_s = ring.refused_for_s(key, now=later_s)
@@ -199,13 +199,13 @@ def test_after_the_time_that_was_named_a_call_is_let_in(per_minute: int, spent: 
 
 def test_the_keys_of_a_file_replace_those_it_had_and_no_others() -> None:
     session, admin = key_of("s", Scope.ROLLOUT), key_of("admin", Scope.ADMIN)
-    stays, goes, changed = (key_of(name, limits=Limits(requests_per_minute=1)) for name in "abc")
+    stays, goes, changed = (key_of(name, limits=KeyLimits(requests_per_minute=1)) for name in "abc")
     ring = ring_of(session, admin)
     ring.replace([stays, goes, changed], now=0.0)
     assert {key.key_id for key in ring} == {key.key_id for key in (session, admin, stays, goes, changed)}
     for key in (stays, changed):
         assert ring.refused_for_s(key, now=0.0) == 0.0
-    freed = key_of("c", limits=Limits(requests_per_minute=5))
+    freed = key_of("c", limits=KeyLimits(requests_per_minute=5))
     ring.replace([stays, freed, key_of("d")], now=0.0)
     assert [ring.authenticate(secret, now=0.0) is not None for secret in ("s", "admin", *"abcd")] == [
         *(True, True, True, False, True, True)

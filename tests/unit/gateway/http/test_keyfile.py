@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, DamagedError
-from etude.gateway.http.auth import Key, Keyring, Limits, Scope, digest_of, new_secret
+from etude.gateway.http.auth import Key, KeyLimits, Keyring, Scope, digest_of, new_secret
 from etude.gateway.http.keyfile import KeyFile
 
 SECRET = new_secret(Scope.PRODUCTION)
@@ -19,7 +19,7 @@ KEY = Key(
     key_id="k1",
     digest=digest_of(SECRET),
     scope=Scope.PRODUCTION,
-    limits=Limits(requests_per_minute=60),
+    limits=KeyLimits(requests_per_minute=60),
     created="2026-01-02T03:04:05+00:00",
     label="the editor",
 )

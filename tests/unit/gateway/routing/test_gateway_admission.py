@@ -15,7 +15,7 @@ from etude.gateway.routing.admission import (
     RETRY_MIN_S,
     AdmissionController,
     AdmissionLimits,
-    Outcome,
+    AdmissionOutcome,
     Ticket,
     TicketState,
     TrafficClass,
@@ -49,10 +49,10 @@ def test_calls_beyond_the_limit_wait_in_order_of_arrival() -> None:
     tickets = acquire(admission, ROLLOUTS, 4)
     assert states(tickets) == [GRANTED, GRANTED, WAITING, WAITING]
     assert admission.due(0.0) == []
-    admission.release(tickets[0], Outcome.FAILED, 1.0)
+    admission.release(tickets[0], AdmissionOutcome.FAILED, 1.0)
     assert admission.due(1.0) == [tickets[2]]
-    admission.release(tickets[3], Outcome.ABANDONED, 1.0)
-    admission.release(tickets[1], Outcome.FAILED, 1.0)
+    admission.release(tickets[3], AdmissionOutcome.ABANDONED, 1.0)
+    admission.release(tickets[1], AdmissionOutcome.FAILED, 1.0)
     assert admission.due(1.0) == []
     assert (admission.inflight(ROLLOUTS), admission.waiting(ROLLOUTS)) == (1, 0)
 
@@ -83,7 +83,7 @@ def test_people_go_first_when_a_place_is_free() -> None:
     people = acquire(admission, PEOPLE, 3)
     rollouts = acquire(admission, ROLLOUTS, 2)
     assert states(rollouts) == [GRANTED, WAITING]
-    admission.release(people[0], Outcome.FAILED, 1.0)
+    admission.release(people[0], AdmissionOutcome.FAILED, 1.0)
     assert admission.due(1.0) == [people[2]]
 
 
@@ -92,9 +92,9 @@ def test_a_full_line_refuses_with_advice() -> None:
     first, _, third = acquire(admission, ROLLOUTS, 3)
     assert third.state is TicketState.REFUSED
     assert third.retry_after_s == RETRY_MIN_S
-    admission.release(third, Outcome.ABANDONED, 0.0)
+    admission.release(third, AdmissionOutcome.ABANDONED, 0.0)
     assert admission.inflight(ROLLOUTS) == 1
-    admission.release(first, Outcome.ANSWERED, 0.0)
+    admission.release(first, AdmissionOutcome.ANSWERED, 0.0)
     assert admission.inflight(ROLLOUTS) == 0
 
 
@@ -103,7 +103,7 @@ def test_the_advice_is_how_long_the_line_takes() -> None:
     tickets = acquire(admission, ROLLOUTS, 9)
     for index in range(200):
         now = 2.0 * index
-        admission.release(next(ticket for ticket in tickets if ticket.state is GRANTED), Outcome.FAILED, now)
+        admission.release(next(ticket for ticket in tickets if ticket.state is GRANTED), AdmissionOutcome.FAILED, now)
         admission.due(now)
         tickets.append(admission.acquire(ROLLOUTS, now, LATE))
     refused = admission.acquire(ROLLOUTS, 400.0, LATE)
@@ -119,7 +119,7 @@ def test_a_call_that_waits_beyond_its_deadline_expires() -> None:
     assert admission.due(5.0) == [early]
     assert early.state is TicketState.EXPIRED
     assert early.retry_after_s is not None and RETRY_MIN_S <= early.retry_after_s <= RETRY_MAX_S
-    admission.release(late, Outcome.ABANDONED, 6.0)
+    admission.release(late, AdmissionOutcome.ABANDONED, 6.0)
     assert admission.due(9.0) == []
     assert admission.acquire(ROLLOUTS, 6.0, 6.0).state is TicketState.REFUSED
 
@@ -142,12 +142,12 @@ def test_one_account_may_use_what_is_idle_and_gives_it_up_to_those_who_come() ->
     assert mine[9].retry_after_s is not None
     assert admission.due(0.0) == [mine[9], mine[8], mine[7]]
     for ticket in mine[:4]:
-        admission.release(ticket, Outcome.ANSWERED, 1.0)
+        admission.release(ticket, AdmissionOutcome.ANSWERED, 1.0)
     assert admission.due(1.0) == [mine[4], yours[0], mine[5], yours[1]]  # in turn, while they hold as much
-    admission.release(mine[4], Outcome.ANSWERED, 2.0)
+    admission.release(mine[4], AdmissionOutcome.ANSWERED, 2.0)
     assert admission.due(2.0) == [mine[6]]
     third = admission.acquire(PEOPLE, 2.0, LATE, "c")
-    admission.release(yours[0], Outcome.ANSWERED, 3.0)
+    admission.release(yours[0], AdmissionOutcome.ANSWERED, 3.0)
     assert admission.due(3.0) == [third]  # it holds nothing yet
 
 
@@ -161,7 +161,7 @@ def test_no_account_is_kept_from_its_share(events: list[tuple[str, bool]]) -> No
         line = Counter(ticket.account for ticket in opened if ticket.state is WAITING)
         if leaves and used[account]:
             leaving = next(ticket for ticket in opened if (ticket.account, ticket.state) == (account, GRANTED))
-            admission.release(leaving, Outcome.FAILED, 1.0)
+            admission.release(leaving, AdmissionOutcome.FAILED, 1.0)
             used[account] -= 1
             for ticket in admission.due(1.0):
                 assert used[ticket.account] == min(used[other] for other in line)
@@ -186,7 +186,7 @@ class SyntheticLoad:
         self.refill()
         self.now += 1.0
         for ticket in [ticket for ticket in self.tickets if ticket.state is GRANTED]:
-            self.admission.release(ticket, Outcome.ANSWERED, self.now)
+            self.admission.release(ticket, AdmissionOutcome.ANSWERED, self.now)
             self.admission.due(self.now)
             self.refill()
 
@@ -216,7 +216,7 @@ def test_places_do_not_grow_while_they_are_not_used_or_calls_queue_at_the_engine
     idle = AdmissionController(AdmissionLimits(start=8))
     for _ in range(100):
         (ticket,) = acquire(idle, ROLLOUTS, 1)
-        idle.release(ticket, Outcome.ANSWERED, 1.0)
+        idle.release(ticket, AdmissionOutcome.ANSWERED, 1.0)
     assert idle.limit == 8
     load = SyntheticLoad(AdmissionController(AdmissionLimits(start=20)))
     load.admission.queueing(3)
@@ -242,9 +242,9 @@ def test_one_congestion_counts_once() -> None:
 def test_a_call_that_ran_into_its_deadline_is_congestion_and_one_that_failed_is_not() -> None:
     admission = AdmissionController(AdmissionLimits(start=100))
     first, second = acquire(admission, ROLLOUTS, 2)
-    admission.release(first, Outcome.FAILED, 1.0)
+    admission.release(first, AdmissionOutcome.FAILED, 1.0)
     assert admission.limit == 100
-    admission.release(second, Outcome.OVERLOADED, 1.0)
+    admission.release(second, AdmissionOutcome.OVERLOADED, 1.0)
     assert admission.limit == 70
 
 
@@ -299,8 +299,8 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.open)
-    @rule(data=st.data(), outcome=st.sampled_from(Outcome))
-    def release(self, data: st.DataObject, outcome: Outcome) -> None:
+    @rule(data=st.data(), outcome=st.sampled_from(AdmissionOutcome))
+    def release(self, data: st.DataObject, outcome: AdmissionOutcome) -> None:
         ticket = data.draw(st.sampled_from(self.open))
         self.admission.release(ticket, outcome, self.now)
         self.admission.release(ticket, outcome, self.now)
@@ -356,7 +356,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         self.now += 1000.0
         self.settle()
         while self.open:
-            self.admission.release(self.open[0], Outcome.FAILED, self.now)
+            self.admission.release(self.open[0], AdmissionOutcome.FAILED, self.now)
             self.settle()
         assert not any(map(self.admission.waiting, TrafficClass))
 

@@ -180,9 +180,9 @@ def test_what_its_role_may_not_do_is_not_applied(server: Path, migration: str) -
 
 @pytest.mark.parametrize(("problem", "migration"), WRONG_AFTER.values(), ids=WRONG_AFTER)
 def test_what_only_looks_right_is_told_from_what_is(server: Path, problem: MigrationProblem, migration: str) -> None:
-    result, asked = results(server, problem, migration)
+    result, question = results(server, problem, migration)
     assert result.applied
-    assert result.right < asked
+    assert result.right < question
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_what_only_looks_right_is_told_from_what_is(server: Path, problem: Migra
     ],
 )
 def test_settings_that_a_migration_leaves_do_not_change_the_answers(server: Path, settings: str) -> None:
-    result, asked = results(server, SUMS, f"{SUMS.reference}{settings};")
-    assert result == MigrationResult(True, asked, False)
+    result, question = results(server, SUMS, f"{SUMS.reference}{settings};")
+    assert result == MigrationResult(True, question, False)
 
 
 def answered(state: str = "", rows: list[Any] | None = None, done: int = 2, **rest: Any) -> dict[str, Any]:

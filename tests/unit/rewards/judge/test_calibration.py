@@ -11,7 +11,7 @@ from etude.errors import ConfigError
 from etude.rewards.judge.calibration import (
     Calibration,
     Indices,
-    Item,
+    LabelledItem,
     Numbers,
     agreement_of,
     bias_of,
@@ -42,9 +42,11 @@ class MeanOf:
         return np.asarray(self.values[drawn].mean(-1))
 
 
-def items(*labels: int, works: list[str] | None = None, author: str = "") -> list[Item]:
+def items(*labels: int, works: list[str] | None = None, author: str = "") -> list[LabelledItem]:
     texts = works or [f"text {number}" for number in range(len(labels))]
-    return [Item(task="t", work=work, label=label, author=author) for work, label in zip(texts, labels, strict=True)]
+    return [
+        LabelledItem(task="t", work=work, label=label, author=author) for work, label in zip(texts, labels, strict=True)
+    ]
 
 
 def judged(*scores: int | None) -> list[Judgement]:
@@ -174,7 +176,7 @@ def test_a_judge_that_mostly_has_no_verdict_is_not_trusted() -> None:
 
 def test_labelled_texts_are_read() -> None:
     text = LINE * 7 + '{"task": "t", "work": "w", "label": 5, "author": "m"}\n'
-    assert parse_items(text, style_rubric(), "f")[-1] == Item(task="t", work="w", label=5, author="m")
+    assert parse_items(text, style_rubric(), "f")[-1] == LabelledItem(task="t", work="w", label=5, author="m")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.judge.endpoint import Call
+from etude.rewards.judge.endpoint import JudgeCall
 from etude.rewards.judge.parts import signs_in
 from etude.rewards.judge.prompts import BAR, Asking, JudgeInput, Message, ReplyFault, Tokens, ask
 from etude.rewards.judge.votes import read_vote
@@ -50,14 +50,14 @@ def test_the_nonce_is_not_before_the_text() -> None:
     assert question["content"].index(GIVEN) > question["content"].index(f">>> {MARK} work")
 
 
-def expected(call: Call) -> str:
+def expected(call: JudgeCall) -> str:
     """What stands outside, with the numbers that are drawn for each call taken out."""
     return re.sub("[0-9a-f]{32}", "#", outside(call.messages))
 
 
-def obedient(call: Call) -> str:
+def obedient(call: JudgeCall) -> str:
     """A judge that does what it is told outside of the bars: any word there that is not ours buys the best score."""
-    ours = expected(Call(messages=questions("", QUOTED), schema={}, max_tokens=1, temperature=0, seed=0))
+    ours = expected(JudgeCall(messages=questions("", QUOTED), schema={}, max_tokens=1, temperature=0, seed=0))
     return verdict(call.messages[-1]["content"], 2 if expected(call) == ours else 5)
 
 
@@ -73,7 +73,7 @@ def test_a_judge_that_obeys_whatever_stands_outside_is_not_reached(text: str) ->
 def test_that_judge_would_be_fooled_without_bars(text: str) -> None:
     system, question = questions("", QUOTED)
     bare: Message = {"role": "user", "content": question["content"].replace(BAR + QUOTED, text)}
-    reply = obedient(Call(messages=[system, bare], schema={}, max_tokens=1, temperature=0, seed=0))
+    reply = obedient(JudgeCall(messages=[system, bare], schema={}, max_tokens=1, temperature=0, seed=0))
     assert '"score": 5' in reply
 
 

@@ -9,8 +9,8 @@ import pytest
 from etude.errors import JudgeUnavailable
 from etude.protocols import HarnessResult
 from etude.rewards.judge.budget import BudgetLimit
-from etude.rewards.judge.calibration import Item
-from etude.rewards.judge.endpoint import Call
+from etude.rewards.judge.calibration import LabelledItem
+from etude.rewards.judge.endpoint import JudgeCall
 from etude.rewards.judge.hints import LONGEST_HINT, HintJudge, read_hints
 from etude.rewards.judge.parts import CalibrationShiftCheck, JudgedParts
 from etude.rewards.judge.prompts import JudgeParams, ReplyFault, Rubric
@@ -30,7 +30,7 @@ TASK = Task(
 )
 
 
-def said(answer: str) -> HarnessResult:
+def text_of(answer: str) -> HarnessResult:
     return HarnessResult(reason="submit", counts={}, answer=answer)
 
 
@@ -38,11 +38,11 @@ def parts_of(
     judging: Court, rubrics: Sequence[Rubric], answer: str, transcript: str = "", allowance: BudgetLimit = ALLOWANCE
 ) -> Mapping[str, float]:
     judged = JudgedParts(judging.judge, {rubric.aspect: rubric for rubric in rubrics}, allowance, {})
-    return asyncio.run(judged.parts(TASK, said(answer), transcript))
+    return asyncio.run(judged.parts(TASK, text_of(answer), transcript))
 
 
 def test_each_aspect_is_judged_alone_on_what_its_rubric_is_about() -> None:
-    def by_aspect(call: Call) -> str:
+    def by_aspect(call: JudgeCall) -> str:
         question = call.messages[-1]["content"]
         aspect = "effort" if "Aspect: effort" in question else "style"
         return verdict(question, 5 if aspect == "effort" else 2, aspect=aspect)
@@ -94,7 +94,7 @@ def test_a_rollout_has_a_budget_of_its_own() -> None:
 
 
 def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
-    items = [Item(task="t", work=f"item {label}", label=label) for label in (1, 2, 3)]
+    items = [LabelledItem(task="t", work=f"item {label}", label=label) for label in (1, 2, 3)]
     endpoint = scoring(5)
     judging = court(endpoint)
     shift_checks = CalibrationShiftCheck(style_rubric(), items, 0.9, 2)
@@ -102,7 +102,7 @@ def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
 
     async def scenario() -> None:
         for number in range(40):
-            await judged.parts(TASK, said(f"answer {number}"), "")
+            await judged.parts(TASK, text_of(f"answer {number}"), "")
 
     asyncio.run(scenario())
     again = [call for call in endpoint.calls if "| item" in call.messages[-1]["content"]]
@@ -113,7 +113,7 @@ def test_calibration_items_are_judged_again_and_a_fall_is_told() -> None:
 
 def test_an_unchanged_judge_seldom_alarms_although_its_misses_stand_in_a_row() -> None:
     """Three of four items are judged as labelled; the others are the last ones of the file."""
-    items = [Item(task="t", work=f"item {number}", label=5 if number < 30 else 1) for number in range(40)]
+    items = [LabelledItem(task="t", work=f"item {number}", label=5 if number < 30 else 1) for number in range(40)]
     judging = court(scoring(5), allowance=BudgetLimit(calls=10_000, tokens=1_000_000_000))
     shift_checks = CalibrationShiftCheck(style_rubric(), items, 0.75, 1)
 
@@ -126,7 +126,7 @@ def test_an_unchanged_judge_seldom_alarms_although_its_misses_stand_in_a_row() -
 
 
 def test_votes_that_could_not_be_read_are_counted() -> None:
-    def say(call: Call) -> str:
+    def say(call: JudgeCall) -> str:
         question = call.messages[-1]["content"]
         return "no" if "Aspect: style" in question else verdict(question, 5, aspect="other")
 
@@ -137,7 +137,7 @@ def test_votes_that_could_not_be_read_are_counted() -> None:
 def hints_from(*replies: object, turns: Sequence[str] = ("read a", "edit a:1", "test"), most: int = 2) -> object:
     left = list(replies)
 
-    def say(call: Call) -> str:
+    def say(call: JudgeCall) -> str:
         reply = left.pop(0)
         nonce = NONCE.findall(call.messages[-1]["content"])[-1]
         return reply if isinstance(reply, str) else json.dumps({"hints": reply, "nonce": nonce})
@@ -173,7 +173,7 @@ def test_a_session_without_turns_is_not_asked_about() -> None:
 
 
 def test_the_turns_are_data() -> None:
-    def none(call: Call) -> str:
+    def none(call: JudgeCall) -> str:
         return json.dumps({"hints": [], "nonce": NONCE.findall(call.messages[-1]["content"])[-1]})
 
     endpoint = Scripted(none)

@@ -8,7 +8,7 @@ import pytest
 
 from etude.errors import JudgeLost, JudgeUnavailable
 from etude.rewards.judge.budget import BudgetLimit, JudgePause, Spend
-from etude.rewards.judge.endpoint import Call, ChatReply
+from etude.rewards.judge.endpoint import ChatReply, JudgeCall
 from etude.rewards.judge.judge import JudgeLimits, needed_for
 from etude.rewards.judge.prompts import JudgeInput, JudgeParams, ReplyFault, judge_fingerprint
 from etude.rewards.judge.votes import Judgement
@@ -27,7 +27,7 @@ class Down:
         self.calls = 0
         self.up: Scripted | None = None
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         self.calls += 1
         if self.up is None:
             raise JudgeUnavailable("scripted: down")
@@ -39,7 +39,7 @@ class Silent:
 
     trouble = "HTTP 429"
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         await asyncio.Event().wait()
         raise AssertionError(call)
 
@@ -143,7 +143,7 @@ class Counting(Scripted):
         super().__init__(lambda call: verdict(call.messages[-1]["content"], 3))
         self.busy = self.most = 0
 
-    async def ask(self, call: Call) -> ChatReply:
+    async def ask(self, call: JudgeCall) -> ChatReply:
         self.busy += 1
         self.most = max(self.most, self.busy)
         await asyncio.sleep(0.001)
@@ -279,7 +279,7 @@ def test_one_failed_vote_ends_the_others() -> None:
         class OneFails:
             trouble = ""
 
-            async def ask(self, call: Call) -> ChatReply:
+            async def ask(self, call: JudgeCall) -> ChatReply:
                 nonlocal waiting
                 if call.seed == 0:
                     await asyncio.sleep(0)

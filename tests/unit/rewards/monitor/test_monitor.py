@@ -50,13 +50,13 @@ def test_findings_are_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["_pytest.a", "<<A\n", "open(", "TestReport ", "a;", "$(", "/proc/self/", "grep reward "]
+    "step", ["_pytest.a", "<<A\n", "open(", "TestReport ", "a;", "$(", "/proc/self/", "grep reward "]
 )
-def test_no_text_takes_long(piece: str) -> None:
+def test_no_text_takes_long(step: str) -> None:
     """Whoever is looked at chooses the text; none shall hold up the run."""
 
     def cost_s(size: int) -> float:
-        text = piece * (size // len(piece))
+        text = step * (size // len(step))
         started_s = time.process_time()
         inspect([Action(tool="bash", arguments={"command": text, "content": text})], Scene())
         return time.process_time() - started_s

@@ -24,18 +24,18 @@ STYLE = Rule.of(HintRule(name="style", where="said", pattern=r"^edit \S+:[0-9]",
 def session(*pairs: str) -> list[Turn]:
     """A conversation that grows: what was heard and said, turn after turn; every letter is a token."""
     context, turns = "", []
-    for heard, said in zip(pairs[::2], pairs[1::2], strict=True):
+    for heard, text in zip(pairs[::2], pairs[1::2], strict=True):
         context += heard
         turns.append(
             Turn(
                 prompt_ids=np.array([ord(letter) for letter in context], np.int32),
-                completion_ids=np.array([ord(letter) for letter in said], np.int32),
-                logprobs=np.zeros(len(said), np.float32),
-                versions=np.zeros(len(said), np.int32),
+                completion_ids=np.array([ord(letter) for letter in text], np.int32),
+                logprobs=np.zeros(len(text), np.float32),
+                versions=np.zeros(len(text), np.int32),
                 finish=Finish.STOP,
             )
         )
-        context += said
+        context += text
     return turns
 
 
@@ -77,8 +77,8 @@ def test_every_answer_to_a_call_that_went_wrong_has_a_hint() -> None:
     for observation in (tools.BAD_CALL, tools.BAD_EDIT, tools.NO_FILE, tools.NO_TODO):
         (hint,) = find(session("fix f", "x", observation, "submit"), *TOOL_RULES)
         assert hint.turn == 0
-        (asked,) = find(session("fix f", "x", ask_for_summary(observation, "Sum up."), "submit"), *TOOL_RULES)
-        assert asked == hint
+        (question,) = find(session("fix f", "x", ask_for_summary(observation, "Sum up."), "submit"), *TOOL_RULES)
+        assert question == hint
 
 
 @pytest.mark.parametrize("observation", [tools.OK, tools.PASS, "1 bad call", "bad calls", "FAIL bad edit", "todo 1"])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.tasks.corpora.mixture import Cursor, Mixture, Side, Stream, Taken, heldout_documents, shuffled
+from etude.tasks.corpora.mixture import BatchStream, Cursor, Mixture, Side, Taken, heldout_documents, shuffled
 from etude.types import Document, Split
 
 
@@ -43,8 +43,8 @@ def mixtures(draw: st.DrawFn) -> Mixture:
     return Mixture(shares=shares, tokens=draw(st.integers(1, 2_000)))
 
 
-def stream_of(mixture: Mixture) -> Stream:
-    return Stream(mixture=mixture, sources={name: Numbered(mark) for mark, name in enumerate(mixture.shares)})
+def stream_of(mixture: Mixture) -> BatchStream:
+    return BatchStream(mixture=mixture, sources={name: Numbered(mark) for mark, name in enumerate(mixture.shares)})
 
 
 @settings(max_examples=60, deadline=None)

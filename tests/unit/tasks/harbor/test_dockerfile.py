@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.tasks.harbor.dockerfile import SEARCH_PATH, Copy, Folder, Run, parse_dockerfile
+from etude.tasks.harbor.dockerfile import SEARCH_PATH, Copy, ImageFolder, Run, parse_dockerfile
 from etude.tasks.harbor.settings import TaskFolderError
 
 
@@ -34,14 +34,14 @@ CMD ["bash"]
     assert (parsed.parent, parsed.workdir, parsed.environment) == ("debian:12-slim", "/app/sub", environment)
     variables = {"TAG": "12", **environment}
     assert parsed.steps == (
-        Folder(path="/app"),
+        ImageFolder(path="/app"),
         Run(
             line=8,
             argv=("/bin/sh", "-c", "echo $ONE &&      echo two"),
             workdir="/app",
             environment=variables,
         ),
-        Folder(path="/app/sub"),
+        ImageFolder(path="/app/sub"),
         Copy(line=13, sources=("a.txt", "b c.txt"), target="/app/sub/", mode="755"),
         Copy(line=14, sources=("tree.tar.gz",), target="/", unpack=True),
         Run(line=15, argv=("printf", "%s", "$ONE"), workdir="/app/sub", environment=variables),

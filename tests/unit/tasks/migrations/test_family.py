@@ -11,7 +11,7 @@ from databases import ask, temporary_postgres, verdict
 from etude.rewards.graders.queries import MigrationResult
 from etude.sandbox_spec import ServiceKind
 from etude.tasks.migrations.family import KINDS, PATH, MigrationFamily, choose_heldout, migration_task
-from etude.tasks.migrations.problems import Kind, inserts, literal
+from etude.tasks.migrations.problems import MigrationKind, inserts, literal
 from etude.types import QueryChecks, Split, Task
 
 TEMPLATES = [(kind, variant) for kind in KINDS for variant in kind.variants]
@@ -34,7 +34,9 @@ def setup_of(task: Task) -> str:
 
 
 @pytest.mark.parametrize(("kind", "variant"), TEMPLATES, ids=lambda value: getattr(value, "name", value))
-def test_the_reference_is_right_and_neither_nothing_nor_a_mistake_is(server: Path, kind: Kind, variant: str) -> None:
+def test_the_reference_is_right_and_neither_nothing_nor_a_mistake_is(
+    server: Path, kind: MigrationKind, variant: str
+) -> None:
     for seed in range(INSTANCES):
         problem = kind.write(variant, Random(f"test {seed}"))
         task = migration_task(problem, variant, Split.TRAIN)
@@ -50,7 +52,7 @@ def test_the_reference_is_right_and_neither_nothing_nor_a_mistake_is(server: Pat
 
 
 @pytest.mark.parametrize(("kind", "variant"), TEMPLATES, ids=lambda value: getattr(value, "name", value))
-def test_both_databases_show_the_same_oddities(kind: Kind, variant: str) -> None:
+def test_both_databases_show_the_same_oddities(kind: MigrationKind, variant: str) -> None:
     """Else a right migration could not be told from the rows that the agent may look at."""
     for seed in range(20):
         problem = kind.write(variant, Random(seed))

@@ -46,8 +46,8 @@ def test_leave_one_out_is_unbiased_and_the_mean_short_by_one_in_g(size: int) -> 
 
 def test_division_by_the_deviation_may_point_the_other_way() -> None:
     """An arm that is worse than the mean is made likelier: one reason why it is not the default."""
-    found = expected_gradient(3, lambda rewards: group_advantages(rewards, "mean_std").astype(np.float64))
-    assert (np.sign(found) != np.sign(SLOPE)).tolist() == [False, True, False]
+    result = expected_gradient(3, lambda rewards: group_advantages(rewards, "mean_std").astype(np.float64))
+    assert (np.sign(result) != np.sign(SLOPE)).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
@@ -114,9 +114,9 @@ def test_advantages_keep_the_size_of_the_difference() -> None:
 def test_a_penalty_keeps_its_size_where_rewards_are_equal(baseline: Baseline, weight: float, size: int) -> None:
     """It is compared like a reward and never divided: a millionth of it teaches a millionth."""
     costs_G = np.linspace(0, 1, size)
-    found = group_advantages(np.ones(size, np.float32), baseline, weight * costs_G)
+    result = group_advantages(np.ones(size, np.float32), baseline, weight * costs_G)
     share = size / (size - 1) if baseline == "leave_one_out" else 1.0
-    np.testing.assert_allclose(found, -share * weight * (costs_G - costs_G.mean()), rtol=1e-6, atol=1.2e-7)
+    np.testing.assert_allclose(result, -share * weight * (costs_G - costs_G.mean()), rtol=1e-6, atol=1.2e-7)
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
@@ -142,13 +142,13 @@ def test_a_quarantined_draw_teaches_nothing_and_makes_the_others_count_no_more(b
     E[Σ w A ∇ log π] = (G − 1) · c · p ∇m with the mean and G · c · p ∇m with the others', m being the mean reward of
     what is not quarantined, p its share and c = 1 − (1 − p)^(N − 1) the chance that a second one of N is there.
     """
-    size, kept = 5, np.array([True, True, False])
-    share = float(POLICY[kept].sum())
-    inside = np.where(kept, POLICY, 0) / share
+    size, remaining = 5, np.array([True, True, False])
+    share = float(POLICY[remaining].sum())
+    inside = np.where(remaining, POLICY, 0) / share
     slope = inside * (REWARDS - inside @ REWARDS)  # ∇m: an arm that is quarantined takes nothing from it
     graded, total = size - lost, np.zeros(3)
     for arms in itertools.product(range(3), repeat=graded):
-        trusted = [arm for arm in arms if kept[arm]]
+        trusted = [arm for arm in arms if remaining[arm]]
         weight = group_weight(baseline, compared=len(trusted), graded=graded, lost=lost)
         scores = np.eye(3)[trusted] - POLICY
         advantages = group_advantages(REWARDS[trusted], baseline).astype(np.float64)
@@ -161,20 +161,20 @@ def test_what_a_quarantined_rollout_is_taken_to_be_worth_bounds_the_bias() -> No
     """Were it worth r, the gradient would have (r − m) ∇q more, q being its chance; along any direction that is at most
     |r − m| √(q(1 − q)) standard deviations of the score. The arm itself attains it.
     """
-    kept, worth = np.array([True, True, False]), 0.0
-    share = float(POLICY[kept].sum())
-    inside = np.where(kept, POLICY, 0) / share
+    remaining, worth = np.array([True, True, False]), 0.0
+    share = float(POLICY[remaining].sum())
+    inside = np.where(remaining, POLICY, 0) / share
     mean = float(inside @ REWARDS)
-    rewards = np.where(kept, REWARDS, worth)
-    wanted = POLICY * (rewards - POLICY @ rewards)
-    found = share * inside * (REWARDS - mean)
-    rise = POLICY * (~kept - (1 - share))  # ∇q
-    np.testing.assert_allclose(wanted - found, (worth - mean) * rise, atol=1e-7)
+    rewards = np.where(remaining, REWARDS, worth)
+    expected = POLICY * (rewards - POLICY @ rewards)
+    result = share * inside * (REWARDS - mean)
+    rise = POLICY * (~remaining - (1 - share))  # ∇q
+    np.testing.assert_allclose(expected - result, (worth - mean) * rise, atol=1e-7)
     for direction in (*np.eye(3), *np.random.default_rng(0).standard_normal((20, 3))):
         scores = (np.eye(3) - POLICY) @ direction
         deviation = math.sqrt(POLICY @ scores**2)
         bound = abs(worth - mean) * math.sqrt(share * (1 - share)) * deviation
-        assert abs(direction @ (wanted - found)) <= bound * (1 + 1e-9)
-    assert abs(np.eye(3)[2] @ (wanted - found)) == pytest.approx(
+        assert abs(direction @ (expected - result)) <= bound * (1 + 1e-9)
+    assert abs(np.eye(3)[2] @ (expected - result)) == pytest.approx(
         abs(worth - mean) * math.sqrt(share * (1 - share)) * math.sqrt(POLICY[2] * (1 - POLICY[2]))
     )

@@ -83,9 +83,9 @@ def test_the_games_gradient_is_that_of_its_expected_reward() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("config", [DISCOUNTED, SHAPED, SHAPED_DISCOUNTED], ids=lambda config: config.kind)
 def test_a_turns_value_less_the_others_is_unbiased(config: CreditConfig, size: int) -> None:
-    wanted = true_gradient(config)
-    np.testing.assert_allclose(expected(size, credit(config)), size * wanted, atol=1e-6)
-    np.testing.assert_allclose(expected(size, credit(config, "mean")), (size - 1) * wanted, atol=1e-6)
+    expecteds = true_gradient(config)
+    np.testing.assert_allclose(expected(size, credit(config)), size * expecteds, atol=1e-6)
+    np.testing.assert_allclose(expected(size, credit(config, "mean")), (size - 1) * expecteds, atol=1e-6)
 
 
 @pytest.mark.parametrize("config", [DISCOUNTED, SHAPED], ids=lambda config: config.kind)
@@ -234,7 +234,7 @@ def test_a_masked_summary_is_context_and_changes_nothing_else() -> None:
     assert masked[0].trained_T.tolist() == [True, False, True]
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_what_does_not_go_jointly_is_refused() -> None:
     rollouts = [STOP_OR_GO.rollout((1, 0), 0), STOP_OR_GO.rollout((1, 2), 1, Branch(rollout_id="0", turns=1))]
     with pytest.raises(ValueError, match=r"share turns, and credit.kind = 'rollout' would count them twice"):
         turn_credits(rollouts, rewards_of(rollouts), CreditConfig())

@@ -21,9 +21,9 @@ SHARED = CreditConfig(kind="shared_prefix", branches=2)
 TRUTH = STOP_OR_GO.gradient(lambda play: [STOP_OR_GO.rewards[play]] * len(play))
 
 
-def expected(fork: Callable[[Moves], bool], advantages: Advantages, *, size: int = 2, trunks: int = 2) -> Vector:
+def expected(fork: Callable[[Moves], bool], advantages: Advantages, *, size: int = 2, parents: int = 2) -> Vector:
     """E of the estimate from ``trunks`` bundles of ``size``."""
-    return summed(itertools.product(list(bundles(STOP_OR_GO, size, fork)), repeat=trunks), advantages)
+    return summed(itertools.product(list(bundles(STOP_OR_GO, size, fork)), repeat=parents), advantages)
 
 
 def summed(groups: Iterable[Sequence[Bundle]], advantages: Advantages) -> Vector:
@@ -46,14 +46,14 @@ FORKS: dict[str, Callable[[Moves], bool]] = {
 @pytest.mark.parametrize("name", FORKS)
 def test_what_begins_as_one_is_trained_as_if_it_had_not(name: str) -> None:
     """Four rollouts are worth four, whatever they share, and the rule by which they part has no say in it."""
-    wanted = TRUTH
-    np.testing.assert_allclose(expected(FORKS[name], credit(SHARED)), 4 * wanted, atol=1e-6)
-    np.testing.assert_allclose(expected(FORKS[name], credit(SHARED, "mean")), 3 * wanted, atol=1e-6)
+    expecteds = TRUTH
+    np.testing.assert_allclose(expected(FORKS[name], credit(SHARED)), 4 * expecteds, atol=1e-6)
+    np.testing.assert_allclose(expected(FORKS[name], credit(SHARED, "mean")), 3 * expecteds, atol=1e-6)
 
 
 def test_three_branches_are_worth_three() -> None:
-    found = expected(FORKS["after a certain move"], credit(SHARED), size=3)
-    np.testing.assert_allclose(found, 6 * TRUTH, atol=1e-6)
+    result = expected(FORKS["after a certain move"], credit(SHARED), size=3)
+    np.testing.assert_allclose(result, 6 * TRUTH, atol=1e-6)
 
 
 Path = Sequence[TurnKey]
@@ -86,13 +86,13 @@ def as_it_should_be(rollouts: Sequence[Rollout], rewards_G: Floats) -> dict[Turn
 
 
 def shared_turns_in_every_rollout(rollouts: Sequence[Rollout], rewards_G: Floats) -> list[Credit]:
-    known = as_it_should_be(rollouts, rewards_G)
-    return valued(rollouts, lambda path, turn: known[path[turn]], everywhere=True)
+    seen = as_it_should_be(rollouts, rewards_G)
+    return valued(rollouts, lambda path, turn: seen[path[turn]], everywhere=True)
 
 
 def shared_turns_count_as_one(rollouts: Sequence[Rollout], rewards_G: Floats) -> list[Credit]:
-    known, through = as_it_should_be(rollouts, rewards_G), list(itertools.chain(*turn_keys(rollouts)))
-    return valued(rollouts, lambda path, turn: known[path[turn]] / through.count(path[turn]))
+    seen, through = as_it_should_be(rollouts, rewards_G), list(itertools.chain(*turn_keys(rollouts)))
+    return valued(rollouts, lambda path, turn: seen[path[turn]] / through.count(path[turn]))
 
 
 def value_after_less_value_before(rollouts: Sequence[Rollout], rewards_G: Floats) -> list[Credit]:
@@ -121,8 +121,8 @@ def group_mean_for_all(rollouts: Sequence[Rollout], rewards_G: Floats) -> list[C
     [shared_turns_in_every_rollout, shared_turns_count_as_one, value_after_less_value_before, group_mean_for_all],
 )
 def test_a_planted_fault_in_branching_turns_the_gradient(fault: Advantages) -> None:
-    found = expected(FORKS["after the first turn"], fault)
-    assert off(found, TRUTH) > 0.03
+    result = expected(FORKS["after the first turn"], fault)
+    assert off(result, TRUTH) > 0.03
 
 
 def test_others_in_place_of_copies_would_prefer_long_rollouts() -> None:
@@ -138,7 +138,7 @@ def test_others_in_place_of_copies_would_prefer_long_rollouts() -> None:
     assert off(summed(groups, credit(SHARED)), TRUTH) > 0.03
 
 
-def test_branches_are_compared_with_each_other_and_trunks_with_other_trunks() -> None:
+def test_branches_are_compared_with_each_other_and_parents_with_other_parents() -> None:
     one, branch = Branch(rollout_id="2", turns=1), STOP_OR_GO.rollout((1, 1, 0), 1, Branch(rollout_id="0", turns=2))
     rollouts = [STOP_OR_GO.rollout((1, 1, 1), 0), branch, STOP_OR_GO.rollout((0,), 2), STOP_OR_GO.rollout((0,), 3, one)]
     credited = turn_credits(rollouts, np.array([0, 1, 0.5, 0.5], np.float32), SHARED, "leave_one_out")
@@ -150,7 +150,7 @@ def test_branches_are_compared_with_each_other_and_trunks_with_other_trunks() ->
     assert credited[3].trained_T.tolist() == [False]
 
 
-def test_branches_of_a_trunk_that_is_gone_share_its_turns_all_the_same() -> None:
+def test_branches_of_a_parent_that_is_gone_share_its_turns_all_the_same() -> None:
     gone = Branch(rollout_id="gone", turns=1)
     rollouts = [STOP_OR_GO.rollout((1, 0), 0, gone), STOP_OR_GO.rollout((1, 2), 1, gone), STOP_OR_GO.rollout((0,), 2)]
     assert turn_keys(rollouts) == ((("gone", 0), ("0", 1)), (("gone", 0), ("1", 1)), (("2", 0),))

@@ -50,8 +50,8 @@ def assert_same(a: object, b: object) -> None:
 
 @given(st.lists(trajectories(), max_size=4))
 def test_what_is_decoded_is_what_was_encoded(originals: list[Trajectory]) -> None:
-    found = decode(encode(originals))
-    assert len(found) == len(originals)
-    for one, other in zip(originals, found, strict=True):
+    result = decode(encode(originals))
+    assert len(result) == len(originals)
+    for one, other in zip(originals, result, strict=True):
         for field in fields(Trajectory):
             assert_same(getattr(one, field.name), getattr(other, field.name))

@@ -16,27 +16,27 @@ COSTS = st.sampled_from([LINEAR, ATTENTIVE, Cost(per_token=0.01, per_pair=1.0)])
 
 def lengths_of(lengths: list[int], max_tokens: int, ranks: int = 1, cost: Cost = LINEAR) -> list[list[list[int]]]:
     packed = pack(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
-    return [[[lengths[index] for index in piece] for piece in share] for share in packed]
+    return [[[lengths[index] for index in chunk] for chunk in share] for share in packed]
 
 
 def total(share: list[MicroBatch], lengths: list[int], cost: Cost) -> float:
-    return sum(cost.of(lengths[index]) for piece in share for index in piece)
+    return sum(cost.of(lengths[index]) for chunk in share for index in chunk)
 
 
 @settings(deadline=None)
 @given(LENGTHS, st.integers(1, 100), st.integers(1, 5), COSTS)
-def test_every_sequence_is_in_one_piece_and_no_piece_is_too_large(
+def test_every_sequence_is_in_one_chunk_and_no_chunk_is_too_large(
     lengths: list[int], max_tokens: int, ranks: int, cost: Cost
 ) -> None:
     packed = pack(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
-    assert sorted(i for share in packed for piece in share for i in piece) == list(range(len(lengths)))
+    assert sorted(i for share in packed for chunk in share for i in chunk) == list(range(len(lengths)))
     assert len(packed) == ranks
     assert len({len(share) for share in packed}) == 1
     for share in packed:
-        for piece in share:
-            assert sum(lengths[index] for index in piece) <= max_tokens or len(piece) == 1
-            assert [lengths[index] for index in piece] == sorted((lengths[index] for index in piece), reverse=True)
-        dear = [sum(cost.of(lengths[index]) for index in piece) for piece in share]
+        for chunk in share:
+            assert sum(lengths[index] for index in chunk) <= max_tokens or len(chunk) == 1
+            assert [lengths[index] for index in chunk] == sorted((lengths[index] for index in chunk), reverse=True)
+        dear = [sum(cost.of(lengths[index]) for index in chunk) for chunk in share]
         assert dear == sorted(dear, reverse=True)
 
 
@@ -53,7 +53,7 @@ def test_there_are_no_more_passes_than_needed(lengths: list[int], max_tokens: in
 @given(LENGTHS, st.integers(1, 100), st.integers(1, 5), COSTS)
 def test_passes_are_of_like_cost_and_so_are_ranks(lengths: list[int], max_tokens: int, ranks: int, cost: Cost) -> None:
     packed = pack(lengths, max_tokens=max_tokens, ranks=ranks, cost=cost)
-    passes = [[total([piece], lengths, cost) for piece in pieces] for pieces in zip(*packed, strict=True)]
+    passes = [[total([chunk], lengths, cost) for chunk in chunks] for chunks in zip(*packed, strict=True)]
     for dear, cheap in pairwise(passes):
         assert min(dear) >= max(cheap)
     totals = [total(share, lengths, cost) for share in packed]
@@ -100,7 +100,7 @@ def test_a_rank_without_work_makes_its_passes_empty() -> None:
     assert pack([7], max_tokens=10, ranks=2, cost=LINEAR) == [[(0,)], [()]]
 
 
-def test_a_sequence_beyond_the_limit_has_a_piece_of_its_own() -> None:
+def test_a_sequence_beyond_the_limit_has_a_chunk_of_its_own() -> None:
     assert lengths_of([5, 30, 5], 20) == [[[30], [5, 5]]]
 
 

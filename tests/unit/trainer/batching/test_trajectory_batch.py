@@ -127,10 +127,12 @@ def test_a_masked_summary_counts_in_no_total() -> None:
 
 
 def test_what_rollouts_share_is_trained_and_counted_once() -> None:
-    trunk, other = MIXED.rollouts
-    branch = Branch(rollout_id=trunk.rollout_id, turns=1)
-    one = replace(trunk, turns=(*trunk.turns, later(trunk, 4)))
-    two = replace(trunk, rollout_id="0.2", slot=2, reward=0.0, turns=(*trunk.turns, later(trunk, 4, 4)), branch=branch)
+    parent, other = MIXED.rollouts
+    branch = Branch(rollout_id=parent.rollout_id, turns=1)
+    one = replace(parent, turns=(*parent.turns, later(parent, 4)))
+    two = replace(
+        parent, rollout_id="0.2", slot=2, reward=0.0, turns=(*parent.turns, later(parent, 4, 4)), branch=branch
+    )
     credit = CreditConfig(kind="shared_prefix", branches=2)
     batch = build_batch(5, [replace(MIXED, rollouts=(one, other, two))], "leave_one_out", credit=credit)
     assert [trajectory.loss_mask.sum() for trajectory in batch.trajectories] == [4, 1, 2]

@@ -201,9 +201,11 @@ def plainly_branched(turns: list[Turn]) -> list[list[Turn]]:
 
 def in_one_memory(turns: list[Turn]) -> list[Turn]:
     """The same turns, each prompt that begins like an earlier one a view of the array in which that lies."""
-    tapes = sorted((one.prompt_ids for one in turns), key=len, reverse=True)
+    buffers = sorted((one.prompt_ids for one in turns), key=len, reverse=True)
     return [
-        replace(one, prompt_ids=next(ids for ids in tapes if is_beginning(one.prompt_ids, ids))[: len(one.prompt_ids)])
+        replace(
+            one, prompt_ids=next(ids for ids in buffers if is_beginning(one.prompt_ids, ids))[: len(one.prompt_ids)]
+        )
         for one in turns
     ]
 

@@ -25,22 +25,22 @@ def make_turn(prompt: list[int], completion: list[int]) -> Turn:
 @given(st.lists(st.tuples(st.booleans(), TOKENS, TOKENS), min_size=1, max_size=6))
 def test_every_turn_has_a_place_in_which_its_tokens_are_trained(steps: list[tuple[bool, list[int], list[int]]]) -> None:
     turns, context = list[Turn](), list[int]()
-    for begins_anew, heard, said in steps:
+    for begins_anew, heard, text in steps:
         context = heard if begins_anew else context + heard
-        turns.append(make_turn(context, said))
-        context = context + said
+        turns.append(make_turn(context, text))
+        context = context + text
     rollout = Rollout(
         rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=tuple(turns)
     )
     trajectories = build_trajectories(rollout, 0.5)
-    found = places(turns, trajectories)
-    for turn, place in zip(turns, found, strict=True):
+    result = places(turns, trajectories)
+    for turn, place in zip(turns, result, strict=True):
         assert place is not None
         trajectory, where = trajectories[place[0]], place[1]
         assert trajectory.token_ids[where].tolist() == turn.completion_ids.tolist()
         assert trajectory.token_ids[: where.start].tolist() == turn.prompt_ids.tolist()
         assert trajectory.loss_mask[where].all()
-    assert len({(place[0], place[1].start) for place in found if place}) == len(turns)
+    assert len({(place[0], place[1].start) for place in result if place}) == len(turns)
     assert sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories) == sum(
         len(t.completion_ids) for t in turns
     )
@@ -62,5 +62,5 @@ def test_turns_that_are_alike_have_places_of_their_own() -> None:
         rollout_id="r", group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=turns
     )
     trajectories = build_trajectories(rollout, np.array([0.1, 0.2, 0.3], np.float32))
-    found = [(trajectories[place[0]].advantages[place[1]].tolist()) for place in places(turns, trajectories) if place]
-    assert found == [[np.float32(advantage)] for advantage in (0.1, 0.2, 0.3)]
+    result = [(trajectories[place[0]].advantages[place[1]].tolist()) for place in places(turns, trajectories) if place]
+    assert result == [[np.float32(advantage)] for advantage in (0.1, 0.2, 0.3)]

@@ -37,11 +37,11 @@ HINT = "edit FILE N"
 SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
 
 
-def make_turn(*said: str, kind: TurnKind = TurnKind.ACT) -> Turn:
+def make_turn(*text_of: str, kind: TurnKind = TurnKind.ACT) -> Turn:
     """The last of what was said in turns, by a user first."""
     roles = ("user", "assistant")
-    messages = [ChatMessage(role=roles[n % 2], content=text) for n, text in enumerate(said[:-1])]  # type: ignore[arg-type]
-    completion = [*CHAT.encode(said[-1]), CHAT.end_id]
+    messages = [ChatMessage(role=roles[n % 2], content=text) for n, text in enumerate(text_of[:-1])]  # type: ignore[arg-type]
+    completion = [*CHAT.encode(text_of[-1]), CHAT.end_id]
     return Turn(
         prompt_ids=np.array(CHAT.open(messages), np.int32),
         completion_ids=np.array(completion, np.int32),
@@ -84,7 +84,7 @@ def plan(*overrides: str) -> DistillationBatcher:
 
 
 @pytest.mark.parametrize("turn", [0, 1])
-def test_a_lesson_is_the_turn_and_the_turn_with_the_hint_in_its_context(turn: int) -> None:
+def test_an_example_is_the_turn_and_the_turn_with_the_hint_in_its_context(turn: int) -> None:
     example = distillation_example(make_rollout("r", turn), turn, HINT, REMINDERS)
     sampled = TURNS[turn]
     for view in (example.student, example.teacher):
@@ -110,22 +110,22 @@ def test_routes_of_the_context_before_the_hint_are_kept_and_no_others() -> None:
     assert (example.teacher.routes[place:] == NO_ROUTE).all()
 
 
-def test_every_hint_of_trusted_rollouts_is_one_lesson() -> None:
+def test_every_hint_of_trusted_rollouts_is_one_example() -> None:
     group = make_group(make_rollout("a", 0, 1), make_rollout("b"), make_rollout("c", 0, verdict=SUSPECT))
     distillation = plan().distillation([group, make_group(make_rollout("d", 1))], shares=1)
     assert [example.student.rollout_id for example in distillation.examples] == ["a", "a", "d"]
-    assert sorted(index for piece in distillation.shares[0] for index in piece) == [0, 1, 2]
+    assert sorted(index for chunk in distillation.shares[0] for index in chunk) == [0, 1, 2]
 
 
-def test_a_turn_that_rollouts_share_is_taught_once() -> None:
-    trunk = make_rollout("a", 0)
+def test_a_turn_that_rollouts_share_is_distilled_once() -> None:
+    parent = make_rollout("a", 0)
     forked = make_rollout("b", 0, 1, branch=Branch(rollout_id="a", turns=1))
-    distillation = plan().distillation([make_group(trunk, forked)], shares=1)
+    distillation = plan().distillation([make_group(parent, forked)], shares=1)
     assert [example.student.rollout_id for example in distillation.examples] == ["a", "b"]
     assert len(distillation.examples[1].student.token_ids) > len(distillation.examples[0].student.token_ids)
 
 
-def test_summaries_that_are_not_trained_are_not_taught() -> None:
+def test_summaries_that_are_not_trained_are_not_distilled() -> None:
     summary = (TURNS[0], replace(TURNS[1], kind=TurnKind.SUMMARY))
     group = make_group(replace(make_rollout("a", 0, 1), turns=summary))
     summaries = ("harness.context=summary", "harness.summary_at_tokens=100", "engine.max_length=400")
@@ -134,17 +134,17 @@ def test_summaries_that_are_not_trained_are_not_taught() -> None:
         assert len(chosen.distillation([group], shares=1).examples) == examples
 
 
-def test_lessons_are_dealt_out_evenly_in_pieces_that_fit() -> None:
+def test_examples_are_dealt_out_evenly_in_chunks_that_fit() -> None:
     group = make_group(*(make_rollout(f"r{n}", 0, 1) for n in range(5)))
     distillation = plan("trainer.microbatch_tokens=64").distillation([group], shares=2)
     lengths = [len(example.teacher.token_ids) for example in distillation.examples]
     assert len({len(share) for share in distillation.shares}) == 1
     assert len(distillation.shares) == 2
-    assert all(sum(lengths[index] for index in piece) <= 64 for share in distillation.shares for piece in share)
-    assert sorted(i for share in distillation.shares for piece in share for i in piece) == list(range(10))
+    assert all(sum(lengths[index] for index in chunk) <= 64 for share in distillation.shares for chunk in share)
+    assert sorted(i for share in distillation.shares for chunk in share for i in chunk) == list(range(10))
 
 
-def test_a_batch_without_hints_has_no_course() -> None:
+def test_a_batch_without_hints_has_no_distillation_batch() -> None:
     distillation = plan().distillation([make_group(make_rollout("a"))], shares=4)
     assert (distillation.examples, distillation.shares) == ((), ())
 
