@@ -28,7 +28,7 @@ name = "own-model"
 checkpoint = "{checkpoint}"
 [midtrain]
 tokens = 0
-[tasks]
+[tasks.options]
 kinds = ["arith"]
 [harness]
 max_turns = 2

@@ -21,7 +21,7 @@ from waiting import wait_until
 
 KILLS = 12
 
-NURSERY = """
+FORK_SERVER = """
 import os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 from etude.weights.chunks import Layout
@@ -83,7 +83,12 @@ Start = Callable[[str, Path], int]
 @pytest.fixture(scope="module")
 def start() -> Iterator[Start]:
     process = subprocess.Popen(
-        [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", FORK_SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
     )
     children, lines = process.stdin, process.stdout
     assert children is not None and lines is not None

@@ -191,8 +191,8 @@ def _connection(server: str, schema: str, retry_timeout_s: float, settings: Mapp
     given = {"connect_timeout": CONNECT_TIMEOUT_S, "application_name": "etude", **NETWORK}
     given |= conninfo.conninfo_to_dict(server)
     lock_timeout = f"{round(1000 * min(retry_timeout_s, LOCK_TIMEOUT_S))}ms"
-    given = {"search_path": schema, "lock_timeout": lock_timeout, **settings}
-    options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in given.items()))
+    session = {"search_path": schema, "lock_timeout": lock_timeout, **settings}
+    options = (str(given.get("options", "")), *(f"-c {name}={value}" for name, value in session.items()))
     return {**given, "options": " ".join(options)}
 
 

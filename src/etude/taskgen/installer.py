@@ -26,7 +26,7 @@ from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
 from etude.taskgen.failures import InstallError
 from etude.taskgen.installs import SITE, environment
 from etude.taskgen.projects import Project
-from etude.taskgen.testruns import TestObservation, TestRun, observe
+from etude.taskgen.testruns import RunObservation, TestRun, observe
 from etude.types import Json
 
 COMMANDS = re.compile(r"```(?:sh|bash|shell|console)?\s*\n(.*?)```", re.DOTALL)
@@ -170,7 +170,7 @@ def commands_in(answer: str) -> str | None:
     return blocks[-1].strip() or None if blocks else None
 
 
-def score(seen: TestObservation) -> tuple[int, bool]:
+def score(seen: RunObservation) -> tuple[int, bool]:
     """The number of tests passed, and whether that is enough: nearly all, and every file could be read."""
     ran = [test for test in seen.tests.values() if test.status != "skipped"]
     passed = sum(test.status == "passed" for test in ran)

@@ -31,7 +31,7 @@ from etude.taskgen.installs import (
 from etude.taskgen.projects import Project
 from etude.taskgen.scrubbing import copy_clean
 from etude.taskgen.survey import Survey, survey_of
-from etude.taskgen.testruns import TestObservation, TestRun, observe
+from etude.taskgen.testruns import RunObservation, TestRun, observe
 from etude.taskgen.validator import SANDBOX_TTL_S, PreparedRepository
 from etude.tasks.repositories.folder import PackageFolder
 
@@ -119,7 +119,7 @@ class Preparation:
 
     async def _installed(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say
-    ) -> tuple[Path, TestObservation]:
+    ) -> tuple[Path, RunObservation]:
         """By what the files say; where that does not make a test pass, by the installer, if there is one."""
         try:
             installed, first = await self._install(project, texts, scratch, pristine, say)
@@ -134,7 +134,7 @@ class Preparation:
 
     async def _ask_installer(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path
-    ) -> tuple[Path, TestObservation]:
+    ) -> tuple[Path, RunObservation]:
         assert self._installer is not None
         layer = scratch / "site-installer"
         image = Image(base=self._settings.base, layers=(pristine,))
@@ -153,13 +153,13 @@ class Preparation:
 
     async def _install(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say
-    ) -> tuple[Path, TestObservation]:
+    ) -> tuple[Path, RunObservation]:
         """Try lists of requirements, and add what turns out to be missing, until the tests can be collected."""
         python = await self._python()
         last: InstallError | None = None
         for number, requirements in enumerate(attempts(project)):
             requirements = requirements
-            matches: tuple[Path, TestObservation] | None = None
+            matches: tuple[Path, RunObservation] | None = None
             for repair in range(REPAIRS):
                 layer = scratch / f"site-{number}-{repair}"
                 try:
@@ -195,14 +195,14 @@ class Preparation:
 
     async def _first_run(
         self, project: Project, layers: Sequence[Path], variables: Mapping[str, str]
-    ) -> TestObservation:
+    ) -> RunObservation:
         image = Image(base=self._settings.base, layers=tuple(layers), environment=variables)
         async with self._sandbox(image) as sandbox:
             run = TestRun(targets=project.tests, timeout_s=self._settings.timeout_s)
             return (await observe(sandbox, [run], options=project.options, hash_seed=0))[0]
 
     async def _survey(
-        self, sandbox: Sandbox, project: Project, texts: Mapping[str, str], first: TestObservation, say: Say
+        self, sandbox: Sandbox, project: Project, texts: Mapping[str, str], first: RunObservation, say: Say
     ) -> Survey:
         survey_of([first], first)  # what no run would mend is told at once
         runs = [first]
@@ -254,7 +254,7 @@ class Preparation:
             await sandbox.close()
 
 
-def _missing(project: Project, run: TestObservation, requirements: Sequence[str]) -> tuple[str, ...]:
+def _missing(project: Project, run: RunObservation, requirements: Sequence[str]) -> tuple[str, ...]:
     """The modules that a run of the tests reports as not installed."""
     utterance = (*(why for _, why in run.errors), *(seen.message for seen in run.tests.values()), run.output)
     return tuple(name for name in missing_modules("\n".join(utterance), requirements) if name not in project.modules)

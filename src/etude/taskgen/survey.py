@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from etude.taskgen.failures import NoTestsError, TestsFailError
-from etude.taskgen.testruns import TestObservation
+from etude.taskgen.testruns import RunObservation
 
 MIN_PASSING = 5
 """Tests that must pass every time, for tasks to be made."""
@@ -71,7 +71,7 @@ class Survey:
         )
 
 
-def survey_of(runs: Sequence[TestObservation], watched: TestObservation) -> Survey:
+def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey:
     """Fold some runs over the unchanged package, and one under observation, into what is known.
 
     Raises :class:`~etude.taskgen.failures.NoTestsError` when no run found a test, and

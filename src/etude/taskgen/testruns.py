@@ -67,7 +67,7 @@ class RunOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestObservation:
+class RunObservation:
     """Record of one step of a run."""
 
     tests: Mapping[str, RunOutcome]
@@ -92,7 +92,7 @@ class TestObservation:
 
 async def observe(
     sandbox: Sandbox, steps: Sequence[TestRun | Calls], *, options: Sequence[str], hash_seed: int = 0
-) -> list[TestObservation]:
+) -> list[RunObservation]:
     """Take some steps, each in a fork of one process, and say what was seen of each.
 
     Raises :class:`~etude.errors.SandboxError` when there is no report, with what was printed instead.
@@ -119,8 +119,8 @@ async def observe(
         raise SandboxError(f"the report of a package's tests cannot be read: {error}") from error
 
 
-def _observation(step: Mapping[str, Any]) -> TestObservation:
-    return TestObservation(
+def _observation(step: Mapping[str, Any]) -> RunObservation:
+    return RunObservation(
         tests={
             test: RunOutcome(status=status, seconds=seconds, message=message)
             for test, (status, seconds, message) in step["tests"].items()

@@ -29,7 +29,7 @@ from etude.taskgen.leaks import Leak, RemovedIdentifiers, removed_identifiers, s
 from etude.taskgen.projects import Project
 from etude.taskgen.scrubbing import commit_all, copy_clean
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import Calls, TestObservation, TestRun, observe
+from etude.taskgen.testruns import Calls, RunObservation, TestRun, observe
 from etude.taskgen.verdicts import (
     MAX_HIDDEN_BYTES,
     Proof,
@@ -271,9 +271,9 @@ class CandidateValidator:
     ) -> tuple[Proof, tuple[Case, ...]]:
         """Twice in a fresh sandbox, in both orders, with other hash seeds: the world as it is, and with the answer."""
         answer: dict[str, str | None] = {**hidden, **candidate.before}
-        broken: list[TestObservation] = []
-        right: list[TestObservation] = []
-        called: dict[bool, list[TestObservation]] = {True: [], False: []}
+        broken: list[RunObservation] = []
+        right: list[RunObservation] = []
+        called: dict[bool, list[RunObservation]] = {True: [], False: []}
         named = (*tests[0], *tests[1])
         for attempt, order in enumerate(((False, True), (True, False))):
             spec = SandboxSpec(image=image, ttl_s=SANDBOX_TTL_S)

@@ -13,7 +13,7 @@ from random import Random
 
 from etude.sandboxes.function_calls import same_value
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import TestObservation
+from etude.taskgen.testruns import RunObservation
 from etude.types import Case, Json
 
 MAX_RUN_S = 30.0
@@ -85,7 +85,7 @@ def refuse_unrun(survey: Survey, affected: Collection[str]) -> Rejection | None:
 
 
 def judge_quick(
-    survey: Survey, affected: Collection[str], seen: TestObservation
+    survey: Survey, affected: Collection[str], seen: RunObservation
 ) -> tuple[frozenset[str], Rejection | None]:
     """The stable tests that a change makes fail, and why it is no task, if it is none."""
     if seen.ended == "timeout":
@@ -114,7 +114,7 @@ def choose_tests(
 
 
 def prove(
-    about: Sequence[str], others: Sequence[str], broken: Sequence[TestObservation], right: Sequence[TestObservation]
+    about: Sequence[str], others: Sequence[str], broken: Sequence[RunObservation], right: Sequence[RunObservation]
 ) -> Proof:
     """Hold what was seen in the task's image, without and with the right answer, against what a task must be."""
     if any(seen.ended for seen in right):
@@ -133,7 +133,7 @@ def prove(
 
 
 def probe_cases(
-    calls: Sequence[Sequence[Json]], right: Sequence[TestObservation], broken: Sequence[TestObservation]
+    calls: Sequence[Sequence[Json]], right: Sequence[RunObservation], broken: Sequence[RunObservation]
 ) -> tuple[Case, ...]:
     """Calls whose plain result is the same in every right world; first those that a broken world gets wrong.
 
@@ -154,7 +154,7 @@ def probe_cases(
     )
 
 
-def _result(seen: TestObservation, index: int) -> tuple[bool, Json]:
+def _result(seen: RunObservation, index: int) -> tuple[bool, Json]:
     return seen.results[index] if index < len(seen.results) else (False, seen.ended or "no result")
 
 

@@ -104,8 +104,8 @@ TEXTS = st.text(alphabet="ab\n\r\u2028 |heardsi:", max_size=30)
 
 
 @given(TEXTS, TEXTS)
-def test_nothing_said_passes_for_something_heard(heard: str, text_of: str) -> None:
-    lines = attributed(heard=heard, text_of=text_of).splitlines()
+def test_nothing_said_passes_for_something_heard(heard: str, text: str) -> None:
+    lines = attributed(heard=heard, said=text).splitlines()
     assert [line.removeprefix("heard| ") for line in lines if line.startswith("heard|")] == heard.splitlines()
-    assert [line.removeprefix("said| ") for line in lines if line.startswith("said|")] == text_of.splitlines()
-    assert len(lines) == len(heard.splitlines()) + len(text_of.splitlines())
+    assert [line.removeprefix("said| ") for line in lines if line.startswith("said|")] == text.splitlines()
+    assert len(lines) == len(heard.splitlines()) + len(text.splitlines())

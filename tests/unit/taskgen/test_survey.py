@@ -4,13 +4,13 @@ import pytest
 
 from etude.taskgen.failures import NoTestsError, TestsFailError
 from etude.taskgen.survey import Survey, survey_of
-from etude.taskgen.testruns import RunOutcome, TestObservation
+from etude.taskgen.testruns import RunObservation, RunOutcome
 
 
-def seen(tests: dict[str, str], *, ended: str = "", seconds: float = 0.1, **more: object) -> TestObservation:
+def seen(tests: dict[str, str], *, ended: str = "", seconds: float = 0.1, **more: object) -> RunObservation:
     outcomes = {test: RunOutcome(status=status, seconds=seconds, message="") for test, status in tests.items()}
     fields = {"errors": (), "reached": {}, "calls": {}, "results": (), "seconds": 1.0, "output": "said", **more}
-    return TestObservation(tests=outcomes, ended=ended, **fields)  # type: ignore[arg-type]  # as a test says it
+    return RunObservation(tests=outcomes, ended=ended, **fields)  # type: ignore[arg-type]  # as a test says it
 
 
 GOOD = {f"t.py::test_{number}": "passed" for number in range(6)}

@@ -1,7 +1,7 @@
 """Which candidates are refused, and for what."""
 
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import RunOutcome, TestObservation
+from etude.taskgen.testruns import RunObservation, RunOutcome
 from etude.taskgen.verdicts import Rejection, choose_tests, judge_quick, probe_cases, prove, refuse_unrun
 from etude.types import Case, Json
 
@@ -9,11 +9,11 @@ TESTS = {f"t.py::test_{number}": 0.1 for number in range(40)}
 SURVEY = Survey(stable=TESTS, flaky=(), failing=(), skipped=0, unfit=(), broken=(), reached={}, calls={})
 
 
-def seen(*failing: str, ended: str = "", results: tuple[tuple[bool, Json], ...] = ()) -> TestObservation:
+def seen(*failing: str, ended: str = "", results: tuple[tuple[bool, Json], ...] = ()) -> RunObservation:
     tests = {
         test: RunOutcome(status="failed" if test in failing else "passed", seconds=0, message="") for test in TESTS
     }
-    return TestObservation(
+    return RunObservation(
         tests=tests, errors=(), reached={}, calls={}, results=results, ended=ended, seconds=1.0, output=""
     )
 

@@ -28,7 +28,7 @@ from etude.taskgen.preparation import Preparation, Settings
 from etude.taskgen.projects import read_project
 from etude.taskgen.sources import fetch, read_texts
 from etude.taskgen.survey import Survey
-from etude.taskgen.testruns import TestObservation, TestRun, observe
+from etude.taskgen.testruns import RunObservation, TestRun, observe
 from etude.taskgen.validator import ACCEPTED, CandidateValidator, PreparedRepository, failed
 from etude.taskgen.verdicts import Rejection, counts_of, prove
 from etude.tasks.repositories.folder import CandidateVerdict, PackageFolder, RepositoryTasks
@@ -248,7 +248,7 @@ async def _check(
     about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
     files: Sequence[Mapping[str, str | None]] = ({**checks.files}, {**checks.files, **answer})
     targets = tuple(sorted({place_of(test)[0] for test in checks.must_pass}))
-    seen: tuple[list[TestObservation], list[TestObservation]] = ([], [])
+    seen: tuple[list[RunObservation], list[RunObservation]] = ([], [])
     for number in range(repeats):
         sandbox = await provider.create({}, SandboxSpec(image=store.open(task.environment.image)))
         try:

@@ -52,7 +52,7 @@ def test_an_empty_budget_of_the_run_empties_those_of_its_rollouts() -> None:
 
 
 def test_no_use_is_below_zero() -> None:
-    with pytest.raises(ValueError, match="less than nothing"):
+    with pytest.raises(ValueError, match="expected no number below 0"):
         Spend(calls=-1)
 
 
