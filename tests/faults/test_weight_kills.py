@@ -26,7 +26,8 @@ import os, signal, sys
 from concurrent.futures import ThreadPoolExecutor
 from etude.weights.chunks import Layout
 from etude.weights.publish import DeltaEncoding
-from etude.weights.frames import Codec, parse
+from etude.weights.codecs.gaps import GAPS
+from etude.weights.frames import parse
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver
