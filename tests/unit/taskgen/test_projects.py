@@ -93,7 +93,7 @@ def test_what_is_no_project_is_refused_by_name() -> None:
         read_project({"pyproject.toml": "[project", "pkg/__init__.py": ""})
 
 
-@pytest.mark.parametrize(("stated", "told"), [('"2.0"', "2.0"), ("2.0", "2.0"), ('"../2"', "0"), ("[1]", "0")])
+@pytest.mark.parametrize(("stated", "message"), [('"2.0"', "2.0"), ("2.0", "2.0"), ('"../2"', "0"), ("[1]", "0")])
 def test_a_version_is_a_text_that_can_name_a_folder(stated: str, message: str) -> None:
     settings = f'[project]\nname = "pkg"\nversion = {stated}\n'
     files = {"pyproject.toml": settings, "pkg/__init__.py": "", "tests/test_a.py": TEST}

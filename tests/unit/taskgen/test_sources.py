@@ -79,7 +79,7 @@ def test_an_archive_cannot_leave_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reference", "said"),
+    ("reference", "output"),
     [
         ("no/such/thing", "is no folder, git URL or archive"),
         ("pypi:toolz", "is not pinned"),

@@ -46,7 +46,7 @@ def test_differences_are_said_line_by_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"), [("1000", "right"), ("8200", "off by +2 h"), ("", NO_ANSWER), ("soon", NO_ANSWER)]
+    ("message", "expected"), [("1000", "right"), ("8200", "off by +2 h"), ("", NO_ANSWER), ("soon", NO_ANSWER)]
 )
 def test_a_clock_is_right_or_off(message: str, expected: str) -> None:
     assert describe_clock(message, 1010.0) == expected
