@@ -180,23 +180,23 @@ def _stand_in(part: PartConfig) -> float | None:
 def _verdict(grade: Grade, findings: Sequence[Finding], policy: ScorePolicy, *, impossible: bool) -> Verdict:
     """Consequence of all findings: the heaviest one counts, where the work was rewarded at all."""
     parts = sorted(name for name, value in grade.parts.items() if name.startswith(CHEAT_PART) and value >= CERTAIN)
-    grounds = [(policy.of(finding), finding.detector) for finding in findings]
-    grounds += [(policy.by_name.get(name, policy.cheat_parts), name) for name in parts]
+    causes = [(policy.of(finding), finding.detector) for finding in findings]
+    causes += [(policy.by_name.get(name, policy.cheat_parts), name) for name in parts]
     if impossible and grade.value > 0:
-        grounds.append((Disposition.QUARANTINE, IMPOSSIBLE_PASSED))
-    heaviest = max((disposition for disposition, _ in grounds), key=WEIGHT.__getitem__, default=Disposition.KEEP)
+        causes.append((Disposition.QUARANTINE, IMPOSSIBLE_PASSED))
+    heaviest = max((disposition for disposition, _ in causes), key=WEIGHT.__getitem__, default=Disposition.KEEP)
     disposition = heaviest if grade.value > 0 else Disposition.KEEP
     return Verdict(
         disposition=disposition,
-        reason="" if disposition is Disposition.KEEP else _reason(disposition, grounds),
-        flags=tuple(sorted({name for _, name in grounds})),
+        reason="" if disposition is Disposition.KEEP else _reason(disposition, causes),
+        flags=tuple(sorted({name for _, name in causes})),
         hacked=heaviest is not Disposition.KEEP,
         graded=grade.value,
         impossible=impossible,
     )
 
 
-def _reason(disposition: Disposition, grounds: Sequence[tuple[Disposition, str]]) -> str:
+def _reason(disposition: Disposition, causes: Sequence[tuple[Disposition, str]]) -> str:
     """The first ground of that weight; a pass of the impossible before all others, since it alone is no guess."""
-    names = [name for weight, name in grounds if weight is disposition]
+    names = [name for weight, name in causes if weight is disposition]
     return IMPOSSIBLE_PASSED if IMPOSSIBLE_PASSED in names else names[0]

@@ -128,7 +128,7 @@ def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTens
     table = table.to(logits_RV.device, non_blocking=True).unsqueeze(2)
     may_cut = (temperatures_R > 0) & ((top_ks_R > 0) | (top_ps_R < 1))
     chances = Chances(
-        temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], cuts=bool(may_cut.any())
+        temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=bool(may_cut.any())
     )
     token_ids_R, kept_RV = draw_tensors(logits_RV, chances)
     if kept_RV is None:
@@ -171,7 +171,7 @@ class Chances:
     top_ks: Tensor
     top_ps: Tensor
     uniforms: Tensor
-    cuts: bool
+    truncates: bool
     """True if top-k or top-p may truncate any row; known on the host."""
 
 
@@ -187,7 +187,7 @@ def draw_tensors(logits_RV: Tensor, chances: Chances) -> tuple[Tensor, Tensor | 
     keys_RV = _keys(logits_RV)
     weights_RV = _weights(logits_RV, torch.where(fit_R1, peaks_R1, 0.0), chances.temperatures)
     kept_RV = None
-    if chances.cuts:
+    if chances.truncates:
         kept_RV = _truncated(keys_RV, weights_RV, chances)
         weights_RV = weights_RV * kept_RV
         kept_RV &= ~kept_RV.all(-1, keepdim=True)

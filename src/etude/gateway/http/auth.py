@@ -287,10 +287,10 @@ class Keyring:
         entry = self._account(key)
         if entry is None:
             return 0.0  # it was revoked while the call was being read
-        waits_s = [0.0 if bucket is None else bucket.wait_s(1.0, now) for bucket in (entry.requests, entry.tokens)]
-        if not any(waits_s) and entry.requests is not None:
+        delays_s = [0.0 if bucket is None else bucket.wait_s(1.0, now) for bucket in (entry.requests, entry.tokens)]
+        if not any(delays_s) and entry.requests is not None:
             entry.requests.level -= 1.0
-        return max(waits_s)
+        return max(delays_s)
 
     def spend(self, key: Key, tokens: int, now: float) -> None:
         """Count the tokens that a call of ``key`` took."""
