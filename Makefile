@@ -13,6 +13,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
+# Containers often set it, and then each of a run's processes compiles the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test test-all check lint format types layers shape harness machines base bench-setup bench pins clean
 
 BIN := .venv/bin

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Protocol, cast
 
-from etude.errors import EtudeError, InfrastructureError
+from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.types import Json
 
 BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -35,8 +35,6 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Name → the bench's module below ``bench``, and what it measures."""
-FAILED, USER_ERROR = 1, 2
-"""Exit statuses: a process of the bench failed; the user can fix it."""
 
 
 class Bench(Protocol):
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = bench.run(options)
     except EtudeError as error:
         print(f"bench: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, InfrastructureError) else USER_ERROR
+        return ExitCode.FAILED if isinstance(error, InfrastructureError) else ExitCode.USER_ERROR
     print(json.dumps(result, indent=2) if options.json else bench.table(result))
     return 0
 

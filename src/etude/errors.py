@@ -28,7 +28,7 @@
             └── SandboxesBusy   a pool has no place in time (defined there)
 
 Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
-in two places only: ``cli.main`` (exit codes) and ``rollouts.worker`` (what becomes of a rollout).
+in two places only: ``cli.main`` (:class:`ExitCode`) and ``rollouts.worker`` (what becomes of a rollout).
 
 A process of a run that an ``InfrastructureError`` ends (exit code 1), or a bug, is started again by its supervisor, a
 bounded number of times: it goes on from what is on disk. All others (exit code 2) end the run with their message, since
@@ -38,7 +38,24 @@ to a new weight version ends no engine at once: it waits for the full snapshot t
 """
 
 import traceback
+from enum import IntEnum
 from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """Exit status of a command, which is also what the process of a run tells its supervisor; 143 is SIGTERM's."""
+
+    DONE = 0
+    FAILED = 1
+    """A machine or a process failed, or a bug was met: another try may help."""
+    USER_ERROR = 2
+    """No restart helps: the message says what to fix."""
+    NOTHING_LEARNT = 3
+    """The run was finished, and no step changed the model."""
+    DISK_FULL = 4
+    """There was no room on a disk."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
 
 
 class EtudeError(Exception):

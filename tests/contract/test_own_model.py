@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from chat_formats import TEMPLATES, make_tokenizer
-from etude.cli.options import NOTHING_LEARNT
+from etude.errors import ExitCode
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
@@ -76,7 +76,7 @@ def etude(*arguments: object, status: int = 0) -> str:
 def test_a_foreign_checkpoint_goes_through_the_whole_loop(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(checkpoint=make_checkpoint(tmp_path / "model")))
-    etude("run", recipe, "--out", run, status=NOTHING_LEARNT)  # random weights and two steps solve no task
+    etude("run", recipe, "--out", run, status=ExitCode.NOTHING_LEARNT)  # random weights and two steps solve no task
     shown = etude("show", run, "--group", 0)
     assert "<|im_start|>" not in shown
     etude("weights", "export", run, tmp_path / "hf")

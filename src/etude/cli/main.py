@@ -1,8 +1,5 @@
 """The command line: arguments in, one module of ``cli/commands`` out, exit codes.
 
-    0  done        1  a process of the run failed        2  the user can fix it        3  finished, nothing learnt
-    4  a disk is full        130  interrupted        143  terminated
-
 A command's module is imported when the command is called, so that ``etude --help`` needs no torch.
 """
 
@@ -22,8 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from etude.cli.options import DISK_FULL, FAILED, INTERRUPTED, USER_ERROR
-from etude.errors import EtudeError, InfrastructureError
+from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.storage import FIXES, FULL, fullest, storage_errno
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -117,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as end:
         return end.exit_code
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _is_stdout_closed():
             return BROKEN_PIPE
@@ -136,17 +132,17 @@ def _report(error: Exception, arguments: Sequence[str]) -> int | None:
         named = [*(place for place in arguments if Path(place).exists()), getattr(error, "filename", None)]
         folder, free_bytes = fullest([*(Path(place) for place in named if place), Path()])
         _print_if_there_is_room(f"etude: {error}; {folder} has {free_bytes:,} bytes free: {FIXES[number]}")
-        return DISK_FULL
+        return ExitCode.DISK_FULL
     if isinstance(error, EtudeError):
         print(f"etude: {error}", file=sys.stderr)
-        return FAILED if isinstance(error, InfrastructureError) else USER_ERROR
+        return ExitCode.FAILED if isinstance(error, InfrastructureError) else ExitCode.USER_ERROR
     if isinstance(error, typer.TyperException):
         if message := error.format_message():  # empty where help was printed instead
             print(f"etude: {message}", file=sys.stderr)
-        return USER_ERROR
+        return ExitCode.USER_ERROR
     if isinstance(error, OSError) and number is not None:
         print(f"etude: {error}; {FIXES[number]}", file=sys.stderr)
-        return FAILED
+        return ExitCode.FAILED
     return None
 
 

@@ -1,4 +1,4 @@
-"""The parts that commands share: exit codes, options that several have, and the name of this program."""
+"""The parts that commands share: options that several have, and the name of this program."""
 
 import shutil
 import sys
@@ -7,10 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-USER_ERROR, FAILED, NOTHING_LEARNT, DISK_FULL, INTERRUPTED = 2, 1, 3, 4, 130
-"""Exit codes: the user can fix it; a process of the run failed; a run was finished and learnt nothing; a disk is full;
-interrupted.
-"""
 RunPath: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
 RecipePath: TypeAlias = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A TOML file, or a folder with run.toml.")

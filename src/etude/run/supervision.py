@@ -1,7 +1,7 @@
 """Child processes of a run: started, watched, restarted, stopped.
 
 Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
-``USER_ERROR`` met something that no restart repairs (:mod:`etude.errors` says what), and ends the run. One that found
+``USER_ERROR`` (:class:`~etude.errors.ExitCode`) met something that no restart repairs, and ends the run. One that found
 no room on a disk is started again after pauses, for as long as it takes somebody to make room. Anything else (a crash,
 ``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for
 each of them. One that lives and gives no sign of it (:mod:`etude.run.heartbeat`) is killed, and then likewise. Each
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from etude.errors import EtudeError, InfrastructureError
+from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import HEARTBEAT_VARIABLE, START_S, Silence
 from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
@@ -24,12 +24,8 @@ from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
-USER_ERROR = 2
-"""Exit status of a process that only its user can help."""
-DISK_FULL = 4
-"""Exit status of a process that found no room on a disk."""
 FIRST_ROOM_S, LONGEST_ROOM_S = 2.0, 60.0
-"""Before such a process is started again: the first pause and the longest; they double."""
+"""Before a process that found no room on a disk is started again: the first pause and the longest; they double."""
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Processes that end when their work is done; the others serve until they are stopped."""
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
@@ -87,9 +83,9 @@ class Child:
             self._check_alive()
         if status is None or (status == 0 and self.name in FINITE):
             return status == 0
-        if status == USER_ERROR:
+        if status == ExitCode.USER_ERROR:
             raise EtudeError(f"{self.name} gave up: {self._last_line()}")
-        if status == DISK_FULL:
+        if status == ExitCode.DISK_FULL:
             self._await_room(now_s)
             return False
         self._deaths = [*(at for at in self._deaths if now_s - at < DEATHS_WINDOW_S), now_s]

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.cli.options import USER_ERROR, Overrides, group
+from etude.cli.options import Overrides, group
 from etude.config.loading import default_recipe, load_recipe
 from etude.dashboard import formatting
-from etude.errors import ConfigError, SandboxError
+from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SandboxProvider
 from etude.run import parity as parity_check
@@ -83,11 +83,11 @@ def doctor(
         measured = parity_check.parity_of_run(folder, load_recipe(folder.config_file, overrides))
     parity_check.show_parity(measured, console)
     if model is None:
-        return 0 if measured.passed else USER_ERROR
+        return 0 if measured.passed else ExitCode.USER_ERROR
     reads_calls = show_calls(model, console)
     for line in about_template(model):
         console.print(line)
-    return 0 if measured.passed and reads_calls else USER_ERROR
+    return 0 if measured.passed and reads_calls else ExitCode.USER_ERROR
 
 
 def show_machine(console: Console) -> None:

@@ -13,11 +13,11 @@ import aiohttp
 import orjson
 import typer
 
-from etude.cli.options import USER_ERROR, Overrides, RecipePath, group
+from etude.cli.options import Overrides, RecipePath, group
 from etude.config.judge import JudgeConfig
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, ExitCode
 from etude.rewards.judge.budget import Spend
 from etude.rewards.judge.calibration import (
     Calibration,
@@ -59,7 +59,7 @@ def check_command(recipe: RecipePath, *, overrides: Overrides) -> int:
     """See if it answers, what it costs, and if a run would trust it."""
     report = check(_recipe(recipe, overrides))
     print("\n".join(report.lines))
-    return 0 if report.passed else USER_ERROR
+    return 0 if report.passed else ExitCode.USER_ERROR
 
 
 @app.command("calibrate")

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from etude.cli.options import NOTHING_LEARNT, Overrides, SandboxKind, group, own_name
+from etude.cli.options import Overrides, SandboxKind, group, own_name
 from etude.config.loading import dump_toml, load_recipe
 from etude.dashboard.terminal import final_table
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, ExitCode, InfrastructureError
 from etude.rewards.shaping.parts import describe
 from etude.run.disk_space import check_disk_space
 from etude.run.folder import RunFolder
@@ -89,4 +89,4 @@ def status_of(report: Mapping[str, Json]) -> int:
     if learning["nothing_learnt"] is None:
         return 0
     print(f"etude: {learning['nothing_learnt']}", file=sys.stderr)
-    return NOTHING_LEARNT
+    return ExitCode.NOTHING_LEARNT

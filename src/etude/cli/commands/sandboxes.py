@@ -13,9 +13,9 @@ from typing import Annotated, Literal, TypeAlias
 import typer
 from rich.console import Console
 
-from etude.cli.options import USER_ERROR, MachineKind, group
+from etude.cli.options import MachineKind, group
 from etude.config.tasks import SandboxConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, ExitCode
 from etude.protocols import SandboxProvider
 from etude.run.serving import listening, run_until_signal
 from etude.run.task_sandboxes import KEY_VARIABLE, base_store, open_provider
@@ -74,7 +74,7 @@ def probe_command(
         return 0
     differences = diff(_read_answers(against), answers)
     OUT.out(render_diff(differences), highlight=False)
-    return USER_ERROR if differences else 0
+    return ExitCode.USER_ERROR if differences else 0
 
 
 def sandbox_config(kind: str, url: str) -> SandboxConfig:

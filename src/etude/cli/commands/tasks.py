@@ -15,11 +15,11 @@ import typer
 
 from etude.cli.commands.build_tasks import SOUND, BuildOptions, BuildReport, build, check
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
-from etude.cli.options import USER_ERROR, Json, MachineKind, Split, group
+from etude.cli.options import Json, MachineKind, Split, group
 from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxConfig, TaskConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, ExitCode
 from etude.rewards.graders.script import ScriptGrader
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
@@ -101,7 +101,9 @@ def check_command(
     """Verify tasks again, or compare recorded sessions with production's."""
     if folder is not None and fidelity is None:
         checking = _check_harbor if _is_harbor(folder) else _check_repository
-        return 0 if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), as_json)) else USER_ERROR
+        return (
+            0 if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), as_json)) else ExitCode.USER_ERROR
+        )
     if fidelity is None or folder is not None:
         raise ConfigError("check what? give a folder of tasks, or --fidelity PRODUCTION SIMULATED")
     production, simulated = fidelity
@@ -150,7 +152,7 @@ def export_command(
             refused += 1
             log(f"{task.task_id}: set aside: {error}")
     log(f"{len(tasks) - refused} tasks in {out}")
-    return USER_ERROR if refused else 0
+    return ExitCode.USER_ERROR if refused else 0
 
 
 def _folder_lines(folder: Path, split: str, count: int) -> list[str]:
