@@ -208,14 +208,14 @@ class ExpertRouter(nn.Module):
         return gates_Nk if spec.scale == 1.0 else gates_Nk * spec.scale
 
 
-class Exchange(Protocol):
-    """The exchange of rows with experts that are spread over ranks; its leaf is the trainer's."""
+class ExpertParallel(Protocol):
+    """Expert parallelism: the experts of a layer are spread over ranks, and rows travel to them; its leaf is the trainer's."""
 
-    def own(self, weight_EOI: Tensor) -> Tensor:
+    def local(self, weight_EOI: Tensor) -> Tensor:
         """[e,O,I] the matrices of this rank's experts."""
         ...
 
-    def carry(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def all_to_all(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """[R,O]: each row computed by the rank that has its expert, in the order that rows came in.
 
         ``compute`` takes the rows of this rank's experts, in their order, and where each expert's end.
@@ -233,8 +233,8 @@ class RoutedExperts(nn.Module):
         """The format that the products round numbers to; ``None`` takes numbers as they are."""
         self.published = False
         """True if the matrices are published ones, which have been rounded to the format already."""
-        self.exchange: Exchange | None = None
-        """The way to the experts of other ranks; ``None`` has all experts here."""
+        self.parallel: ExpertParallel | None = None
+        """Expert parallelism; ``None`` has all experts on this rank."""
         self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
         self.down = nn.Parameter(torch.empty(spec.count, hidden_size, spec.size))
 
@@ -246,15 +246,15 @@ class RoutedExperts(nn.Module):
             inner_RI = self.rounded(arithmetic.gated(gate_up_RI))
             return arithmetic.grouped(inner_RI, ends_E, self._matrices(self.down, parts=1))
 
-        return compute(rows_RH, ends_E) if self.exchange is None else self.exchange.carry(rows_RH, ends_E, compute)
+        return compute(rows_RH, ends_E) if self.parallel is None else self.parallel.all_to_all(rows_RH, ends_E, compute)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Activations as products take them."""
         return x if self.format is None else self.format.activation(x)
 
     def _matrices(self, weight_EOI: Tensor, *, parts: int) -> Tensor:
-        own_EOI = weight_EOI if self.exchange is None else self.exchange.own(weight_EOI)
-        return own_EOI if self.format is None or self.published else self.format.weight(own_EOI, parts=parts)
+        local_EOI = weight_EOI if self.parallel is None else self.parallel.local(weight_EOI)
+        return local_EOI if self.format is None or self.published else self.format.weight(local_EOI, parts=parts)
 
 
 @final

@@ -161,8 +161,8 @@ class RolloutRunner:
         count = self._bundles.waiting_for(slot)
         if self._branching is None or not count:
             return None
-        point, hand_over = self._branching.fork_point(slot), partial(self._start_forks, slot)
-        return ForkSpec(rollout_id=rollout_id, point=point, count=count, hand_over=hand_over)
+        point, start_forks = self._branching.fork_point(slot), partial(self._start_forks, slot)
+        return ForkSpec(rollout_id=rollout_id, point=point, count=count, start_forks=start_forks)
 
     def _start_forks(self, parent: OpenSlot, starts: Sequence[RolloutStart]) -> None:
         """Let the slots that waited for a parent go on from where it has forked."""

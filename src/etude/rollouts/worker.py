@@ -187,7 +187,7 @@ class ForkSpec:
     point: ForkPoint
     count: int
     """Rollouts that fork off the parent."""
-    hand_over: Callable[[Sequence[RolloutStart]], None]
+    start_forks: Callable[[Sequence[RolloutStart]], None]
     """Takes over the starts; called once at most."""
 
 
@@ -361,7 +361,7 @@ class _Forking:
         if self._fork.point.is_due(len(self._calls), failed=call.is_failure):
             self._is_over = True
             self._agent.sign_of_life(COPIES_S + self._fork.count * self._context.limits.start_s)
-            self._fork.hand_over(await self._starts())
+            self._fork.start_forks(await self._starts())
             self._agent.sign_of_life()
 
     async def _starts(self) -> list[RolloutStart]:

@@ -217,13 +217,13 @@ def _spread(routed: RoutedExperts, mesh: DeviceMesh) -> None:
             )
         own = parameter.detach().chunk(spread.size())[spread.get_local_rank()].clone()
         setattr(routed, name, nn.Parameter(DTensor.from_local(own, spread, [Shard(0)], run_check=False)))
-    routed.exchange = ExpertExchange(spread)
+    routed.parallel = AllToAllExperts(spread)
     fully_shard(routed, mesh=shards, shard_placement_fn=lambda _: Shard(MATRIX_ROWS))
 
 
 @final
-class ExpertExchange:
-    """Implements :class:`~etude.models.experts.Exchange` over a mesh of one axis.
+class AllToAllExperts:
+    """Implements :class:`~etude.models.experts.ExpertParallel` over a mesh of one axis.
 
     Rank w has experts w·e … (w + 1)·e − 1. How many rows arrive has to be known on the host before they can be
     received: one wait for the device in each direction and layer.
@@ -232,12 +232,12 @@ class ExpertExchange:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
-    def own(self, weight_EOI: Tensor) -> Tensor:
+    def local(self, weight_EOI: Tensor) -> Tensor:
         """[e,O,I] this rank's part of a parameter that is sharded over the mesh."""
         assert isinstance(weight_EOI, DTensor)
         return weight_EOI.to_local()
 
-    def carry(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def all_to_all(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """[R,O]: ``compute`` of each row on the rank of its expert; see the protocol."""
         leaving_WE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self._mesh.size(), -1)
         arriving_We = collectives.all_to_all_single(leaving_WE.flatten(), None, None, self._mesh).view_as(leaving_WE)
