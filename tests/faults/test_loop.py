@@ -30,6 +30,16 @@ from etude.weights.repair import verify
 from waiting import wait_until
 
 STEPS, GROUPS, GROUP_SIZE = 40, 4, 4
+DEATHS = (
+    ("serve", signal.SIGKILL),
+    ("gateway", signal.SIGKILL),
+    ("train", signal.SIGKILL),
+    ("rollouts", signal.SIGKILL),
+    ("rollouts", signal.SIGTERM),
+)
+"""Processes of a run in the order in which they die, and by what."""
+STEPS_BETWEEN = 6
+"""Steps from one death to the next: more than can be done without any one of the processes."""
 DEADLINE_S = 600.0
 """A bound on what hangs, not on what a busy machine is slow at."""
 
@@ -141,6 +151,10 @@ def wait_for_step(folder: RunFolder, step: int) -> None:
     wait_in(folder, lambda: steps_done(folder) >= step, f"step {step} was not reached")
 
 
+def wait_for_replacement(folder: RunFolder, process: str, pid: int) -> None:
+    wait_in(folder, lambda: started(folder)[process] != pid, f"{process} was not replaced")
+
+
 def started(folder: RunFolder) -> dict[str, int]:
     """The processes of a run, and the newest number of each."""
     events = [logged.event for logged in EventReader(folder.events).new()]
@@ -177,37 +191,30 @@ def report(folder: RunFolder) -> dict[str, object]:
     return result
 
 
-@pytest.mark.parametrize(
-    ("process", "number"),
-    [
-        ("serve", signal.SIGKILL),
-        ("gateway", signal.SIGKILL),
-        ("train", signal.SIGKILL),
-        ("rollouts", signal.SIGKILL),
-        ("rollouts", signal.SIGTERM),
-    ],
-)
-def test_the_run_survives_the_death_of(process: str, number: signal.Signals, folder: RunFolder) -> None:
+def test_a_run_survives_the_death_of_each_process(folder: RunFolder) -> None:
     with running(folder) as run:
-        wait_for_step(folder, 2)
-        os.kill(started(folder)[process], number)
+        for death, (process, number) in enumerate(DEATHS):
+            wait_for_step(folder, 2 + STEPS_BETWEEN * death)
+            os.kill(started(folder)[process], number)
         output, _ = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == 0, output + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
-    assert report(folder)["restarts"] == 1
+    assert report(folder)["restarts"] == len(DEATHS)
 
 
-@pytest.mark.parametrize("process", ["gateway", "train"])
-def test_a_frozen_process_is_noticed_and_replaced(process: str, start: RunFolder, tmp_path: Path) -> None:
+def test_a_frozen_process_is_noticed_and_replaced(start: RunFolder, tmp_path: Path) -> None:
     folder = fresh(start, tmp_path / "run", config(heartbeat_timeout_s=8.0))
     with running(folder) as run:
-        wait_for_step(folder, 2)
-        frozen = started(folder)[process]
-        os.kill(frozen, signal.SIGSTOP)
+        for process in ("gateway", "train"):
+            wait_for_step(folder, steps_done(folder) + 2)
+            frozen = started(folder)[process]
+            os.kill(frozen, signal.SIGSTOP)
+            wait_for_replacement(folder, process, frozen)
+            assert not Path(f"/proc/{frozen}").exists()
         output, _ = run.communicate(timeout=DEADLINE_S)
     assert run.returncode == 0, output + read_logs(folder)
-    assert f"{process} gave no sign of life for 8 s and was killed" in output
-    assert not Path(f"/proc/{frozen}").exists()
+    for process in ("gateway", "train"):
+        assert f"{process} gave no sign of life for 8 s and was killed" in output
     check_nothing_lost_or_doubled(folder)
 
 
@@ -222,31 +229,38 @@ def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
     assert graded_by(folder, "rollouts") > 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_resumes(number: signal.Signals, folder: RunFolder) -> None:
+def test_an_interrupted_run_resumes(folder: RunFolder) -> None:
     with exclusive(folder, "supervisor"):
         second = etude("run", "--resume", folder.path)
     assert second.returncode == 2
     assert "in use" in second.stderr
-    with running(folder) as run:
-        wait_for_step(folder, 1)
-        with pytest.raises(RunFolderError, match="in use"), exclusive(folder, "supervisor"):
-            pass
-        run.send_signal(number)
-        output, _ = run.communicate(timeout=DEADLINE_S)
-    assert run.returncode == (130 if number is signal.SIGINT else -number)
-    if number is signal.SIGINT:
-        assert f"etude run --resume {folder.path}" in output
-        assert f"report so far: {folder.report_html}" in output
-        assert orjson.loads(folder.report_json.read_bytes())["finished"] is False
-        assert "so far, not finished" in folder.report_html.read_text()
-    before = steps_done(folder)
-    assert 1 <= before < STEPS
+
+    stopped = stop(folder, signal.SIGINT)
+    assert f"etude run --resume {folder.path}" in stopped
+    assert f"report so far: {folder.report_html}" in stopped
+    assert orjson.loads(folder.report_json.read_bytes())["finished"] is False
+    assert "so far, not finished" in folder.report_html.read_text()
+    stop(folder, signal.SIGKILL)
+
     resumed = etude("run", "--resume", folder.path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
     steps = [logged.event.step for logged in EventReader(folder.events).new() if isinstance(logged.event, StepDone)]
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
+
+
+def stop(folder: RunFolder, number: signal.Signals) -> str:
+    """Start or resume the run, stop its supervisor in the middle, and return what it printed."""
+    before = steps_done(folder)
+    with running(folder) as run:
+        wait_for_step(folder, before + 1)
+        with pytest.raises(RunFolderError, match="in use"), exclusive(folder, "supervisor"):
+            pass
+        run.send_signal(number)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == (130 if number is signal.SIGINT else -number), output
+    assert before < steps_done(folder) < STEPS
+    return output
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers warns about its own future

@@ -93,7 +93,7 @@ class Routing:
     def settle(self, layer: int, live_Nk: Tensor, ranking_NE: Tensor, slack_N1: Tensor | None) -> Tensor:
         """[N,k] the experts to use in sparse layer ``layer``, given the live router's choice, best first.
 
-        ``ranking_NE`` is what the router chose by; a replayed expert ranking more than ``slack`` below the live
+        ``ranking_NE`` is what the router chose by; a replayed expert ranking more than ``slack_N1`` below the live
         choice's last is implausible, none is where that is ``None``.
         """
         experts_Nk = live_Nk
@@ -209,7 +209,7 @@ class ExpertRouter(nn.Module):
 
 
 class ExpertParallel(Protocol):
-    """Expert parallelism: the experts of a layer are spread over ranks, and rows travel to them; its leaf is the trainer's."""
+    """Expert parallelism: a layer's experts spread over ranks that rows travel to; its leaf is the trainer's."""
 
     def local(self, weight_EOI: Tensor) -> Tensor:
         """[e,O,I] the matrices of this rank's experts."""

@@ -71,7 +71,7 @@ def _yarn(rates_F: Frequencies, scaling: YarnScaling, theta: float) -> Frequenci
 
 
 def _blended(rates_F: Frequencies, factor: float, kept_F: npt.NDArray[np.floating]) -> Frequencies:
-    """Frequencies divided by ``factor``, but for the share ``kept`` of each, which is clipped to 0 … 1."""
+    """Frequencies divided by ``factor``, but for the share ``kept_F`` of each, which is clipped to 0 … 1."""
     share_F = np.clip(kept_F, 0, 1).astype(np.float32)
     blended_F: Frequencies = (1 - share_F) * rates_F / np.float32(factor) + share_F * rates_F
     return blended_F

@@ -17,7 +17,7 @@ from etude.errors import PortInUseError, RunFolderError
 HOST = "127.0.0.1"
 """A run on one machine talks over loopback only."""
 PUBLIC = "gateway-public"
-"""The gateway's door for others, where there is one."""
+"""The gateway's port for clients other than this run, where there is one."""
 POLL_S = 0.1
 """Interval at which a taken port is tried again."""
 
@@ -47,9 +47,9 @@ class Endpoints:
 
 
 def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> dict[str, int]:
-    """Free ports for engine and gateway, as the recipe wants them. Raises :class:`~etude.errors.PortInUseError`.
+    """Ports for engine and gateway, as the recipe has them. Raises :class:`~etude.errors.PortInUseError`.
 
-    A gateway that others than this run may reach has a door of its own for them.
+    A gateway that others than this run may reach has a port of its own for them.
     """
     requested = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
     if config.gateway.public:
@@ -60,7 +60,7 @@ def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> dict[str, int]:
 
 @contextlib.contextmanager
 def probe_port(requested: int, *, wait_s: float = 0.0) -> Iterator[int]:
-    """Hold ``wanted``, or any free port for 0. Raises :class:`~etude.errors.PortInUseError` when it stays taken."""
+    """Hold a port, any free one for 0. Raises :class:`~etude.errors.PortInUseError` when it stays taken."""
     deadline_s = time.monotonic() + wait_s
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +70,7 @@ def probe_port(requested: int, *, wait_s: float = 0.0) -> Iterator[int]:
                 break
             except OSError as error:
                 if time.monotonic() >= deadline_s:
-                    way_out = "free it, or set port = 0 to pick one"
-                    raise PortInUseError(f"port {requested} on {HOST} is in use: {way_out}") from error
+                    fix = "free it, or set port = 0 to pick one"
+                    raise PortInUseError(f"port {requested} on {HOST} is in use: {fix}") from error
             time.sleep(POLL_S)
         yield int(probe.getsockname()[1])

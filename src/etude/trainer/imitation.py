@@ -92,7 +92,7 @@ class ImitationTrainer:
         return sum(losses, Loss())
 
     def _losses(self, microbatches: Sequence[MicroBatch], total: float, losses: list[Loss]) -> Iterator[Tensor]:
-        """Each piece's share of the loss, when it is asked for; its measurements go to ``found``."""
+        """Each micro-batch's share of the loss, computed when asked for; its figures are appended to ``losses``."""
         for microbatch in microbatches:
             documents = [document for document in microbatch if len(document.token_ids) >= MIN_TOKENS]
             if documents:

@@ -91,9 +91,9 @@ class Relay(Closing):
         return True
 
     def _copy_next(self, current: int) -> bool:
-        """Copy the version after ``held``, if it is there: two requests, one after the other.
+        """Copy the version after ``current``, if it is there: two requests, one after the other.
 
-        Raises :class:`~etude.errors.DamagedError` when it is not simply a sound change of ``held``.
+        Raises :class:`~etude.errors.DamagedError` when it is not simply a sound change of ``current``.
         """
         key = commit_key(current + 1)
         data = self._origin.store.get(key)
@@ -126,7 +126,7 @@ class Relay(Closing):
             )
 
     def _continues(self, current: int, digest: str | None) -> bool:
-        """True if a change of the state ``digest`` is one of the version ``held`` in the region."""
+        """True if a change of the state ``digest`` is one of the region's version ``current``."""
         with suppress(DamagedError):
             record = self._region.read(current)
             return record is None or record.digest == digest

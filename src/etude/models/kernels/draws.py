@@ -332,7 +332,7 @@ def _pick_masked(row: Row, ids_n: Int32s, uniform: float) -> int:
 
 @kernel
 def _appended(mask_ids: Int32s, used: int, ids_n: Int32s) -> Int32s:
-    """``kept`` with some ids after those in use, in a larger array if they do not fit."""
+    """``mask_ids`` with ``ids_n`` after the ``used`` ones, in a larger array if they do not fit."""
     if used + len(ids_n) > len(mask_ids):
         grown = np.empty(2 * (used + len(ids_n)), np.int32)
         grown[:used] = mask_ids[:used]

@@ -92,7 +92,7 @@ def best(scores_NE: Floats, out_Nk: Wholes) -> None:
 
 @borrowing
 def dispatch(experts_R: Wholes, order_R: Wholes, ends_E: npt.NDArray[np.int32]) -> None:
-    """Sort pairs by expert, stably: ``order`` lists them, expert e's end before ``ends[e]``."""
+    """Sort pairs by expert, stably: ``order_R`` lists them, expert e's end before ``ends_E[e]``."""
     ends_E[:] = 0
     for pair in range(len(experts_R)):
         ends_E[experts_R[pair]] += 1
@@ -109,7 +109,7 @@ def dispatch(experts_R: Wholes, order_R: Wholes, ends_E: npt.NDArray[np.int32]) 
 
 @borrowing
 def combine(y_RH: Floats, order_R: Wholes, gates_Nk: Floats, places_R: Wholes, out_NH: Floats) -> None:
-    """Each token's weighted sum over its slots, ascending; ``places`` is scratch for the inverse of ``order``."""
+    """Each token's weighted sum over its slots, ascending; ``places_R`` is scratch for the inverse of ``order_R``."""
     rows, slots = gates_Nk.shape
     width = out_NH.shape[1]
     for row in range(len(order_R)):
