@@ -229,7 +229,7 @@ def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
     assert graded_by(folder, "rollouts") > 0
 
 
-def test_an_interrupted_run_resumes(folder: RunFolder) -> None:
+def test_an_interrupted_run_goes_on_unless_its_checkpoint_is_damaged(folder: RunFolder) -> None:
     with exclusive(folder, "supervisor"):
         second = etude("run", "--resume", folder.path)
     assert second.returncode == 2
@@ -241,6 +241,15 @@ def test_an_interrupted_run_resumes(folder: RunFolder) -> None:
     assert orjson.loads(folder.report_json.read_bytes())["finished"] is False
     assert "so far, not finished" in folder.report_html.read_text()
     stop(folder, signal.SIGKILL)
+
+    newest = max(folder.checkpoints.glob("*/*.safetensors"))
+    sound = newest.read_bytes()
+    newest.write_bytes(sound[:-1])
+    damaged = etude("run", "--resume", folder.path)
+    assert damaged.returncode == 2
+    assert str(newest.relative_to(folder.checkpoints)) in damaged.stderr
+    assert "Traceback" not in damaged.stderr
+    newest.write_bytes(sound)
 
     resumed = etude("run", "--resume", folder.path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr + read_logs(folder)
@@ -300,19 +309,6 @@ def check_export(folder: RunFolder, out: Path) -> None:
     ids = torch.tensor([AutoTokenizer.from_pretrained(out)("def f(a, b):\n    return a + b")["input_ids"]])
     with torch.no_grad():
         assert torch.allclose(theirs(ids).logits[0], ours.logits(ours.forward_packed(ids[0])), atol=1e-5)
-
-
-def test_a_damaged_checkpoint_ends_the_run_with_its_name(folder: RunFolder) -> None:
-    with running(folder) as run:
-        wait_for_step(folder, 2)
-        run.send_signal(signal.SIGINT)
-        run.communicate(timeout=DEADLINE_S)
-    newest = max(folder.checkpoints.glob("*/*.safetensors"))
-    newest.write_bytes(newest.read_bytes()[:-1])
-    resumed = etude("run", "--resume", folder.path)
-    assert resumed.returncode == 2
-    assert str(newest.relative_to(folder.checkpoints)) in resumed.stderr
-    assert "Traceback" not in resumed.stderr
 
 
 def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:

@@ -23,7 +23,13 @@ from etude.types import AnswerChecks, Split
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 ONE_IN = 6
-FAMILY = NextEditFamily(seed=0, one_in=ONE_IN)
+
+
+@pytest.fixture(scope="module")
+def family() -> NextEditFamily:
+    return NextEditFamily(seed=0, one_in=ONE_IN)
+
+
 SOURCE = """
 def f(self, data, other):
     count = len(data) + 1
@@ -56,10 +62,10 @@ def test_a_variable_is_renamed_wherever_it_stands() -> None:
 
 
 @pytest.mark.parametrize("split", Split)
-def test_a_task_is_a_right_renaming(split: Split) -> None:
+def test_a_task_is_a_right_renaming(family: NextEditFamily, split: Split) -> None:
     for index in range(200):
-        task = FAMILY.task(split, index)
-        assert task == FAMILY.task(split, index)
+        task = family.task(split, index)
+        assert task == family.task(split, index)
         edit, cursor = task.prompt.split("\n")
         assert isinstance(task.checks, AnswerChecks)
         old, line = task.template, task.checks.answer
@@ -70,25 +76,25 @@ def test_a_task_is_a_right_renaming(split: Split) -> None:
         assert len(task.prompt) < 130
 
 
-def test_what_is_held_out_is_read_nowhere() -> None:
+def test_what_is_held_out_is_read_nowhere(family: NextEditFamily) -> None:
     by_name = set(sites_of(Split.TRAIN, ONE_IN))
     text = "\n".join(stdlib_texts(Side(split=Split.TRAIN, seed=0, one_in=ONE_IN)))
     modules = set(stdlib_texts(Side(split=Split.HELDOUT, seed=0, one_in=ONE_IN)))
     assert modules
     assert not any(module in text for module in modules)
-    drawn = [FAMILY.edit(Split.HELDOUT, Random(index)).site for index in range(300)]
+    drawn = [family.edit(Split.HELDOUT, Random(index)).site for index in range(300)]
     assert not by_name.intersection(drawn)
     assert len(set(drawn)) > 200
 
 
-def test_runs_are_measured_on_the_same_tasks_and_practise_on_their_own() -> None:
+def test_runs_are_measured_on_the_same_tasks_and_practise_on_their_own(family: NextEditFamily) -> None:
     other = NextEditFamily(seed=1, one_in=ONE_IN)
-    assert other.task(Split.HELDOUT, 3) == FAMILY.task(Split.HELDOUT, 3)
-    assert other.task(Split.TRAIN, 3) != FAMILY.task(Split.TRAIN, 3)
+    assert other.task(Split.HELDOUT, 3) == family.task(Split.HELDOUT, 3)
+    assert other.task(Split.TRAIN, 3) != family.task(Split.TRAIN, 3)
 
 
-def test_the_careless_one_is_right_as_often_as_asked_for_and_silent_now_and_then() -> None:
-    demonstrations = NextEditDemonstrations(FAMILY, NextEditOptions(right_edit=0.5))
+def test_the_careless_one_is_right_as_often_as_asked_for_and_silent_now_and_then(family: NextEditFamily) -> None:
+    demonstrations = NextEditDemonstrations(family, NextEditOptions(right_edit=0.5))
     silent = right = spoken = 0
     for index in range(600):
         rng = Random(index)
@@ -98,31 +104,31 @@ def test_the_careless_one_is_right_as_often_as_asked_for_and_silent_now_and_then
         assert requested.content.count("\n") == 1
         silent += not call.answer
         spoken += bool(call.answer)
-        edit = FAMILY.edit(Split.TRAIN, Random(index))
+        edit = family.edit(Split.TRAIN, Random(index))
         right += call.answer.split() == edit.line.split()
     assert 0.14 < silent / 600 < 0.26
     assert 0.42 < right / spoken < 0.6
 
 
-def test_every_mistake_is_wrong() -> None:
+def test_every_mistake_is_wrong(family: NextEditFamily) -> None:
     for index in range(300):
         rng = Random(index)
-        edit = FAMILY.edit(Split.TRAIN, rng)
+        edit = family.edit(Split.TRAIN, rng)
         for mistake in MISTAKES.values():
             assert mistake(edit, "another_one", rng).split() != edit.line.split()
 
 
-def test_what_mid_training_shows_as_right_is() -> None:
+def test_what_mid_training_shows_as_right_is(family: NextEditFamily) -> None:
     for index in range(50):
-        requested, output = NextEditDemonstrations(FAMILY, NextEditOptions()).code(Random(index))
-        edit = FAMILY.edit(Split.TRAIN, Random(index))
+        requested, output = NextEditDemonstrations(family, NextEditOptions()).code(Random(index))
+        edit = family.edit(Split.TRAIN, Random(index))
         assert requested.content == edit.prompt
         assert parse_call(output.content) == Submit(edit.line)
 
 
-def test_the_recipe_pays_for_right_suggestions_and_not_for_silence() -> None:
+def test_the_recipe_pays_for_right_suggestions_and_not_for_silence(family: NextEditFamily) -> None:
     config = load_recipe(RECIPES / "tab")
-    task = FAMILY.task(Split.TRAIN, 0)
+    task = family.task(Split.TRAIN, 0)
     assert isinstance(task.checks, AnswerChecks)
     policy, worth = ScorePolicy(reward=config.reward), {}
     for answer in (task.checks.answer, "", task.prompt):

@@ -3,16 +3,21 @@
 import ast
 from random import Random
 
+import pytest
+
 from etude.tasks.summaries import SummariesFamily, SummaryDemonstrations, functions_of, is_heldout
 from etude.types import AnswerChecks, Split
 
-FAMILY = SummariesFamily(seed=3, heldout_every=6)
+
+@pytest.fixture(scope="module")
+def family() -> SummariesFamily:
+    return SummariesFamily(seed=3, heldout_every=6)
 
 
-def test_a_task_is_real_code_and_the_line_that_tells_it() -> None:
+def test_a_task_is_real_code_and_the_line_that_tells_it(family: SummariesFamily) -> None:
     for split in Split:
         for index in range(50):
-            task = FAMILY.task(split, index)
+            task = family.task(split, index)
             request, _, code = task.prompt.partition("\n")
             (function,) = ast.parse(code).body
             assert isinstance(function, ast.FunctionDef)
@@ -23,20 +28,20 @@ def test_a_task_is_real_code_and_the_line_that_tells_it() -> None:
             assert ast.get_docstring(function) is None
 
 
-def test_modules_are_on_one_side_each() -> None:
-    seen = {split: {FAMILY.task(split, index).template for index in range(300)} for split in Split}
+def test_modules_are_on_one_side_each(family: SummariesFamily) -> None:
+    seen = {split: {family.task(split, index).template for index in range(300)} for split in Split}
     assert not seen[Split.TRAIN] & seen[Split.HELDOUT]
     assert all(is_heldout(module, 6) for module in seen[Split.HELDOUT])
     assert len(seen[Split.TRAIN]) > 40
     assert len(seen[Split.HELDOUT]) > 5
 
 
-def test_tasks_are_decided_by_seed_and_held_out_ones_by_none() -> None:
+def test_tasks_are_decided_by_seed_and_held_out_ones_by_none(family: SummariesFamily) -> None:
     other = SummariesFamily(seed=4, heldout_every=6)
-    assert FAMILY.task(Split.TRAIN, 7) == SummariesFamily(seed=3, heldout_every=6).task(Split.TRAIN, 7)
-    assert [FAMILY.task(Split.TRAIN, i) for i in range(9)] != [other.task(Split.TRAIN, i) for i in range(9)]
-    assert FAMILY.task(Split.HELDOUT, 7) == other.task(Split.HELDOUT, 7)
-    assert len({FAMILY.task(Split.HELDOUT, index).prompt for index in range(100)}) == 100
+    assert family.task(Split.TRAIN, 7) == SummariesFamily(seed=3, heldout_every=6).task(Split.TRAIN, 7)
+    assert [family.task(Split.TRAIN, i) for i in range(9)] != [other.task(Split.TRAIN, i) for i in range(9)]
+    assert family.task(Split.HELDOUT, 7) == other.task(Split.HELDOUT, 7)
+    assert len({family.task(Split.HELDOUT, index).prompt for index in range(100)}) == 100
 
 
 def test_only_short_functions_with_one_return_at_their_end_are_taken() -> None:
@@ -56,8 +61,8 @@ def test_only_short_functions_with_one_return_at_their_end_are_taken() -> None:
     assert matches["good"].line == "good returns b + 1"
 
 
-def test_the_imperfect_agent_mostly_writes_badly_and_sometimes_well() -> None:
-    demonstrations = SummaryDemonstrations(FAMILY, Split.TRAIN)
+def test_the_imperfect_agent_mostly_writes_badly_and_sometimes_well(family: SummariesFamily) -> None:
+    demonstrations = SummaryDemonstrations(family, Split.TRAIN)
     output = [demonstrations.session(Random(number))[1].content for number in range(200)]
     assert all(line.startswith("answer ") for line in output)
     well = sum(line.split()[2] == "returns" and line[-1] != "!" and "think" not in line for line in output)
@@ -65,8 +70,8 @@ def test_the_imperfect_agent_mostly_writes_badly_and_sometimes_well() -> None:
     assert demonstrations.session(Random(1)) == demonstrations.session(Random(1))
 
 
-def test_what_is_practised_cannot_be_known_by_heart() -> None:
-    demonstrations = SummaryDemonstrations(FAMILY, Split.TRAIN)
+def test_what_is_practised_cannot_be_known_by_heart(family: SummariesFamily) -> None:
+    demonstrations = SummaryDemonstrations(family, Split.TRAIN)
     lines = set()
     for number in range(200):
         text, _, line = demonstrations.code(Random(number)).rpartition("\n# ")
