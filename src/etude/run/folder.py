@@ -10,7 +10,7 @@
     weights.id        which log of weights is its  judge-N.db    votes of judges, by seat
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life
-    judge-spend-N.json  what those cost            judge-held.txt  why judging is held, while it is
+    judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """

@@ -216,7 +216,7 @@ class CheckResult:
     task_id: str
     template: str
     outcome: str
-    """``sound``, or what is wrong with it: a :class:`~etude.taskgen.verdicts.Refusal`."""
+    """``sound``, or what is wrong with it: a :class:`~etude.taskgen.verdicts.Rejection`."""
     detail: str = ""
 
 

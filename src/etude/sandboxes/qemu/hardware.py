@@ -178,7 +178,7 @@ class VmSpec:
     layers: tuple[Path, ...]
     """Disks in their places, lowest first, those of mounts after those of the image."""
     order: str
-    """The rest, as JSON for :class:`~etude.sandboxes.qemu.guest.filesystem.World`."""
+    """The rest, as JSON for :class:`~etude.sandboxes.qemu.guest.filesystem.GuestEnvironment`."""
     disk_bytes: int
 
     @property

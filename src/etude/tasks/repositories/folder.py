@@ -40,7 +40,7 @@ class CandidateVerdict:
     path: str
     target: str
     outcome: str
-    """``kept``, or why not: a :class:`~etude.taskgen.verdicts.Refusal`."""
+    """``kept``, or why not: a :class:`~etude.taskgen.verdicts.Rejection`."""
     seconds: float
     detail: str = ""
     """The place of a leak, what a sandbox said; for people."""
