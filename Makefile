@@ -15,7 +15,7 @@ SHELL := bash
 .NOTPARALLEL:
 # Containers often set it, and then each of a run's processes compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-all check lint format types layers shape harness machines base bench-setup bench pins clean
+.PHONY: help demo test test-all check lint format types layers shape words sizes harness machines base bench-setup bench pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -53,8 +53,8 @@ test-all: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the rest of the tests: 
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
-check: .venv/dev.stamp ## lint, format, types, layers, shape and words of the source; all are run, whichever fails
-	@$(MAKE) --no-print-directory --keep-going lint format types layers shape words
+check: .venv/dev.stamp ## lint, format, types, layers, shape and words of the source, whichever fails; then its size by room
+	@$(MAKE) --no-print-directory --keep-going lint format types layers shape words sizes
 
 harness: .venv/demo.stamp $(HARNESS) ## prepare recipes/external-harness: mini-swe-agent
 
@@ -90,6 +90,8 @@ shape:
 	$(call gate,$(BIN)/python tools/shape.py)
 words:
 	$(call gate,$(BIN)/python tools/words.py)
+sizes:
+	@$(BIN)/python tools/sizes.py
 
 # --- set-up: a stamp is as new as what it was installed from ----------------------------------------------------------
 
