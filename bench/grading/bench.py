@@ -22,15 +22,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from bench.grading.attacks.attack import Attack
-from bench.grading.attacks.disturbers import DISTURBERS
-from bench.grading.attacks.forgers import FORGERS
-from bench.grading.attacks.insiders import INSIDERS
-from bench.grading.attacks.leftovers import LEFTOVERS
-from bench.grading.attacks.runner import RUNNER
-from bench.grading.attacks.startup import STARTUP
-from bench.grading.attacks.twins import TWINS
-from bench.grading.attacks.values import VALUES
+from bench.grading.attack import Attack, read_attacks
+from bench.grading.forgers import FORGERS
 from bench.grading.graders import GRADERS, OURS, Examiner
 from bench.grading.subjects import LIMITS, SUBJECTS, Subject
 from bench.options import add_contestants, names
@@ -41,10 +34,7 @@ from etude.sandbox_spec import Image, SandboxSpec
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.types import Json
 
-ATTACKS: tuple[Attack, ...] = (
-    *(*STARTUP, *RUNNER, *INSIDERS, *VALUES, *LEFTOVERS),
-    *(*FORGERS, *TWINS, *DISTURBERS),
-)
+ATTACKS: tuple[Attack, ...] = (*read_attacks(), *FORGERS)
 RUNNERS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 """Distributions that pytest is made of."""
 TOOLS = "opt/pytest"

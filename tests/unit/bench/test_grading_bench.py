@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.grading.attacks.attack import MODULE, STUB, TEST
+from bench.grading.attack import MODULE, STUB, TEST
 from bench.grading.bench import (
     ATTACKS,
     Case,

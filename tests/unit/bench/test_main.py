@@ -31,7 +31,7 @@ def test_every_bench_has_options_and_a_table(name: str, capsys: pytest.CaptureFi
         assert options_parser(name, bench).parse_args(["--quick"]).quick
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if "attacks.programs" not in name])
+@pytest.mark.parametrize("module", MODULES)
 def test_every_module_can_be_imported(module: str) -> None:
     if module not in RIVALS:
         import_module(module)
