@@ -38,6 +38,8 @@ class Capability(StrEnum):
     """Beyond the limit commands die; the sandbox and its neighbours live on."""
     PROCESS_LIMIT = "process_limit"
     DISK_LIMIT = "disk_limit"
+    COUNTERS_APART = "counters_apart"
+    """Counts of the kernel for each user, such as timers and watched files, are each sandbox's own."""
     BACKGROUND = "background"
     """Processes that a command left are still there for the next one; else nothing outlives its command."""
     IMAGES = "images"

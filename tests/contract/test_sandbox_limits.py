@@ -156,7 +156,7 @@ def test_what_was_deleted_makes_room(stage: Stage) -> None:
 
 
 def test_sandboxes_cannot_use_up_what_the_kernel_counts_for_all(stage: Stage) -> None:
-    stage.need(Capability.BACKGROUND)
+    stage.need(Capability.COUNTERS_APART)
     if Capability.OWN_KERNEL in stage.claims:
         pytest.skip("what another kernel counts is no business of the machine's")
     at_once = 3 if Capability.IMAGES in stage.claims else 1  # without root, all are the same user's

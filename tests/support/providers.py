@@ -21,6 +21,7 @@ from etude.sandboxes.capabilities import LIMITS
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import CRUN
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.principals import Permissions, SandboxClient
@@ -198,6 +199,11 @@ def no_virtual_machines() -> str:
 PROVIDERS: dict[str, Candidate] = {
     "local": Candidate(make=lambda scratch: LocalSandboxes(2, scratch)),
     "local without namespaces": Candidate(make=lambda scratch: LocalSandboxes(2, scratch, isolate=False)),
+    "crun": Candidate(
+        make=lambda scratch: OciSandboxes(CRUN, scratch=scratch),
+        missing=needs("crun", root=True),
+        heavy="crun, and root",
+    ),
     "gvisor": Candidate(
         make=lambda scratch: OciSandboxes(scratch=scratch),
         missing=needs("runsc", root=True),

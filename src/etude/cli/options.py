@@ -16,8 +16,6 @@ Overrides: TypeAlias = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", default_factory=list, help="Override the recipe."),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-SandboxKind: TypeAlias = Literal["local", "ns", "gvisor", "qemu", "remote"]
-MachineKind: TypeAlias = Literal["ns", "gvisor", "qemu", "remote"]
 Split: TypeAlias = Annotated[Literal["train", "heldout"], typer.Option(help="The side of the hold-out.")]
 
 

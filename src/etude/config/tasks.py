@@ -149,12 +149,21 @@ class RemoteOptions(Section):
 PROVIDER_OPTIONS = OptionsOf("sandboxes", "kind", {"local": LocalOptions, "remote": RemoteOptions})
 
 
+LentKind: TypeAlias = Literal["ns", "crun", "gvisor", "qemu"]
+"""Kinds of sandbox that a server lends."""
+MachineKind: TypeAlias = Literal[LentKind, "remote"]
+"""Kinds that have a machine around their files."""
+SandboxKind: TypeAlias = Literal["local", MachineKind]
+"""All kinds: leaves of :class:`~etude.protocols.SandboxProvider`."""
+
+
 class SandboxConfig(Section):
     """``[sandboxes]``: the machines on which agents' commands run."""
 
-    kind: Literal["local", "ns", "gvisor", "qemu", "remote"] = "local"
+    kind: SandboxKind = "local"
     """``local`` forks short programs over a folder, thousands a minute; ``ns`` is a small machine of namespaces over an
-    image; ``gvisor`` and ``qemu`` have a kernel of their own; ``remote`` is somewhere else.
+    image, ``crun`` a container over one; ``gvisor`` and ``qemu`` have a kernel of their own; ``remote`` is somewhere
+    else.
     """
     images: str = ""
     """Folder of images; empty: ``ETUDE_IMAGES``, else the user's cache."""

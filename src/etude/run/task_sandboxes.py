@@ -57,7 +57,7 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     match config.kind:
         case "ns":
             provider = NamespaceSandboxes(bases=store.bases)
-        case "gvisor":
+        case "crun" | "gvisor":
             provider = OciSandboxes(RUNTIMES[config.kind], bases=store.bases)
         case "qemu":
             provider = QemuSandboxes(store=store)

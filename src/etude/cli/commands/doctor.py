@@ -8,6 +8,7 @@ import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from etude.sandbox_spec import Capability
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import RUNTIMES
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.tokens.jinja import call_support
 
@@ -137,7 +139,7 @@ def _sandboxes() -> list[MachineFinding]:
     kinds: dict[str, Callable[[], SandboxProvider]] = {
         "local": lambda: LocalSandboxes(workers=1),
         "ns": NamespaceSandboxes,
-        "gvisor": OciSandboxes,
+        **{kind: partial(OciSandboxes, runtime) for kind, runtime in RUNTIMES.items()},
     }
     return [*(_tried(kind, make) for kind, make in kinds.items()), _virtual_machines()]
 

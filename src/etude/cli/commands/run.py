@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from etude.cli.options import Overrides, SandboxKind, group, own_name
+from etude.cli.options import Overrides, group, own_name
 from etude.config.loading import dump_toml, load_recipe
+from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, ExitCode, InfrastructureError
 from etude.rewards.shaping.parts import describe

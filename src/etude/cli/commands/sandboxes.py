@@ -8,13 +8,13 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 
-from etude.cli.options import MachineKind, group
-from etude.config.tasks import SandboxConfig
+from etude.cli.options import group
+from etude.config.tasks import LentKind, MachineKind, SandboxConfig
 from etude.errors import ConfigError, ExitCode
 from etude.protocols import SandboxProvider
 from etude.run.serving import listening, run_until_signal
@@ -34,7 +34,7 @@ app = group()
 @app.command()
 def serve(
     *,
-    kind: Annotated[Literal["ns", "gvisor", "qemu"], typer.Option(help="Kind of sandbox.")] = "ns",
+    kind: Annotated[LentKind, typer.Option(help="Kind of sandbox.")] = "ns",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8700,
     folder: Annotated[

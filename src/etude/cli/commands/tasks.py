@@ -15,10 +15,10 @@ import typer
 
 from etude.cli.commands.build_tasks import SOUND, BuildOptions, BuildReport, build, check
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
-from etude.cli.options import Json, MachineKind, Split, group
+from etude.cli.options import Json, Split, group
 from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
-from etude.config.tasks import SandboxConfig, TaskConfig
+from etude.config.tasks import MachineKind, SandboxConfig, TaskConfig
 from etude.errors import ConfigError, ExitCode
 from etude.rewards.graders.script import ScriptGrader
 from etude.run.task_families import open_family

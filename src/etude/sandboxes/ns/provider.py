@@ -52,7 +52,8 @@ START_TIMEOUT_S = 60.0
 ALWAYS = frozenset(
     {
         *(Capability.CONFINED, Capability.PROCESSES_APART, Capability.NETWORK_OFF, Capability.ALLOW_LIST),
-        *(Capability.PROCESS_LIMIT, Capability.DISK_LIMIT, Capability.BACKGROUND, Capability.FORK),
+        *(Capability.PROCESS_LIMIT, Capability.DISK_LIMIT, Capability.COUNTERS_APART),
+        *(Capability.BACKGROUND, Capability.FORK),
     }
 )
 """Capabilities on any machine on which a sandbox can be made."""

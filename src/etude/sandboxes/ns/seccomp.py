@@ -101,10 +101,14 @@ PRIORITIES: Mapping[str, int] = MappingProxyType({"setpriority": 2, "ioprio_set"
 """The same of a process, a group or, if the first argument is this number, all of a user."""
 UNKNOWN = ("clone3", "io_uring_enter", "io_uring_register", "io_uring_setup")
 """Refused as if the kernel did not have them."""
+INSPECTED = ("clone", "ioctl", "prlimit64", "ptrace", "socket", "socketpair")
+"""Refused for some of their arguments."""
+REFUSED_CALLS = frozenset(CALL_NUMBERS).difference(INSPECTED, LASTING, SCHEDULING, PRIORITIES)
+"""Refused whatever their arguments, to everybody."""
 NEW_NAMESPACES = 0x7E020000
 """All of ``CLONE_NEW…`` that ``clone`` takes; ``CLONE_NEWTIME`` is ``unshare``'s."""
-TIOCSTI, TIOCLINUX = 0x5412, 0x541C
-"""Terminal calls that type in another's name."""
+TYPING = (0x5412, 0x541C)
+"""Terminal calls that type in another's name: ``TIOCSTI`` and ``TIOCLINUX``."""
 FAMILIES, NETLINK = (1, 2, 10), 16
 """Unix, IPv4 and IPv6 sockets, and netlink's; each is held back by namespaces."""
 CALLER, INIT_PROCESS = 0, 1
@@ -154,7 +158,7 @@ def _bodies(shared: bool) -> dict[str, list[Instruction]]:
         call: [_refuse(errno.ENOSYS if call in UNKNOWN else errno.EPERM)] for call in CALL_NUMBERS.keys() - spared
     }
     refused, allowed = _refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)
-    terminal = [*_when(JUMP_EQUAL, TIOCSTI, [refused]), *_when(JUMP_EQUAL, TIOCLINUX, [refused])]
+    terminal = [line for call in TYPING for line in _when(JUMP_EQUAL, call, [refused])]
     families = [*FAMILIES] if shared else [*FAMILIES, NETLINK]
     sockets = [line for family in families for line in _when(JUMP_EQUAL, family, [allowed])]
     only_asks = [_argument(2), *_when(JUMP_EQUAL, 0, [_argument(2, high=True), *_when(JUMP_EQUAL, 0, [allowed])])]

@@ -13,6 +13,8 @@ leads to where it says on this machine. So no place is made, mounted on or given
 leads there; no process runs in the root yet that could put one there meanwhile.
 """
 
+import errno
+import resource
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,17 +24,25 @@ from typing import TypeAlias
 from etude.errors import SandboxError
 from etude.sandbox_spec import SandboxSpec
 from etude.sandboxes.images.layers import AGENT, HOME, first_link
+from etude.sandboxes.ns.seccomp import FAMILIES, NETLINK, NEW_NAMESPACES, REFUSED_CALLS, TYPING, UNKNOWN
 from etude.types import Json
 
 SHARED_MEMORY_BYTES = 64 << 20
 """Size of ``/dev/shm``, as container runtimes give it."""
-OPEN_FILES = 1 << 16
+OPEN_FILES, SOFT_OPEN_FILES = 1 << 16, 1024
+"""Most files that a process may open, where this machine allows so many, and how many it may at first."""
 ROOT_POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SETFCAP")
 """Capabilities of who builds an image; an agent has none."""
 ESCAPED = ":,\\"
 """Characters that the options of an overlay cannot have in a path."""
 OWN_FOLDERS = ("/tmp", "/proc", "/dev", "/sys")
 """Folders of every root, whatever its image."""
+MASKED_PATHS = (
+    *("/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/scsi"),
+    *("/proc/sched_debug", "/proc/timer_list", "/proc/timer_stats", "/sys/firmware", "/sys/devices/virtual/powercap"),
+)
+READ_ONLY_PATHS = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
+"""Paths that containers on the machine's kernel cannot read, and cannot write: Docker's own lists."""
 NO_LINKS = """
 no_links() {
     for place; do
@@ -82,6 +92,8 @@ def stage_script(stage: Path, disk_bytes: int) -> str:
         "set -e\n"
         "trap '' CHLD\n"  # orphans have no parent that waits: the kernel need not keep them
         "mount --make-rprivate /\n"
+        # crun refuses a machine with groups of both versions, though it is told to make none.
+        "if [ -d /sys/fs/cgroup/unified ]; then mount -t tmpfs none /sys/fs/cgroup/unified; fi\n"
         f"mount -t tmpfs -o size={disk_bytes},nr_inodes={max(1024, disk_bytes // 4096)},mode=755 files {place}\n"
         f"mkdir {place}/root {place}/upper {place}/work\n"
         "echo ready\n"
@@ -119,8 +131,12 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
     return "\n".join([*lines, "echo ready", "exec cat >/dev/null", ""])
 
 
-def bundle(stage: Path) -> Object:
-    """``config.json`` of a container that does nothing but be there."""
+def bundle(stage: Path, *, shares_kernel: bool) -> Object:
+    """``config.json`` of a container that does nothing but be there.
+
+    With ``shares_kernel`` it hides what the machine's kernel tells and takes, as Docker's containers do, and refuses
+    the system calls that sandboxes of ``ns`` refuse.
+    """
     mounts: list[Json] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]},
@@ -133,7 +149,7 @@ def bundle(stage: Path) -> Object:
         },
         # Else the runtime would put a file system of its own there, in memory that is not counted. Not by its path in
         # the root: the runtime looks it up again when it restores a sandbox.
-        {"destination": "/tmp", "type": "bind", "source": f"{stage}/tmp", "options": ["rw"]},
+        {"destination": "/tmp", "type": "bind", "source": f"{stage}/tmp", "options": ["rbind", "rw"]},
     ]
     return {
         "ociVersion": "1.0.0",
@@ -141,8 +157,52 @@ def bundle(stage: Path) -> Object:
         "root": {"path": f"{stage}/root", "readonly": False},
         "hostname": "sandbox",
         "mounts": mounts,
-        "linux": {"namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]},
+        "linux": {
+            "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
+            **(_kernel_guard() if shares_kernel else {}),
+        },
     }
+
+
+def _kernel_guard() -> Object:
+    """Masks and the filter of system calls over a kernel that is the machine's."""
+    return {
+        "maskedPaths": [*MASKED_PATHS],
+        "readonlyPaths": [*READ_ONLY_PATHS],
+        "seccomp": {
+            "defaultAction": "SCMP_ACT_ALLOW",
+            "syscalls": [
+                _refuse(sorted(REFUSED_CALLS - {*UNKNOWN}), errno.EPERM),
+                _refuse(sorted(UNKNOWN), errno.ENOSYS),
+                *(_refuse(["ioctl"], errno.EPERM, {"index": 1, "value": call, "op": "SCMP_CMP_EQ"}) for call in TYPING),
+                *(
+                    _refuse(
+                        ["clone"],
+                        errno.EPERM,
+                        {"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"},
+                    )
+                    for flag in (1 << bit for bit in range(32))
+                    if flag & NEW_NAMESPACES
+                ),
+                *(
+                    _refuse(
+                        ["socket", "socketpair"], errno.EAFNOSUPPORT, {"index": 0, "value": family, "op": "SCMP_CMP_EQ"}
+                    )
+                    for family in range(NETLINK)
+                    if family not in FAMILIES
+                ),
+                _refuse(
+                    ["socket", "socketpair"], errno.EAFNOSUPPORT, {"index": 0, "value": NETLINK, "op": "SCMP_CMP_GT"}
+                ),
+            ],
+        },
+    }
+
+
+def _refuse(calls: Sequence[str], error: int, *arguments: Object) -> Object:
+    """The rule that calls, all of them or those with some argument, fail with an error."""
+    rule: Object = {"names": [*calls], "action": "SCMP_ACT_ERRNO", "errnoRet": error}
+    return {**rule, "args": [*arguments]} if arguments else rule
 
 
 def process(
@@ -162,9 +222,15 @@ def process(
         "env": [f"{name}={value}" for name, value in environment.items()],
         "cwd": workdir,
         "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
-        "rlimits": [{"type": "RLIMIT_NOFILE", "hard": OPEN_FILES, "soft": 1024}],
+        "rlimits": [{"type": "RLIMIT_NOFILE", "hard": open_files(), "soft": SOFT_OPEN_FILES}],
         "noNewPrivileges": user != "root",
     }
+
+
+def open_files() -> int:
+    """The hard limit of open files: not above this process's, which not every machine lets root raise."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
 
 
 def _no_links(*targets: str) -> str:

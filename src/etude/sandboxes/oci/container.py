@@ -1,9 +1,9 @@
-"""One container of gVisor's runtime: booted, put to sleep, woken, and the commands in it, each watched to its end.
+"""One container of an OCI runtime: booted, put to sleep, woken, and the commands in it, each watched to its end.
 
     asleep ◀──sleep── awake ──▶ commands        a woken one has another name, but the same processes
            ──wake───▶
 
-Owns the calls of ``runsc`` and what they leave in the container's folder. When what may be asked is decided in
+Owns the calls of the runtime and what they leave in the container's folder. When what may be asked is decided in
 :mod:`etude.sandboxes.oci.sandbox`.
 """
 
@@ -42,12 +42,14 @@ RUNTIME_FAILED, KILLED = 128, 137
 KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
 EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
 """Scripts that run inside: the shell says in the usual words what cannot be run."""
+COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
+"""Counts the processes inside, but for the first and the script's own."""
 HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
 """Lists who has something of the machine open; last the script itself, which has its own input and output."""
 
 
 class Container:
-    """One container in a namespaces of its own."""
+    """One container in namespaces of its own."""
 
     def __init__(self, runtime: OciRuntime, command: Sequence[str], namespaces: NamespaceHolder, folder: Path) -> None:
         """``command`` is the program and its flags; ``folder`` is the container's own, and has a ``bundle``."""
@@ -63,7 +65,7 @@ class Container:
 
     async def boot(self) -> None:
         """Start it. Raises :class:`~etude.errors.SandboxError`."""
-        await self._begin("run", "-detach", "-bundle", str(self._folder / "bundle"))
+        await self._begin("run", "--detach", "--bundle", str(self._folder / "bundle"))
 
     async def sleep(self, memory: Path) -> None:
         """Write its memory to a new folder; it has no process afterwards.
@@ -94,21 +96,21 @@ class Container:
     async def pause(self) -> None:
         """Let nothing run in it. Raises :class:`~etude.errors.SandboxError`."""
         self.is_awake = False
-        code, output = await self._call("pause", self._name)
+        code, output = await (
+            self._signal_all("STOP") if self._runtime.shares_kernel else self._call("pause", self._name)
+        )
         if code:
             raise SandboxError(f"a sandbox could not be paused: {output.strip()}")
 
     async def resume(self) -> None:
         """Let it run again."""
-        code, _ = await self._call("resume", self._name)
+        code, _ = await (self._signal_all("CONT") if self._runtime.shares_kernel else self._call("resume", self._name))
         self.is_awake = code == 0
 
     async def processes(self) -> float:
         """Count the processes inside, but for the first; ``nan`` if it does not answer."""
-        code, text = await self._call("events", "-stats", self._name)
-        with suppress(ValueError, KeyError, TypeError):
-            return float(max(0, orjson.loads(text)["data"]["pids"]["current"] - 1)) if code == 0 else math.nan
-        return math.nan
+        code, text = await self._call("exec", self._name, "/bin/sh", "-c", COUNT)
+        return float(text) if code == 0 and text.strip().isdigit() else math.nan
 
     async def run(self, command: Command, stdin: bytes) -> ExecResult:
         """See one command to its end, or kill it with its process group. Raises :class:`~etude.errors.SandboxError`."""
@@ -119,7 +121,9 @@ class Container:
         pipes = [await OutputPipe.open(OUTPUT_LIMIT_BYTES), await OutputPipe.open(OUTPUT_LIMIT_BYTES)]
         start_s = time.monotonic()
         try:
-            line = self._line("exec", "-process", str(order), self._runtime.command_pid_flag, str(pid_file), self._name)
+            line = self._line(
+                "exec", "--process", str(order), self._runtime.command_pid_flag, str(pid_file), self._name
+            )
             client = await asyncio.create_subprocess_exec(
                 *line, stdin=source, stdout=pipes[0].theirs, stderr=pipes[1].theirs, start_new_session=True
             )
@@ -129,10 +133,10 @@ class Container:
             for pipe in pipes:
                 pipe.finish()
             started = await asyncio.to_thread(pid_file.exists)
-            if not started or (code == RUNTIME_FAILED and math.isnan(await self.processes())):
+            if (not started or code == RUNTIME_FAILED) and math.isnan(await self.processes()):
                 raise SandboxError(f"a command could not be run in a sandbox: {pipes[1].text.strip()}")
             return ExecResult(
-                exit_code=KILLED if code is None else code,
+                exit_code=code if started and code is not None else KILLED,  # killed by another process inside, too
                 stdout=pipes[0].text,
                 stderr=pipes[1].text,
                 timed_out=code is None,
@@ -160,8 +164,12 @@ class Container:
     async def _call(self, *arguments: str) -> tuple[int, str]:
         return await self._cell.run(self._line(*arguments), RUN_TIMEOUT_S)
 
+    async def _signal_all(self, signal: str) -> tuple[int, str]:
+        """Signal every process of the namespaces around but their first, which has no child that it would miss."""
+        return await self._cell.run(self._cell.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S)
+
     async def _begin(self, *arguments: str) -> None:
-        """Start a sentry, which keeps the outputs of the process that starts it: a file, since a pipe would not end."""
+        """Start a container, which keeps the outputs of its starter: a file, since a pipe would not end."""
         log = self._folder / f"{self._name}.log"
         line = ("sh", "-c", 'log="$1"; shift; exec "$@" >"$log" 2>&1', "sh", str(log))
         code, _ = await self._cell.run((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
@@ -171,7 +179,7 @@ class Container:
         self.is_awake = True
 
     async def _end(self, client: asyncio.subprocess.Process, command: Command, pid_file: Path) -> int | None:
-        """The exit code of a command, ``None`` if its time ran out."""
+        """The exit code of the runtime's client, ``None`` if the command's time ran out."""
         ending = asyncio.ensure_future(client.wait())
         try:
             if (await asyncio.wait({ending}, timeout=command.timeout_s))[0]:
@@ -190,7 +198,9 @@ class Container:
             with suppress(FileNotFoundError):
                 leader = await asyncio.to_thread(pid_file.read_text, encoding="ascii")
             await asyncio.sleep(0 if leader else START_POLL_S)
-        if leader and not ending.done():
+        if leader and not ending.done() and self._runtime.shares_kernel:
+            await self._cell.run(self._cell.enter(("/bin/sh", "-c", KILL, "sh", leader)), RUN_TIMEOUT_S)
+        elif leader and not ending.done():
             user = "0:0" if command.spec.user == "root" else f"{AGENT}:{AGENT}"
             await self._call("exec", "-user", user, self._name, "/bin/sh", "-c", KILL, "sh", leader)
         if not (await asyncio.wait({ending}, timeout=GRACE_S))[0]:

@@ -1,16 +1,16 @@
-"""Sandboxes of an OCI runtime (Open Container Initiative); today gVisor's ``runsc``, on machines without
+"""Sandboxes of an OCI runtime (Open Container Initiative): ``crun``, or gVisor's ``runsc`` on machines without
 virtualisation.
 
-    provider ──▶ namespaces (etude.sandboxes.oci.namespaces) ──▶ sentry (the kernel) ◀── commands and their system calls
-                                                                   └──▶ gofer ──▶ files of the root
+    provider ──▶ namespaces (etude.sandboxes.oci.namespaces) ──▶ runtime ──▶ commands and their system calls
+                                                                   └──▶ with gVisor: sentry (the kernel), gofer (files)
 
 The runtimes are rows of a table (:mod:`etude.sandboxes.oci.runtimes`). Inside is what
-:mod:`etude.sandboxes.ns.provider` has inside, but answered by another kernel, so that a fault of the machine's is out
-of a command's reach. A running sandbox can be forked with its memory: its sentry is checkpointed, and restored once for
-the original and once for every fork, with copies of the files that were written.
+:mod:`etude.sandboxes.ns.provider` has inside; with gVisor answered by another kernel, so that a fault of the machine's
+is out of a command's reach, and a running sandbox can be forked with its memory: its sentry is checkpointed, and
+restored once for the original and once for every fork, with copies of the files that were written.
 
-Needs root, ``runsc`` of 2022 or later, and a kernel of 6.6 or later for its overlays. What a row does not claim is
-refused; where the machine has control groups, a sandbox that goes far beyond its limits is ended as a whole.
+Needs root, the runtime (``runsc`` of 2022 or later), and a kernel of 6.6 or later for its overlays. What a row does not
+claim is refused; where the machine has control groups, a sandbox that goes far beyond its limits is ended as a whole.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder; whatever runs ends with it.
 """
@@ -28,7 +28,7 @@ import orjson
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxSpec
-from etude.sandboxes.capabilities import check_sources, check_spec
+from etude.sandboxes.capabilities import check_sources, check_spec, unsupported
 from etude.sandboxes.images.layers import copy_tree, first_link, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import close_all
@@ -145,7 +145,9 @@ class OciSandboxes:
         try:
             stage = scratch.path / "stage"
             (folder / "bundle").mkdir()
-            (folder / "bundle" / "config.json").write_bytes(orjson.dumps(bundle(stage)))
+            (folder / "bundle" / "config.json").write_bytes(
+                orjson.dumps(bundle(stage, shares_kernel=self._runtime.shares_kernel))
+            )
             script = stage_script(stage, spec.limits.disk_bytes) + root_script(stage, self._overlays(spec), spec)
             namespaces = await NamespaceHolder.start(script, spec.limits)
         except BaseException:
@@ -197,6 +199,8 @@ class OciSandboxes:
 
     async def _fork(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
         """Write the memory down, copy what was written to files, and wake the original and the forks."""
+        if Capability.LIVE_FORK not in self._runtime.capabilities:
+            raise unsupported(self._runtime.kind, "a fork", "ns or gvisor")
         memory = self._open().path / f"memory-{next(self._numbers):06d}"
         forks: list[OciSandbox] = []
         try:

@@ -43,7 +43,14 @@ class OciRuntime:
     capabilities: frozenset[Capability]
     """Capabilities on any machine on which a container can be started."""
     command_pid_flag: str
-    """Option of ``exec`` that names a file for the number that a command has inside."""
+    """Option of ``exec`` that names a file for the process id of a command, as its own kernel counts."""
+
+    @property
+    def shares_kernel(self) -> bool:
+        """True if containers run on the machine's kernel: then they need its filters and masks, and their processes
+        are also processes of the namespaces around them, with other ids there.
+        """
+        return Capability.OWN_KERNEL not in self.capabilities
 
 
 GVISOR: Final = OciRuntime(
@@ -58,7 +65,19 @@ GVISOR: Final = OciRuntime(
 """A kernel in user space, whose sentry can be checkpointed and restored: forks have memory and processes. It does not
 hold to limits of memory and processes that leave the sandbox alive, and its network is always off.
 """
-RUNTIMES: Final[Mapping[str, OciRuntime]] = MappingProxyType({runtime.kind: runtime for runtime in (GVISOR,)})
+CRUN: Final = OciRuntime(
+    kind="crun",
+    program="crun",
+    package="crun",
+    flags=("--cgroup-manager=disabled",),  # the namespaces around have the control groups
+    capabilities=GVISOR.capabilities
+    - {Capability.OWN_KERNEL, Capability.COUNTERS_APART, Capability.FORK, Capability.LIVE_FORK},
+    command_pid_flag="--pid-file",
+)
+"""The machine's own kernel behind the masks and filters that Docker has; podman's containers are this program's, too.
+Agents of all sandboxes are one user to that kernel, which counts some things for each user.
+"""
+RUNTIMES: Final[Mapping[str, OciRuntime]] = MappingProxyType({runtime.kind: runtime for runtime in (CRUN, GVISOR)})
 """By kind."""
 
 

@@ -1,10 +1,10 @@
-"""One gVisor sandbox: its commands and files, and who may ask for what while its memory is written down.
+"""One sandbox of an OCI runtime: its commands and files, and who may ask for what while its memory is written down.
 
     open ──fork, snapshot──▶ alone ──▶ open        commands wait for it, and it for the commands that run
       └──close, time to live, failure──▶ closed
 
-Files are read from outside, through the overlay that the gofer serves; they are written by programs inside, since the
-sentry remembers what it has seen of them. Owns the life of the sandbox; :mod:`etude.sandboxes.oci.container` that of
+Files are read from outside, through the root's overlay; they are written by programs inside, since gVisor's sentry
+remembers what it has seen of them. Owns the life of the sandbox; :mod:`etude.sandboxes.oci.container` that of
 its processes.
 """
 
@@ -58,7 +58,7 @@ class OciSandboxHooks:
 
 
 class OciSandbox:
-    """A machine with a kernel of its own; implements :class:`~etude.protocols.Sandbox`."""
+    """A container in namespaces of its own; implements :class:`~etude.protocols.Sandbox`."""
 
     def __init__(self, home: OciSandboxHooks, namespaces: NamespaceHolder, folder: Path, spec: SandboxSpec) -> None:
         """``folder`` is its own on disk, with a ``bundle``; ``namespaces`` has its root."""

@@ -74,8 +74,23 @@ def test_an_agent_has_no_powers_and_root_few() -> None:
     assert "CAP_CHOWN" in str(root)
 
 
-def test_nothing_inside_takes_uncounted_memory() -> None:
-    config = bundle(STAGE)
+def test_the_machines_own_kernel_is_masked_and_filtered() -> None:
+    own, shared = (bundle(STAGE, shares_kernel=shares)["linux"] for shares in (False, True))
+    assert isinstance(own, dict) and isinstance(shared, dict)
+    assert not own.keys() & {"seccomp", "maskedPaths", "readonlyPaths"}
+    assert "/proc/kcore" in str(shared["maskedPaths"])
+    assert "/proc/sysrq-trigger" in str(shared["readonlyPaths"])
+    assert isinstance(shared["seccomp"], dict) and isinstance(shared["seccomp"]["syscalls"], list)
+    refused = [str(rule) for rule in shared["seccomp"]["syscalls"]]
+    for call in ("mount", "bpf", "unshare", "clone3", "keyctl"):
+        assert any(f"'{call}'" in rule and "args" not in rule for rule in refused), call
+    vsock = {"index": 0, "value": 16, "op": "SCMP_CMP_GT"}
+    assert any("'socket'" in rule and str(vsock) in rule for rule in refused)
+
+
+@pytest.mark.parametrize("shares_kernel", [False, True])
+def test_nothing_inside_takes_uncounted_memory(shares_kernel: bool) -> None:
+    config = bundle(STAGE, shares_kernel=shares_kernel)
     assert isinstance(config["mounts"], list)
     for mount in config["mounts"]:
         assert isinstance(mount, dict)
