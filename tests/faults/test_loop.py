@@ -27,6 +27,7 @@ from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from etude.weights.repair import verify
+from picture import picture
 from waiting import wait_until
 
 STEPS, GROUPS, GROUP_SIZE = 40, 4, 4
@@ -288,6 +289,9 @@ def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path
     assert 0 < result["busy"]["engine"] <= 1
     assert 50e6 < result["memory_bytes_max"] < 6e9
     assert folder.report_html.read_text().lower().startswith("<!doctype html>")
+    drawn = picture(folder, 0.5)
+    assert drawn == picture(folder, 0.5)
+    assert "after" in drawn and "elapsed" in drawn
     check_export(folder, tmp_path / "hf")
 
 

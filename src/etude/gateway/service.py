@@ -102,7 +102,7 @@ class GenerationRequest:
 
 @final
 class CallService:
-    """Answers calls. ``max_length`` is the engines' bound on prompt and completion gather_or_cancel, in tokens."""
+    """Answers calls. ``max_length`` is the engines' bound on prompt and completion together, in tokens."""
 
     def __init__(self, sampler: "ReplySampler", *, max_length: int) -> None:
         self._sampler = sampler

@@ -35,13 +35,13 @@ from etude.sandboxes.ns.cgroups import (
 START_TIMEOUT_S = 60.0
 """For the mounts of a root; they take some milliseconds."""
 STOP_TIMEOUT_S = 30.0
-"""For the kernel to end all processes of a namespaces."""
+"""For the kernel to end all processes in there."""
 OVERHEAD_BYTES = 512 << 20
 """Memory of the sentry and the gofer, beyond what the sandbox may have: the wall is behind the limit."""
 HOST_PROCESSES = 8
 """Threads and processes of the machine for each process inside, and as many again for the sentry."""
 BOX = "box"
-"""Name of a namespaces's group below its own."""
+"""Name of the control group below the launcher's own."""
 
 
 class NamespaceHolder:
