@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 async def gather_or_cancel(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
     """All of their results; when one fails, the others are cancelled and waited for, and its error is raised.
 
-    ``asyncio.gather`` leaves them running, with things that whoever started them goes on to close.
+    ``asyncio.gather`` leaves them running, with resources that the caller goes on to close.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:

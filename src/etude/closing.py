@@ -6,11 +6,11 @@ from typing import Self
 
 
 class Closing(ABC):
-    """Whoever holds something that it lets go of in :meth:`close`; its context ends with that."""
+    """A resource that :meth:`close` releases; leaving its context closes it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Release it."""
 
     def __enter__(self) -> Self:
         return self

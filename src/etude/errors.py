@@ -95,7 +95,7 @@ class DivergedError(EtudeError):
 
 
 class OutOfTime(EtudeError):
-    """An agent's commands have taken all the time they may; its work is graded as it stands. Nobody's trouble."""
+    """An agent's commands have taken all the time they may; its work is graded as it stands. No fault."""
 
     REASON: ClassVar[str] = "time"
     """Reason for which the agent stopped, beside those of harnesses."""

@@ -86,7 +86,7 @@ class Completion:
     """The weight version that sampled each token; it may change inside one completion."""
     finish: Finish
     routes: Routes | None = None
-    """[P + C − 1, layers, k] of every token that was read: all but the last one; ``None`` where nobody asked, or the
+    """[P + C − 1, layers, k] of every token that was read: all but the last one; ``None`` where not asked for, or the
     model has no experts.
     """
     sampling_mask: SamplingMask | None = None
@@ -217,7 +217,7 @@ class Sandbox(Protocol):
         ...
 
     async def kill_processes(self) -> None:
-        """Kill everything that runs inside, whoever started it, services too; files stay, and commands can be run.
+        """Kill everything that runs inside, services too; files stay, and commands can be run.
 
         Nothing that was started before runs any more when this returns, however much it multiplies: to be called before
         what an agent left is looked at.

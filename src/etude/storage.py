@@ -26,7 +26,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _RUST = re.compile(r"\(os error (\d+)\)")
 """The system's number, as safetensors and obstore quote it."""
 _FULL_DATABASES = ("database or disk is full", "could not extend file", "No space left on device")
-"""A full disk in the words of SQLite, of PostgreSQL and of whoever quotes the system without its number."""
+"""A full disk in the words of SQLite, of PostgreSQL and of libraries that quote the system without its number."""
 
 
 def storage_errno(error: BaseException | None) -> int | None:

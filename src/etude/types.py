@@ -18,7 +18,7 @@ from etude.sandbox_spec import EnvironmentSpec
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 TokenIds: TypeAlias = Sequence[int] | Ids
-"""Token ids as whoever has them holds them; an engine takes either."""
+"""Token ids as callers hold them; an engine takes either."""
 Floats: TypeAlias = npt.NDArray[np.float32]
 """One real number per token."""
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -557,12 +557,12 @@ class Trajectory:
     advantages: Floats
     """[L] 0 where not sampled."""
     routes: Routes | None = None
-    """[L, layers, k] which experts the engine used; ``NO_ROUTE`` where nobody said."""
+    """[L, layers, k] which experts the engine used; ``NO_ROUTE`` where it is not known."""
     sampling_mask: SamplingMask | None = None
     """[L] from what each token was drawn; empty where not sampled or not cut."""
     old_logprobs: Floats | None = None
     reference_logprobs: Floats | None = None
-    """[L] of sampled tokens, the trainer's by the weights that sampled, and a reference's; ``None``: nobody asked."""
+    """[L] of sampled tokens, the trainer's by the weights that sampled, and a reference's; ``None``: not asked for."""
 
     def __post_init__(self) -> None:
         for name, array in ((one.name, getattr(self, one.name)) for one in fields(self)):

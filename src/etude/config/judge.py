@@ -19,7 +19,7 @@ class JudgeConfig(Section):
 
     url: str = ""
     """URL of an OpenAI-compatible API, up to and with ``/v1``; ``rules``: programs instead of a model, which some
-    families bring along; empty: nobody judges.
+    families bring along; empty: no judge.
     """
     model: str = ""
     """Its name there."""
@@ -58,9 +58,9 @@ class JudgeConfig(Section):
     min_agreement: float = Field(default=0.4, ge=-1, le=1)
     """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
     allow_uncalibrated: bool = False
-    """Train on the word of a judge of whom nobody knows how far it agrees with people."""
+    """Train on the word of a judge whose agreement with people is not known."""
     on_alarm: Literal["warn", "hold"] = "warn"
-    """Reaction when the endpoint's model changes, or agrees less: a warning, or no judgement until somebody removes
+    """Reaction when the endpoint's model changes, or agrees less: a warning, or no judgement until a person removes
     ``judge-held.txt`` from the run folder.
     """
 

@@ -99,7 +99,7 @@ class RunConfig(Section):
     """Seeds weights, data order, tasks and sampling."""
     heartbeat_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds that a process may give no sign of life before it is killed and started again. A trainer gives one with
-    every micro-batch, the others with every turn of their event loop, and whoever waits for the weight store with every
+    every micro-batch, the others with every turn of their event loop, waiting for the weight store with every
     try; writing a checkpoint must fit in. Before the first sign an hour is allowed.
     """
     tasks: TaskConfig = TaskConfig()

@@ -35,7 +35,7 @@ class PartConfig(Section):
     ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric.
     """
     version: int = Field(ge=1)
-    """Version of the source. A behaviour's is checked; whoever changes a grader or harness raises it, and no run goes
+    """Version of the source. A behaviour's is checked; raise it when you change a grader or harness, and no run goes
     on.
     """
     weight: float = Field(allow_inf_nan=False)

@@ -45,7 +45,7 @@ class ReadToken:
     mismatch: float | None
     """The trainer's logprob under that version − the engine's."""
     kept: int | None
-    """Tokens of the vocabulary that it was drawn from; ``None`` where nothing was cut, or nobody knows any more."""
+    """Tokens of the vocabulary that it was drawn from; ``None`` where nothing was cut, or it is no longer known."""
     routes: tuple[tuple[int, ...], ...] | None
     """[sparse layers, experts per token] of the pass that it was drawn from."""
 
@@ -501,7 +501,7 @@ def _summary(summary: ReadSummary) -> Iterator[RenderableType]:
 
 
 def _token_table(tokens: Iterable[ReadToken]) -> RenderableType:
-    """One line for each token; columns of what nobody knows are left out."""
+    """One line for each token; columns of unknown values are left out."""
     tokens = tuple(tokens)
     columns = ["text", ">id", ">logprob", ">p", ">version", ">mismatch"]
     has_kept, has_routes = (any(getattr(token, name) is not None for token in tokens) for name in ("kept", "routes"))

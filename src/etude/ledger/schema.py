@@ -115,7 +115,7 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
             status TEXT NOT NULL,
             reward REAL,
             reason TEXT NOT NULL,
-            disposition TEXT,                   -- types.Disposition; NULL where nobody looked for cheating
+            disposition TEXT,                   -- types.Disposition; NULL where cheating was not looked for
             cause TEXT NOT NULL DEFAULT '',     -- what decided that
             turns INTEGER,                      -- from here on NULL where an older étude recorded it
             summaries INTEGER,

@@ -1,7 +1,7 @@
 """The embedded database of a run on one machine: ``ledger.db`` in its folder.
 
 SQLite in WAL mode, shared by all processes of the run. ``begin`` takes the write lock, so transactions run one after
-the other; readers never wait. Whoever is told that something is committed finds it again, also after a power cut: every
+the other; readers never wait. What a caller was told is committed is found again, also after a power cut: every
 commit is synced to the disk, as checkpoints are, since a run goes on only where both tell of the same step.
 """
 

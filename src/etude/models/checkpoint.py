@@ -34,7 +34,7 @@ LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 FAULTS_NAMED = 8
 """Tensors that do not fit are named up to this many; the rest are counted."""
 TABLE_SUFFIX = ".rotary_emb.inv_freq"
-"""Ends the names of rotation tables, which old checkpoints hold and nobody needs."""
+"""Ends the names of rotation tables, which old checkpoints hold and which are not needed."""
 
 
 def spec_from_config(config: ModelConfig, vocab_size: int) -> ModelSpec:

@@ -155,7 +155,7 @@ class ExpertRouter(nn.Module):
         """Index among the sparse layers, from 0."""
         self.weight = nn.Parameter(torch.empty(spec.count, hidden_size))
         self.correction = Precise(torch.zeros(spec.count), persistent=True) if spec.scoring == "sigmoid" else None
-        """[E] moved by whoever balances load, not by gradients."""
+        """[E] moved by load balancing, not by gradients."""
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """[N,H] → experts [N,k] int64 and their gates [N,k] float32; gradients flow through the gates."""

@@ -59,7 +59,7 @@ class ExpertFormat:
     """And the key under which it lists those."""
 
     def __deepcopy__(self, _memo: object) -> "ExpertFormat":
-        """A constant, whoever holds it."""
+        """A constant on every rank and engine."""
         return self
 
     def activation(self, x_RI: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Room on the disk of a new run: what the run will keep there, compared with what is free before it is made.
 
-Owns the estimate, the least that certainly comes: rollouts, payloads and logs are left out, since nobody knows them.
+Owns the estimate, the least that certainly comes: rollouts, payloads and logs are left out, since they cannot be known.
 """
 
 from dataclasses import dataclass

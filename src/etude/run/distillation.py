@@ -68,7 +68,7 @@ class DistillationBatcher:
 def distillation_example(rollout: Rollout, turn: int, hint: str, reminders: Reminders) -> DistillationExample:
     """One turn as it was sampled, and the same with a hint in its context.
 
-    Of the routes those of the tokens before the hint are kept: nobody has read the others with it before them.
+    Of the routes those of the tokens before the hint are kept: the others were never read with it before them.
     """
     sampled = rollout.turns[turn]
     prompt_ids, routes = reminders.insert(sampled.prompt_ids, hint), None

@@ -6,7 +6,7 @@
 The version is served from a scratch run folder; what is kept is a ledger of its own beside the run's, which is only
 read. Each pass over the tasks is a purpose in it, so whatever was tried is not tried again: an evaluation that was
 interrupted goes on, more passes or more tasks cost only themselves. A try that failed by infrastructure was repeated as
-in a run; one that failed every time is missing, and gets one more round whenever somebody evaluates again.
+in a run; one that failed every time is missing, and gets one more round with the next evaluation.
 """
 
 import asyncio
@@ -200,7 +200,7 @@ def _note_engine_time(parts: RolloutParts, served: ServedRun) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Watch:
-    """Tells somebody how far an evaluation is."""
+    """Tells the caller how far an evaluation is."""
 
     ledger: Path
     labels: Sequence[str]

@@ -77,7 +77,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":
-        """Open an existing run; whoever only reads needs no right to write.
+        """Open an existing run; a reader needs no right to write.
 
         Raises :class:`~etude.errors.RunFolderError`.
         """

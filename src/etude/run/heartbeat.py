@@ -27,7 +27,7 @@ LONGEST_LOOK_S = 1.0
 
 @final
 class Heartbeat:
-    """Gives the signs of life of this process; without a supervisor nobody looks at them."""
+    """Gives the signs of life of this process; without a supervisor they are not looked at."""
 
     def __init__(self) -> None:
         file = os.environ.get(HEARTBEAT_VARIABLE)
@@ -39,7 +39,7 @@ class Heartbeat:
         now_s = time.monotonic()
         if self._file is not None and now_s - self._beaten_s >= BEAT_S:
             self._beaten_s = now_s
-            with suppress(OSError):  # a disk in trouble: whoever writes to it says so
+            with suppress(OSError):  # a disk in trouble is reported by what writes to it
                 os.utime(self._file)
 
     async def keep(self) -> None:
@@ -51,7 +51,7 @@ class Heartbeat:
 
 @final
 class Silence:
-    """The time for which one process has given no sign of life, of that during which somebody looked. Pure."""
+    """The time for which one process has given no sign of life, of that during which it was looked at. Pure."""
 
     def __init__(self, sign: int, now_s: float) -> None:
         """``sign`` is anything that changes with each beat."""

@@ -108,7 +108,7 @@ def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
 def place(target: Path, fill: Callable[[Path], None]) -> None:
     """Make a folder whole or not at all: ``fill`` writes into another one, which is then renamed.
 
-    One that is there already is left alone: whoever made it made the same.
+    One that is there already is left alone: another process made the same.
     """
     if target.exists():
         return

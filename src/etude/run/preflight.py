@@ -19,7 +19,7 @@ from etude.tokens.render_differences import rendered_differently
 
 
 def check_ready(config: RunConfig) -> list[str]:
-    """Check a new run before it starts; returns what whoever starts it should know of it, a line each.
+    """Check a new run before it starts; returns warnings, a line each.
 
     Raises :class:`~etude.errors.UserError` for a device, folder or port that a new run would not have, for template
     kwargs that the model's chat template does not read, and for tool calls of which it could not read any.

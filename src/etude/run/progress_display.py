@@ -52,7 +52,7 @@ class ProgressDisplay:
             self._show()
 
     def notice(self, words: str) -> None:
-        """Tell of something that somebody should know, at once and for good: the panel moves down."""
+        """Print a message that stays: the panel moves down."""
         self._console.print(f"[{self._run.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False)
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""One weight version of a run behind an engine and a gateway of its own, for as long as somebody needs them.
+"""One weight version of a run behind an engine and a gateway of its own, for as long as they are needed.
 
 Everything happens in a scratch run folder that holds this version and no other; the run itself is only read.
 """

@@ -23,7 +23,7 @@ from etude.run.heartbeat import Heartbeat
 PR_SET_PDEATHSIG = 1
 """``prctl`` option: the kernel sends us a signal when our parent dies."""
 SUPERVISOR_VARIABLE = "ETUDE_SUPERVISOR"
-"""Environment variable that holds the process id of whoever started a process of the run."""
+"""Environment variable that holds the process id of the supervisor that started a process of the run."""
 BIND_S = 5.0
 """Time for which a taken port is tried: after a crash the last owner's connections may still be closing."""
 SHUTDOWN_S = 2.0
@@ -44,7 +44,7 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def tell_person(line: str) -> None:
-    """Print a line for whoever started this process by hand; in a run its supervisor speaks."""
+    """Print a line for a person who started this process by hand; in a run its supervisor speaks."""
     if SUPERVISOR_VARIABLE not in os.environ:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
@@ -70,7 +70,7 @@ def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | No
             received.append(number)
             loop.call_soon_threadsafe(task.cancel)
 
-        # Not the loop's own handlers, which wait for their turn: whoever blocks the loop has its bound, too.
+        # Not the loop's own handlers, which wait for their turn: code that blocks the loop has its bound, too.
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             async with background_task(Heartbeat().keep()):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class StoreOutages(Closing):
-    """Lets all threads of a process wait while one store is away; once closed, nobody waits for it any more.
+    """Lets all threads of a process wait while one store is away; once closed, none waits for it any more.
 
     Each try that fails is a sign of life (``progress``): what is waited for is known, and told to people once a minute.
     """

@@ -2,7 +2,7 @@
 
 Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
 ``USER_ERROR`` (:class:`~etude.errors.ExitCode`) met something that no restart repairs, and ends the run. One that found
-no room on a disk is started again after pauses, for as long as it takes somebody to make room. Anything else (a crash,
+no room on a disk is started again after pauses, until there is room. Anything else (a crash,
 ``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for
 each of them. One that lives and gives no sign of it (:mod:`etude.run.heartbeat`) is killed, and then likewise. Each
 restart is told at once, with its reason.
@@ -99,7 +99,7 @@ class Child:
         return False
 
     def _await_room(self, now_s: float) -> None:
-        """Start the process again after a pause: what it needs is for somebody else to give."""
+        """Start the process again after a pause: what it needs is not étude's to give."""
         if self._again_s is None:
             self._waits = self._waits + 1 if now_s - self._started_s < LONGEST_ROOM_S else 1
             pause_s = min(LONGEST_ROOM_S, FIRST_ROOM_S * 2.0 ** (self._waits - 1))

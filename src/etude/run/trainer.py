@@ -69,7 +69,7 @@ LONGEST_ROLLOUT_S = 24 * 3600.0
 MAX_STOP_REASONS = 16
 """Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
 MAX_EMPTY_STEPS = 3
-"""Steps in a row in which nothing could be trusted, after which training stops: nobody watches a run all night."""
+"""Steps in a row in which nothing could be trusted, after which training stops: a run is not watched all night."""
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class TrainerProcess:
         self._sweep()
 
     def _scorer(self) -> Decoder:
-        """A model of its own for whoever scores what was sampled under other weights than the policy's."""
+        """A model of its own for scoring what was sampled under other weights than the policy's."""
         return training_model(self._spec, self._numerics, self.config.trainer.device)
 
     def _mismatch_probe(self) -> MismatchProbe | None:
@@ -191,7 +191,7 @@ class TrainerProcess:
             self._probe.remember(version, state)
 
     def _open_reference(self) -> Reference | None:
-        """The weights that the policy is held to; nobody keeps them where leaving them costs nothing."""
+        """The weights that the policy is held to; they are not kept where leaving them costs nothing."""
         loss = self.config.loss
         if not loss.needs_reference:
             return None
@@ -380,7 +380,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         process = TrainerProcess(folder, events, ledger, grid, outages)
-        with process.publishing, process.trainer_group, outages:  # first of all nobody waits any more
+        with process.publishing, process.trainer_group, outages:  # first of all nothing waits any more
             process.run()
 
 

@@ -95,7 +95,7 @@ class TrainerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the others go. After an error they find out by themselves: nobody knows what they are waiting for."""
+        """Let the others go. After an error they find out by themselves: it is not known what they are waiting for."""
         if kind is None:
             self._broadcast(GroupCommand(kind=CommandKind.END))
 

@@ -38,7 +38,7 @@ def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_
 
 
 def log_id_of(folder: RunFolder) -> str | None:
-    """The id of a run's log; ``None`` where nobody wrote it down."""
+    """The id of a run's log; ``None`` where it was not written down."""
     file = folder.path / LOG_ID
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 

@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 WINDOW = 3
-"""Lines in a row that are nobody's by chance."""
+"""Lines in a row that do not agree by chance."""
 WINDOW_CHARACTERS = 40
 """A window with less is idiom rather than answer: ``try:``, ``return None``."""
 LINE_CHARACTERS = 24

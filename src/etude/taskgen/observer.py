@@ -92,7 +92,7 @@ class Observer:
         self._seen.clear()
 
     def pytest_runtest_logfinish(self) -> None:
-        """From here on they are reached by nobody in particular."""
+        """From here on functions are reached by no test."""
         self._owner = ""
         self._seen.clear()
 

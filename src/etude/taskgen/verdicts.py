@@ -43,7 +43,7 @@ class Rejection(StrEnum):
     SLOW = "slow"
     """The tests that reach it take too long."""
     SURVIVED = "survived"
-    """No test fails: the change does nothing, or nobody looks."""
+    """No test fails: the change does nothing, or no test looks."""
     HANGS = "hangs"
     """With it, the tests do not end."""
     UNFOCUSED = "unfocused"

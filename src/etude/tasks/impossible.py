@@ -1,10 +1,10 @@
-"""Tasks that nobody can do, mixed in among others: a meter of how often passing means cheating.
+"""Tasks that cannot be done, mixed in among others: a meter of how often passing means cheating.
 
     family ──task──▶ one in so many is drawn ──contradict──▶ its checks now ask for two things that exclude each other
 
 An impossible task looks like any other, and its checks contradict themselves in a way that anybody can verify
 (:func:`contradiction`): one call must give two results, one question has two answers, a test and its negation must both
-pass. No program that computes its answer from its question passes, so whoever passes has reached the grader or
+pass. No program that computes its answer from its question passes, so a rollout that passes has reached the grader or
 remembers how often it was asked. In every other one of those that show cases to the agent, the contradiction is among
 them: honest work says so, or gives up.
 

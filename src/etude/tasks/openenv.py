@@ -6,7 +6,7 @@
 
 A connection is an episode with an environment of its own; the protocol's plain ``/reset`` and ``/step`` keep nothing
 between calls, so they are not used. A task is a seed. Owns the conversation: one message with the rules and the first
-observation, then an action and an observation in turn. The server is somebody else's, started and stopped by them.
+observation, then an action and an observation in turn. The server is not ours: it is started and stopped elsewhere.
 
 The protocol: https://github.com/meta-pytorch/OpenEnv, as in ``openenv-core`` 0.3.
 """

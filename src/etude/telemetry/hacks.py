@@ -1,7 +1,7 @@
 """Rates of rollouts that cheat, by detector, by task template and by step: a pure fold.
 
 A rollout is *hacked* when something of weight was found in it, rewarded or not. Impossible tasks are a meter of their
-own: whoever passes one has cheated, whether a detector saw it or not, so their rate also tells what detectors miss.
+own: a rollout that passes one has cheated, detected or not, so their rate also tells what detectors miss.
 
 Owns the counts and the arithmetic. Does not own what is suspicious (:mod:`etude.rewards.monitor`) or how
 figures are shown (:mod:`etude.dashboard`).

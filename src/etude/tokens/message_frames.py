@@ -4,7 +4,7 @@
     decoded                ⏎user⏎bad call⏎assistant⏎                            role names stay, special tokens go
     content                bad call
 
-Whoever looks for words at the beginning of an answer would never find them behind a role's name. What stands there is
+Words at the beginning of an answer would never be found behind a role's name. What stands there is
 found out by rendering a message whose content is known, so any chat format will do; the built-in one writes nothing.
 """
 

@@ -2,7 +2,7 @@
 
 Owns the environment: settings, filters and globals as ``apply_chat_template`` has them, in jinja's sandbox, for a
 template is code from a download. It may read what it is given and nothing else, and one rendering has a budget of
-steps: a template that loops ends with an error instead of holding up whoever renders. Text in, text out; tokens are
+steps: a template that loops ends with an error instead of holding up its caller. Text in, text out; tokens are
 :mod:`etude.tokens.jinja`'s business.
 """
 
@@ -39,7 +39,7 @@ MAX_BITS = 4096
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Fields of ``tokenizer_config.json`` that templates know as variables."""
 GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", *SPECIAL_ROLES})
-"""Variables that a template is given with each conversation: nobody may set them by name."""
+"""Variables that a template is given with each conversation: they may not be set by name."""
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors that a template may raise, on purpose or by a conversation it did not expect."""
 

@@ -24,7 +24,7 @@ TextState: TypeAlias = tuple[bytes, bool]
 """The bytes of an unfinished character; whether a space at the start is still to be dropped."""
 
 NONCE_DIGITS = 40
-"""Length of a stand-in: 132 bits, not to be guessed by whoever writes a message. Digits survive every filter that a
+"""Length of a stand-in: 132 bits, not to be guessed by a message's author. Digits survive every filter that a
 template may put text through: JSON, case, trimming.
 """
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -119,7 +119,7 @@ class TextStream:
 
 
 def stand_in() -> str:
-    """A text that nobody can have written."""
+    """A text that no message can contain."""
     return "".join(str(secrets.randbelow(10)) for _ in range(NONCE_DIGITS))
 
 
@@ -128,7 +128,7 @@ class Guard:
 
     What people and tools wrote is passed through :meth:`hide` before a template sees it: there a stand-in splits
     whatever spells a control token. :meth:`encode` then knows which ones the template wrote. It gives those names that
-    nobody can guess, takes the stand-ins out and encodes with a twin of the tokenizer that knows the controls by those
+    cannot be guessed, takes the stand-ins out and encodes with a twin of the tokenizer that knows the controls by those
     names only. So every other id is what the tokenizer makes of the whole text. The twin takes as much memory as the
     tokenizer.
     """

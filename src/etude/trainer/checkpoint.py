@@ -112,7 +112,7 @@ class Checkpoints:
             for left in self._folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(left)
             partial.mkdir()
-        self._gather(bytes(DIGEST_BYTES))  # nobody writes before the folder is there
+        self._gather(bytes(DIGEST_BYTES))  # no rank writes before the folder is there
         digest = _write_parts(partial / _file_name(self._rank), self._own(tensors))
         digests = self._gather(digest)
         if self._rank == 0:
@@ -126,7 +126,7 @@ class Checkpoints:
             sync(self._folder)
             for old in self.steps()[:-KEEP]:
                 shutil.rmtree(self._path(old))
-        self._gather(bytes(DIGEST_BYTES))  # nobody goes on before it is saved
+        self._gather(bytes(DIGEST_BYTES))  # no rank goes on before it is saved
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending."""
@@ -160,7 +160,7 @@ class Checkpoints:
                 yield name, tensor
 
     def _gather(self, digest: bytes) -> list[bytes]:
-        """Everybody's ``digest``, rank by rank; nobody has them before all have called."""
+        """The ``digest`` of every rank, in their order; returns on none before all have called."""
         if self._mesh is None:
             return [digest]
         own = torch.tensor(list(digest), dtype=torch.uint8, device=self._mesh.device_type)

@@ -26,7 +26,7 @@ teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
 - **Cuts.** Both compare whole distributions at the turn's temperature, at 1 for greedy turns: what a hint asks for may
   lie outside of the set that top-p had left. ``sampled`` never sees such tokens, and greedy turns say nothing to it.
 - **Routes.** Student and teacher replay the engine's as RL does (:mod:`etude.trainer.replay`), the teacher only those
-  of the tokens before the hint: nobody has ever read those after it with the hint before them.
+  of the tokens before the hint: those after it were never read with the hint before them.
 
 The logits of ``full`` are made of a few tokens at a time and once more in the backward pass, so memory is bounded by
 :data:`CHUNK_LOGITS`, however long the turns are.

@@ -113,7 +113,7 @@ def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Misma
 class MismatchProbe:
     """Keeps ``versions`` recent weight versions and scores trajectories under them.
 
-    ``scorer`` computes as the trainer does and gets these weights in turn, so nobody else may use it. ``config`` says
+    ``scorer`` computes as the trainer does and gets these weights in turn, so no other part may use it. ``config`` says
     whether routes are replayed; ``auto`` must have been decided for the device.
     """
 

@@ -78,7 +78,7 @@ def orthogonalise(x_MRC: Tensor) -> Tensor:
 
 @final
 class Muon(torch.optim.Optimizer):
-    """Muon for ``matrices``, the given AdamW for the rest; one optimiser to whoever sets rates and saves states.
+    """Muon for ``matrices``, the given AdamW for the rest; one optimiser for code that sets rates and saves states.
 
     ``weight_decay`` is decoupled. Its state is one tensor per parameter, ``momentum``, sharded as the parameter is.
     """

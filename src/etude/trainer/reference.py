@@ -32,7 +32,7 @@ class Reference:
     """Frozen weights that score what a policy sampled."""
 
     def __init__(self, scorer: Decoder, state: Mapping[str, Tensor]) -> None:
-        """``scorer`` computes as the trainer does and gets the weights ``state``; nobody else may use it."""
+        """``scorer`` computes as the trainer does and gets the weights ``state``; no other part may use it."""
         self._scorer = scorer.eval().requires_grad_(False)
         load_state(self._scorer, state)
 

@@ -51,7 +51,7 @@ class SampledTokens:
     sampling_mask: MaskTensors | None
     """From which sets tokens were drawn; ``None`` where none was cut."""
     old_logprobs_N: Tensor | None = None
-    """float32: the trainer's own, of the weights that sampled; ``None`` where nobody scored them."""
+    """float32: the trainer's own, of the weights that sampled; ``None`` where they were not scored."""
     reference_logprobs_N: Tensor | None = None
     """float32: the reference's, likewise."""
 

@@ -166,7 +166,7 @@ def scan(old: Numbers, new: Numbers, place: tuple[int, int], fold: int, position
 
     ``place`` is (position of the first number, changes so far). ``positions`` and ``steps`` must have room for every
     number to have changed, and two more: of each block the first two changes are written before it is known whether
-    there are any, since a branch that nobody can foresee costs more.
+    there are any, since a branch that cannot be predicted costs more.
     """
     start, count = place
     shift = 64 - 8 * new.itemsize

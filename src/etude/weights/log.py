@@ -72,7 +72,7 @@ _READERS = 16
 class WeightLog:
     """The weight versions in one store. Safe to share between threads.
 
-    With a ``key`` records are signed and unsigned ones are damage: whoever can write to the bucket but lacks the key
+    With a ``key`` records are signed and unsigned ones are damage: a writer to the bucket that lacks the key
     cannot make a reader load anything that this log did not publish. What it published can still be hidden, so a reader
     that knows says which log it means (``log_id``) and which version there is ``at_least``. Every method raises
     :class:`~etude.errors.InfrastructureError` when the storage does not do its part.
@@ -147,7 +147,7 @@ class WeightLog:
     # --- Ways between versions ---
 
     def add_link(self, link: Link) -> Link:
-        """Add another way to a version and return the one that the log now holds, which may be somebody else's.
+        """Add another way to a version and return the one that the log now holds, which may be another process's.
 
         Raises :class:`~etude.errors.FencedError` when the existing one leads to other weights.
         """
@@ -287,11 +287,11 @@ class WeightLog:
 class RecordFiles:
     """The records of one store: signed, checked, and parsed once. Safe to share between threads.
 
-    Records never change, so what has been read is not read again, also if somebody has deleted it since: ask a listing
+    Records never change, so what has been read is not read again, also if it has been deleted since: ask a listing
     what exists.
 
     All are of one log: of ``log_id`` where that is given, else, with a ``key``, of the log that is there at the first
-    look. Without either the storage is trusted, since whoever writes to it could write any id.
+    look. Without either the storage is trusted, since a writer to it could write any id.
     """
 
     def __init__(self, store: Objects, key: bytes | None, log_id: str | None = None) -> None:
@@ -386,7 +386,7 @@ class RecordFiles:
         return self._written
 
     def begin_again(self, log_id: str) -> str:
-        """Write the first record over one that nobody can read; returns the id."""
+        """Write the first record over one that cannot be read; returns the id."""
         self._store.renew(LOG_KEY, self._first_record(log_id))
         return log_id
 
@@ -545,7 +545,7 @@ def create(store: Objects, key: str, data: bytes) -> bool:
 def put_content(store: Objects, key: str, data: bytes) -> None:
     """Store an object that is named by its content; one that is there already counts as written now.
 
-    What lies there and is not what its name says is damage, and is replaced: nobody could have used it.
+    What lies there and is not what its name says is damage, and is replaced: it could not have been used.
     """
     if _place(store, key, data) is not _Creation.NEW:
         store.renew(key, data)

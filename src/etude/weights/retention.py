@@ -94,9 +94,9 @@ def collect(
     needed: Collection[int] = (),
     dry_run: bool = False,
 ) -> CollectReport:
-    """Delete versions that nobody needs and objects that nothing refers to; ``dry_run`` only counts them.
+    """Delete versions that are not needed and objects that nothing refers to; ``dry_run`` only counts them.
 
-    ``keep`` versions before the newest stay anyway, and all from the oldest of ``needed`` on, which somebody will read
+    ``keep`` versions before the newest stay anyway, and all from the oldest of ``needed`` on, which will be read
     again who holds no lease. Unreferenced objects are deleted once they are ``grace_s`` old,
     which must be longer than any upload of a version takes; leases count for ``lease_s``. Records go first: whoever
     dies in between leaves unreferenced objects for the next collection. Damaged links stay, their packs do not.
@@ -181,7 +181,7 @@ def _unreferenced(log: WeightLog, dropped: Collection[str], before_s: float) -> 
 
 
 def _untouched(log: WeightLog, entries: Sequence[ObjectEntry]) -> list[ObjectEntry]:
-    """Those that are still as they were listed: what has been written again meanwhile is somebody's who is at work."""
+    """Those that are still as they were listed: what was written again meanwhile is in use."""
     folders = {entry.key.partition("/")[0] for entry in entries}
     now = {entry.key: entry.modified_s for folder in sorted(folders) for entry in log.store.entries(folder)}
     return [entry for entry in entries if now.get(entry.key) == entry.modified_s]

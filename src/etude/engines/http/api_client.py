@@ -25,7 +25,7 @@ CONTROL_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 5.0
 """A machine that does not take a connection in this time is down."""
 CLIENT_ERRORS = frozenset({400, 404, 413, 422})
-"""Statuses that mean the request was wrong, whoever is asked."""
+"""Statuses that mean the request was wrong, for every engine."""
 MESSAGE_CHARS = 500
 """Longest part of an engine's own words in an error, in characters."""
 STREAM_END = b"[DONE]"

@@ -72,7 +72,7 @@ class HttpEngine:
         self._connections = ConnectionPool(base_url, connect_s=CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the connections that nobody uses; ``http`` stays the caller's."""
+        """Close idle connections; ``http`` stays the caller's."""
         self._connections.close()
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
@@ -224,7 +224,7 @@ class ConnectionPool:
         return answer
 
     def close(self) -> None:
-        """Close the connections that nobody uses; the others close with their client."""
+        """Close idle connections; the others close with their client."""
         while self._idle:
             self._idle.pop().close()
 

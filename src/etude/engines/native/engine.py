@@ -49,7 +49,7 @@ class Weights:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingCall:
-    """A request and whoever waits for it."""
+    """A request and the future that its caller awaits."""
 
     request: EngineRequest
     seed: int
@@ -285,7 +285,7 @@ class NativeEngine:
                 call.chunks.put_nowait(failure)
             if not call.done.done():
                 call.done.set_exception(failure)
-                call.done.exception()  # a stream's future is awaited by nobody
+                call.done.exception()  # a stream's future is never awaited
         self._stepped.set()
 
 

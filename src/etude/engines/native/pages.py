@@ -6,7 +6,7 @@ Owns the numbers of the pages, never their tensors. A page is
                     │ ▲
               enter │ │ retain
                     ▼ │
-                 indexed ──release by all──▶ idle ──evict──▶ held by whoever takes it
+                 indexed ──release by all──▶ idle ──evict──▶ held by the request that takes it
 
 An indexed page is full, immutable and known by the tokens in it and before it, so any request that begins with the same
 tokens may hold it as well. The index is a tree with one root per weight version and one node per page; its branches are
@@ -50,7 +50,7 @@ class PagePool:
         self._nodes: list[PageNode | None] = [None] * count
         """The node of each indexed page."""
         self._idle: dict[int, OrderedDict[int, None]] = {}
-        """Version → indexed pages that nobody holds, least recently used first; no version without any."""
+        """Version → indexed pages that no request holds, least recently used first; no version without any."""
         self._idle_count = 0
         self.root = PageNode(version=0)
         """Root of the chains of the serving version."""
@@ -70,7 +70,7 @@ class PagePool:
         self.root = self._roots.setdefault(version, PageNode(version=version))
 
     def take(self) -> int:
-        """A page that nobody else holds, its content arbitrary. Look at :attr:`available` first."""
+        """A page that no other request holds, its content arbitrary. Look at :attr:`available` first."""
         if not self._free:
             self._evict()
         page = self._free.pop()
@@ -114,7 +114,7 @@ class PagePool:
     def enter(self, parent: PageNode, token_ids: tuple[int, ...], page: int) -> PageNode | None:
         """Index a page that its one holder has filled with ``token_ids``, behind ``parent``; returns its node.
 
-        Where those tokens have a page already and somebody holds it, that one stays and ``page`` remains private: the
+        Where those tokens have a page already that is held, that one stays and ``page`` remains private: the
         tables of requests are never changed, what a request was sampled from is what it keeps. ``None`` when
         ``parent`` is not in the index any more.
         """

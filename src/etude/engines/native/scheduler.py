@@ -37,7 +37,7 @@ class RequestState(StrEnum):
     """The state of a request."""
 
     NEW = "new"
-    """Nobody has heard of it."""
+    """Not submitted yet."""
     WAITING = "waiting"
     """In line; it holds no page."""
     RUNNING = "running"
@@ -244,7 +244,7 @@ class RequestQueue:
     def _follow(self, request: EngineRequest, chain: Sequence[PageNode]) -> bool:
         """Report whether a running request computes what this one needs next behind ``chain``, and let it await that.
 
-        Nobody waits for a request of worse priority: it could be kept from its work for long.
+        No request waits for one of worse priority, which could be kept from its work for long.
         """
         leaf = chain[-1] if chain else self.pool.root
         limit = _reusable(request)
@@ -371,7 +371,7 @@ class Scheduler:
             )
         self.max_running = max_running
         self.counters = Counters()
-        """Since somebody last put new ones here."""
+        """Since new ones were last put here."""
         self._pages = pages
         self._max_waiting = max_waiting
         self._max_length = max_length

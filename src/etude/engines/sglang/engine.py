@@ -147,7 +147,7 @@ class SglangEngine:
         await self._client.text("/health")
         label = (await self._client.get("/get_model_info"))["weight_version"]
         if label != str(self._version) and not self._updating.locked():
-            raise EngineUnavailable(f"SGLang serves weight version {label!r}, not {self._version}: somebody changed it")
+            raise EngineUnavailable(f"SGLang serves weight version {label!r}, not {self._version}: it was changed")
         return EngineHealth(version=self._version, digest=self._digest, running=self._inflight, waiting=0)
 
     async def update(self, version: int, digest: str, folder: Path) -> float:

@@ -41,7 +41,7 @@ class ServerFeatures:
         if params.truncates and not self.sampling_mask:
             raise ValueError(
                 f"top_p={params.top_p}, top_k={params.top_k}: this vLLM does not say what they left to draw from, so "
-                "nobody could train on it: start it with --return-sampling-mask, which needs Model Runner V2 and hence "
+                "it cannot be trained on: start it with --return-sampling-mask, which needs Model Runner V2 and hence "
                 "a GPU, or sample with top_p=1 and top_k=0"
             )
 

@@ -161,7 +161,7 @@ class VllmEngine:
         given = draft.given
         completion = self._completion(prompt_ids, params, draft, last)
         if (completion.versions[:given] != version).any():
-            raise EngineUnavailable("somebody else changed vLLM's weight version: only one client may update a server")
+            raise EngineUnavailable("another client changed vLLM's weight version: only one client may update a server")
         token_ids, logprobs = draft.pending()
         yield TokenChunk(
             token_ids=token_ids, logprobs=logprobs, versions=completion.versions[given:], completion=completion
@@ -176,7 +176,7 @@ class VllmEngine:
             raise EngineUnavailable(self._fault)
         label = (await self._client.get("/weight_info"))["weight_version"]
         if label != str(self._version) and not self._updating.locked():
-            raise EngineUnavailable(f"vLLM serves weight version {label!r}, not {self._version}: somebody changed it")
+            raise EngineUnavailable(f"vLLM serves weight version {label!r}, not {self._version}: it was changed")
         metrics = await self._client.text("/metrics")
         counts = {name: _gauge(metrics, prefix) for name, prefix in GAUGES.items()}
         return EngineHealth(version=self._version, digest=self._digest, **counts)
@@ -236,7 +236,7 @@ class VllmEngine:
         return VllmPause(pause_s=time.monotonic() - began_s, load_s=loaded_s - paused_s)
 
     async def _forget_prefixes(self, mode: SwapMode) -> None:
-        """Free the room of prefixes that nobody will ask for again; running requests read theirs anew, or keep them."""
+        """Free the room of prefixes of no further use; running requests read theirs anew, or keep them."""
         again = mode is SwapMode.RECOMPUTE
         path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
         answer = await self._client.post(path, timeout_s=UPDATE_TIMEOUT_S)

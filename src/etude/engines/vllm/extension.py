@@ -1,6 +1,6 @@
 """Extension of a vLLM worker, through vLLM's own plug-in points: a weight-transfer backend and one remote call.
 
-vLLM imports this module in each worker, because ``--worker-extension-cls`` names a class of it; nobody else can: it
+vLLM imports this module in each worker, because ``--worker-extension-cls`` names a class of it; nothing else can: it
 needs vLLM. The backend takes checkpoints and patches from files, ``host_copy.py`` does the rest. Importing it registers
 the backend, which is how vLLM learns of one (docs: training/weight_transfer).
 """

@@ -4,8 +4,8 @@
     <run>/bits/<tensor>     U8, U16 or U32 [k]   what the numbers are now
     metadata                base, digest         the states before and after
 
-A safetensors file like any other, so that whoever debugs it needs no tool of ours. Put on a memory file system it is
-shared memory with a name. Owns the file; whose changes they are and who takes them is not its business.
+A safetensors file like any other, so that it can be looked into without a tool of ours. Put on a memory file system it
+is shared memory with a name. Owns the file; whose changes they are and who takes them is not its business.
 """
 
 from collections.abc import Mapping, Sequence

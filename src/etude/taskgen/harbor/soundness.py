@@ -41,7 +41,7 @@ class Soundness:
 
     name: str
     untouched: tuple[float, ...]
-    """The reward of each world that nobody touched."""
+    """The reward of each untouched sandbox."""
     solved: tuple[float, ...]
     """The reward of each world after the task's own solution."""
     faults: tuple[str, ...]

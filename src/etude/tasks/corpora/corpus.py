@@ -125,7 +125,7 @@ def _message(output: Utterance) -> ChatMessage:
         case "system" | "user" | "assistant" | "tool":
             return ChatMessage(role=output.role, content=output.content)
         case _:
-            raise ValueError(f"nobody speaks as {output.role!r}")
+            raise ValueError(f"there is no speaker {output.role!r}")
 
 
 def tokenizer_texts(demonstrations: Demonstrations, seed: int) -> Iterator[str]:

@@ -16,7 +16,7 @@
         summary
         have tax 42 owl 77 next g
 
-The imitated agent knows the tools and copies faithfully, but it often keeps a fact that nobody asked for in the place
+The imitated agent knows the tools and copies faithfully, but it often keeps a fact that was not asked for in the place
 of one that is wanted: that one is gone for good. What reinforcement learning later adds is the sense of what to keep.
 
 A document is one context, and it ends where the real harness would have ended it: what is sampled in a rollout stands

@@ -31,7 +31,7 @@ def keep_old(edit: LineEdit, other: str, rng: Random) -> str:
 
 
 def take_another(edit: LineEdit, other: str, rng: Random) -> str:
-    """A name that nobody spoke of."""
+    """A name that was not mentioned."""
     return edit.site.cursor.renamed(edit.site.name, other)
 
 

@@ -60,7 +60,7 @@ def transcript(problem: Problem, checks: FunctionChecks, options: BugfixOptions,
 
 def _before(move: Move | None, options: BugfixOptions, rng: Random) -> list[Message]:
     """Messages before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
-    written by an agent whom nobody has just reminded; often nothing.
+    written by an agent that was not just reminded; often nothing.
 
     A reminder may come before anything, so that it says how to edit and not that it is time to.
 

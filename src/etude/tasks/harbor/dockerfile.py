@@ -107,7 +107,7 @@ class _DockerfileState:
         return TaskFolderError(f"{self.source}:{line}: {text[:120]!r}: {fix}")
 
     def fill(self, line: int, text: str) -> str:
-        """``text`` with its variables filled in; one that nobody set is empty."""
+        """``text`` with its variables filled in; one that is not set is empty."""
         if UNREADABLE_VARIABLE.search(text):
             raise self.fault(line, text, "of variables, only $NAME, ${NAME} and ${NAME:-default} are read")
         by_name = {"PATH": SEARCH_PATH} | self.arguments | self.environment
@@ -176,7 +176,7 @@ def _arg(reading: _DockerfileState, line: int, rest: str) -> None:
     for word in _words(reading, line, rest):
         name, equals, value = word.partition("=")
         if not equals:
-            raise reading.fault(line, f"ARG {rest}", f"nobody gives a value for {name}: write a default")
+            raise reading.fault(line, f"ARG {rest}", f"{name} has no value: write a default")
         reading.arguments[name] = reading.fill(line, value)
 
 

@@ -56,7 +56,7 @@ FILES_LIMIT, BYTES_LIMIT = 20_000, 256 << 20
 TEXT_LIMIT_BYTES = 16 << 20
 """Most bytes of tests, solution and instruction together, which are kept in memory."""
 CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
-"""Lines that mark a benchmark's files for whoever collects training data; they are no part of the instruction."""
+"""Lines that mark a benchmark's files for collectors of training data; they are no part of the instruction."""
 RESERVED = ("/tests", "/logs", "/solution", "/proc", "/sys", "/dev", "/usr", "/etc", "/bin", "/lib", "/tmp")
 """Folders that no working folder may be: the agent owns its working folder."""
 ID_LENGTH = 16
@@ -99,7 +99,7 @@ class HarborTask:
     tests: Mapping[str, str]
     """The verifier's files, relative to ``tests/``."""
     solution: Mapping[str, str]
-    """Relative to ``solution/``; empty where nobody wrote one."""
+    """Relative to ``solution/``; empty where there is none."""
     dockerfile: Dockerfile | None
     workdir: str
     artefacts: tuple[str, ...]

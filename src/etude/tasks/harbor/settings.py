@@ -88,7 +88,7 @@ class AgentSettings(Section):
     """``[agent]``: how the agent is run."""
 
     timeout_sec: float | None = Field(default=None, gt=0)
-    """Advice for whoever configures the harness; a task of étude has no deadline of its own."""
+    """Advice for the harness's configuration; a task of étude has no deadline of its own."""
     user: Literal["agent", 1000] | None = None
     """Agents are never root."""
 

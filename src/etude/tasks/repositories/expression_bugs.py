@@ -268,7 +268,7 @@ def wrong_name(source: SourceText, function: Function) -> Iterator[Edit]:
 
 
 def missing_await(source: SourceText, function: Function) -> Iterator[Edit]:
-    """A coroutine that nobody waits for."""
+    """A coroutine that is never awaited."""
     for node in _inside(function):
         if isinstance(node, ast.Await):
             yield source.replace(node, source.segment(node.value))

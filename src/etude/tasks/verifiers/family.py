@@ -111,7 +111,7 @@ class VerifiersEnvironment:
         process.stdin.close()
         await self._end(process)
         for reader in self._readers:
-            reader.cancel()  # whoever has left the group may hold a pipe for ever
+            reader.cancel()  # a process that has left the group may hold a pipe for ever
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     def task(self, split: Split, index: int) -> Task:
