@@ -5,8 +5,6 @@ id, by which the gateway knows a call whose answer got lost and repeats that ans
 """
 
 import asyncio
-import itertools
-import random
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ from typing import Literal, TypeAlias
 import aiohttp
 import orjson
 
+from etude.backoff import Backoff
 from etude.errors import EngineUnavailable, SessionLost
 from etude.protocols import Session
 from etude.types import TurnKind
@@ -30,8 +29,8 @@ FULL = ("context_length_exceeded", "session_full")
 """Codes of a 400 that mean: no more of this conversation, or of the whole session. To try again would not help."""
 TURN = "X-Etude-Turn"
 """Header by which the gateway learns what a call is for; without it, it is for an action."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-"""Between attempts; doubled each time, then halved at random so that callers do not come back together."""
+PAUSES = Backoff(first_s=0.05, longest_s=2.0, jitter=0.5)
+"""Between attempts."""
 REQUEST_ID_BYTES = 12
 """Randomness of a call's id: unique within its session."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
@@ -90,12 +89,12 @@ class CompletionClient:
         trouble = Trouble("no answer to the first attempt")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
-                for attempt in itertools.count():
+                for pause_s in PAUSES.delays():
                     answer = await self._attempt(session.base_url + "/chat/completions", body, headers)
                     if isinstance(answer, CompletionReply):
                         return answer
                     trouble = answer
-                    await asyncio.sleep(_pause_s(attempt, trouble))
+                    await asyncio.sleep(max(pause_s, trouble.pause_s or 0.0))
         raise EngineUnavailable(f"{session.base_url}: no completion within {self._timeout_s} s; last: {trouble.reason}")
 
     async def _attempt(self, url: str, body: bytes, headers: Mapping[str, str]) -> CompletionReply | Trouble:
@@ -126,11 +125,6 @@ def judge_answer(status: int, retry_after: str | None, body: bytes) -> Completio
     if (status, code) in ((404, "session_not_found"), (401, "invalid_api_key")):
         raise SessionLost(f"the gateway knows no such session (any more): {reason}")
     raise EngineUnavailable(f"HTTP {status}, {code}: {reason}")
-
-
-def _pause_s(attempt: int, trouble: Trouble) -> float:
-    longest_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 10))
-    return max(trouble.pause_s or 0.0, longest_s * random.uniform(0.5, 1.0))
 
 
 def _seconds(retry_after: str | None) -> float | None:

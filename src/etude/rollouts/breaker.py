@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
+from etude.backoff import Backoff
+
 STREAK = 5
 """Failures in a row that open the circuit."""
 WINDOW, WINDOW_FULL, WINDOW_SHARE = 20, 10, 0.5
@@ -121,7 +123,7 @@ class Breaker:
     def _open(self, now: float) -> None:
         self._move(Circuit.OPEN)
         longest_s = max(MAX_PAUSE_S, OUTAGE_SHARE * (now - (now if self._opened_s is None else self._opened_s)))
-        self.until_s = now + min(longest_s, FIRST_PAUSE_S * 2.0 ** min(self._failed_probes, 20))
+        self.until_s = now + Backoff(first_s=FIRST_PAUSE_S, longest_s=longest_s).delay_s(1 + self._failed_probes)
 
     def _move(self, to: Circuit) -> None:
         assert to in CIRCUIT_MOVES[self.circuit], f"a circuit went from {self.circuit} to {to}"

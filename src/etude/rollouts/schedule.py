@@ -19,13 +19,12 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeAlias
 
+from etude.backoff import Backoff
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.breaker import Breaker, Circuit
 
-FIRST_BACKOFF_S = 1.0
-"""Wait before the second attempt; doubles with each, long enough in sum for a dead process to be restarted."""
-MAX_BACKOFF_S = 8.0
-"""Longest wait between attempts."""
+PAUSES = Backoff(first_s=1.0, longest_s=8.0)
+"""Before attempts 1, 2, …: long enough in sum for a dead process to be restarted."""
 
 Place: TypeAlias = tuple[int, int]
 """A slot's group and its number there: unique within a purpose, and in order of age."""
@@ -141,7 +140,7 @@ class Schedule:
         entry.move(SlotPhase.BACKING_OFF)
         entry.slot = replace(entry.slot, attempt=due)
         self._stop(place)
-        heapq.heappush(self._pauses, (now + backoff_s(due), place))
+        heapq.heappush(self._pauses, (now + PAUSES.delay_s(due), place))
         return entry.state
 
     def abandon(self, group_index: int) -> list[Place]:
@@ -205,8 +204,3 @@ class Schedule:
 def place_of(slot: OpenSlot) -> Place:
     """Group and number of a slot."""
     return slot.group_index, slot.slot
-
-
-def backoff_s(attempt: int) -> float:
-    """Seconds to wait before attempt 1, 2, …"""
-    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (attempt - 1))

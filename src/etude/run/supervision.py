@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from etude.backoff import Backoff
 from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import HEARTBEAT_VARIABLE, START_S, Silence
@@ -24,8 +25,8 @@ from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
-FIRST_ROOM_S, LONGEST_ROOM_S = 2.0, 60.0
-"""Before a process that found no room on a disk is started again: the first pause and the longest; they double."""
+ROOM_PAUSES = Backoff(first_s=2.0, longest_s=60.0)
+"""Before a process that found no room on a disk is started again."""
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Processes that end when their work is done; the others serve until they are stopped."""
 MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
@@ -101,8 +102,8 @@ class Child:
     def _await_room(self, now_s: float) -> None:
         """Start the process again after a pause: what it needs is not étude's to give."""
         if self._again_s is None:
-            self._waits = self._waits + 1 if now_s - self._started_s < LONGEST_ROOM_S else 1
-            pause_s = min(LONGEST_ROOM_S, FIRST_ROOM_S * 2.0 ** (self._waits - 1))
+            self._waits = self._waits + 1 if now_s - self._started_s < ROOM_PAUSES.longest_s else 1
+            pause_s = ROOM_PAUSES.delay_s(self._waits)
             self._again_s = now_s + pause_s
             folder, free_bytes = fullest([self._folder.path])
             self._notify(

@@ -20,7 +20,7 @@ from etude.protocols import Session
 from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import RolloutFakes, run_virtually
-from etude.rollouts.schedule import backoff_s
+from etude.rollouts.schedule import PAUSES
 from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
@@ -201,7 +201,7 @@ def test_a_failed_slot_is_tried_again_after_a_pause(bench: MakeBench) -> None:
         await here.dispatcher.train(1)
         return asyncio.get_running_loop().time()
 
-    assert run_virtually(run()) >= backoff_s(1)
+    assert run_virtually(run()) >= PAUSES.delay_s(1)
     assert here.ledger.rollout_counts(TRAIN) == {"graded": 4, "failed_infra": 2, "dropped": 0}
     assert here.ledger.progress().dropped == 0
     assert sorted(event.reason for event in here.closed() if event.status == "failed_infra") == [

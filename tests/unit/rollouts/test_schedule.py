@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.breaker import MAX_PAUSE_S, STREAK, Circuit
-from etude.rollouts.schedule import MAX_BACKOFF_S, SLOT_MOVES, Place, Schedule, SlotPhase, backoff_s, place_of
+from etude.rollouts.schedule import PAUSES, SLOT_MOVES, Place, Schedule, SlotPhase, place_of
 from records import TASK
 
 CONCURRENCY, MAX_ATTEMPTS = 3, 3
@@ -43,10 +43,10 @@ def test_a_failed_slot_comes_back_before_younger_ones() -> None:
     here = schedule(slot(0), slot(1), slot(2), concurrency=1)
     (first,) = here.due(0.0)
     assert here.failed(first, due=1, now=0.0) is SlotPhase.BACKING_OFF
-    assert here.next_time() == backoff_s(1)
+    assert here.next_time() == PAUSES.delay_s(1)
     assert places(here.due(0.0)) == [(1, 0)]
     here.graded(slot(1))
-    (again,) = here.due(backoff_s(1))
+    (again,) = here.due(PAUSES.delay_s(1))
     assert (place_of(again), again.attempt) == ((0, 0), 1)
 
 
@@ -66,7 +66,7 @@ def test_a_dropped_group_is_abandoned_wherever_its_slots_are() -> None:
     here.due(0.0)
     assert sorted(here.abandon(0)) == [(0, 1), (0, 2), (0, 3)]
     assert (len(here), here.running) == (1, 0)
-    assert places(here.due(MAX_BACKOFF_S)) == [(1, 0)]
+    assert places(here.due(PAUSES.longest_s)) == [(1, 0)]
     assert here.next_time() is None
 
 
@@ -75,7 +75,7 @@ def outage(here: Schedule, now: float) -> float:
     while here.breaker.circuit is Circuit.CLOSED:
         for one in here.due(now):
             here.failed(one, due=one.attempt + 1, now=now)
-        now += MAX_BACKOFF_S
+        now += PAUSES.longest_s
     return max(now, here.breaker.until_s)
 
 
@@ -114,7 +114,7 @@ def test_a_slot_that_waits_out_an_outage_is_woken_by_its_end() -> None:
     here = schedule(*(slot(0, number) for number in range(10)), concurrency=STREAK)
     for one in here.due(0.0):
         here.failed(one, due=1, now=0.0)
-    assert here.next_time() == min(backoff_s(1), here.breaker.until_s)
+    assert here.next_time() == min(PAUSES.delay_s(1), here.breaker.until_s)
 
 
 def test_ends_are_ends() -> None:
@@ -123,7 +123,7 @@ def test_ends_are_ends() -> None:
 
 
 def test_pauses_grow_up_to_a_limit() -> None:
-    assert [backoff_s(attempt) for attempt in range(1, 7)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+    assert [PAUSES.delay_s(attempt) for attempt in range(1, 7)] == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
 
 
 class ScheduleMachine(RuleBasedStateMachine):

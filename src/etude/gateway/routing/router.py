@@ -25,12 +25,13 @@ from hashlib import blake2b
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
+from etude.backoff import Backoff
 from etude.protocols import EngineHealth
 
-DISTRUST_S = 1.0
-"""Unit of the pause after which an engine that lost calls again and again gets new ones: 0, 1, 3, 7 … of these."""
-DISTRUST_MAX_S = 30.0
-"""The longest such pause: an engine that was repaired is of use within this time."""
+DISTRUST = Backoff(first_s=1.0, longest_s=31.0)
+"""Pauses after which an engine that lost calls again and again gets new ones, less the first: 0, 1, 3, 7 … 30 s. One
+that was repaired is of use within that time.
+"""
 ANNOUNCEMENTS = 256
 """Versions whose digests are remembered; far more than engines may be behind."""
 SHOWN_DIGITS = 12
@@ -189,8 +190,7 @@ class EngineRecord:
     def lose(self, now: float) -> None:
         """Note that it lost a call while it was trusted."""
         self.losses += 1
-        pause_s = DISTRUST_S * (2.0 ** min(self.losses - 1, 10) - 1)
-        self.distrusted_until = now + min(pause_s, DISTRUST_MAX_S)
+        self.distrusted_until = now + DISTRUST.delay_s(self.losses) - DISTRUST.first_s
 
 
 class Announcements:

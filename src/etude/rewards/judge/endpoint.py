@@ -6,8 +6,6 @@ it. The key is sent and appears nowhere else: not in an error, a log or a cache.
 """
 
 import asyncio
-import itertools
-import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Protocol
 import aiohttp
 import orjson
 
+from etude.backoff import Backoff
 from etude.errors import JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.rewards.judge.budget import Spend
 from etude.rewards.judge.prompts import Message
@@ -23,8 +22,8 @@ from etude.types import Json
 
 BUSY = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 """Statuses that mean: later. Anthropic says 529."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 8.0
-"""Between attempts; doubled each time, then up to halved at random so that callers do not come back together."""
+PAUSES = Backoff(first_s=0.1, longest_s=8.0, jitter=0.5)
+"""Between attempts."""
 LONGEST_WISH_S = 60.0
 """Pause that an endpoint may ask for; deadlines are the caller's."""
 REFUSED = (400, 413, 422)
@@ -119,11 +118,10 @@ class Endpoint:
         :class:`~etude.errors.JudgeDeclined` where it refuses this very question.
         """
         body = orjson.dumps(self._body(call))
-        for attempt in itertools.count():
+        for pause_s in PAUSES.delays():
             answer = await self._attempt(body)
             if isinstance(answer, ChatReply):
                 return answer
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt, 10)) * random.uniform(0.5, 1.0)
             await asyncio.sleep(max(pause_s, answer))
         raise AssertionError("endless")
 
