@@ -144,7 +144,8 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
             "harness": {"max_turns": 4, "turn_timeout_s": 6.0},
             "gateway": {"engine_timeout_s": 5.0},
             "trainer": {"steps": steps},
-            "effort": {"weight": 0.1, "call_token": 1.0, "final_token": 1.0},  # something to learn before any success
+            # Something to learn before any success.
+            "effort": {"weight": 0.1, "prices": {"call_tokens": 1.0, "final_tokens": 1.0}},
             "ledger": {"url": ledger},
             "eval": {"enabled": False},
         },

@@ -40,7 +40,7 @@ from etude.types import Group, Json, Rollout
 
 HABIT = ("tasks.options.bad_call=0.8", "tasks.options.reminded=0.2")
 """The agent of mid-training: most edits are written wrongly at first, none of those right behind a reminder."""
-COST = ("effort.weight=0.05", "effort.call=1.0")
+COST = ("effort.weight=0.05", "effort.prices.calls=1.0")
 """What the reward says of it, with and without hints: a call costs a twentieth of what a passed task is worth."""
 RULE = f'{{name = "edit style", where = "said", pattern = "^edit [^ ]+:[0-9]", text = "{REMINDER}"}}'
 """Which turns are taught, and what the teacher is told."""

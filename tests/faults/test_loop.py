@@ -76,7 +76,8 @@ def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
                 "max_attempts": 8,
             },
             "trainer": {"steps": STEPS, "mismatch_share": 1.0},
-            "effort": {"weight": 1.0, "call_token": 0.01, "final_token": 0.01},  # it solves nothing, yet has to learn
+            # It solves nothing, yet has to learn.
+            "effort": {"weight": 1.0, "prices": {"call_tokens": 0.01, "final_tokens": 0.01}},
             "eval": {"tasks": 8},
             "harness": {"max_turns": 4},
         },

@@ -281,8 +281,8 @@ class RunConfig(Section):
                 f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="
                 f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
             )
-        if self.effort.call:
-            raise ValueError("effort.call would have no effect: an external harness's calls are not counted")
+        if "calls" in self.effort.prices:
+            raise ValueError("effort.prices.calls would have no effect: an external harness's calls are not counted")
         if self.reward.of_harness:
             raise ValueError(
                 f"reward.parts: source = {self.reward.of_harness[0]!r} would always be missing: harness.kind = "

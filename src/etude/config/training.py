@@ -1,5 +1,6 @@
 """``[model]``, ``[trainer]``, ``[loss]`` and their kin: what is trained and how."""
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
 
@@ -254,15 +255,17 @@ class LossConfig(Section):
         return self
 
 
-OF_EFFORT = ("thinking_token", "call_token", "output_token", "final_token", "call", "turn")
-"""Keys of ``[effort]`` that say what counts."""
+EFFORT_KINDS = ("thinking_tokens", "call_tokens", "final_tokens", "output_tokens", "calls", "turns")
+"""Kinds of effort, by the fields of :class:`~etude.rewards.shaping.effort.Effort`."""
+SAMPLED_KINDS = frozenset({"thinking_tokens", "call_tokens", "final_tokens"})
+"""The sampled tokens among them."""
 
 
 class EffortConfig(Section):
     """``[effort]``: what a rollout's effort x costs it, weight · C(x); :mod:`etude.rewards.shaping.effort` has the
     equation.
 
-    x is the sum of what was spent, each kind times its own factor.
+    x is the sum of what was spent, each kind times its price.
     """
 
     weight: float = Field(default=0.0, ge=0)
@@ -271,35 +274,39 @@ class EffortConfig(Section):
     """k: from x = 1/k on, the cost of more falls noticeably."""
     curvature: float = Field(default=0.5, ge=0)
     """q: 0 is linear, 1 logarithmic, above 1 bounded."""
-    thinking_token: float = Field(default=0.0, ge=0)
-    """Cost of sampled tokens up to the end of a turn's thinking."""
+    prices: dict[str, float] = Field(default={})
+    """Kind of effort → its price: ``thinking_tokens`` (sampled up to the end of a turn's thinking), ``call_tokens``
+    (the other sampled ones of turns after which the rollout went on), ``final_tokens`` (those of a last turn),
+    ``output_tokens`` (that a turn's context has beyond what the turn before left: output of tools), ``calls`` of tools,
+    malformed ones included, and ``turns``, the calls of the model.
+    """
     thinking_end_id: int = Field(default=-1, ge=-1)
     """Id of the token that ends a turn's thinking; −1: the model does not think."""
-    call_token: float = Field(default=0.0, ge=0)
-    """Cost of the other sampled tokens of a turn after which the rollout went on."""
-    output_token: float = Field(default=0.0, ge=0)
-    """Cost of tokens that a turn's context has beyond what the turn before left: output of tools."""
-    final_token: float = Field(default=0.0, ge=0)
-    """Cost of the other sampled tokens of a last turn."""
-    call: float = Field(default=0.0, ge=0)
-    """Cost of each tool call, malformed ones included."""
-    turn: float = Field(default=0.0, ge=0)
-    """Cost of each model call."""
+
+    @model_validator(mode="after")
+    def _priced(self) -> Self:
+        for kind, price in self.prices.items():
+            if kind not in EFFORT_KINDS:
+                near = difflib.get_close_matches(kind, EFFORT_KINDS, n=1)
+                fix = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(EFFORT_KINDS)}"
+                raise ValueError(f"effort.prices has no {kind!r}: {fix}")
+            if not price > 0:
+                raise ValueError(f"effort.prices.{kind} = {price:g}: expected a number above 0, or leave it out")
+        return self
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        counted = any(getattr(self, name) for name in OF_EFFORT)
-        if bool(self.weight) != counted:
-            way_out = f"set one of {', '.join(OF_EFFORT)}" if self.weight else "set effort.weight"
-            raise ValueError(f"effort.weight = {self.weight:g} and what effort counts have no effect apart: {way_out}")
+        if bool(self.weight) != bool(self.prices):
+            fix = f"set effort.prices, of {', '.join(EFFORT_KINDS)}" if self.weight else "set effort.weight"
+            raise ValueError(f"effort.weight = {self.weight:g} and effort.prices have no effect apart: {fix}")
         for name, idle in (("curvature", not self.weight), ("scale", not (self.weight and self.curvature))):
             if idle and self.is_set(name):
                 raise ValueError(f"effort.{name} would have no effect with weight = {self.weight:g} and curvature = "
                                  f"{self.curvature:g}; leave it out")  # fmt: skip
-        if self.thinking_token and self.thinking_end_id < 0:
-            raise ValueError("effort.thinking_token would have no effect without effort.thinking_end_id; set it")
-        if self.thinking_end_id >= 0 and not (self.thinking_token or self.call_token or self.final_token):
-            raise ValueError("effort.thinking_end_id would have no effect: no sampled token is counted; leave it out")
+        if "thinking_tokens" in self.prices and self.thinking_end_id < 0:
+            raise ValueError("effort.prices.thinking_tokens has no effect without effort.thinking_end_id; set it")
+        if self.thinking_end_id >= 0 and not self.prices.keys() & SAMPLED_KINDS:
+            raise ValueError("effort.thinking_end_id would have no effect: no sampled token has a price; leave it out")
         return self
 
 

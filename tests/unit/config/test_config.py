@@ -279,4 +279,6 @@ def test_an_old_key_is_met_with_the_new_one() -> None:
 
 @pytest.mark.parametrize("new", sorted(set(RENAMED.values())))
 def test_new_keys_are_keys(new: str) -> None:
-    assert " " in new or new in {key.path for table in tables() for key in table.keys}
+    keys = {key.path: key for table in tables() for key in table.keys}
+    owner = keys.get(new.rpartition(".")[0])
+    assert " " in new or new in keys or (owner is not None and owner.takes.startswith("a table"))

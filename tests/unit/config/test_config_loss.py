@@ -57,7 +57,7 @@ def test_a_kind_alone_is_a_whole_choice(kind: LossKind) -> None:
 
 def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
     loss = {"kind": "gspo", "clip_high": 5e-4, "sequence_mask": "off_policy", "reference_beta": 0.01}
-    config = parse_config({"loss": loss, "effort": {"weight": 0.1, "turn": 1.0}}, source="test")
+    config = parse_config({"loss": loss, "effort": {"weight": 0.1, "prices": {"turns": 1.0}}}, source="test")
     (tmp_path / "run.toml").write_text(dump_toml(config), encoding="utf-8")
     assert load_recipe(tmp_path) == config
     assert (config.loss.clip_low, config.loss.clip_high, config.loss.mask_divergence) == (3e-4, 5e-4, 0.1)
@@ -110,12 +110,20 @@ def test_the_decoupled_form_needs_a_policy_between() -> None:
 @pytest.mark.parametrize(
     ("effort", "message"),
     [
-        ({"weight": 0.1}, "set one of thinking_token, call_token"),
-        ({"turn": 0.1}, "set effort.weight"),
+        ({"weight": 0.1}, "set effort.prices, of thinking_tokens, call_tokens"),
+        ({"prices": {"turns": 0.1}}, "set effort.weight"),
+        ({"weight": 0.1, "prices": {"turn": 0.1}}, "effort.prices has no 'turn': did you mean 'turns'"),
+        ({"weight": 0.1, "prices": {"turns": -1.0}}, "effort.prices.turns = -1: expected a number above 0"),
         ({"curvature": 1.0}, "effort.curvature would have no effect with weight = 0"),
-        ({"weight": 0.1, "turn": 1.0, "curvature": 0.0, "scale": 2.0}, "effort.scale would have no effect"),
-        ({"weight": 0.1, "thinking_token": 1.0}, "without effort.thinking_end_id"),
-        ({"weight": 0.1, "turn": 1.0, "thinking_end_id": 7}, "effort.thinking_end_id would have no effect"),
+        (
+            {"weight": 0.1, "prices": {"turns": 1.0}, "curvature": 0.0, "scale": 2.0},
+            "effort.scale would have no effect",
+        ),
+        ({"weight": 0.1, "prices": {"thinking_tokens": 1.0}}, "without effort.thinking_end_id"),
+        (
+            {"weight": 0.1, "prices": {"turns": 1.0}, "thinking_end_id": 7},
+            "effort.thinking_end_id would have no effect",
+        ),
     ],
 )
 def test_effort_is_counted_and_priced_or_neither(effort: dict[str, Any], message: str) -> None:
@@ -125,8 +133,8 @@ def test_effort_is_counted_and_priced_or_neither(effort: dict[str, Any], message
 
 def test_the_calls_of_an_external_harness_are_not_counted() -> None:
     harness = {"kind": "command", "command": ["agent", "{prompt}", "{temperature}"], "timeout_s": 20.0}
-    with pytest.raises(ConfigError, match=r"effort\.call would have no effect"):
-        parse_config({"harness": harness, "effort": {"weight": 0.1, "call": 1.0}}, source="test")
+    with pytest.raises(ConfigError, match=r"effort\.prices\.calls would have no effect"):
+        parse_config({"harness": harness, "effort": {"weight": 0.1, "prices": {"calls": 1.0}}}, source="test")
 
 
 @pytest.mark.parametrize(

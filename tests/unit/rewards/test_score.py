@@ -162,7 +162,10 @@ def test_a_policy_that_says_too_little_is_refused() -> None:
 
 
 def test_trained_on_is_the_score_less_effort_and_the_way_from_the_reference() -> None:
-    rollout, effort = make_rollout("r", make_turn([1], [2]), reward=0.75), EffortConfig(weight=0.5, turn=1.0)
+    rollout, effort = (
+        make_rollout("r", make_turn([1], [2]), reward=0.75),
+        EffortConfig(weight=0.5, prices={"turns": 1.0}),
+    )
     assert penalty(rollout, EffortConfig()) == 0.0
     taken_off = penalty(rollout, effort, reference_beta=0.1, nats=2.0)
     assert taken_off == effort_penalty(rollout, effort) + 0.1 * 2.0

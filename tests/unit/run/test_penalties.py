@@ -20,7 +20,7 @@ from etude.types import (
 )
 from records import TASK, make_rollout, make_turn
 
-EFFORT = EffortConfig(weight=0.5, turn=1.0)
+EFFORT = EffortConfig(weight=0.5, prices={"turns": 1.0})
 torch.set_num_threads(1)
 
 

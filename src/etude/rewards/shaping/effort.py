@@ -4,7 +4,7 @@
     q = 0: x      q = 1: ln(1 + kx) / k      q > 1: never above 1 / (k(q − 1))
 
 A little more effort matters where little was spent, and hardly where a hard task took a lot anyway. x is a sum of what
-was spent, each kind times a factor of the recipe.
+was spent, each kind times its price in the recipe.
 
 The penalty is taken off where rewards are compared, not where they are given: an evaluation is not measured with it,
 and a rollout that is worth nothing because it cheated is not better off than one that failed honestly.
@@ -64,14 +64,7 @@ def effort_penalty(rollout: Rollout, config: EffortConfig) -> float:
     if not config.weight:
         return 0.0
     effort = effort_of(rollout.turns, rollout.counts, config.thinking_end_id)
-    spent = (
-        config.thinking_token * effort.thinking_tokens
-        + config.call_token * effort.call_tokens
-        + config.output_token * effort.output_tokens
-        + config.final_token * effort.final_tokens
-        + config.call * effort.calls
-        + config.turn * effort.turns
-    )
+    spent = sum(price * getattr(effort, kind) for kind, price in config.prices.items())
     return config.weight * concave_cost(spent, scale=config.scale, curvature=config.curvature)
 
 

@@ -156,7 +156,7 @@ def test_advantages_and_loss_tokens_are_those_of_the_batch(tmp_path: Path, chat:
         ended(1, 0.0, *scribe.summarised()[:2]),
         ended(2, 1.0, *scribe.summarised(), verdict=SUSPECT),
     ]
-    for reader in reader_of(tmp_path / "run", chat, rollouts, "effort.weight=0.1", "effort.turn=1.0", size=4):
+    for reader in reader_of(tmp_path / "run", chat, rollouts, "effort.weight=0.1", "effort.prices.turns=1.0", size=4):
         read = {rollout.rollout_id: rollout for rollout in reader.group(TRAIN, 0)}
         config = reader._config
         group = reader._archive.group(TRAIN, 0)

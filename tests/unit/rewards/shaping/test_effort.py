@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config.training import EffortConfig
+from etude.config.training import SAMPLED_KINDS, EffortConfig
 from etude.rewards.shaping.effort import Effort, concave_cost, effort_of, effort_penalty
 from etude.types import Finish, Rollout, RolloutStatus, Turn
 
@@ -57,12 +57,15 @@ def test_every_token_is_counted_once_under_its_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "count"),
-    [("thinking_token", 4), ("call_token", 3), ("output_token", 6), ("final_token", 2), ("call", 3), ("turn", 3)],
+    ("kind", "count"),
+    [
+        *(("thinking_tokens", 4), ("call_tokens", 3), ("output_tokens", 6), ("final_tokens", 2)),
+        *(("calls", 3), ("turns", 3)),
+    ],
 )
-def test_each_factor_prices_its_own_kind(factor: str, count: int) -> None:
-    thinking = {"thinking_end_id": THOUGHT} if "token" in factor and factor != "output_token" else {}
-    config = EffortConfig.model_validate({"weight": 0.5, "curvature": 0.0, factor: 2.0, **thinking})
+def test_each_price_is_of_its_own_kind(kind: str, count: int) -> None:
+    thinking = {"thinking_end_id": THOUGHT} if kind in SAMPLED_KINDS else {}
+    config = EffortConfig.model_validate({"weight": 0.5, "curvature": 0.0, "prices": {kind: 2.0}, **thinking})
     assert effort_penalty(ROLLOUT, config) == pytest.approx(0.5 * 2.0 * count)
 
 
