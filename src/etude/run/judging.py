@@ -336,7 +336,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
 
 
 def per_rollout(config: JudgeConfig) -> BudgetLimit:
-    """JudgeBudget limit of one rollout's reward; as much again for its hints."""
+    """Budget of the judge's calls for one rollout's reward; its hints have as much again."""
     return BudgetLimit(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
 
 

@@ -439,7 +439,7 @@ class ResponseEventEncoder:
         self._frame: Shape = {}
         """The response without output."""
         self._sequence = 0
-        """EventEncoder so far."""
+        """Number of events so far."""
         self._output: list[Shape] = []
         """Items that are complete."""
         self._item: Item | None = None

@@ -70,7 +70,7 @@ class SessionLimits:
     max_production: int = 4096
     """Sessions open at a time for products, which may never close theirs: one more ends an idle one."""
     max_turns: int = MAX_TURNS
-    """ReplySampler of one session."""
+    """Turns of one session."""
     max_tokens: int = MAX_TOKENS
     """Tokens that one session holds."""
     idle_s: float = 900.0

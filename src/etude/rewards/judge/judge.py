@@ -287,7 +287,7 @@ class Judge:
 
 
 def needed_for(rubrics: Iterable[Rubric], params: JudgeParams) -> Spend:
-    """JudgeBudget for one judgement on each aspect, of texts of full length that are English or code: one
+    """Budget for one judgement on each aspect, of texts of full length that are English or code: one
     call as dear as can be, which is what is set aside for the last of them, and of every other what it uses then.
     """
     judged = JudgeInput(task="x" * params.text_characters, work="x" * params.text_characters)

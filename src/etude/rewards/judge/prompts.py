@@ -273,7 +273,7 @@ class Asking:
     descending: bool = False
     """True: the scale is shown from best to worst. Every other vote sees it so, and the difference is measured."""
     fault: ReplyFault | None = None
-    """ReplyFault of the reply to the same question before."""
+    """Fault of the reply to the same question before."""
 
 
 def ask(rubric: Rubric, judged: JudgeInput, tokens: Tokens, asking: Asking) -> tuple[Message, ...]:

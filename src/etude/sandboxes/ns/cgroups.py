@@ -79,7 +79,7 @@ class Usage(NamedTuple):
 
 
 class Cgroups:
-    """The groups of one launcher."""
+    """The control groups of one launcher."""
 
     def __init__(self, hierarchies: Sequence[Hierarchy], launcher: str) -> None:
         self._hierarchies = tuple(hierarchies)

@@ -222,13 +222,13 @@ def process(
         "env": [f"{name}={value}" for name, value in environment.items()],
         "cwd": workdir,
         "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
-        "rlimits": [{"type": "RLIMIT_NOFILE", "hard": open_files(), "soft": SOFT_OPEN_FILES}],
+        "rlimits": [{"type": "RLIMIT_NOFILE", "hard": max_open_files(), "soft": SOFT_OPEN_FILES}],
         "noNewPrivileges": user != "root",
     }
 
 
-def open_files() -> int:
-    """The hard limit of open files: not above this process's, which not every machine lets root raise."""
+def max_open_files() -> int:
+    """Hard limit of open files of a command: not above this process's, which not every machine lets root raise."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
 

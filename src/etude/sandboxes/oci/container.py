@@ -55,7 +55,7 @@ class Container:
         """``command`` is the program and its flags; ``folder`` is the container's own, and has a ``bundle``."""
         self._runtime = runtime
         self._command = command
-        self._cell = namespaces
+        self._namespaces = namespaces
         self._folder = folder
         self._wakes = 0
         self._commands = 0
@@ -150,7 +150,7 @@ class Container:
                 file.unlink(missing_ok=True)
 
     def hang_up(self) -> None:
-        """Listen to nothing any more: the namespaces is gone."""
+        """Listen to nothing any more: the namespaces are gone."""
         while self._listened:
             self._listened.popleft().close()
 
@@ -159,20 +159,22 @@ class Container:
         return f"c{self._wakes}"
 
     def _line(self, *arguments: str) -> tuple[str, ...]:
-        return self._cell.enter((*self._command, "--root", str(self._folder / "state"), *arguments))
+        return self._namespaces.enter((*self._command, "--root", str(self._folder / "state"), *arguments))
 
     async def _call(self, *arguments: str) -> tuple[int, str]:
-        return await self._cell.run(self._line(*arguments), RUN_TIMEOUT_S)
+        return await self._namespaces.run(self._line(*arguments), RUN_TIMEOUT_S)
 
     async def _signal_all(self, signal: str) -> tuple[int, str]:
         """Signal every process of the namespaces around but their first, which has no child that it would miss."""
-        return await self._cell.run(self._cell.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S)
+        return await self._namespaces.run(
+            self._namespaces.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S
+        )
 
     async def _begin(self, *arguments: str) -> None:
         """Start a container, which keeps the outputs of its starter: a file, since a pipe would not end."""
         log = self._folder / f"{self._name}.log"
         line = ("sh", "-c", 'log="$1"; shift; exec "$@" >"$log" 2>&1', "sh", str(log))
-        code, _ = await self._cell.run((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
+        code, _ = await self._namespaces.run((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
         if code:
             output = await asyncio.to_thread(log.read_text, encoding="utf-8", errors="replace")
             raise SandboxError(f"no sandbox could be started: {output.strip()[:2000]}")
@@ -199,7 +201,7 @@ class Container:
                 leader = await asyncio.to_thread(pid_file.read_text, encoding="ascii")
             await asyncio.sleep(0 if leader else START_POLL_S)
         if leader and not ending.done() and self._runtime.shares_kernel:
-            await self._cell.run(self._cell.enter(("/bin/sh", "-c", KILL, "sh", leader)), RUN_TIMEOUT_S)
+            await self._namespaces.run(self._namespaces.enter(("/bin/sh", "-c", KILL, "sh", leader)), RUN_TIMEOUT_S)
         elif leader and not ending.done():
             user = "0:0" if command.spec.user == "root" else f"{AGENT}:{AGENT}"
             await self._call("exec", "-user", user, self._name, "/bin/sh", "-c", KILL, "sh", leader)

@@ -32,7 +32,7 @@ class FolderContents:
 
 
 class HarborTasks:
-    """Tasks of one folder, for ever; implements :class:`~etude.protocols.TaskFamily`."""
+    """The tasks of one folder, again and again; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(
         self,
