@@ -1,4 +1,4 @@
-"""Capabilities that a spec needs of its provider, and the error where the provider does not claim one.
+"""Capabilities that a spec needs of its provider, and the error where the provider lacks one.
 
 No more I/O than to look whether paths are there.
 
@@ -50,9 +50,9 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
 
 
 def check_spec(spec: SandboxSpec, granted: frozenset[Capability], provider: str) -> None:
-    """Raise :class:`~etude.errors.Unsupported` for a specification that asks for what ``provider`` does not claim."""
+    """Raise :class:`~etude.errors.Unsupported` for a specification that asks for what ``provider`` lacks."""
     for capability, words in demands(spec).items():
-        check_claim(capability, granted, provider, words)
+        check_capability(capability, granted, provider, words)
 
 
 def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
@@ -73,12 +73,12 @@ def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
             raise ValueError(f"{place!r} is no place in a sandbox: use an absolute path without '..'")
 
 
-def check_claim(capability: Capability, granted: frozenset[Capability], provider: str, words: str = "") -> None:
+def check_capability(capability: Capability, granted: frozenset[Capability], provider: str, words: str = "") -> None:
     """Raise :class:`~etude.errors.Unsupported` unless ``capability`` is granted; ``words`` say what was asked for."""
     if capability not in granted:
         raise unsupported(provider, words or capability.replace("_", " "), WHO_CAN.get(capability, "ns"))
 
 
 def unsupported(provider: str, words: str, instead: str) -> Unsupported:
-    """The refusal of ``words`` by a provider, and which one to use instead."""
+    """The error of a provider that cannot do what ``words`` say, and which one to use instead."""
     return Unsupported(f"{provider} sandboxes cannot keep to {words} on this machine: use {instead}")

@@ -1,7 +1,7 @@
 """Output pipes of commands, read as they fill, for as long as any process may write to them.
 
-Owns both ends until the writing one is handed over. What comes after a command has ended is its descendants' and is
-thrown away, but read: a server that logs must not stop for lack of a reader.
+Owns both ends, and the writing one until a command has its copy of it. What comes after a command has ended is its
+descendants' and is thrown away, but read: a server that logs must not stop for lack of a reader.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ class OutputPipe(asyncio.Protocol):
         self._transport: asyncio.ReadTransport | None = None
         self._keeps = True
         self.theirs = theirs
-        """The end to write to, ours to close until it is handed over."""
+        """The end to write to, until :meth:`close_write_end`; then -1."""
         self.data = bytearray()
         self.truncated = False
         """True once something was thrown away that a command had printed."""
@@ -50,8 +50,8 @@ class OutputPipe(asyncio.Protocol):
         """True while a process may still write to it."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def hand_over(self) -> None:
-        """The end to write to is another process's now; calling it twice is harmless."""
+    def close_write_end(self) -> None:
+        """Close our copy of the end to write to; calling it twice is harmless."""
         if self.theirs >= 0:
             os.close(self.theirs)
             self.theirs = -1
@@ -68,7 +68,7 @@ class OutputPipe(asyncio.Protocol):
     def close(self) -> None:
         """Stop listening: who writes now finds the pipe broken. Calling it twice is harmless."""
         self._keeps = False
-        self.hand_over()
+        self.close_write_end()
         if self._transport is not None:
             self._transport.close()
 

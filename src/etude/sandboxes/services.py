@@ -29,7 +29,7 @@ from etude.aio import gather_or_cancel
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
-from etude.sandboxes.capabilities import check_claim
+from etude.sandboxes.capabilities import check_capability
 from etude.sandboxes.lifecycle import close_all
 
 HOME = "/home/agent/.services"
@@ -284,7 +284,7 @@ class ServicedSandboxes:
         name = type(self._provider).__name__
         for capability in (Capability.SNAPSHOT, Capability.FORK, Capability.BACKGROUND, Capability.NETWORK_OFF):
             if capability is not Capability.FORK or Capability.LIVE_FORK not in granted:
-                check_claim(capability, granted, name, f"services, which take {capability}")
+                check_capability(capability, granted, name, f"services, which take {capability}")
         return Capability.LIVE_FORK in granted
 
     async def _fork(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:

@@ -6,7 +6,7 @@ import pytest
 
 from etude.errors import Unsupported
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
-from etude.sandboxes.capabilities import check_claim, check_spec, demands
+from etude.sandboxes.capabilities import check_capability, check_spec, demands
 
 SPECS = {
     Capability.IMAGES: SandboxSpec(image=Image(base="debian")),
@@ -38,4 +38,4 @@ def test_root_and_layers_ask_for_images() -> None:
 
 def test_the_error_names_a_provider_that_can() -> None:
     with pytest.raises(Unsupported, match="live fork on this machine: use gvisor or qemu"):
-        check_claim(Capability.LIVE_FORK, frozenset(), "ns")
+        check_capability(Capability.LIVE_FORK, frozenset(), "ns")

@@ -87,11 +87,11 @@ class LocalSandboxes:
     async def capabilities(self) -> frozenset[Capability]:
         """The grants of the machine, as a worker reports them; the first call starts one.
 
-        Limits are those of each command, so none of a sandbox's is claimed.
+        Limits are those of each command, so it has none of a sandbox's.
         """
         if self._granted is None:
             async with self._worker() as worker:
-                granted = (claim for name, claim in GRANTS.items() if worker.capabilities[name])
+                granted = (capability for name, capability in GRANTS.items() if worker.capabilities[name])
                 self._granted = frozenset((*granted, Capability.FORK))
         return self._granted
 

@@ -9,7 +9,7 @@ calls, limits of memory, processes and disk. Files that are written are in memor
 
 What the machine's root has and others do not: a range of users for every sandbox, so that there is a root inside, who
 builds images (``IMAGES``, ``SNAPSHOT``); and control groups, without which memory is limited for each process alone
-(``MEMORY_LIMIT``). Without root, all files are the agent's and the system is read-only; those three are not claimed.
+(``MEMORY_LIMIT``). Without root it lacks those three: all files are the agent's and the system is read-only.
 The machine's root is no user of any sandbox: the kernel's own files ask who writes them, not for powers.
 
 All sandboxes share the machine's kernel: a boundary for models that are trained, not for tenants who are hostile. For
@@ -102,7 +102,7 @@ class NamespaceSandboxes:
                 if self._closed:
                     raise
                 return frozenset()  # not remembered: a machine that is short of something now may have it later
-            self._proven = _claims(home.link.grants) if works else frozenset()
+            self._proven = _capabilities(home.link.grants) if works else frozenset()
         return self._proven
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> NamespaceSandbox:
@@ -113,9 +113,9 @@ class NamespaceSandboxes:
         """
         home = await self._open()
         spec = spec or SandboxSpec()
-        claims = _claims(home.link.grants)
+        granted = _capabilities(home.link.grants)
         for capability, words in demands(spec).items():
-            if capability not in claims:
+            if capability not in granted:
                 raise unsupported(NAME, words, "it as root, or qemu")
         return await self._make(files, spec, home)
 
@@ -207,7 +207,7 @@ class NamespaceSandboxes:
 
     async def _snapshot(self, sandbox: NamespaceSandbox) -> Image:
         home = await self._open()
-        if Capability.SNAPSHOT not in _claims(home.link.grants):
+        if Capability.SNAPSHOT not in _capabilities(home.link.grants):
             raise unsupported(NAME, "a snapshot", "it as root, or qemu")
         image = sandbox.spec.image
         self._hold(image.layers)  # for good
@@ -256,7 +256,7 @@ class NamespaceSandboxes:
                 await asyncio.to_thread(remove_tree, layer)
 
 
-def _claims(grants: Mapping[str, Any]) -> frozenset[Capability]:
+def _capabilities(grants: Mapping[str, Any]) -> frozenset[Capability]:
     """Capabilities by the grants of a launcher."""
     images = {Capability.IMAGES, Capability.SNAPSHOT} if grants["maps_range"] else set()
     counted = {Capability.MEMORY_LIMIT} if MEMORY in grants["controllers"] else set()

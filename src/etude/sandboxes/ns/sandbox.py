@@ -23,7 +23,7 @@ from etude.protocols import ExecResult
 from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
 from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.egress import EgressProxy
-from etude.sandboxes.folder_sandbox import NOT_EXECUTABLE, Command
+from etude.sandboxes.folder_sandbox import Command, too_long
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.child import JobVerdict
@@ -65,7 +65,7 @@ class Commands:
             **wire.ExecOrder(argv=list(command.argv), environment=dict(environment), workdir=workdir),
         }
         if wire.is_too_large(body):
-            return _too_long(command.argv[0])
+            return too_long(command.argv[0])
         pipes = [await OutputPipe.open(OUTPUT_LIMIT_BYTES), await OutputPipe.open(OUTPUT_LIMIT_BYTES)]
         try:
             return await self._run(body, command, pipes)
@@ -79,7 +79,7 @@ class Commands:
         pipe = await OutputPipe.open(ANSWER_LIMIT_BYTES)
         try:
             ending = await self._start(body, (in_memory(data), pipe.theirs))
-            pipe.hand_over()
+            pipe.close_write_end()
             timed_out = await self._see_end(number, ending, JOB_TIMEOUT_S)
             end = {} if ending.cancelled() else await ending
             if end.get("agents_doing"):
@@ -105,7 +105,7 @@ class Commands:
         stdin = in_memory(command.stdin.encode("utf-8", "surrogateescape"))
         ending = await self._start(body, (stdin, *(pipe.theirs for pipe in pipes)))
         for pipe in pipes:
-            pipe.hand_over()
+            pipe.close_write_end()
         timed_out = await self._see_end(body["id"], ending, command.timeout_s)
         status = self._status(await ending)
         for pipe in pipes:
@@ -153,7 +153,7 @@ class Commands:
     def _listen_on(self, pipes: Sequence[OutputPipe]) -> None:
         """Go on reading what descendants print."""
         for pipe in pipes:
-            pipe.hand_over()
+            pipe.close_write_end()
             pipe.finish()
         self._listened = deque(pipe for pipe in (*self._listened, *pipes) if pipe.is_open)
         while len(self._listened) > MAX_LISTENED:
@@ -175,12 +175,6 @@ def judge(job: str, answer: bytes) -> bytes | None:
     if verdict == bytes([JobVerdict.FULL]):
         raise AgentFault(f"{job} in a sandbox that has no room left: {text}")
     raise SandboxError(text or f"{job} in a sandbox was killed")
-
-
-def _too_long(program: str) -> ExecResult:
-    """The result of a shell for a command line that Linux does not take."""
-    stderr = f"{program}: Argument list too long: use a file or stdin\n"
-    return ExecResult(exit_code=NOT_EXECUTABLE, stdout="", stderr=stderr, timed_out=False, truncated=False, seconds=0.0)
 
 
 CLOSE_TIMEOUT_S = 30.0

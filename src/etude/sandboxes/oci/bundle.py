@@ -174,7 +174,15 @@ def _kernel_guard() -> Object:
             "syscalls": [
                 _refuse(sorted(REFUSED_CALLS - {*UNKNOWN}), errno.EPERM),
                 _refuse(sorted(UNKNOWN), errno.ENOSYS),
-                *(_refuse(["ioctl"], errno.EPERM, {"index": 1, "value": call, "op": "SCMP_CMP_EQ"}) for call in TYPING),
+                *(
+                    _refuse(
+                        ["ioctl"],
+                        errno.EPERM,
+                        # the kernel looks at the low half alone, the filter at all 64 bits
+                        {"index": 1, "value": 0xFFFFFFFF, "valueTwo": call, "op": "SCMP_CMP_MASKED_EQ"},
+                    )
+                    for call in TYPING
+                ),
                 *(
                     _refuse(
                         ["clone"],

@@ -128,7 +128,7 @@ class Container:
                 *line, stdin=source, stdout=pipes[0].theirs, stderr=pipes[1].theirs, start_new_session=True
             )
             for pipe in pipes:
-                pipe.hand_over()
+                pipe.close_write_end()
             code = await self._end(client, command, pid_file)
             for pipe in pipes:
                 pipe.finish()
@@ -212,7 +212,7 @@ class Container:
     def _listen_on(self, pipes: Sequence[OutputPipe]) -> None:
         """Go on reading and throw it away: a process that prints must not stop because there is no reader."""
         for pipe in pipes:
-            pipe.hand_over()
+            pipe.close_write_end()
             pipe.finish()
         self._listened = deque(pipe for pipe in (*self._listened, *pipes) if pipe.is_open)
         while len(self._listened) > LISTENED:

@@ -9,8 +9,9 @@ The runtimes are rows of a table (:mod:`etude.sandboxes.oci.runtimes`). Inside i
 is out of a command's reach, and a running sandbox can be forked with its memory: its sentry is checkpointed, and
 restored once for the original and once for every fork, with copies of the files that were written.
 
-Needs root, the runtime (``runsc`` of 2022 or later), and a kernel of 6.6 or later for its overlays. What a row does not
-claim is refused; where the machine has control groups, a sandbox that goes far beyond its limits is ended as a whole.
+Needs root, the runtime (``runsc`` of 2022 or later), and a kernel of 6.6 or later for its overlays. A spec that needs
+more than the capabilities of a row is refused; where the machine has control groups, a sandbox that goes far beyond its
+limits is ended as a whole.
 
 States of a provider: new ──create──▶ open ──close──▶ closed. Owns its folder; whatever runs ends with it.
 """
@@ -28,7 +29,7 @@ import orjson
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxSpec
-from etude.sandboxes.capabilities import check_sources, check_spec, unsupported
+from etude.sandboxes.capabilities import check_sources, check_spec
 from etude.sandboxes.images.layers import copy_tree, first_link, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import close_all
@@ -171,7 +172,7 @@ class OciSandboxes:
             command=self._command,
             stage=scratch.path / "stage",
             snapshot=self._snapshot,
-            fork=self._fork,
+            fork=self._fork_live if Capability.LIVE_FORK in self._runtime.capabilities else self._fork_files,
             forget=self._forget,
         )
 
@@ -197,10 +198,26 @@ class OciSandboxes:
         image = sandbox.spec.image
         return replace(image, digest="", layers=(*image.layers, layer))
 
-    async def _fork(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
+    async def _fork_files(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
+        """Copy what was written, while nothing writes, and boot a container over each copy."""
+        forks: list[OciSandbox] = []
+        await sandbox.container.pause()
+        try:
+            for _ in range(count):
+                fork = await self._prepare(sandbox.spec)
+                forks.append(fork)
+                await _copy_files(sandbox.stage / "upper", fork.stage / "upper")
+                await fork.namespaces.go_on()
+                await fork.container.boot()
+        except BaseException:
+            await close_all(forks)
+            raise
+        finally:
+            await sandbox.container.resume()
+        return forks
+
+    async def _fork_live(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
         """Write the memory down, copy what was written to files, and wake the original and the forks."""
-        if Capability.LIVE_FORK not in self._runtime.capabilities:
-            raise unsupported(self._runtime.kind, "a fork", "ns or gvisor")
         memory = self._open().path / f"memory-{next(self._numbers):06d}"
         forks: list[OciSandbox] = []
         try:

@@ -70,8 +70,7 @@ CRUN: Final = OciRuntime(
     program="crun",
     package="crun",
     flags=("--cgroup-manager=disabled",),  # the namespaces around have the control groups
-    capabilities=GVISOR.capabilities
-    - {Capability.OWN_KERNEL, Capability.COUNTERS_APART, Capability.FORK, Capability.LIVE_FORK},
+    capabilities=GVISOR.capabilities - {Capability.OWN_KERNEL, Capability.COUNTERS_APART, Capability.LIVE_FORK},
     command_pid_flag="--pid-file",
 )
 """The machine's own kernel behind the masks and filters that Docker has; podman's containers are this program's, too.

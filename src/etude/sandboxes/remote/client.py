@@ -57,19 +57,19 @@ class RemoteSandboxes:
         if not url.startswith(("http://", "https://")) or not key:
             raise ConfigError(f"sandboxes at {url!r}: expected an http(s) URL and a key")
         self._server = _ServerConnection(f"{url.rstrip('/')}/v{wire.VERSION}", key)
-        self._claims: frozenset[Capability] | None = None
+        self._capabilities: frozenset[Capability] | None = None
         self._sandboxes: dict[str, RemoteSandbox] = {}
         self._heart: asyncio.Task[None] | None = None
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
         """The capabilities of the server's provider, as far as this client knows their names."""
-        if self._claims is None:
+        if self._capabilities is None:
             capabilities = await self._server.ask(wire.CapabilitiesReply, "GET", "capabilities", attempts=ATTEMPTS)
             if capabilities.version != wire.VERSION:
                 raise SandboxError(f"the server speaks version {capabilities.version}, this client {wire.VERSION}")
-            self._claims = wire.known_capabilities(capabilities.capabilities)
-        return self._claims
+            self._capabilities = wire.known_capabilities(capabilities.capabilities)
+        return self._capabilities
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> "RemoteSandbox":
         """A fresh sandbox that holds ``files``; layers and mounts are paths on the server's machine.

@@ -123,8 +123,8 @@ class SandboxServer:
         return answer
 
     async def _capabilities(self, registered: RegisteredSandbox, body: bytes) -> Answer:
-        claims = await self._provider.capabilities()
-        return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, claims)))
+        granted = await self._provider.capabilities()
+        return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, granted)))
 
     async def _renew(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         names = wire.read_message(wire.Names, body).names

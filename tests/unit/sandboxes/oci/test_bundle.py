@@ -86,6 +86,8 @@ def test_the_machines_own_kernel_is_masked_and_filtered() -> None:
         assert any(f"'{call}'" in rule and "args" not in rule for rule in refused), call
     vsock = {"index": 0, "value": 16, "op": "SCMP_CMP_GT"}
     assert any("'socket'" in rule and str(vsock) in rule for rule in refused)
+    type_in = {"index": 1, "value": 0xFFFFFFFF, "valueTwo": 0x5412, "op": "SCMP_CMP_MASKED_EQ"}
+    assert any("'ioctl'" in rule and str(type_in) in rule for rule in refused), "the high half would get round it"
 
 
 @pytest.mark.parametrize("shares_kernel", [False, True])
