@@ -9,6 +9,8 @@ import fcntl
 import os
 import struct
 import termios
+from collections import deque
+from collections.abc import Iterable
 from typing import BinaryIO, Self
 
 
@@ -78,3 +80,29 @@ class OutputPipe(asyncio.Protocol):
             room = self._limit_bytes - len(self.data)
             self.data += data[:room]
             self.truncated |= len(data) > room
+
+
+class DescendantOutputs:
+    """Outputs of commands that ended, but left something running that may still print: they are read and thrown away.
+
+    At most ``limit`` are listened to; who writes to the oldest finds it broken.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pipes: deque[OutputPipe] = deque()
+
+    def add(self, pipes: Iterable[OutputPipe]) -> None:
+        """Listen to the pipes of a command that ended, if any process still has them open."""
+        for pipe in pipes:
+            pipe.close_write_end()
+            pipe.finish()
+            self._pipes.append(pipe)
+        self._pipes = deque(pipe for pipe in self._pipes if pipe.is_open)
+        while len(self._pipes) > self._limit:
+            self._pipes.popleft().close()
+
+    def close(self) -> None:
+        """Listen to nothing any more."""
+        while self._pipes:
+            self._pipes.popleft().close()

@@ -11,7 +11,6 @@ import asyncio
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,14 +28,14 @@ from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.child import JobVerdict
 from etude.sandboxes.ns.link import LauncherLink
 from etude.sandboxes.ns.root import HOME
-from etude.sandboxes.output_pipe import OutputPipe
+from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe
 
 GRACE_S = 10.0
 """For a command to end once it was killed; then its sandbox is given up."""
 JOB_TIMEOUT_S = 120.0
 """For files to be carried in or out."""
 MAX_LISTENED = 32
-"""Outputs of descendants that are read at a time; who writes to the oldest finds it broken."""
+"""Outputs of commands' descendants that are read at a time."""
 ANSWER_LIMIT_BYTES = 1 << 30
 """Deadline of a job; what it carries has limits of its own."""
 KILLED = 137
@@ -54,7 +53,7 @@ class Commands:
         self._box = box
         self._check_open = check_open
         self._fail = fail
-        self._listened: deque[OutputPipe] = deque()
+        self._descendants = DescendantOutputs(MAX_LISTENED)
 
     async def run(self, command: Command, *, environment: Mapping[str, str], workdir: str) -> ExecResult:
         """Run a command to its end. Raises :class:`~etude.errors.SandboxError` when the sandbox fails under it."""
@@ -70,7 +69,7 @@ class Commands:
         try:
             return await self._run(body, command, pipes)
         finally:
-            self._listen_on(pipes)
+            self._descendants.add(pipes)
 
     async def job(self, job: str, request: Mapping[str, Any], data: bytes = b"") -> bytes | None:
         """Do one of :data:`~etude.sandboxes.ns.child.JOBS` inside; ``None`` when there is no such file."""
@@ -96,9 +95,7 @@ class Commands:
 
     def close(self) -> None:
         """Stop reading what anybody prints."""
-        for pipe in self._listened:
-            pipe.close()
-        self._listened.clear()
+        self._descendants.close()
 
     async def _run(self, body: Mapping[str, Any], command: Command, pipes: Sequence[OutputPipe]) -> ExecResult:
         start_s = time.monotonic()
@@ -149,15 +146,6 @@ class Commands:
             self._fail("the sandbox has died under a command")
         self._check_open()
         return int(end["status"])
-
-    def _listen_on(self, pipes: Sequence[OutputPipe]) -> None:
-        """Go on reading what descendants print."""
-        for pipe in pipes:
-            pipe.close_write_end()
-            pipe.finish()
-        self._listened = deque(pipe for pipe in (*self._listened, *pipes) if pipe.is_open)
-        while len(self._listened) > MAX_LISTENED:
-            self._listened.popleft().close()
 
 
 def judge(job: str, answer: bytes) -> bytes | None:

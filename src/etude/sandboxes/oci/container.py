@@ -11,7 +11,6 @@ import asyncio
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from etude.sandboxes.images.machine_base import search_path
 from etude.sandboxes.oci.bundle import process
 from etude.sandboxes.oci.namespaces import NamespaceHolder
 from etude.sandboxes.oci.runtimes import OciRuntime
-from etude.sandboxes.output_pipe import OutputPipe
+from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe
 
 RUN_TIMEOUT_S = 120.0
 """For the runtime to start, checkpoint or restore a container; it takes less than a second on an idle machine."""
@@ -35,8 +34,8 @@ GRACE_S = 20.0
 """For a command to be over once it was killed."""
 START_POLL_S = 0.01
 """Time between two looks for a command's number, which is written to a file."""
-LISTENED = 64
-"""Outputs of commands that ended, but left something running that may still print: so many are listened to."""
+MAX_LISTENED = 64
+"""Outputs of commands' descendants that are read at a time."""
 RUNTIME_FAILED, KILLED = 128, 137
 """Exit code of the runtime when it cannot say how a command ended, which a command may have, too; and of the killed."""
 KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
@@ -59,7 +58,7 @@ class Container:
         self._folder = folder
         self._wakes = 0
         self._commands = 0
-        self._listened: deque[OutputPipe] = deque()
+        self._descendants = DescendantOutputs(MAX_LISTENED)
         self.is_awake = False
         """True while its processes run; false for good once it could not be restored."""
 
@@ -145,14 +144,13 @@ class Container:
             )
         finally:
             os.close(source)
-            self._listen_on(pipes)
+            self._descendants.add(pipes)
             for file in (order, pid_file):
                 file.unlink(missing_ok=True)
 
     def hang_up(self) -> None:
         """Listen to nothing any more: the namespaces are gone."""
-        while self._listened:
-            self._listened.popleft().close()
+        self._descendants.close()
 
     @property
     def _name(self) -> str:
@@ -208,15 +206,6 @@ class Container:
         if not (await asyncio.wait({ending}, timeout=GRACE_S))[0]:
             ending.cancel()
             raise SandboxError(f"a command of a sandbox did not end within {GRACE_S:g} s of being killed")
-
-    def _listen_on(self, pipes: Sequence[OutputPipe]) -> None:
-        """Go on reading and throw it away: a process that prints must not stop because there is no reader."""
-        for pipe in pipes:
-            pipe.close_write_end()
-            pipe.finish()
-        self._listened = deque(pipe for pipe in (*self._listened, *pipes) if pipe.is_open)
-        while len(self._listened) > LISTENED:
-            self._listened.popleft().close()
 
 
 def _order(command: Command, *, has_input: bool) -> bytes:
