@@ -27,6 +27,10 @@ SEND_TIMEOUT_S = 30.0
 """For a launcher that is busy to take a message."""
 
 
+class LauncherGone(SandboxError):
+    """The launcher had ended before a request could be sent: another one may take it."""
+
+
 class LauncherLink:
     """Asks a launcher for things."""
 
@@ -106,7 +110,7 @@ class LauncherLink:
         return answer
 
     async def send(self, body: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a message. Raises :class:`~etude.errors.SandboxError` when the launcher is gone."""
+        """Send a message. Raises :class:`LauncherGone`."""
         async with self._sending:
             while not self._closed:
                 try:
@@ -115,7 +119,7 @@ class LauncherLink:
                     await _writable(self._control)
                 except (BrokenPipeError, ConnectionResetError):
                     self._fail()
-        raise SandboxError("the launcher of sandboxes has ended")
+        raise LauncherGone("the launcher of sandboxes has ended")
 
     async def close(self) -> None:
         """Hang up, and wait until the launcher has ended everything; calling it twice is harmless."""

@@ -41,7 +41,7 @@ from etude.sandboxes.images.machine_base import machine_folders, search_path, wr
 from etude.sandboxes.lifecycle import all_or_none, close_all
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.cgroups import MEMORY
-from etude.sandboxes.ns.link import LauncherLink
+from etude.sandboxes.ns.link import LauncherGone, LauncherLink
 from etude.sandboxes.ns.root import HOSTNAME, MAX_LAYERS, AllowedPlace, hosts_text, places
 from etude.sandboxes.ns.sandbox import HandleArguments, NamespaceSandbox, NamespaceSandboxHooks
 from etude.sandboxes.scratch import Scratch
@@ -117,7 +117,10 @@ class NamespaceSandboxes:
         for capability, words in demands(spec).items():
             if capability not in granted:
                 raise unsupported(NAME, words, "it as root, or qemu")
-        return await self._make(files, spec, home)
+        try:
+            return await self._make(files, spec, home)
+        except LauncherGone:  # it was killed just now, and its end not noticed yet
+            return await self._make(files, spec, await self._open())
 
     async def close(self) -> None:
         """Close every sandbox and the launcher and remove all files; calling it twice is harmless."""

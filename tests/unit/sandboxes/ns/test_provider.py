@@ -23,7 +23,7 @@ from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.ns.sandbox import NamespaceSandbox
 from process_table import children, opened, outlives, owner, seen, settled, state, survivors, until_running
-from waiting import until
+from waiting import until, wait_until
 
 T = TypeVar("T")
 Scenario = Callable[[NamespaceSandboxes], Awaitable[T]]
@@ -511,6 +511,23 @@ def test_groups_of_a_launcher_that_was_killed_are_swept_by_the_next() -> None:
     left, after = act(kill)
     assert after == []
     assert left > 0 or os.geteuid() != 0
+
+
+def test_a_launcher_that_was_killed_unnoticed_has_a_successor() -> None:
+    def has_ended(process: int) -> bool:
+        status = Path(f"/proc/{process}/status")
+        return not status.exists() or "State:\tZ" in status.read_text()
+
+    async def kill(provider: NamespaceSandboxes) -> str:
+        await provider.create({})
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        os.kill(launcher, signal.SIGKILL)
+        wait_until(lambda: has_ended(launcher), fault=lambda: "it lives")  # the event loop stands still meanwhile
+        sandbox = await provider.create({})
+        return (await sandbox.exec(["echo", "made"], timeout_s=TIMEOUT_S)).stdout
+
+    assert act(kill) == "made\n"
 
 
 def test_a_sandbox_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
