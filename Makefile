@@ -7,7 +7,7 @@ WORKERS ?= 3
 NAME ?= loop
 # On two cores of an AMD EPYC virtual machine.
 TEST_MINUTES := 9
-REST_MINUTES := 20
+REST_MINUTES := 6
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
