@@ -16,6 +16,7 @@ A file is an archive (:mod:`bench.grading.txtar`) of what the agent leaves, and 
 Nothing here imports or runs one: their suffix is none that Python, pytest or a linter would take for a program.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,9 @@ class Attack:
         archive = Archive.read(path)
         commands = tuple(value for name, value in archive.fields() if name == "run")
         about = {name: value for name, value in archive.fields() if name != "run"}
-        return cls(**about, files=archive.files, commands=commands)
+        # The stub brings its own line end: a file that is the stub alone is what the agent found, to the byte.
+        files = {name: re.sub(rf"{STUB}\n\Z", STUB, text) for name, text in archive.files.items()}
+        return cls(**about, files=files, commands=commands)
 
     def filled(self, text: str, module: str, stub: str, test: str) -> str:
         """A text with what stands for something replaced."""

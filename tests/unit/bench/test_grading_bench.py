@@ -52,6 +52,11 @@ def test_attacks_are_filled_in(attack: object, tmp_path: Path) -> None:
             assert compileall.compile_file(tmp_path / "case.py", quiet=1, force=True), path
 
 
+def test_a_module_that_an_attack_does_not_touch_is_the_stub_to_the_byte() -> None:
+    case = attack_case(next(attack for attack in ATTACKS if attack.name == "conftest that exits"))
+    assert case.files[case.subject.module] == case.subject.stub
+
+
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_every_test_of_every_subject_can_be_a_canary(subject: Subject) -> None:
     checks = subject.task("image", probed=True).checks
