@@ -54,10 +54,10 @@ class CreditConfig(Section):
         idle = sorted(frozenset().union(*CREDIT_KEYS.values()) - looked_at)
         self.refuse_idle("credit", idle, f"with credit.kind = {self.kind!r}")
         if self.kind in NEEDED:
-            name, way_out = NEEDED[self.kind]
+            name, fix = NEEDED[self.kind]
             if not self.is_set(name):
                 raise ValueError(f"credit.kind = {self.kind!r} would have no effect with credit.{name} = "
-                                 f"{getattr(self, name)!r}: set that {way_out}")  # fmt: skip
+                                 f"{getattr(self, name)!r}: set that {fix}")  # fmt: skip
         if self.branch_at == "error":
             self.refuse_idle("credit", ["branch_within"], "with credit.branch_at = 'error'")
         return self

@@ -92,7 +92,7 @@ class NumericsConfig(Section):
 
 
 class GatewayConfig(Section):
-    """``[gateway]``: the door between harnesses and engines."""
+    """``[gateway]``: the HTTP API between harnesses and engines."""
 
     host: str = "127.0.0.1"
     """Address to listen on. In a run, another one than loopback gets a listener of its own: the run's own processes

@@ -85,7 +85,7 @@ def find(word: str) -> list[Table]:
     return next((matches for way in ways if (matches := _only(every, way))), [])
 
 
-def way_out(parents: tuple[str, ...], name: str) -> str:
+def suggestion(parents: tuple[str, ...], name: str) -> str:
     """Guess the key that was meant by an unknown one: one like it there, or the same one of another section."""
     names = _names(parents)
     near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, names, n=1)]

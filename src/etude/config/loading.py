@@ -1,4 +1,4 @@
-"""Recipes from files and ``--set``, and back; all faults of one are told at once: the key, the value, the way out."""
+"""Recipes from files and ``--set``, and back; all faults of one are told at once: the key, the value, the fix."""
 
 import json
 import tomllib
@@ -9,7 +9,7 @@ from typing import Any
 import tomli_w
 from pydantic import ValidationError
 
-from etude.config.keys import way_out
+from etude.config.keys import suggestion
 from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed
 from etude.errors import ConfigError
@@ -114,7 +114,7 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
             return message.removeprefix("Value error, ")
         case "extra_forbidden":
             parents, name = tuple(map(str, location[:-1])), str(location[-1])
-            return f"unknown key {key!r}: {renamed(key) or way_out(parents, name)}"
+            return f"unknown key {key!r}: {renamed(key) or suggestion(parents, name)}"
         case "missing":
             return f"{key} is missing"
         case "tuple_type":

@@ -123,7 +123,7 @@ class RunConfig(Section):
     numerics: NumericsConfig = NumericsConfig()
     """The numbers of both."""
     gateway: GatewayConfig = GatewayConfig()
-    """The door to it."""
+    """The HTTP API in front of it."""
     loss: LossConfig = LossConfig()
     """The loss."""
     credit: CreditConfig = CreditConfig()

@@ -123,7 +123,7 @@ class RolloutConfig(Section):
     """
     grading_timeout_s: float = Field(default=900.0, gt=0)
     """Seconds that one grading may take beyond the runs of its task's verifier or tests, should each of them take all
-    its time: for worlds to be made and, where a machine is slow, for those runs.
+    its time: for sandboxes to be made and, where a machine is slow, for those runs.
     """
     outage_s: float = Field(default=300.0, gt=0)
     """Seconds that a finished rollout waits for a judge that is away, and an evaluation for a gateway that is

@@ -75,7 +75,7 @@ class Window:
         elif self.step is Step.SUMMARISE:
             self._move(Step.RESTART)
         else:
-            self._move(self._way_out() if tokens >= self._config.summary_at_tokens else Step.ACT)
+            self._move(self._when_full() if tokens >= self._config.summary_at_tokens else Step.ACT)
 
     def refused(self, *, can_shorten: bool) -> bool:
         """The gateway had no room for the call; whether to ask the same again with less of the last result in it.
@@ -84,11 +84,11 @@ class Window:
         reached is left all the same; only one that has just begun, or is being left, is shortened.
         """
         if self.step is Step.ACT and not self._is_fresh:
-            way_out = self._way_out()
-            if way_out is Step.ACT:
+            step = self._when_full()
+            if step is Step.ACT:
                 self.stop("context")
             else:
-                self._move(way_out)
+                self._move(step)
             return False
         if not can_shorten:
             self.stop("context")
@@ -105,8 +105,8 @@ class Window:
         self.reason = reason
         self._move(Step.STOP)
 
-    def _way_out(self) -> Step:
-        """Out of a context that is full; ``ACT`` if there is none."""
+    def _when_full(self) -> Step:
+        """The step that follows a full context; ``ACT`` goes on in it."""
         if self._config.context == "grow" or self.restarts >= self._config.max_summaries:
             return Step.ACT
         if self._config.context == "truncate":

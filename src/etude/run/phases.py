@@ -92,8 +92,8 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
         pending = lineage.pending(config)
         if phase in pending:
             if pending[0] != phase:
-                way_out = f"run `etude {pending[0]} --run {folder.path}` first"
-                raise RunFolderError(f"{phase} comes after {pending[0]}, which is not done: {way_out}")
+                fix = f"run `etude {pending[0]} --run {folder.path}` first"
+                raise RunFolderError(f"{phase} comes after {pending[0]}, which is not done: {fix}")
             PhaseProcess(folder, phase, events).run()
         if not lineage.pending(config):
             publish_start(folder, lineage.model(phases_of(config)[-1]), events, outages)

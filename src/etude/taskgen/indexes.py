@@ -36,7 +36,7 @@ MESSAGES = frozenset(
 OWN = "PIP_"
 TAKEN = re.compile(r"^(?:Collecting|Processing) (.+)$", re.MULTILINE)
 """Messages with which pip names the requirement it works on."""
-WAY_OUT = (
+FIX = (
     "write NAME or NAME==VERSION of an index in a copy of the project, or let a model install it in a sandbox "
     "(--installer URL --model NAME)"
 )
@@ -84,7 +84,7 @@ def _index_requirement(line: str) -> str:
 
 
 def _rejection(line: str, why: str) -> InstallError:
-    return InstallError(f"the requirement {line!r} cannot be installed here: {why}; {WAY_OUT}")
+    return InstallError(f"the requirement {line!r} cannot be installed here: {why}; {FIX}")
 
 
 def install_wheels(requirements: Sequence[str], options: Sequence[str]) -> None:
@@ -117,7 +117,7 @@ def _failure(requested: Sequence[str], message: str, output: str) -> InstallErro
     if REFUSED in output:
         taken = TAKEN.findall(message)
         what = taken[-1] if taken else "something"
-        why = f"{what} is no wheel of an index and would be built on this machine: {WAY_OUT}"
+        why = f"{what} is no wheel of an index and would be built on this machine: {FIX}"
     else:
         why = errors[-1] if errors else output[-200:]
     return InstallError(
@@ -132,5 +132,5 @@ def _refuse_direct(report: bytes, requested: Sequence[str]) -> None:
             raise InstallError(
                 f"of what {list(requested)} need, {item['metadata']['name']!r} comes from "
                 f"{item['download_info']['url']}, "
-                f"no index: {WAY_OUT}"
+                f"no index: {FIX}"
             )

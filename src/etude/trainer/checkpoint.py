@@ -44,7 +44,7 @@ PARTIAL = ".partial"
 DIGEST_BYTES = 32
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: dtype for dtype, name in STORED_TYPES.items()})
 """Types by the names that files have for them."""
-WAY_OUT = "restore it from a copy, or start a new run from the last published weights"
+FIX = "restore it from a copy, or start a new run from the last published weights"
 
 Like: TypeAlias = Callable[[str], Tensor | None]
 """Name of a tensor → one of its shape that is sharded as it shall be; ``None``: it shall be whole."""
@@ -136,7 +136,7 @@ class Checkpoints:
     def load(self, step: int, like: Like = whole) -> dict[str, Tensor]:
         """Read and verify a checkpoint, each tensor whole or sharded as ``like`` is.
 
-        Raises :class:`~etude.errors.DamagedError` naming the file and the way out.
+        Raises :class:`~etude.errors.DamagedError` naming the file and the fix.
         """
         saved = _Saved(self._path(step))
         return {name: saved.read(name, like(name)) for name in saved.names}
@@ -187,7 +187,7 @@ class _Saved:
             for name in self._unverified:
                 self._open(name)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedError(f"checkpoint {folder / name} cannot be read: {error!r}; {WAY_OUT}") from error
+            raise DamagedError(f"checkpoint {folder / name} cannot be read: {error!r}; {FIX}") from error
 
     @property
     def names(self) -> list[str]:
@@ -218,7 +218,7 @@ class _Saved:
     def _verify(self, name: str) -> None:
         digest = self._unverified.pop(name, None)
         if digest is not None and _sha256(self._folder / name).hex() != digest:
-            raise DamagedError(f"checkpoint {self._folder / name} does not match its SHA-256; {WAY_OUT}")
+            raise DamagedError(f"checkpoint {self._folder / name} does not match its SHA-256; {FIX}")
 
     def _region(self, name: str, box: Box) -> Tensor:
         parts = self._parts[name]
@@ -230,9 +230,7 @@ class _Saved:
                 region[common.inside(box)] = self._files[file].get_slice(name)[common.inside(part)]
                 filled += common.count
         if filled != box.count:
-            raise DamagedError(
-                f"checkpoint {self._folder} has {filled} of the {box.count} numbers of {name!r}; {WAY_OUT}"
-            )
+            raise DamagedError(f"checkpoint {self._folder} has {filled} of the {box.count} numbers of {name!r}; {FIX}")
         return region
 
 

@@ -46,7 +46,7 @@ def test_a_shipped_recipe_resolves(recipe: str, capsys: pytest.CaptureFixture[st
 
 def test_the_keys_of_a_recipe_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config"]) == 0
-    assert "[gateway]         The door between harnesses and engines.\n" in capsys.readouterr().out
+    assert "[gateway]         The HTTP API between harnesses and engines.\n" in capsys.readouterr().out
     assert main(["config", "engine.max_running"]) == 0
     text = capsys.readouterr().out
     assert "engine.max_running = 96\n    a whole number, ≥ 1\n    Sequences decoded together.\n" in text
@@ -126,7 +126,7 @@ def test_an_unwritable_folder_is_named(capsys: pytest.CaptureFixture[str], tmp_p
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here is always full")
-def test_a_full_disk_is_a_failure_with_a_way_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_full_disk_is_a_failure_with_a_fix(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", load_recipe(QUICKSTART))
     (folder.path / "endpoints.json").symlink_to("/dev/full")
     assert main(["run", "--resume", str(folder.path)]) == 4

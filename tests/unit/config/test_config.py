@@ -1,4 +1,4 @@
-"""A recipe is read strictly: every fault is named with its key, its value and the way out."""
+"""A recipe is read strictly: every fault is named with its key, its value and the fix."""
 
 import re
 from pathlib import Path

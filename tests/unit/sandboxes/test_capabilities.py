@@ -1,4 +1,4 @@
-"""What cannot be kept is refused, by name, and with a way out."""
+"""What cannot be kept is refused, by name, and with what to use instead."""
 
 from pathlib import Path
 

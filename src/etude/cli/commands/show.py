@@ -2,7 +2,7 @@
 
     no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the choice between these three and the way out. A rollout is read by :mod:`etude.cli.commands.rollout_view` and
+Owns the choice between these three and the output. A rollout is read by :mod:`etude.cli.commands.rollout_view` and
 drawn by :mod:`etude.dashboard.rollout_text`.
 """
 

@@ -78,7 +78,7 @@ CLOCK = "clock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A question that two worlds answer differently."""
+    """A question that two environments answer differently."""
 
     name: str
     production: str
@@ -115,7 +115,7 @@ def diff(production: Mapping[str, str], simulated: Mapping[str, str]) -> tuple[D
 def render_diff(differences: tuple[Difference, ...]) -> str:
     """Differences for people: what only one side says, line by line."""
     if not differences:
-        return "both worlds answer every question alike"
+        return "both environments answer every question alike"
     lines: list[str] = []
     for one in differences:
         real, ours = one.production.splitlines(), one.simulated.splitlines()

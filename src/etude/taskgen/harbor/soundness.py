@@ -139,7 +139,7 @@ def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_soluti
     if any(reward < PASSES for reward in solved):
         faults.append(f"its own solution fails: rewards {list(solved)}")
     if len(set(untouched)) > 1 or len(set(solved)) > 1:
-        faults.append(f"equal worlds are graded unequally: {list(untouched)} untouched, {list(solved)} solved")
+        faults.append(f"equal sandboxes are graded unequally: {list(untouched)} untouched, {list(solved)} solved")
     return tuple(faults)
 
 

@@ -232,7 +232,7 @@ def fill_variables(variables: Mapping[str, str], *, source: str, key: str) -> di
         missing = [match[1] for match in TEMPLATE.finditer(text) if match[2] is None]
         if missing:
             raise TaskFolderError(
-                f"{source}: {key}.{name} = {text!r}: variables of the machine are not handed into worlds; "
+                f"{source}: {key}.{name} = {text!r}: variables of the machine are not handed into sandboxes; "
                 f"write the value, or a default as in ${{{missing[0]}:-value}}"
             )
         filled[name] = TEMPLATE.sub(lambda match: match[2], text)

@@ -122,7 +122,7 @@ class RepositoryTasks:
 
     @property
     def images(self) -> Path:
-        """The folder of the image store that the tasks' worlds are in."""
+        """The folder of the image store that the tasks' images are in."""
         return self.folder / "images"
 
     @cached_property
