@@ -19,11 +19,11 @@ from etude.config.inference import EngineConfig
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import HarnessConfig
 from etude.config.tasks import BugfixOptions
-from etude.config.training import LossConfig, ModelConfig
+from etude.config.training import LossConfig, ModelShape
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.harnesses import tools
 from etude.harnesses.coding import observe
-from etude.models.checkpoint import spec_from_config
+from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
 from etude.protocols import HarnessResult, SamplingParams, turn_of
 from etude.rewards.graders.functions import HiddenTests
@@ -141,7 +141,7 @@ def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
     demonstrations = BugfixDemonstrations(family, BugfixOptions())
     chat = ChatTemplate.train(tokenizer_texts(demonstrations, SEED), vocab_size=512)
-    model = Decoder(spec_from_config(ModelConfig(), chat.vocab_size))
+    model = Decoder(spec_from_shape(ModelShape(), chat.vocab_size))
     model.initialise(SEED)
     side = Side(seed=SEED, one_in=20)
     sources = demonstration_sources(demonstrations, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)

@@ -119,13 +119,15 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
             "heartbeat_timeout_s": SILENT_S,
             "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
-                "hidden_size": 32,
-                "layers": 1,
-                "heads": 2,
-                "kv_heads": 2,
-                "head_dim": 16,
-                "experts": 4,
-                "expert_size": 32,
+                "shape": {
+                    "hidden_size": 32,
+                    "layers": 1,
+                    "heads": 2,
+                    "kv_heads": 2,
+                    "head_dim": 16,
+                    "experts": 4,
+                    "expert_size": 32,
+                },
             },
             "midtrain": {
                 "tokens": MIDTRAIN_TOKENS,

@@ -27,7 +27,7 @@ import torch
 
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
-from etude.config.training import ModelConfig
+from etude.config.training import ModelShape
 from etude.engines.http.client import http_engines
 from etude.engines.http.server import engine_app
 from etude.engines.native.engine import NativeEngine, Weights
@@ -36,7 +36,7 @@ from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.payloads import Payloads
-from etude.models.checkpoint import spec_from_config
+from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, Session, TokenChunk
@@ -141,8 +141,8 @@ def rehearse(scenes: Sequence[Scene]) -> tuple[ChatTemplate, Decoder]:
     """A tokenizer and a model that says what the assistants of ``scenes`` do."""
     torch.set_num_threads(1)
     chat = ChatTemplate.train([text for scene in scenes for text in scene.texts()], 512)
-    spec = spec_from_config(
-        ModelConfig(hidden_size=64, layers=2, heads=2, kv_heads=2, head_dim=32, experts=4, expert_size=64),
+    spec = spec_from_shape(
+        ModelShape(hidden_size=64, layers=2, heads=2, kv_heads=2, head_dim=32, experts=4, expert_size=64),
         chat.vocab_size,
     )
     model = Decoder(spec)

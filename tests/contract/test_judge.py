@@ -14,7 +14,7 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
-from etude.config.training import ModelConfig
+from etude.config.training import ModelShape
 from etude.engines.fake import FakeEngine
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import JudgeDeclined, JudgeUnavailable
@@ -22,7 +22,7 @@ from etude.gateway.http.auth import Scope
 from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
-from etude.models.checkpoint import spec_from_config
+from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, SamplingParams
@@ -86,10 +86,10 @@ async def behind_gateway(engine: Engine) -> AsyncIterator[Address]:
 @asynccontextmanager
 async def native_engine() -> AsyncGenerator[NativeEngine, None]:
     """The real engine over a model that never learnt a word."""
-    shape = ModelConfig(
+    shape = ModelShape(
         vocab_size=400, hidden_size=32, layers=1, heads=2, kv_heads=1, head_dim=16, experts=2, expert_size=16
     )
-    model = Decoder(spec_from_config(shape, shape.vocab_size))
+    model = Decoder(spec_from_shape(shape, shape.vocab_size))
     model.initialise(0, std=0.05)
     model.arithmetic = InvariantArithmetic()
     engine = NativeEngine(Weights(model.eval(), 0, "0" * 32), EngineConfig(max_length=MAX_LENGTH), seed=1)

@@ -54,13 +54,15 @@ def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
             "heartbeat_timeout_s": heartbeat_timeout_s,
             "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
-                "hidden_size": 32,
-                "layers": 1,
-                "heads": 2,
-                "kv_heads": 2,
-                "head_dim": 16,
-                "experts": 4,
-                "expert_size": 32,
+                "shape": {
+                    "hidden_size": 32,
+                    "layers": 1,
+                    "heads": 2,
+                    "kv_heads": 2,
+                    "head_dim": 16,
+                    "experts": 4,
+                    "expert_size": 32,
+                },
             },
             "midtrain": {
                 "tokens": 60_000,

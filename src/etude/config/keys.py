@@ -48,16 +48,16 @@ class Table:
     """``[engine]`` or ``[[reward.parts]]``; empty for the keys above all sections."""
     meaning: str
     keys: tuple[RecipeKey, ...]
-    choice: str = ""
-    """The family or kind that has these options; empty for a table that every recipe has."""
+    choice: str | None = None
+    """The family or kind that has these options; ``None`` for a table that every recipe has."""
 
 
 def count_keys() -> tuple[int, int]:
     """The keys that every recipe has, and the options that single families and kinds bring along."""
     every = list(tables())
     return (
-        sum(len(table.keys) for table in every if not table.choice),
-        sum(len(table.keys) for table in every if table.choice),
+        sum(len(table.keys) for table in every if table.choice is None),
+        sum(len(table.keys) for table in every if table.choice is not None),
     )
 
 

@@ -3,6 +3,15 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+MOVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model.shape": (
+            *("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim"),
+            *("experts", "experts_per_token", "expert_size"),
+        ),
+    }
+)
+"""A table of a section → the keys that were in the section itself."""
 RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "midtrain.betas": "a constant now: (0.9, 0.98)",
@@ -49,6 +58,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "tasks.pages": "tasks.options.pages",
         "tasks.unprobed": "tasks.options.unprobed",
         "transcripts": "a part of [tasks.options] now",
+        **{f"{table.partition('.')[0]}.{key}": f"{table}.{key}" for table, keys in MOVED.items() for key in keys},
     }
 )
 """Old ``section.key``, or a whole old section → the new key, or a clause with a space in it that says what it is now:

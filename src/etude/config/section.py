@@ -31,7 +31,7 @@ class Section(BaseModel):
 class OptionsOf:
     """The validator of a section's ``options``: a table of keys that one choice of another key brings along.
 
-    Its field is ``Annotated[SerializeAsAny[Section], PlainValidator(OptionsOf(...))]``, behind the key that chooses.
+    Its field is ``Annotated[SerializeAsAny[...], PlainValidator(OptionsOf(...))]``, behind the key that chooses.
     """
 
     section: str
@@ -39,24 +39,27 @@ class OptionsOf:
     """The key that chooses: ``kind`` or ``family``."""
     classes: Mapping[str, type[Section]]
     """Choice → its options; other choices have none."""
+    table: str = "options"
+    """Name of the table."""
 
     def __call__(self, given: object, info: ValidationInfo) -> Section:
         """The options of the choice that was made. Raises ``ValueError`` for a key that it does not have."""
-        choice = info.data.get(self.key, "")  # absent where it was refused itself
-        options = self.classes.get(choice, Section)
+        choice = info.data.get(self.key)  # absent where it was refused itself
+        options = Section if choice is None else self.classes.get(choice, Section)
         if type(given) in (options, Section):
             return given if isinstance(given, options) else options()
         if isinstance(given, Section):
             given = given.model_dump()
-        if isinstance(given, dict) and choice:
+        if isinstance(given, dict) and choice is not None:
             for name in given.keys() - options.model_fields.keys():
-                raise ValueError(f"unknown key '{self.section}.options.{name}': {self._advice(name, choice, options)}")
+                raise ValueError(f"unknown key '{self.section}.{self.table}.{name}': "
+                                 f"{self._advice(name, choice, options)}")  # fmt: skip
         return options.model_validate(given)
 
     def _advice(self, name: str, choice: str, options: type[Section]) -> str:
         chosen = f"with {self.section}.{self.key} = {choice!r}"
         if near := difflib.get_close_matches(name, options.model_fields, n=1):
-            return f"did you mean '{self.section}.options.{near[0]}'?"
+            return f"did you mean '{self.section}.{self.table}.{near[0]}'?"
         if others := [other for other, names in self.classes.items() if name in names.model_fields]:
-            return f"it would have no effect {chosen}, it is an option of {' and '.join(map(repr, others))}"
+            return f"it would have no effect {chosen}, it goes with {' or '.join(map(repr, others))}"
         return f"{chosen} there are {', '.join(options.model_fields) or 'no options'}"

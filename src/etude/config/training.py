@@ -2,18 +2,16 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from etude.config.section import Section
+from etude.config.section import OptionsOf, Section
 
 
-class ModelConfig(Section):
-    """``[model]``: where to start from, or the shape of the Qwen3-MoE to train from scratch (``Qwen3MoeConfig``)."""
+class ModelShape(Section):
+    """The shape of a Qwen3-MoE to train from random weights (``Qwen3MoeConfig``); a checkpoint has its own."""
 
-    checkpoint: str = ""
-    """Folder of a Hugging Face checkpoint to start from, tokenizer included; empty starts from random weights."""
     vocab_size: int = Field(default=576, ge=300)
     """Entries of the byte-level BPE, special tokens included."""
     hidden_size: int = Field(default=96, ge=16)
@@ -34,13 +32,6 @@ class ModelConfig(Section):
     """Inner width of one expert."""
 
     @model_validator(mode="after")
-    def _effective(self) -> Self:
-        if self.checkpoint:
-            names = [name for name in type(self).model_fields if name != "checkpoint"]
-            self.refuse_idle("model", names, "with model.checkpoint, which says its own")
-        return self
-
-    @model_validator(mode="after")
     def _divisible(self) -> Self:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
@@ -49,6 +40,18 @@ class ModelConfig(Section):
         if self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
         return self
+
+
+class ModelConfig(Section):
+    """``[model]``: the weights to start from."""
+
+    checkpoint: str = ""
+    """Folder of a Hugging Face checkpoint to start from, tokenizer included; empty starts from random weights."""
+    shape: Annotated[
+        SerializeAsAny[ModelShape | Section],
+        PlainValidator(OptionsOf("model", "checkpoint", {"": ModelShape}, "shape")),
+    ] = Field(default_factory=Section, validate_default=True)
+    """``[model.shape]``: the shape of random weights; a checkpoint has none of these keys."""
 
 
 LossKind: TypeAlias = Literal["policy_gradient", "rloo", "grpo", "dr_grpo", "ppo_clip", "cispo", "gspo", "dppo"]

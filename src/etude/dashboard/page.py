@@ -3,7 +3,7 @@
 Owns the order of the page and its style sheet. Every figure comes from the report; every text is escaped.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Literal
 
@@ -275,13 +275,15 @@ def _config(report: Mapping[str, Json]) -> str:
     """The resolved configuration, one table per section."""
     config = report["config"]
     assert isinstance(config, dict)
-    loose = [(key, _value(value)) for key, value in config.items() if not isinstance(value, dict)]
-    tables = [_table(loose)]
-    for section, values in config.items():
-        if isinstance(values, dict):
-            rows = [(key, _value(value)) for key, value in values.items()]
-            tables.append(f"<h3>[{escape(section)}]</h3>{_table(rows)}")
-    return "".join(tables)
+    return "".join(_config_tables(config, ""))
+
+
+def _config_tables(values: Mapping[str, Json], name: str) -> Iterator[str]:
+    rows = [(key, _value(value)) for key, value in values.items() if not isinstance(value, dict)]
+    yield (f"<h3>[{escape(name)}]</h3>" if name else "") + (_table(rows) if rows else "")
+    for key, inner in values.items():
+        if isinstance(inner, dict) and inner:
+            yield from _config_tables(inner, f"{name}.{key}".lstrip("."))
 
 
 def _value(value: Json) -> str:

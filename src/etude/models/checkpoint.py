@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from etude.config.training import ModelConfig
+from etude.config.training import ModelShape
 from etude.errors import DamagedError
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.families import hf_config, spec_of
@@ -37,15 +37,15 @@ TABLE_SUFFIX = ".rotary_emb.inv_freq"
 """Ends the names of rotation tables, which old checkpoints hold and which are not needed."""
 
 
-def spec_from_config(config: ModelConfig, vocab_size: int) -> ModelSpec:
+def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
     """The Qwen3-MoE that a recipe asks for, with the vocabulary its tokenizer really has."""
     return ModelSpec(
         vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        layers=config.layers,
-        attention=GroupedSpec(heads=config.heads, kv_heads=config.kv_heads, head_dim=config.head_dim, normed=True),
-        experts=ExpertsSpec(count=config.experts, per_token=config.experts_per_token, size=config.expert_size),
-        sparse_layers=tuple(range(config.layers)),
+        hidden_size=shape.hidden_size,
+        layers=shape.layers,
+        attention=GroupedSpec(heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, normed=True),
+        experts=ExpertsSpec(count=shape.experts, per_token=shape.experts_per_token, size=shape.expert_size),
+        sparse_layers=tuple(range(shape.layers)),
     )
 
 

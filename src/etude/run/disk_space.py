@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
+from etude.config.training import ModelShape
 from etude.dashboard import formatting
 from etude.errors import UserError
-from etude.models.checkpoint import load_spec, spec_from_config
+from etude.models.checkpoint import load_spec, spec_from_shape
 from etude.run.numerics import DTYPES, count_parameters
 from etude.run.phase_folders import phases_of
 from etude.storage import free_bytes
@@ -83,6 +84,6 @@ class DiskNeed:
 
 def check_disk_space(config: RunConfig, place: Path) -> list[str]:
     """Warnings about the disk of a new run at ``place``. Raises as :meth:`DiskNeed.compare`."""
-    checkpoint = config.model.checkpoint
-    spec = load_spec(Path(checkpoint)) if checkpoint else spec_from_config(config.model, config.model.vocab_size)
+    checkpoint, shape = config.model.checkpoint, config.model.shape
+    spec = spec_from_shape(shape, shape.vocab_size) if isinstance(shape, ModelShape) else load_spec(Path(checkpoint))
     return DiskNeed.of(config, count_parameters(spec)).compare(free_bytes(place), place)

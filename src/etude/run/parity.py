@@ -34,13 +34,14 @@ from torch import Tensor, nn
 from etude.aio import background_task
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.config.recipe import RunConfig
+from etude.config.training import ModelShape
 from etude.dashboard import formatting
 from etude.engines.native.cache import PagedCache
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.pages import PAGE
 from etude.engines.native.scheduler import EngineRequest, ScheduledTokens
 from etude.errors import MismatchError
-from etude.models.checkpoint import load_checkpoint, load_spec, load_state, spec_from_config
+from etude.models.checkpoint import load_checkpoint, load_spec, load_state, spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.spec import ModelSpec
@@ -399,9 +400,11 @@ def parity_of_model(checkpoint: Path | None, config: RunConfig) -> Parity:
     chat template, too.
     """
     device = resolve_device(config.engine.device)
-    if checkpoint is None:
-        spec, state = spec_from_config(config.model, config.model.vocab_size), None
+    shape = config.model.shape
+    if checkpoint is None and isinstance(shape, ModelShape):
+        spec, state = spec_from_shape(shape, shape.vocab_size), None
     else:
+        checkpoint = checkpoint or Path(config.model.checkpoint)
         load_format(checkpoint)
         spec, state = load_checkpoint(checkpoint)
     return check_parity(spec, _published(spec, state, config.numerics, device), config.numerics, device)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig
+from etude.config.training import ModelShape
 from etude.errors import RunFolderError
-from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_config, state_of
+from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
@@ -273,8 +274,10 @@ def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig
 
 def make_start(target: Path, config: RunConfig) -> None:
     """A model from random weights in ``target``, with a tokenizer learnt from what it will read."""
-    chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), config.model.vocab_size)
-    model = Decoder(spec_from_config(config.model, chat.vocab_size))
+    shape = config.model.shape
+    assert isinstance(shape, ModelShape), "a checkpoint is a start by itself"
+    chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), shape.vocab_size)
+    model = Decoder(spec_from_shape(shape, chat.vocab_size))
     model.initialise(config.seed)
     chat.save(target)
     save_model(target, model, chat)

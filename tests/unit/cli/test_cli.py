@@ -223,7 +223,8 @@ def test_tasks_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_doctor_compares_engine_and_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["--set", "model.layers=1", "--set", "model.hidden_size=32", "--set", "numerics.arithmetic=invariant"]
+    settings = ("model.shape.layers=1", "model.shape.hidden_size=32", "numerics.arithmetic=invariant")
+    tiny = [word for setting in settings for word in ("--set", setting)]
     assert main(["doctor", "--parity", *tiny]) == 0
     assert "agree to the last bit" in capsys.readouterr().out
     strict = ["--set", "numerics.arithmetic=fast", "--set", "numerics.warn_k3=1e-30", "--set", "numerics.stop_k3=1e-30"]

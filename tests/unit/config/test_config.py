@@ -17,7 +17,7 @@ from etude.config.renamed import RENAMED
 from etude.config.rollouts import RolloutConfig
 from etude.config.section import Section
 from etude.config.tasks import BugfixOptions, TaskConfig
-from etude.config.training import ModelConfig, TrainerConfig
+from etude.config.training import ModelShape, TrainerConfig
 from etude.errors import ConfigError, UserError
 
 
@@ -204,9 +204,9 @@ def test_every_fault_is_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("tree", "fix"),
     [
-        ({"model": {"heads": 4, "kv_heads": 3}}, "kv_heads=3 must divide heads=4"),
-        ({"model": {"head_dim": 33}}, "head_dim=33 must be even"),
-        ({"model": {"experts": 2, "experts_per_token": 3}}, "experts_per_token=3 is more than experts=2"),
+        ({"model": {"shape": {"heads": 4, "kv_heads": 3}}}, "kv_heads=3 must divide heads=4"),
+        ({"model": {"shape": {"head_dim": 33}}}, "head_dim=33 must be even"),
+        ({"model": {"shape": {"experts": 2, "experts_per_token": 3}}}, "experts_per_token=3 is more than experts=2"),
         ({"rollouts": {"concurrency": 7}}, "concurrency=7 is below group_size=8: no group starts"),
         (
             {"rollouts": {"max_staleness": 0, "concurrency": 129}},
@@ -223,7 +223,7 @@ def test_fields_that_contradict_each_other_are_refused(tree: dict[str, Any], fix
 def test_the_widest_useful_concurrency_is_accepted() -> None:
     rollouts = RolloutConfig(groups_per_step=4, group_size=8, max_staleness=1, concurrency=64)
     assert rollouts.rollouts_per_step == 32
-    assert ModelConfig(heads=4, kv_heads=2).kv_heads == 2
+    assert ModelShape(heads=4, kv_heads=2).kv_heads == 2
 
 
 # --- What a section is ----------------------------------------------------------------------------------------------
@@ -248,11 +248,11 @@ def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) 
         ("tasks.family=migrations", "sandboxes.kind = 'ns'"),
         (
             "tasks.options.brief=true",
-            "no effect with tasks.family = 'bugfix', it is an option of 'repository'",
+            "no effect with tasks.family = 'bugfix', it goes with 'repository'",
         ),
         ("tasks.impossible_share=0.5", "tasks.impossible_share"),
         ("sandboxes.kind=remote", "sandboxes.options.url = ''"),
-        ("sandboxes.options.url=http://a", "it is an option of 'remote'"),
+        ("sandboxes.options.url=http://a", "it goes with 'remote'"),
         ("sandboxes.pool_size=4", "sandboxes.pool_size would have no effect"),
         ("cheating.on_low=shrug", "cheating.on_low"),
     ],

@@ -16,7 +16,7 @@ def test_a_lookup_task_needs_no_machine() -> None:
 
 @pytest.mark.parametrize("key", ["pages=3", "page_facts=3", "questions=1", "question_names=6", "keep_fact=0.5"])
 def test_options_of_another_family_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=r"no effect with tasks.family = 'bugfix', it is an option of 'lookup'"):
+    with pytest.raises(ConfigError, match=r"no effect with tasks.family = 'bugfix', it goes with 'lookup'"):
         default_recipe([f"tasks.options.{key}"])
 
 

@@ -13,7 +13,7 @@ from etude.errors import ConfigError
         ("optimiser", {"kind": "adam"}, "optimiser.kind"),
         ("parallel", {"dp": 3, "ep": 2}, "parallel.ep=2 must divide dp \\* cp = 3"),
         ("parallel", {"dp": 0}, "parallel.dp"),
-        ("model", {"checkpoint": "/weights", "layers": 2}, "model.layers would have no effect with model.checkpoint"),
+        ("model", {"checkpoint": "/w", "shape": {"layers": 2}}, "with model.checkpoint = '/w', it goes with ''"),
     ],
 )
 def test_what_makes_no_sense_is_refused(section: str, values: dict[str, object], message: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from etude.config.training import ModelConfig
+from etude.config.training import ModelShape
 from etude.errors import DamagedError, UserError
 from etude.models.checkpoint import (
     INDEX_FILE,
@@ -16,7 +16,7 @@ from etude.models.checkpoint import (
     load_spec,
     load_state,
     save_checkpoint,
-    spec_from_config,
+    spec_from_shape,
     state_of,
 )
 from etude.models.decoder import Decoder
@@ -150,7 +150,7 @@ def test_the_routers_correction_is_part_of_the_state_and_stays_precise() -> None
 
 
 def test_a_recipes_model_is_a_qwen3_moe() -> None:
-    spec = spec_from_config(ModelConfig(), vocab_size=400)
+    spec = spec_from_shape(ModelShape(), vocab_size=400)
     assert spec.vocab_size == 400
     assert spec.routes_shape == (3, 2)
     assert spec.attention.scale == pytest.approx(32**-0.5)

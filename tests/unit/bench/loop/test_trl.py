@@ -10,8 +10,9 @@ import pytest
 from bench.loop.contestants import CONTESTANTS, TRL, LoopOptions, loop_options, recipe
 from bench.loop.trl import Environments, run_trl
 from bench.trl_environment import trl_python
+from etude.config.training import ModelShape
 from etude.errors import InfrastructureError
-from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
+from etude.models.checkpoint import save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
@@ -93,8 +94,10 @@ def start(path: Path, options: LoopOptions) -> RunFolder:
     """A run folder with a model that knows nothing, as version 0."""
     config = recipe(CONTESTANTS[0], options)
     folder = RunFolder.create(path, config)
-    chat = ChatTemplate.train(["read lib.py", "submit", *"abcdefgh"], config.model.vocab_size)
-    spec = spec_from_config(config.model, chat.vocab_size)
+    shape = config.model.shape
+    assert isinstance(shape, ModelShape)
+    chat = ChatTemplate.train(["read lib.py", "submit", *"abcdefgh"], shape.vocab_size)
+    spec = spec_from_shape(shape, chat.vocab_size)
     model = Decoder(spec)
     model.initialise(0)
     save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)

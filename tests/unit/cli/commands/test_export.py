@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from etude.cli.commands.export import export_run
 from etude.config.loading import parse_config
-from etude.config.training import ModelConfig
-from etude.models.checkpoint import save_checkpoint, spec_from_config, state_of
+from etude.config.training import ModelShape
+from etude.models.checkpoint import save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
@@ -19,7 +19,7 @@ from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.tokens.chat import ChatTemplate
 
-MODEL = ModelConfig(vocab_size=300, hidden_size=32, layers=1, heads=1, kv_heads=1, experts=2, expert_size=16)
+MODEL = ModelShape(vocab_size=300, hidden_size=32, layers=1, heads=1, kv_heads=1, experts=2, expert_size=16)
 
 
 def published(path: Path, experts: str) -> RunFolder:
@@ -27,7 +27,7 @@ def published(path: Path, experts: str) -> RunFolder:
     config = parse_config({"numerics": {"dtype": "bfloat16", "experts": experts}}, source="test")
     folder = RunFolder.create(path, config)
     chat = ChatTemplate.train(["def f(a):\n    return a\n"], MODEL.vocab_size)
-    spec = spec_from_config(MODEL, chat.vocab_size)
+    spec = spec_from_shape(MODEL, chat.vocab_size)
     model = Decoder(spec)
     model.initialise(0)
     save_checkpoint(folder.model, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)

@@ -14,6 +14,7 @@ from aiohttp import web
 from etude.config.loading import load_recipe
 from etude.config.rollouts import HarnessConfig
 from etude.config.tasks import LookupOptions
+from etude.config.training import ModelShape
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import HarnessResult
 from etude.rollouts.fake import FakeSandbox
@@ -39,7 +40,8 @@ def demonstrations(harness: HarnessConfig = SUMMARY, keep_fact: float = 0.8) -> 
     return LookupDemonstrations(FAMILY, LookupOptions(keep_fact=keep_fact), harness)
 
 
-CHAT = ChatTemplate.train(tokenizer_texts(demonstrations(), seed=0), RECIPE.model.vocab_size)
+assert isinstance(RECIPE.model.shape, ModelShape)
+CHAT = ChatTemplate.train(tokenizer_texts(demonstrations(), seed=0), RECIPE.model.shape.vocab_size)
 
 
 class Reciter(ScriptedModel):
