@@ -5,6 +5,8 @@ what is sampled there is recorded on the way. Exit code 0 submits the work, any 
 
     [harness]
     kind = "command"
+
+    [harness.options]
     command = ["python3", "/harness/agent.py", "{prompt}", "{model}", "{temperature}"]
     files = { "agent.py" = "@agent.py" }                                     # this file, beside the recipe
 """

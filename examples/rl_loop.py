@@ -17,7 +17,7 @@ import torch
 from etude.config.imitation import MidtrainConfig
 from etude.config.inference import EngineConfig
 from etude.config.recipe import RunConfig
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.config.tasks import BugfixOptions
 from etude.config.training import LossConfig, ModelShape
 from etude.engines.native.engine import NativeEngine, Weights
@@ -50,7 +50,7 @@ PASS_TOKENS = 8_000
 
 TASKS = BugfixOptions(kinds=("arith",))
 MIDTRAIN = MidtrainConfig(tokens=700_000, batch_tokens=2_000)
-HARNESS = HarnessConfig(max_turns=6)
+HARNESS = CodingOptions(max_turns=6)
 ENGINE = EngineConfig(max_running=64, max_length=512)
 LOSS = LossConfig()
 

@@ -143,7 +143,7 @@ def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
                 "max_attempts": 8,
                 "timeout_s": 8.0,
             },
-            "harness": {"max_turns": 4, "turn_timeout_s": 6.0},
+            "harness": {"options": {"max_turns": 4, "turn_timeout_s": 6.0}},
             "gateway": {"engine_timeout_s": 5.0},
             "trainer": {"steps": steps},
             # Something to learn before any success.

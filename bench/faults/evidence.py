@@ -22,6 +22,7 @@ from bench.faults.audit import (
 )
 from bench.faults.database import locked, query, split
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.models.checkpoint import load_spec
@@ -72,12 +73,14 @@ def read_snapshot(folder: RunFolder) -> LedgerSnapshot | None:
 def read_evidence(folder: RunFolder, snapshot: LedgerSnapshot) -> Evidence:
     """Everything that a run that is over left. Raises :class:`~etude.errors.DamagedError` for what cannot be read."""
     config = folder.config()
+    harness = config.harness.options
+    assert isinstance(harness, CodingOptions)
     events = EventReader(folder.events).new()
     return Evidence(
         terms=Terms(
             steps=config.trainer.steps,
             groups_per_step=config.rollouts.groups_per_step,
-            max_turns=config.harness.max_turns,
+            max_turns=harness.max_turns,
             max_attempts=config.rollouts.max_attempts,
         ),
         snapshot=snapshot,

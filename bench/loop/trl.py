@@ -21,6 +21,7 @@ from bench.loop.contestants import Contestant, ContestantRun, LoopOptions, Mark,
 from bench.trl_environment import open_rival, trl_python
 from etude.cli.commands.export import export_run
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError, UserError
 from etude.harnesses import tools
 from etude.harnesses.coding import observe
@@ -175,7 +176,8 @@ def _setup(
     model, prompts = out / "start", out / "prompts.json"
     export_run(start, model, 0)
     prompts.write_text(json.dumps([task.prompt for task in tasks]), encoding="utf-8")
-    trainer = config.trainer
+    trainer, harness = config.trainer, config.harness.options
+    assert isinstance(harness, CodingOptions)
     schedule = RateSchedule(steps=trainer.steps, warmup_steps=trainer.warmup_steps, decay_share=trainer.decay_share)
     return {
         "model": str(model),
@@ -187,8 +189,8 @@ def _setup(
         "steps": trainer.steps,
         "rollouts": config.rollouts.rollouts_per_step,
         "group_size": config.rollouts.group_size,
-        "max_turns": config.harness.max_turns,
-        "max_tokens_per_turn": config.harness.max_tokens_per_turn,
+        "max_turns": harness.max_turns,
+        "max_tokens_per_turn": harness.max_tokens_per_turn,
         "max_length": config.engine.max_length,
         "learning_rate": trainer.learning_rate,
         "rate_shares": [schedule.share(step) for step in range(1, trainer.steps + 1)],

@@ -25,6 +25,7 @@ from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe, parse_config
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CodingOptions
 from etude.config.tasks import LookupOptions
 from etude.dashboard.formatting import figure
 from etude.errors import UserError
@@ -37,7 +38,7 @@ START_OF = {TRAINED: TRAINED, UNTRAINED: TRAINED, TRUNCATED: TRUNCATED, UNLIMITE
 """Arm → whose mid-training it begins from: what it imitates depends on the harness, and not on how RL learns."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
 OF_RESTARTS = ("summary_at_tokens", "max_summaries", *OF_SUMMARIES)
-"""Keys of ``[harness]`` that would have no effect in an arm without them."""
+"""Keys of ``[harness.options]`` that would have no effect in an arm without them."""
 LINE_TOKENS = 8
 """Of a line of a page, its number, its end and its share of the marks around a message included; six are usual."""
 LIFT = Goal("lift", "at least", 0.20)
@@ -99,25 +100,25 @@ def bench_summaries(
 def arm_config(recipe: RunConfig, arm: str) -> RunConfig:
     """What an arm changes. Raises :class:`~etude.errors.ConfigError` where that does not fit to the recipe."""
     tree: dict[str, Any] = recipe.model_dump(mode="json")
-    harness = tree["harness"]
+    harness = tree["harness"]["options"]
     match arm:
         case "untrained":
             tree["credit"]["summaries"] = "mask"
         case "truncated":
             harness["context"] = "truncate"
-            tree["harness"] = _without(harness, OF_SUMMARIES)
+            tree["harness"]["options"] = _without(harness, OF_SUMMARIES)
         case "unlimited":
             harness["context"] = "grow"
-            tree["harness"] = _without(harness, OF_RESTARTS)
+            tree["harness"]["options"] = _without(harness, OF_RESTARTS)
             tree["engine"]["max_length"] = unlimited_length(recipe)
     return parse_config(tree, source=f"the arm {arm!r}")
 
 
 def unlimited_length(recipe: RunConfig) -> int:
     """Tokens of a window that is never full: the task, every page and where it points to, and all that is sampled."""
-    options = recipe.tasks.options
-    assert isinstance(options, LookupOptions), "the recipe is one of lookup tasks"
-    page = LINE_TOKENS * (options.page_facts + 1) + recipe.harness.max_tokens_per_turn
+    options, harness = recipe.tasks.options, recipe.harness.options
+    assert isinstance(options, LookupOptions) and isinstance(harness, CodingOptions), "it is one of lookup tasks"
+    page = LINE_TOKENS * (options.page_facts + 1) + harness.max_tokens_per_turn
     return LINE_TOKENS + (options.pages + 1) * page
 
 

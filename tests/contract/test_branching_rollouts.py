@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.clock import SystemClock
 from etude.config.credit import CreditConfig
-from etude.config.rollouts import HarnessConfig, RolloutConfig
+from etude.config.rollouts import CodingOptions, RolloutConfig
 from etude.engines.fake import FakeEngine
 from etude.harnesses import tools
 from etude.harnesses.coding import CodingHarness
@@ -96,7 +96,7 @@ async def context(agent: Agent) -> AsyncIterator[RolloutContext]:
             yield RolloutContext(
                 sessions=GatewaySessions(caller.url, ADMIN_KEY, http),
                 sandboxes=sandboxes,
-                harness=CodingHarness(HarnessConfig(max_turns=7), http),
+                harness=CodingHarness(CodingOptions(max_turns=7), http),
                 grader=Grader(),
                 clock=SystemClock(),
                 branching=Branching.of(CREDIT, seed=3),

@@ -11,7 +11,7 @@ import aiohttp
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CommandOptions
 from etude.engines.fake import FakeEngine
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.http.server import http_server
@@ -78,7 +78,7 @@ def attempt(
         clock = SystemClock()
         engine = FakeEngine(clock, vocab_size=chat.vocab_size, max_length=4096)
         engine.script(*([*chat.encode(reply), chat.end_id] for reply in replies))
-        config = HarnessConfig(kind="command", command=tuple(command), timeout_s=timeout_s)
+        config = CommandOptions(command=tuple(command), timeout_s=timeout_s)
         async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
             beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
             environments = EnvironmentTaskSandboxes(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)

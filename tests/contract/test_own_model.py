@@ -30,7 +30,7 @@ checkpoint = "{checkpoint}"
 tokens = 0
 [tasks.options]
 kinds = ["arith"]
-[harness]
+[harness.options]
 max_turns = 2
 max_tokens_per_turn = 8
 [hints]

@@ -16,7 +16,7 @@ import pytest
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.engines.fake import FakeEngine
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import Completion, HarnessResult, SamplingParams
@@ -43,7 +43,7 @@ LOOKUP = Task(
     files=PAGES,
     checks=AnswerChecks(answer="42 7", facts=("tax 42", "fee 7")),
 )
-HARNESS = HarnessConfig(
+HARNESS = CodingOptions(
     context="summary", summary_at_tokens=20, summary_request="sum up", max_tokens_per_summary=60, max_turns=20
 )
 """Each of the pages fills the context."""
@@ -127,7 +127,7 @@ def opening(turn: Turn) -> str:
 # --- Our harness --------------------------------------------------------------------------------------------------
 
 
-async def drive(engine: ScriptedEngine, config: HarnessConfig = HARNESS) -> tuple[HarnessResult, tuple[Turn, ...]]:
+async def drive(engine: ScriptedEngine, config: CodingOptions = HARNESS) -> tuple[HarnessResult, tuple[Turn, ...]]:
     async with gateway(Setting(engine=engine, max_length=WINDOW)) as caller, aiohttp.ClientSession() as http:
         sessions = GatewaySessions(caller.url, ADMIN_KEY, http)
         session = await sessions.open()
@@ -163,7 +163,7 @@ def test_a_result_that_the_window_does_not_hold_is_shortened_until_it_does() -> 
 
 
 def test_a_truncated_context_is_a_branch_as_well() -> None:
-    config = HarnessConfig(context="truncate", summary_at_tokens=20)
+    config = CodingOptions(context="truncate", summary_at_tokens=20)
     engine = ScriptedEngine(["read p1", "read p2", "answer none"])
     _, turns = asyncio.run(drive(engine, config))
     check(turns, engine, [[A], [A], [A]])

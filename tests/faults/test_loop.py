@@ -81,7 +81,7 @@ def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
             # It solves nothing, yet has to learn.
             "effort": {"weight": 1.0, "prices": {"call_tokens": 0.01, "final_tokens": 0.01}},
             "eval": {"tasks": 8},
-            "harness": {"max_turns": 4},
+            "harness": {"options": {"max_turns": 4}},
         },
         source="test",
     )

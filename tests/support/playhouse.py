@@ -9,7 +9,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.sandboxes.local.provider import LocalSandboxes
@@ -85,7 +85,7 @@ class Playhouse:
             if close_sandbox:
                 await environment.close()
             try:
-                return await self._serve(list(answers), task, environment, HarnessConfig(**limits))
+                return await self._serve(list(answers), task, environment, CodingOptions(**limits))
             finally:
                 await environment.close()
 
@@ -105,7 +105,7 @@ class Playhouse:
         self._runner.run(self._sandboxes.close())
         self._runner.close()
 
-    async def _serve(self, answers: list[Answer], task: Task, sandbox: Sandbox, config: HarnessConfig) -> HarnessResult:
+    async def _serve(self, answers: list[Answer], task: Task, sandbox: Sandbox, config: CodingOptions) -> HarnessResult:
         async def complete(request: web.Request) -> web.Response:
             self.requests.append(orjson.loads(await request.read()))
             self.headers.append(request.headers)

@@ -14,8 +14,8 @@ from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed
 from etude.errors import ConfigError
 
-FILE_TABLES = (("harness", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
-"""Section and key of tables whose texts may lie in files beside the recipe."""
+FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
+"""Paths of tables whose texts may lie in files beside the recipe."""
 
 
 def is_recipe(path: Path) -> bool:
@@ -68,10 +68,11 @@ def dump_toml(config: RunConfig) -> str:
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
-def _read_files(tree: dict[str, Any], table: tuple[str, str], recipe: Path) -> None:
+def _read_files(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> None:
     """Replace ``"@NAME"`` in a table of texts by the text, so that a run holds all that decides it."""
-    section = tree.get(table[0])
-    files: Any = section.get(table[1]) if isinstance(section, dict) else None
+    files: Any = tree
+    for name in table:
+        files = files.get(name) if isinstance(files, dict) else None
     if not isinstance(files, dict):
         return  # absent, or refused later
     for name, text in files.items():

@@ -17,7 +17,7 @@ from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.reward import RewardConfig
-from etude.config.rollouts import HarnessConfig, RolloutConfig
+from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig
 from etude.config.section import Section
 from etude.config.tasks import (
     ASKING,
@@ -115,7 +115,7 @@ class RunConfig(Section):
     sft: SftConfig = SftConfig()
     """Conversations to imitate after it."""
     harness: HarnessConfig = HarnessConfig()
-    """Limits of a session."""
+    """Who drives the model, and the limits of a session."""
     rollouts: RolloutConfig = RolloutConfig()
     """Concurrency and staleness."""
     engine: EngineConfig = EngineConfig()
@@ -222,9 +222,10 @@ class RunConfig(Section):
                 f"credit.kind = {credit.kind!r} needs the built-in harness, whose turns can be told good from bad and "
                 f"gone through again: set harness.kind = 'coding' or choose another kind"
             )
-        if credit.summaries == "mask" and self.harness.kind == "coding" and self.harness.context != "summary":
-            raise ValueError("credit.summaries = 'mask' would have no effect: no context of harness.context = "
-                             f"{self.harness.context!r} is ever summarised; leave it out")  # fmt: skip
+        harness = self.harness.options
+        if credit.summaries == "mask" and isinstance(harness, CodingOptions) and harness.context != "summary":
+            raise ValueError("credit.summaries = 'mask' would have no effect: no context of harness.options.context = "
+                             f"{harness.context!r} is ever summarised; leave it out")  # fmt: skip
         return self
 
     @model_validator(mode="after")
@@ -254,14 +255,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _summarised(self) -> Self:
-        harness, max_length = self.harness, self.engine.max_length
+        harness, max_length = self.harness.options, self.engine.max_length
+        if not isinstance(harness, CodingOptions):
+            return self
         summary = harness.max_tokens_per_summary if harness.context == "summary" else 0
         if harness.context != "grow" and harness.summary_at_tokens + summary >= max_length:
             raise ValueError(
-                f"harness.summary_at_tokens={harness.summary_at_tokens} and a summary of {summary} tokens do not fit "
-                f"into engine.max_length={max_length}: no context would ever start anew; lower one of them"
+                f"harness.options.summary_at_tokens={harness.summary_at_tokens} and a summary of {summary} tokens do "
+                f"not fit into engine.max_length={max_length}: no context would ever start anew; lower one of them"
             )
-        if harness.kind == "coding" and self.gateway.summary_mark:
+        if self.gateway.summary_mark:
             raise ValueError(
                 "gateway.summary_mark would have no effect: the built-in harness says by itself which call is for a "
                 "summary; leave it out"
@@ -270,15 +273,15 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _measurable(self) -> Self:
-        if self.harness.kind == "command":
-            self._check_external()
+        if isinstance(self.harness.options, CommandOptions):
+            self._check_external(self.harness.options)
         return self
 
-    def _check_external(self) -> None:
+    def _check_external(self, harness: CommandOptions) -> None:
         """Behaviours that cannot be measured of an agent that counts nothing and has tools of its own."""
-        if self.harness.timeout_s >= self.rollouts.timeout_s:
+        if harness.timeout_s >= self.rollouts.timeout_s:
             raise ValueError(
-                f"harness.timeout_s={self.harness.timeout_s:g} would have no effect: rollouts.timeout_s="
+                f"harness.options.timeout_s={harness.timeout_s:g} would have no effect: rollouts.timeout_s="
                 f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
             )
         if "calls" in self.effort.prices:
@@ -293,8 +296,8 @@ class RunConfig(Section):
                 "hints.weight would have no effect: hints.tools is about the built-in tools, and harness.kind = "
                 "'command' has others; add hints.rules, or set hints.judge = true"
             )
-        if self.eval.enabled and not self.harness.fills("temperature"):
+        if self.eval.enabled and not harness.fills("temperature"):
             raise ValueError(
-                "eval.enabled = true measures greedily, too, but harness.command has no {temperature}; add it, or "
-                "set eval.enabled = false"
+                "eval.enabled = true measures greedily, too, but harness.options.command has no {temperature}; add it, "
+                "or set eval.enabled = false"
             )

@@ -9,6 +9,11 @@ MOVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim"),
             *("experts", "experts_per_token", "expert_size"),
         ),
+        "harness.options": (
+            *("max_turns", "max_tokens_per_turn", "turn_timeout_s", "context"),
+            *("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries"),
+            *("command", "environment", "files", "mounts", "timeout_s", "success_codes"),
+        ),
     }
 )
 """A table of a section → the keys that were in the section itself."""

@@ -1,33 +1,29 @@
 """``[harness]``, ``[rollouts]``: who drives the model, how many sessions run, and how far ahead they get."""
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from etude.config.section import Section
+from etude.config.section import OptionsOf, Section
 
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
-"""Placeholders that ``harness.command`` and ``harness.environment`` may have filled in, written ``{prompt}``."""
+"""Placeholders that a harness's command and its variables may have filled in, written ``{prompt}``."""
 OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
-"""Keys of ``[harness]`` that say when a context starts anew, and how."""
+"""Options that say when a context starts anew, and how."""
 OF_SUMMARIES = ("summary_request", "max_tokens_per_summary")
 """Those of them that say how a summary is asked for."""
-OF_CODING = ("max_turns", "max_tokens_per_turn", "turn_timeout_s", "context", *OF_CONTEXTS)
-"""Keys of ``[harness]`` that an external command knows nothing of."""
-OF_COMMAND = ("command", "environment", "files", "mounts", "timeout_s", "success_codes")
-"""Keys of ``[harness]`` that the built-in harness has no use for."""
 
 
-class HarnessConfig(Section):
-    """``[harness]``: who drives the model, and the limits of one session."""
+class CodingOptions(Section):
+    """The built-in coding agent."""
 
-    kind: Literal["coding", "command"] = "coding"
-    """The built-in coding agent, or any program that talks to a model over HTTP."""
     max_turns: int = Field(default=8, ge=1, le=4096)
     """Model calls per rollout, those for summaries included."""
     max_tokens_per_turn: int = Field(default=40, ge=4)
     """Sampled tokens per model call."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one model call, retries included."""
     context: Literal["grow", "summary", "truncate"] = "grow"
     """Reaction to a full context: the rollout ends; it starts anew from the task and a summary that the model
     writes; or, to compare with, from the task and the last result only.
@@ -42,8 +38,22 @@ class HarnessConfig(Section):
     """Sampled tokens of a summary; a longer one is taken as far as it got."""
     max_summaries: int = Field(default=64, ge=1)
     """Times that the context of one rollout may start anew; the last one grows until it is full."""
-    turn_timeout_s: float = Field(default=60.0, gt=0)
-    """Deadline of one model call, retries included."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        idle = {"grow": OF_CONTEXTS, "truncate": OF_SUMMARIES, "summary": ()}[self.context]
+        self.refuse_idle("harness.options", idle, f"with harness.options.context = {self.context!r}")
+        if self.context != "grow" and not self.summary_at_tokens:
+            raise ValueError(
+                f"harness.options.context = {self.context!r} needs harness.options.summary_at_tokens: how full a "
+                f"context may become"
+            )
+        return self
+
+
+class CommandOptions(Section):
+    """Any program that talks to a model over HTTP."""
+
     command: tuple[str, ...] = ()
     """The program and its arguments, no shell between; ``{prompt}`` and its like are filled in."""
     environment: dict[str, str] = Field(default={})
@@ -59,43 +69,44 @@ class HarnessConfig(Section):
     success_codes: tuple[int, ...] = (0,)
     """Exit codes that say: the agent submits what is there. Any other is graded as not submitted."""
 
-    @model_validator(mode="after")
-    def _effective(self) -> Self:
-        idle = OF_COMMAND if self.kind == "coding" else OF_CODING
-        self.refuse_idle("harness", idle, f"with harness.kind = {self.kind!r}")
-        if self.kind == "command":
-            self._check_command()
-        else:
-            self._check_context()
-        return self
-
     def fills(self, placeholder: str) -> bool:
         """Return whether the command line or a variable takes ``placeholder``."""
         return any(f"{{{placeholder}}}" in text for text in (*self.command, *self.environment.values()))
 
-    def _check_context(self) -> None:
-        idle = {"grow": OF_CONTEXTS, "truncate": OF_SUMMARIES, "summary": ()}[self.context]
-        self.refuse_idle("harness", idle, f"with harness.context = {self.context!r}")
-        if self.context != "grow" and not self.summary_at_tokens:
-            raise ValueError(
-                f"harness.context = {self.context!r} needs harness.summary_at_tokens: how full a context may become"
-            )
-
-    def _check_command(self) -> None:
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        command = "harness.options.command"
         if not self.command or "=" in self.command[0]:
-            raise ValueError(f"harness.command = {list(self.command)!r}: expected a program and its arguments")
+            raise ValueError(f"{command} = {list(self.command)!r}: expected a program and its arguments")
         if not self.fills("prompt"):
-            raise ValueError("harness.command has no {prompt}: the harness would not know its task")
+            raise ValueError(f"{command} has no {{prompt}}: the harness would not know its task")
         for text in (*self.command, *self.environment.values()):
             for name in re.findall(r"\{([a-z_]+)\}", text):
                 if name not in PLACEHOLDERS:
-                    raise ValueError(f"harness.command: {{{name}}} in {text!r} is none of {', '.join(PLACEHOLDERS)}")
+                    raise ValueError(f"{command}: {{{name}}} in {text!r} is none of {', '.join(PLACEHOLDERS)}")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise ValueError(f"harness.environment: {name!r} is no name of a variable")
+                raise ValueError(f"harness.options.environment: {name!r} is no name of a variable")
         for name, text in self.files.items():
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or text.startswith("@"):
-                raise ValueError(f"harness.files: {name!r} must be a plain name, and its text must not start with '@'")
+                raise ValueError(
+                    f"harness.options.files: {name!r} must be a plain name, and its text must not start with '@'"
+                )
+        return self
+
+
+HARNESS_OPTIONS = OptionsOf("harness", "kind", {"coding": CodingOptions, "command": CommandOptions})
+
+
+class HarnessConfig(Section):
+    """``[harness]``: who drives the model."""
+
+    kind: Literal["coding", "command"] = "coding"
+    """The built-in coding agent, or any program that talks to a model over HTTP."""
+    options: Annotated[SerializeAsAny[CodingOptions | CommandOptions], PlainValidator(HARNESS_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[harness.options]``: limits of one session, and what else the kind alone has."""
 
 
 class RolloutConfig(Section):

@@ -58,8 +58,8 @@ class OptionsOf:
 
     def _advice(self, name: str, choice: str, options: type[Section]) -> str:
         chosen = f"with {self.section}.{self.key} = {choice!r}"
-        if near := difflib.get_close_matches(name, options.model_fields, n=1):
-            return f"did you mean '{self.section}.{self.table}.{near[0]}'?"
         if others := [other for other, names in self.classes.items() if name in names.model_fields]:
             return f"it would have no effect {chosen}, it goes with {' or '.join(map(repr, others))}"
+        if near := difflib.get_close_matches(name, options.model_fields, n=1):
+            return f"did you mean '{self.section}.{self.table}.{near[0]}'?"
         return f"{chosen} there are {', '.join(options.model_fields) or 'no options'}"

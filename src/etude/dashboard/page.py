@@ -279,11 +279,11 @@ def _config(report: Mapping[str, Json]) -> str:
 
 
 def _config_tables(values: Mapping[str, Json], name: str) -> Iterator[str]:
-    rows = [(key, _value(value)) for key, value in values.items() if not isinstance(value, dict)]
-    yield (f"<h3>[{escape(name)}]</h3>" if name else "") + (_table(rows) if rows else "")
-    for key, inner in values.items():
-        if isinstance(inner, dict) and inner:
-            yield from _config_tables(inner, f"{name}.{key}".lstrip("."))
+    tables = {key: value for key, value in values.items() if isinstance(value, dict) and value}
+    yield f"<h3>[{escape(name)}]</h3>" if name else ""
+    yield _table([(key, _value(value)) for key, value in values.items() if key not in tables])
+    for key, table in tables.items():
+        yield from _config_tables(table, f"{name}.{key}".lstrip("."))
 
 
 def _value(value: Json) -> str:

@@ -359,7 +359,7 @@ def likely_cause(steps: Sequence[StepDone]) -> str:
     if ended and ended["length"] >= NEARLY_ALL * ended.total():
         return (
             f"{percent(ended['length'] / ended.total(), 0)} of rollouts were cut off by length: raise "
-            f"harness.max_tokens_per_turn, or use a harness that fits this model"
+            f"harness.options.max_tokens_per_turn, or use a harness that fits this model"
         )
     if not lows:
         return "every rollout was masked or quarantined: see `etude show RUN --outcome quarantined`"

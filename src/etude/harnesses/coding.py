@@ -12,7 +12,7 @@ from collections import Counter
 
 import aiohttp
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.errors import AgentFault, OutOfTime
 from etude.harnesses import tools
 from etude.harnesses.completions import CompletionClient, CompletionReply, Message
@@ -42,7 +42,7 @@ COUNTED_AS = {
 class CodingHarness:
     """Drives the model with the text tools; implements :class:`~etude.protocols.Harness`."""
 
-    def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession) -> None:
+    def __init__(self, config: CodingOptions, http: aiohttp.ClientSession) -> None:
         """``http`` is shared by all sessions and stays the caller's to close."""
         self._config = config
         actor = CompletionClient(http, max_tokens=config.max_tokens_per_turn, timeout_s=config.turn_timeout_s)
@@ -79,7 +79,7 @@ class CodingHarness:
 class _Work:
     """One session: where it stands, and what came of it so far."""
 
-    def __init__(self, config: HarnessConfig, task: Task, sandbox: Sandbox) -> None:
+    def __init__(self, config: CodingOptions, task: Task, sandbox: Sandbox) -> None:
         self._config = config
         self._task = task
         self._sandbox = sandbox

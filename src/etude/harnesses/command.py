@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import aiohttp
 import orjson
 
-from etude.config.rollouts import PLACEHOLDERS, HarnessConfig
+from etude.config.rollouts import PLACEHOLDERS, CommandOptions
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.harnesses.completions import MODEL
 from etude.protocols import ExecResult, HarnessResult, Sandbox, Session
@@ -41,7 +41,7 @@ class CommandHarness:
     ``workdir`` is where a sandbox's files are; a session's URL is the same inside as outside.
     """
 
-    def __init__(self, config: HarnessConfig, http: aiohttp.ClientSession, *, workdir: str) -> None:
+    def __init__(self, config: CommandOptions, http: aiohttp.ClientSession, *, workdir: str) -> None:
         """``http`` is shared by all sessions and stays the caller's to close."""
         self._config = config
         self._http = http
@@ -54,8 +54,8 @@ class CommandHarness:
         result = await sandbox.exec(["env", *variables, "sh", "-c", 'command -v -- "$0" >/dev/null', program])
         if result.exit_code != 0:
             raise ConfigError(
-                f"harness.command: there is no program {program!r} in a sandbox; install it, and name its folder in "
-                f"harness.mounts = {list(self._config.mounts)!r}"
+                f"harness.options.command: there is no program {program!r} in a sandbox; install it, and name its "
+                f"folder in harness.options.mounts = {list(self._config.mounts)!r}"
             )
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
@@ -158,6 +158,6 @@ def _check_length(argv: Sequence[str], task: Task) -> None:
     size_bytes = sum(len(argument.encode("utf-8", "surrogatepass")) + 1 for argument in argv)
     if size_bytes > ARGUMENT_LIMIT_BYTES:
         raise ConfigError(
-            f"harness.command has {size_bytes} bytes with the prompt of task {task.task_id} ({task.template}) filled "
-            f"in, at most {ARGUMENT_LIMIT_BYTES}: leave the task out, or set harness.kind = 'coding'"
+            f"harness.options.command has {size_bytes} bytes with the prompt of task {task.task_id} ({task.template}) "
+            f"filled in, at most {ARGUMENT_LIMIT_BYTES}: leave the task out, or set harness.kind = 'coding'"
         )

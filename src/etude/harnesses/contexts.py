@@ -17,7 +17,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import final
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.harnesses import tools
 from etude.harnesses.completions import Message
 from etude.harnesses.summaries import ask_for_summary, open_truncated
@@ -56,7 +56,7 @@ class Window:
     after ``max_turns`` answered calls, and after one that cannot be made short enough to be answered.
     """
 
-    def __init__(self, config: HarnessConfig) -> None:
+    def __init__(self, config: CodingOptions) -> None:
         self._config = config
         self.step = Step.ACT
         self.reason = ""

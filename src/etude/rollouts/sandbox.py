@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
-from etude.config.rollouts import HarnessConfig, RolloutConfig
+from etude.config.rollouts import CodingOptions, HarnessConfig, RolloutConfig
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult, Sandbox
 from etude.sandbox_spec import Image, SandboxStats
@@ -63,8 +63,8 @@ class RolloutLimits:
         silent for as long as all of its turns take, each of which has a deadline.
         """
         turns_s = 0.0
-        if harness is not None and harness.kind == "coding":
-            turns_s = (harness.max_turns + 1) * harness.turn_timeout_s
+        if harness is not None and isinstance(options := harness.options, CodingOptions):
+            turns_s = (options.max_turns + 1) * options.turn_timeout_s
         return cls(
             start_s=config.start_timeout_s,
             commands_s=config.timeout_s,

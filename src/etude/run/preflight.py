@@ -7,6 +7,7 @@ Owns the looking; what is looked for is explained by the sections of the recipe.
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CommandOptions
 from etude.config.tasks import IN_FOLDERS
 from etude.errors import ConfigError, UserError
 from etude.run.endpoints import probe_ports
@@ -34,13 +35,14 @@ def check_ready(config: RunConfig) -> list[str]:
                 f"has no {checkpoint / 'config.json'}"
             )
         advice += about_template(checkpoint, config.gateway.chat_template_kwargs)
-        advice += about_calls(config) if config.harness.kind == "command" else []
+        advice += about_calls(config) if isinstance(config.harness.options, CommandOptions) else []
     elif config.gateway.chat_template_kwargs:
         raise ConfigError(
             "gateway.chat_template_kwargs would have no effect without model.checkpoint: étude's own chat template "
             "reads none"
         )
-    harness_mounts(config.harness.mounts)
+    if isinstance(config.harness.options, CommandOptions):
+        harness_mounts(config.harness.options.mounts)
     if config.tasks.family in IN_FOLDERS:
         try:
             open_family(config)
@@ -56,7 +58,7 @@ def about_calls(config: RunConfig) -> list[str]:
     problem = f"model.checkpoint = {config.model.checkpoint!r}: {calls.problem}"
     if calls.is_lost:
         raise ConfigError(
-            f"{problem}, and the agent of harness.command would be graded without them. Give the checkpoint a "
+            f"{problem}, and the agent of harness.options.command would be graded without them. Give the checkpoint a "
             "chat_template.jinja that writes calls in a form of docs/models.md, or none for an agent that needs none"
         )
     return [problem] if calls.problem else []

@@ -19,6 +19,7 @@ import aiohttp
 from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
+from etude.config.rollouts import CodingOptions, CommandOptions
 from etude.config.tasks import LocalOptions
 from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
@@ -337,35 +338,35 @@ async def _stage(
     stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
 ) -> tuple[TaskSandboxes, Grader, Harness]:
     """Sandboxes of tasks, grader and harness of a recipe."""
-    options = config.sandboxes.options
-    if isinstance(options, LocalOptions) and config.harness.kind == "coding":
+    options, harness = config.sandboxes.options, config.harness.options
+    if isinstance(options, LocalOptions) and isinstance(harness, CodingOptions):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
         await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
         grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
-        return PlainTaskSandboxes(local), grader, CodingHarness(config.harness, http)
+        return PlainTaskSandboxes(local), grader, CodingHarness(harness, http)
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
-    beside = SandboxSpec() if config.harness.kind == "coding" else _beside_tasks(folder, config)
+    beside = SandboxSpec() if isinstance(harness, CodingOptions) else _beside_tasks(folder, harness)
     provider = open_provider(sandboxes, base_store(sandboxes))
     task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(task_sandboxes.close)
     await check_sandboxes(task_sandboxes.sandboxes, config)
     grader = task_sandboxes.grader(config.rollouts.grading_timeout_s)
-    if config.harness.kind == "coding":
-        return task_sandboxes, grader, CodingHarness(config.harness, http)
-    command = CommandHarness(config.harness, http, workdir=WORKDIR)
+    if isinstance(harness, CodingOptions):
+        return task_sandboxes, grader, CodingHarness(harness, http)
+    command = CommandHarness(harness, http, workdir=WORKDIR)
     probe = await task_sandboxes.open_empty()
     await command.check(probe)
     await probe.close()
     return task_sandboxes, grader, command
 
 
-def _beside_tasks(folder: RunFolder, config: RunConfig) -> SandboxSpec:
+def _beside_tasks(folder: RunFolder, harness: CommandOptions) -> SandboxSpec:
     """Mounts of another team's harness, and the one address that it may reach: the gateway."""
-    mounts = harness_mounts(config.harness.mounts) | {HARNESS_FOLDER: write_harness(folder, config.harness.files)}
+    mounts = harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
     return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))
 
 
@@ -385,6 +386,6 @@ def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
     mounts: dict[str, Path] = {}
     for folder in folders:
         if not Path(folder).is_dir():
-            raise ConfigError(f"harness.mounts: there is no folder {folder!r} in {Path.cwd()}")
+            raise ConfigError(f"harness.options.mounts: there is no folder {folder!r} in {Path.cwd()}")
         mounts |= environment_mounts(Path(folder))
     return mounts

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CodingOptions
 from etude.config.tasks import BugfixOptions, LookupOptions, NextEditOptions, RepositoryOptions
 from etude.errors import ConfigError
 from etude.protocols import TaskFamily
@@ -74,17 +75,17 @@ def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demons
 
     Raises :class:`~etude.errors.ConfigError` for a family without any.
     """
-    match _family(config), config.tasks.options:
-        case BriefTasks() as family, RepositoryOptions() as options:
+    match _family(config), config.tasks.options, config.harness.options:
+        case BriefTasks() as family, RepositoryOptions() as options, _:
             return RepairDemonstrations(family, options, split)
-        case LookupFamily() as family, LookupOptions() as options:
-            return LookupDemonstrations(family, options, config.harness, split)
-        case NextEditFamily() as family, NextEditOptions() as options:
+        case LookupFamily() as family, LookupOptions() as options, CodingOptions() as harness:
+            return LookupDemonstrations(family, options, harness, split)
+        case NextEditFamily() as family, NextEditOptions() as options, _:
             return NextEditDemonstrations(family, options, split)
-        case SummariesFamily() as family, _:
+        case SummariesFamily() as family, _, _:
             return SummaryDemonstrations(family, split)
-        case BugfixFamily() as family, BugfixOptions() as options:
-            return BugfixDemonstrations(family, options, TOOLS if config.harness.kind == "coding" else SHELL, split)
+        case BugfixFamily() as family, BugfixOptions() as options, harness:
+            return BugfixDemonstrations(family, options, TOOLS if isinstance(harness, CodingOptions) else SHELL, split)
         case _:
             raise ConfigError(
                 f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: set "

@@ -7,6 +7,8 @@ import pytest
 from bench.trials.summaries import ARMS, START_OF, Trial, arm_config, bench_summaries, figures, table
 from etude.clock import date_utc
 from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
+from etude.config.rollouts import CodingOptions
 from etude.config.tasks import LookupOptions
 from etude.errors import UserError
 from etude.tasks.lookup import LookupFamily
@@ -15,6 +17,12 @@ from etude.types import Split
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "self-summary"
 RECIPE = load_recipe(RECIPES)
+
+
+def coding(config: RunConfig) -> CodingOptions:
+    """The options of its harness."""
+    assert isinstance(config.harness.options, CodingOptions)
+    return config.harness.options
 
 
 def trial(arm: str, seed: int, before: float, after: float, shares: tuple[float, float] | None) -> Trial:
@@ -33,19 +41,19 @@ def test_an_arm_differs_from_the_recipe_in_what_it_takes_away() -> None:
     assert untrained.credit.summaries == "mask"
     assert untrained.harness == RECIPE.harness
     truncated = arm_config(RECIPE, "truncated")
-    assert (truncated.harness.context, truncated.engine) == ("truncate", RECIPE.engine)
-    assert truncated.harness.summary_at_tokens == RECIPE.harness.summary_at_tokens
+    assert (coding(truncated).context, truncated.engine) == ("truncate", RECIPE.engine)
+    assert coding(truncated).summary_at_tokens == coding(RECIPE).summary_at_tokens
     assert {START_OF[arm] for arm in ARMS} == {"trained", "truncated", "unlimited"}
 
 
 def test_the_whole_material_has_its_place_in_an_unlimited_window() -> None:
     config = arm_config(RECIPE, "unlimited")
-    assert config.harness.context == "grow"
+    assert coding(config).context == "grow"
     options = RECIPE.tasks.options
     assert isinstance(options, LookupOptions)
     task = LookupFamily(options, seed=0).task(Split.TRAIN, 0)
     words = sum(len(FIND_WORDS(text)) + text.count("\n") + 1 for text in task.files.values())
-    assert config.engine.max_length > words + options.pages * (config.harness.max_tokens_per_turn + 4)
+    assert config.engine.max_length > words + options.pages * (coding(config).max_tokens_per_turn + 4)
 
 
 def test_the_worst_seed_decides_and_only_of_the_recipes_own_arm() -> None:

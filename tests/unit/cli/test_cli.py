@@ -24,7 +24,11 @@ from etude.telemetry.log import EventReader
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = RECIPES / "quickstart"
-AGENT = ("harness.kind=command", "harness.command=['a', '{prompt}', '{temperature}']", "harness.timeout_s=60.0")
+AGENT = (
+    "harness.kind=command",
+    "harness.options.command=['a', '{prompt}', '{temperature}']",
+    "harness.options.timeout_s=60.0",
+)
 
 
 def fail(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -151,7 +155,7 @@ def test_a_port_in_use_is_named(process: str, capsys: pytest.CaptureFixture[str]
     ("settings", "words"),
     [
         (("model.checkpoint=nowhere", "midtrain.tokens=0"), "model.checkpoint = 'nowhere': no Hugging Face checkpoint"),
-        ((*AGENT, "harness.mounts=['nowhere']"), "harness.mounts: there is no folder 'nowhere'"),
+        ((*AGENT, "harness.options.mounts=['nowhere']"), "harness.options.mounts: there is no folder 'nowhere'"),
         (("tasks.family=repository", "tasks.folder=nowhere"), "tasks.folder: nowhere has no tasks: make some with"),
         (("tasks.family=harbor", "tasks.folder=nowhere"), "tasks.folder: "),
     ],

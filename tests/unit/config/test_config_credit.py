@@ -51,7 +51,7 @@ def test_a_sound_kind_is_taken(kind: CreditKind) -> None:
         ({"kind": "shared_prefix", "branches": 2, "branch_at": "error", "branch_within": 5}, "credit.branch_within"),
         ({"kind": "shared_prefix", "branches": 3}, "credit.branches = 3 must divide rollouts.group_size = 8"),
         ({"kind": "shared_prefix", "branches": 8}, "be below it"),
-        ({"summaries": "mask"}, "no context of harness.context = 'grow' is ever summarised"),
+        ({"summaries": "mask"}, "no context of harness.options.context = 'grow' is ever summarised"),
         ({"discount": 1.5}, "less than or equal to 1"),
     ],
 )
@@ -69,6 +69,6 @@ def test_losses_that_divide_by_a_deviation_know_rollouts_only(kind: CreditKind, 
 
 @pytest.mark.parametrize("kind", ["shaped", "shared_prefix"])
 def test_programs_of_other_people_have_no_turns_to_tell_apart(kind: CreditKind) -> None:
-    harness = {"kind": "command", "command": ("agent", "{prompt}", "{temperature}"), "timeout_s": 10.0}
-    message = error_of({"credit": {"kind": kind, **SOUND[kind]}, "harness": harness})
+    options = {"command": ("agent", "{prompt}", "{temperature}"), "timeout_s": 10.0}
+    message = error_of({"credit": {"kind": kind, **SOUND[kind]}, "harness": {"kind": "command", "options": options}})
     assert f"credit.kind = '{kind}' needs the built-in harness" in message

@@ -27,4 +27,6 @@ def test_a_single_right_answer_cannot_contradict_itself() -> None:
 
 def test_a_harness_that_cannot_answer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"asks for an answer, which harness\.kind = 'command'"):
-        default_recipe([LOOKUP, "sandboxes.kind=ns", "harness.kind=command", 'harness.command=["agent", "{prompt}"]'])
+        default_recipe(
+            [LOOKUP, "sandboxes.kind=ns", "harness.kind=command", 'harness.options.command=["agent", "{prompt}"]']
+        )

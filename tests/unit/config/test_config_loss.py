@@ -132,7 +132,8 @@ def test_effort_is_counted_and_priced_or_neither(effort: dict[str, Any], message
 
 
 def test_the_calls_of_an_external_harness_are_not_counted() -> None:
-    harness = {"kind": "command", "command": ["agent", "{prompt}", "{temperature}"], "timeout_s": 20.0}
+    options = {"command": ["agent", "{prompt}", "{temperature}"], "timeout_s": 20.0}
+    harness = {"kind": "command", "options": options}
     with pytest.raises(ConfigError, match=r"effort\.prices\.calls would have no effect"):
         parse_config({"harness": harness, "effort": {"weight": 0.1, "prices": {"calls": 1.0}}}, source="test")
 

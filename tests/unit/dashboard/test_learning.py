@@ -60,7 +60,7 @@ def test_three_steps_without_a_signal_are_said_with_the_likely_cause(
 
 def test_rollouts_that_run_out_of_tokens_are_the_likely_cause() -> None:
     cut = [replace(VAIN, ended={"length": 15, "submit": 1})] * 3
-    assert "94% of rollouts were cut off by length: raise harness.max_tokens" in (warning(cut) or "")
+    assert "94% of rollouts were cut off by length: raise harness.options.max_tokens" in (warning(cut) or "")
 
 
 def test_hints_teach_without_a_signal() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import aiohttp
 import pytest
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.errors import EngineUnavailable, OutOfTime, SandboxError, SessionLost
 from etude.harnesses import tools
 from etude.harnesses.coding import CodingHarness, observe
@@ -152,7 +152,7 @@ def test_a_gateway_that_is_not_there_is_an_infrastructure_error() -> None:
         provider = LocalSandboxes(1)
         sandbox = await provider.create({})
         async with aiohttp.ClientSession() as http:
-            harness = CodingHarness(HarnessConfig(turn_timeout_s=3.0), http)
+            harness = CodingHarness(CodingOptions(turn_timeout_s=3.0), http)
             with pytest.raises(EngineUnavailable, match="ClientConnectorError"):
                 await harness.run(TASK, session, sandbox, temperature=1.0)
         await provider.close()

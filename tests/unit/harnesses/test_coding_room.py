@@ -16,7 +16,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.harnesses.coding import CodingHarness
 from etude.harnesses.tools import CUT, NO_FILE, number_lines
 from etude.protocols import HarnessResult, Session
@@ -70,7 +70,7 @@ class Stage:
     session: Session
     http: aiohttp.ClientSession
 
-    def play(self, window: int, replies: Sequence[str], pages: dict[str, str], config: HarnessConfig) -> HarnessResult:
+    def play(self, window: int, replies: Sequence[str], pages: dict[str, str], config: CodingOptions) -> HarnessResult:
         self.sandbox.window, self.sandbox.replies, self.sandbox.exchanges = window, [*replies], []
         sandbox = FakeSandbox(pages, lambda _: None)
         harness = CodingHarness(config, self.http)
@@ -109,11 +109,11 @@ REPLIES = st.lists(
 )
 
 
-def config_of(mode: str) -> HarnessConfig:
+def config_of(mode: str) -> CodingOptions:
     limits: dict[str, Any] = {"context": mode, "summary_at_tokens": TRIGGER}
     if mode == "summary":
         limits |= {"summary_request": REQUEST, "max_tokens_per_summary": SUMMARY}
-    return HarnessConfig(max_turns=24, max_tokens_per_turn=TURN, **limits)
+    return CodingOptions(max_turns=24, max_tokens_per_turn=TURN, **limits)
 
 
 def results_shown(exchanges: Sequence[Exchange], pages: dict[str, str]) -> Iterator[tuple[str, list[str]]]:

@@ -11,7 +11,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config.rollouts import PLACEHOLDERS, HarnessConfig
+from etude.config.rollouts import PLACEHOLDERS, CommandOptions
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.harnesses.command import CommandHarness, client_variables, fill_in, judge_end
 from etude.protocols import ExecResult, HarnessResult, Session
@@ -29,8 +29,7 @@ TASK = Task(
     files={},
     checks=FunctionChecks(path="util.py", function="add", visible=(), hidden=(Case(arguments=(5, 5), expected=10),)),
 )
-CONFIG = HarnessConfig(
-    kind="command",
+CONFIG = CommandOptions(
     command=("agent", "--model={model}", "-t", "{prompt}", "-T{temperature}"),
     environment={"WHERE": "{workdir} {base_url}", "PATH": "/opt"},
     timeout_s=7.0,

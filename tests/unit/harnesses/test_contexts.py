@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.harnesses.contexts import MOVES, Context, Recall, Step, TodoList, Window
 
 Mode = Literal["grow", "summary", "truncate"]
@@ -16,7 +16,7 @@ Mode = Literal["grow", "summary", "truncate"]
 def window(mode: Mode = "summary", *, max_turns: int = 99, **limits: Any) -> Window:
     if mode != "grow":
         limits["summary_at_tokens"] = 100
-    return Window(HarnessConfig(context=mode, max_turns=max_turns, **limits))
+    return Window(CodingOptions(context=mode, max_turns=max_turns, **limits))
 
 
 # --- Decisions ----------------------------------------------------------------------------------------------------
@@ -106,14 +106,14 @@ class ContestantRun:
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
+def sequences(draw: st.DrawFn) -> tuple[CodingOptions, Window, ContestantRun]:
     limits: dict[str, Any] = {
         "context": draw(st.sampled_from(["grow", "summary", "truncate"])),
         "max_turns": draw(st.integers(1, 12)),
     }
     if limits["context"] != "grow":
         limits |= {"summary_at_tokens": draw(st.integers(1, 100)), "max_summaries": draw(st.integers(1, 4))}
-    config = HarnessConfig(**limits)
+    config = CodingOptions(**limits)
     one, batch, left = Window(config), ContestantRun(), 0
     while one.step is not Step.STOP:
         before = one.step
@@ -134,7 +134,7 @@ def sequences(draw: st.DrawFn) -> tuple[HarnessConfig, Window, ContestantRun]:
 
 
 @given(sequences())
-def test_whatever_the_sandbox_answers(lived: tuple[HarnessConfig, Window, ContestantRun]) -> None:
+def test_whatever_the_sandbox_answers(lived: tuple[CodingOptions, Window, ContestantRun]) -> None:
     config, one, batch = lived
     assert batch.calls <= config.max_turns
     assert batch.errors <= 6 * config.max_turns + 4

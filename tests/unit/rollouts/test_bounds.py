@@ -227,5 +227,5 @@ def test_limits_are_those_of_a_recipe() -> None:
 
 def test_turns_that_touch_no_sandbox_are_no_silence() -> None:
     for harness, expected_s in (({"max_turns": 19, "turn_timeout_s": 60.0}, 1200.0), ({"max_turns": 2}, 600.0)):
-        config = parse_config({"harness": harness}, source="t")
+        config = parse_config({"harness": {"options": harness}}, source="t")
         assert RolloutLimits.of(config.rollouts, config.harness).silence_s == expected_s

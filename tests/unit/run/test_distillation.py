@@ -128,7 +128,7 @@ def test_a_turn_that_rollouts_share_is_distilled_once() -> None:
 def test_summaries_that_are_not_trained_are_not_distilled() -> None:
     summary = (TURNS[0], replace(TURNS[1], kind=TurnKind.SUMMARY))
     group = make_group(replace(make_rollout("a", 0, 1), turns=summary))
-    summaries = ("harness.context=summary", "harness.summary_at_tokens=100", "engine.max_length=400")
+    summaries = ("harness.options.context=summary", "harness.options.summary_at_tokens=100", "engine.max_length=400")
     for choice, examples in (("train", 2), ("mask", 1)):
         chosen = plan(*summaries, f"credit.summaries={choice}")
         assert len(chosen.distillation([group], shares=1).examples) == examples

@@ -23,7 +23,7 @@ from etude.tokens.chat import ChatTemplate
 from etude.types import Json
 from etude.weights.pull import pull
 
-MODEL: dict[str, Json] = {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16}
+SHAPE: dict[str, Json] = {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16}
 STEPS = 8
 
 
@@ -31,7 +31,7 @@ def config_of(sft: Path | None = None, **midtrain: Json) -> RunConfig:
     tree: dict[str, Json] = {
         "name": "phases",
         "tasks": {"options": {"kinds": ["arith"]}},
-        "model": MODEL,
+        "model": {"shape": SHAPE},
         "midtrain": {"tokens": 256 * STEPS, "batch_tokens": 256, "checkpoint_steps": 3, "threads": 1, **midtrain},
         "eval": {"documents": 2, "every_steps": 4, "heldout_every": 5},
         "trainer": {"device": "cpu"},

@@ -31,7 +31,11 @@ def recipe(tmp_path: Path, model: Path, *settings: str) -> RunConfig:
     return load_recipe(tmp_path, [f"model.checkpoint={model}", "midtrain.tokens=0", *settings])
 
 
-AGENT = ("harness.kind=command", "harness.command=['agent', '{prompt}', '{temperature}']", "harness.timeout_s=60.0")
+AGENT = (
+    "harness.kind=command",
+    "harness.options.command=['agent', '{prompt}', '{temperature}']",
+    "harness.options.timeout_s=60.0",
+)
 
 
 def test_calls_that_no_grammar_reads_refuse_a_run_whose_agent_may_need_them(tmp_path: Path) -> None:

@@ -146,5 +146,5 @@ def test_keys_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tasks\.heldout_every would have no effect"):
         parse_config({"tasks": {"family": "nextedit", "heldout_every": 9}}, source="test")
     with pytest.raises(ConfigError, match="asks for an answer"):
-        harness = {"kind": "command", "command": ["x", "{prompt}", "{temperature}"]}
+        harness = {"kind": "command", "options": {"command": ["x", "{prompt}", "{temperature}"]}}
         parse_config({"tasks": {"family": "nextedit"}, "harness": harness}, source="test")

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.config.tasks import LookupOptions
 from etude.harnesses import tools
 from etude.harnesses.summaries import HEADING, KeptState, ask_for_summary, open_again, open_truncated
@@ -56,7 +56,7 @@ class LookupDemonstrations:
         self,
         family: LookupFamily,
         options: LookupOptions,
-        harness: HarnessConfig,
+        harness: CodingOptions,
         split: Split = Split.TRAIN,
     ) -> None:
         """``harness`` says what becomes of a full context, as it will in rollouts."""
@@ -96,7 +96,7 @@ class _Agent:
     """Reads every page in its turn and answers from what is left in its context."""
 
     keep_fact: float
-    harness: HarnessConfig
+    harness: CodingOptions
 
     def contexts(self, inquiry: Inquiry, rng: Random) -> Iterator[list[Message]]:
         """Context after context, from the task to the answer."""

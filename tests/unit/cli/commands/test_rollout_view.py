@@ -36,7 +36,11 @@ TASK = Task(
     task_id="t1", family="lookup", template="sum", split=Split.TRAIN, prompt="add tax and fee", files={},
     checks=AnswerChecks(answer="49", facts=("tax 42", "fee 7", "rate 3", "tax 4")),
 )  # fmt: skip
-SUMMARISES = ("harness.context=summary", "harness.summary_at_tokens=100", "harness.max_tokens_per_summary=20")
+SUMMARISES = (
+    "harness.options.context=summary",
+    "harness.options.summary_at_tokens=100",
+    "harness.options.max_tokens_per_summary=20",
+)
 SUSPECT = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy",), hacked=True, graded=1.0)
 
 

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from etude.config.loading import load_recipe
-from etude.config.rollouts import HarnessConfig
+from etude.config.rollouts import CodingOptions
 from etude.config.tasks import LookupOptions
 from etude.config.training import ModelShape
 from etude.harnesses.coding import CodingHarness
@@ -28,15 +28,16 @@ from etude.types import AnswerChecks, Split, Task
 from scripted_model import ScriptedModel, serving
 
 RECIPE = load_recipe(Path(__file__).parents[4] / "recipes" / "self-summary")
-SUMMARY = RECIPE.harness
-TRUNCATE = HarnessConfig(max_turns=SUMMARY.max_turns, context="truncate", summary_at_tokens=SUMMARY.summary_at_tokens)
-GROW = HarnessConfig(max_turns=SUMMARY.max_turns)
+assert isinstance(RECIPE.harness.options, CodingOptions)
+SUMMARY = RECIPE.harness.options
+TRUNCATE = CodingOptions(max_turns=SUMMARY.max_turns, context="truncate", summary_at_tokens=SUMMARY.summary_at_tokens)
+GROW = CodingOptions(max_turns=SUMMARY.max_turns)
 assert isinstance(RECIPE.tasks.options, LookupOptions)
 OPTIONS = RECIPE.tasks.options
 FAMILY = LookupFamily(OPTIONS, seed=0)
 
 
-def demonstrations(harness: HarnessConfig = SUMMARY, keep_fact: float = 0.8) -> LookupDemonstrations:
+def demonstrations(harness: CodingOptions = SUMMARY, keep_fact: float = 0.8) -> LookupDemonstrations:
     return LookupDemonstrations(FAMILY, LookupOptions(keep_fact=keep_fact), harness)
 
 
@@ -71,7 +72,7 @@ class Reciter(ScriptedModel):
         return len(self._turns)
 
 
-def play(harness: HarnessConfig, index: int, keep_fact: float) -> tuple[Task, HarnessResult, int]:
+def play(harness: CodingOptions, index: int, keep_fact: float) -> tuple[Task, HarnessResult, int]:
     """A task, how the real harness saw its session in the imitated agent's words, and how many it did not ask for."""
     inquiry = FAMILY.inquiry(Split.TRAIN, Random(index))
     reciter = Reciter(demonstrations(harness, keep_fact).contexts(inquiry, Random(index)))
@@ -86,7 +87,7 @@ def play(harness: HarnessConfig, index: int, keep_fact: float) -> tuple[Task, Ha
 
 
 @pytest.mark.parametrize("harness", [SUMMARY, TRUNCATE, GROW], ids=lambda harness: harness.context)
-def test_a_session_is_cut_where_the_harness_cuts_it(harness: HarnessConfig) -> None:
+def test_a_session_is_cut_where_the_harness_cuts_it(harness: CodingOptions) -> None:
     for index in range(6):
         _, result, left = play(harness, index, keep_fact=0.8)
         assert (result.reason, left) == ("submit", 0)
