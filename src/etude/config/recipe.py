@@ -115,7 +115,7 @@ class RunConfig(Section):
     sft: SftConfig = SftConfig()
     """Conversations to imitate after it."""
     harness: HarnessConfig = HarnessConfig()
-    """Who drives the model, and the limits of a session."""
+    """Driver of the model, and the limits of a session."""
     rollouts: RolloutConfig = RolloutConfig()
     """Concurrency and staleness."""
     engine: EngineConfig = EngineConfig()
