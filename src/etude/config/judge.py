@@ -106,7 +106,7 @@ class JudgeConfig(Section):
     """Train on the word of a judge whose agreement with people is not known."""
 
     @property
-    def asked(self) -> JudgeOptions:
+    def settings(self) -> JudgeOptions:
         """The options of a judge that there is."""
         assert isinstance(self.options, JudgeOptions), self.kind
         return self.options

@@ -2,13 +2,14 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
 
+from etude.config import plugins
 from etude.config.keys import suggestion
 from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed
@@ -16,6 +17,17 @@ from etude.errors import ConfigError
 
 FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
 """Paths of tables whose texts may lie in files beside the recipe."""
+NAMES = (
+    ("tasks", "family"),
+    ("reward", "parts", "source"),
+    ("telemetry", "sinks", "kind"),
+    ("loss", "kind"),
+    ("loss", "baseline"),
+    ("harness", "kind"),
+    ("sandboxes", "kind"),
+    ("engine", "kind"),
+)
+"""Paths of keys that name a class or a function, which may be in a file beside the recipe; of arrays, each table's."""
 
 
 def is_recipe(path: Path) -> bool:
@@ -41,6 +53,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         _apply_override(tree, override)
     for table in FILE_TABLES:
         _read_files(tree, table, file)
+    _change_names(tree, lambda name: plugins.absolute(name, file.parent))
     changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
     return parse_config(tree, source=" --set ".join([str(file), *changed]))
 
@@ -66,6 +79,28 @@ def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that :func:`load_recipe` reads back to an equal value."""
     return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def dump_run(config: RunConfig, folder: Path) -> str:
+    """The resolved configuration as TOML for the folder of a run, which gets copies of the files that it names.
+
+    Raises ``OSError`` for a file that cannot be copied.
+    """
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    _change_names(tree, lambda name: plugins.keep(name, folder))
+    return tomli_w.dumps(tree)
+
+
+def _change_names(tree: dict[str, Any], change: Callable[[str], str]) -> None:
+    """Replace the names of classes and functions in a tree."""
+    for *parents, key in NAMES:
+        tables: list[Any] = [tree]
+        for parent in parents:
+            inner = [table.get(parent) for table in tables if isinstance(table, dict)]
+            tables = [each for some in inner for each in (some if isinstance(some, list | tuple) else [some])]
+        for table in tables:
+            if isinstance(table, dict) and isinstance(table.get(key), str):
+                table[key] = change(table[key])
 
 
 def _read_files(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> None:

@@ -20,6 +20,7 @@ from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.ledger.ledger import Ledger
+from etude.run.events import open_events
 from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
@@ -55,7 +56,7 @@ def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> 
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
-        events = stack.enter_context(EventLog(folder.events, "supervisor", lossy=True))
+        events = stack.enter_context(open_events(folder, config, "supervisor", lossy=True))
         events.write(RunStarted(resumed=resumed))
         try:
             with ProgressDisplay(folder.events, config, out) as progress:
