@@ -23,8 +23,8 @@ from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.run.folder import RunFolder
