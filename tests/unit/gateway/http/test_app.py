@@ -9,9 +9,9 @@ import pytest
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.engines.fake import FakeEngine
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Json, RouteSpace, TokenIds, as_list
+from fake_engine import FakeEngine
 from gateways import (
     CHAT,
     LONG,
