@@ -296,13 +296,13 @@ _Text: TypeAlias = Annotated[str, AfterValidator(_check_printable)]
 _Utc: TypeAlias = Annotated[_Text, AfterValidator(_check_utc)]
 
 
-class _Fields(BaseModel):
+class _StrictForm(BaseModel):
     """Fields of their types, and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _PackFields(_Fields):
+class _PackFields(_StrictForm):
     rank: Annotated[int, Field(ge=_RANK, le=_RANK)]
     digest: _Sha256
     size_bytes: _Count
@@ -316,7 +316,7 @@ class _PackFields(_Fields):
         return self
 
 
-class _RecordFields(_Fields):
+class _RecordFields(_StrictForm):
     """Fields of every record."""
 
     log: _StateDigest
