@@ -16,6 +16,7 @@ import numpy as np
 from etude.clock import SystemClock
 from etude.config.credit import CreditConfig, SharedPrefixOptions
 from etude.config.rollouts import CodingOptions, RolloutConfig
+from etude.engines.fake import FakeEngine
 from etude.harnesses import tools
 from etude.harnesses.coding import CodingHarness
 from etude.ledger.ledger import TRAIN, Ledger
@@ -28,7 +29,6 @@ from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.batch import build_batch
 from etude.types import Case, FunctionChecks, Group, Rollout, Split, Task, TokenIds, Turn
-from fake_engine import FakeEngine
 from gateways import ADMIN_KEY, VOCAB_SIZE, Setting, gateway, template
 
 WINDOW, GROUPS, SIZE = 600, 3, 4

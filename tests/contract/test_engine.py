@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
+from etude.engines.fake import FakeEngine
 from etude.engines.http.client import HttpEngine
 from etude.engines.http.server import BUSY, engine_app
 from etude.engines.http.wire import encode_chunk, encode_completion
@@ -23,7 +24,6 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Finish
-from fake_engine import FakeEngine
 from native_configs import altered
 from waiting import WAIT_S
 

@@ -12,6 +12,7 @@ import aiohttp
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.rollouts import CommandOptions
+from etude.engines.fake import FakeEngine
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
@@ -29,7 +30,6 @@ from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.tokens.chat import ChatTemplate
 from etude.types import Case, FunctionChecks, Rollout, RolloutStatus, Split, Task
-from fake_engine import FakeEngine
 
 AGENT = Path(__file__).parents[2] / "examples" / "agent.py"
 COMMAND = ("python3", "/harness/agent.py", "{prompt}", "{model}", "{temperature}")

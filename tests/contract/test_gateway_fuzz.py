@@ -15,10 +15,10 @@ from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.http.openapi import document
 from etude.tokens.chat import ChatTemplate
-from fake_engine import FakeEngine
 from gateways import gateway_in_a_thread
 
 ADMIN_KEY, PRODUCT_KEY = "the admin key", "a product's key"

@@ -15,6 +15,7 @@ from aiohttp import web
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.training import ModelShape
+from etude.engines.fake import FakeEngine
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import JudgeDeclined, JudgeUnavailable
 from etude.gateway.http.auth import Scope
@@ -34,7 +35,6 @@ from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, TokenIds
-from fake_engine import FakeEngine
 from gateways import key_of
 from judges import INJECTIONS, NONCE, STYLE, court, style_rubric, verdict
 from scripted_model import API_KEY, ScriptedModel, serving

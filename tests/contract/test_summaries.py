@@ -17,13 +17,13 @@ import pytest
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.rollouts import CodingOptions
+from etude.engines.fake import FakeEngine
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import Completion, HarnessResult, SamplingParams
 from etude.rollouts.fake import FakeSandbox
 from etude.rollouts.sessions import GatewaySessions
 from etude.trainer.batching.build import build_trajectories
 from etude.types import AnswerChecks, Rollout, RolloutStatus, Split, Task, TokenIds, Turn, TurnKind
-from fake_engine import FakeEngine
 from gateways import ADMIN_KEY, MESSAGES, VOCAB_SIZE, Caller, Setting, gateway, template
 
 WINDOW = 600

@@ -59,7 +59,7 @@ ENGINE = """
 import asyncio, socket, sys
 from aiohttp import web
 from etude.clock import SystemClock
-from fake_engine import FakeEngine
+from etude.engines.fake import FakeEngine
 from etude.engines.http.server import engine_app
 
 class Paced(FakeEngine):

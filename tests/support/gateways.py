@@ -15,6 +15,7 @@ from aiohttp import ClientSession
 from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
+from etude.engines.fake import FakeEngine
 from etude.engines.http.client import http_engines
 from etude.gateway.capture.sessions import SessionLimits
 from etude.gateway.http.auth import Key, KeyLimits, Scope, digest_of
@@ -29,7 +30,6 @@ from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
-from fake_engine import FakeEngine
 from waiting import WAIT_S, until
 
 ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from etude.clock import VirtualClock
+from etude.engines.fake import FakeEngine
 from etude.errors import EngineUnavailable
 from etude.protocols import Completion, SamplingParams
 from etude.types import Finish
-from fake_engine import FakeEngine
 
 STOP = 1
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.errors import CaptureError, EngineUnavailable, SessionLost, VersionPending
 from etude.gateway.api.calls import Answer, ApiError, Call, FinishReason, Sampling
 from etude.gateway.api.chat import parse
@@ -29,7 +30,6 @@ from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import ChatMessage
 from etude.types import Json, SamplingMask, TokenIds
-from fake_engine import FakeEngine
 
 VOCAB_SIZE, MAX_LENGTH = 300, 128
 GO = (ChatMessage(role="user", content="go"),)

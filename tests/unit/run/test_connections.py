@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.engines.http.server import engine_app
 from etude.gateway.http.server import HttpRequest, HttpResponse, http_server
 from etude.run.connections import RESERVE, Connections, connection_limit
 from etude.run.serving import listening
-from fake_engine import FakeEngine
 from waiting import WAIT_S
 
 SECRET = b"etude-production-SECRET"

@@ -21,6 +21,7 @@ from etude.cli.commands.keys import add_key, revoke_key
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
+from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.http.server import http_server
@@ -45,7 +46,6 @@ from etude.types import TensorSpec
 from etude.weights.digest import state_digest
 from etude.weights.publish import Publisher
 from etude.weights.state import StoredTensor
-from fake_engine import FakeEngine
 from waiting import WAIT_S, until
 
 SECRET = "a product's key"

@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.engines.http.server import engine_app
 from etude.protocols import Completion, SamplingParams
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import TokenIds
-from fake_engine import FakeEngine
 
 STARTS_S = 60.0
 """A busy machine may need this long to start a Python process."""

@@ -7,10 +7,10 @@ import pytest
 
 from etude.cli.commands.chat import Chat, ReplyPrinter, Talk
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json
-from fake_engine import FakeEngine
 from gateways import gateway_in_a_thread
 
 SECRET = "a product's key"

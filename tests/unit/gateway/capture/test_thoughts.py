@@ -9,6 +9,7 @@ import pytest
 
 from chat_formats import TEMPLATES, make_jinja
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.gateway.api.calls import ApiError
 from etude.gateway.api.chat import parse
 from etude.gateway.capture.conversations import Conversation
@@ -18,7 +19,6 @@ from etude.gateway.routing.pool import EnginePool
 from etude.gateway.routing.router import EngineEntry, Router
 from etude.gateway.service import Caller, CallService, Recorder, ReplySampler
 from etude.types import Json
-from fake_engine import FakeEngine
 
 CLOCK = SystemClock()
 CHAT = make_jinja((TEMPLATES / "r1.jinja").read_text(), "<｜end▁of▁sentence｜>")

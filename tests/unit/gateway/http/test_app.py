@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import pytest
 
 from etude.clock import SystemClock
+from etude.engines.fake import FakeEngine
 from etude.gateway.routing.admission import AdmissionLimits
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Json, RouteSpace, TokenIds, as_list
-from fake_engine import FakeEngine
 from gateways import (
     CHAT,
     LONG,

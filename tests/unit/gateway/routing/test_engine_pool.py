@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.clock import SystemClock, VirtualClock
+from etude.engines.fake import FakeEngine
 from etude.engines.http.client import http_engines
 from etude.engines.http.server import engine_app
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
@@ -21,7 +22,6 @@ from etude.gateway.routing.pool import CallOptions, EnginePool, PoolLimits
 from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits, Router
 from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, SamplingMask, TokenIds
-from fake_engine import FakeEngine
 from waiting import until
 
 PROMPT = [1, 2, 3]
