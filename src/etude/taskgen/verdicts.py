@@ -6,7 +6,7 @@ Pure; the workshop (:mod:`~etude.taskgen.validator`) does the running. A task is
 world that the agent is given fails every hidden test it is about, and the right answer passes all, in every run.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
@@ -160,11 +160,3 @@ def _result(seen: RunObservation, index: int) -> tuple[bool, Json]:
 
 def _same(one: tuple[bool, Json], other: tuple[bool, Json]) -> bool:
     return one[0] == other[0] and same_value(one[1], other[1])
-
-
-def counts_of(verdicts: Mapping[str, str]) -> Mapping[str, int]:
-    """The number of candidates ended in each way."""
-    counted: dict[str, int] = {}
-    for verdict in verdicts.values():
-        counted[verdict] = counted.get(verdict, 0) + 1
-    return dict(sorted(counted.items(), key=lambda item: -item[1]))

@@ -12,7 +12,7 @@ apart by that; compare sessions over the same kind of tasks. Owns the report; pu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -131,17 +131,7 @@ def to_json(report: FidelityReport) -> dict[str, Json]:
         "distinguishable": report.is_distinguishable,
         "production": {"sessions": report.production_sessions, "observations": report.production_observations},
         "simulated": {"sessions": report.simulated_sessions, "observations": report.simulated_observations},
-        "tells": [
-            {
-                "feature": tell.feature,
-                "weight": tell.weight,
-                "production_share": tell.production_share,
-                "simulated_share": tell.simulated_share,
-                "production_example": tell.production_example,
-                "simulated_example": tell.simulated_example,
-            }
-            for tell in report.tells
-        ],
+        "tells": [asdict(tell) for tell in report.tells],
     }
 
 
