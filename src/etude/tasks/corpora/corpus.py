@@ -17,7 +17,7 @@ import numpy as np
 from etude.tasks.corpora.conversations import conversation
 from etude.tasks.corpora.mixture import Side, Source
 from etude.tasks.corpora.texts import PlainText, whole
-from etude.tasks.corpora.transcripts import Message as Utterance
+from etude.tasks.corpora.transcripts import Message
 from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Document
 
@@ -36,11 +36,11 @@ TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
 class Demonstrations(Protocol):
     """The demonstrations of a task family, of one side of its hold-out."""
 
-    def code(self, rng: Random) -> str | Sequence[Utterance]:
+    def code(self, rng: Random) -> str | Sequence[Message]:
         """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
         ...
 
-    def session(self, rng: Random) -> Sequence[Utterance]:
+    def session(self, rng: Random) -> Sequence[Message]:
         """A session of an imperfect agent."""
         ...
 
@@ -115,12 +115,12 @@ class SessionSource:
         return conversation(self._chat, spoken(output), context_weight=self._context_weight)
 
 
-def spoken(output: Sequence[Utterance]) -> tuple[ChatMessage, ...]:
+def spoken(output: Sequence[Message]) -> tuple[ChatMessage, ...]:
     """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
     return tuple(_message(message) for message in output)
 
 
-def _message(output: Utterance) -> ChatMessage:
+def _message(output: Message) -> ChatMessage:
     match output.role:
         case "system" | "user" | "assistant" | "tool":
             return ChatMessage(role=output.role, content=output.content)
