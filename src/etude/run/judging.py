@@ -239,7 +239,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
 
 
 async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], at_once: int) -> Sequence[Judgement]:
-    """Some items at a time, so that none waits for its seat until its time is up."""
+    """Some items at a time, so that none waits for its turn until its time is up."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):
         inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]

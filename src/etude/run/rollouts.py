@@ -231,7 +231,7 @@ def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
 
 
 def run_rollouts(folder: RunFolder, worker_id: int = 0) -> None:
-    """Run the whole schedule, or what is left of it; in any seat but the first only rollouts for training."""
+    """Run the whole schedule, or what is left of it; any process but the first only rollouts for training."""
     run_until_signal(_run(folder) if worker_id == 0 else _help(folder, worker_id))
 
 

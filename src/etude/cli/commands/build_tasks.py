@@ -66,7 +66,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:
-    """A build in numbers, of all its sittings."""
+    """A build in numbers, of all calls that went on with it."""
 
     package: str
     version: str
@@ -245,7 +245,7 @@ async def _check(
 ) -> tuple[str, str]:
     checks = task.checks
     if not isinstance(checks, TestChecks) or task.environment is None:
-        raise ConfigError(f"task {task.task_id} has no hidden tests in a world of its own: it is not of this family")
+        raise ConfigError(f"task {task.task_id} has no hidden tests in an image of its own: it is not of this family")
     about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
     files: Sequence[Mapping[str, str | None]] = ({**checks.files}, {**checks.files, **answer})
     targets = tuple(sorted({place_of(test)[0] for test in checks.must_pass}))

@@ -5,7 +5,7 @@
     simulated sessions ──┘                                              └─▶ tells: what gives it away, with examples
 
 An AUC of 0.5 means that it cannot. The interval counts sessions, not calls: calls of one session are alike. A model
-that is trained in a world it can tell from the real one may learn to behave only there.
+that is trained in an environment it can tell from the real one may learn to behave only there.
 
 The classifier sees what an agent sees, so an agent that does other things in production than in simulation is told
 apart by that; compare sessions over the same kind of tasks. Owns the report; pure but for nothing.

@@ -2,7 +2,7 @@
 
 Each kind is a :class:`~etude.tasks.corpora.mixture.Source`, endless and decided by the seed: document *n* is made from
 a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its
-:class:`Demonstrations`. Both sides of the hold-out are here; a practice draws from one side only, and modules of the
+:class:`Demonstrations`. Both sides of the hold-out are here; demonstrations are of one side only, and modules of the
 standard library are held out whole.
 """
 
@@ -30,7 +30,7 @@ STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 TOKENIZER_SESSIONS = 1_500
 """Sessions that a tokenizer is learnt from."""
 TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
-"""And of the library: every how manieth module, and how much of it."""
+"""And of the library: one in so many modules, and how much of it."""
 
 
 class Demonstrations(Protocol):
@@ -129,8 +129,8 @@ def _message(output: Message) -> ChatMessage:
 
 
 def tokenizer_texts(demonstrations: Demonstrations, seed: int) -> Iterator[str]:
-    """Text to learn a tokenizer from: sessions of the practice's side, and the beginnings of library modules, held-out
-    ones among them: a tokenizer learns which letters go together, and no line.
+    """Text to learn a tokenizer from: sessions of the demonstrations' side, and the beginnings of library modules,
+    held-out ones among them: a tokenizer learns which letters go together, and no line.
     """
     rng = Random(f"tokenizer|{seed}")
     for _ in range(TOKENIZER_SESSIONS):

@@ -54,7 +54,7 @@ class MigrationProblem:
     reference: str
     """A right migration."""
     mistakes: tuple[str, ...]
-    """Wrong ones that somebody could well write."""
+    """Wrong ones that are easily written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
