@@ -216,7 +216,7 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
             )
             config = GatewayConfig()
             parts = await stack.enter_async_context(open_gateway(plan, config, SystemClock(), connect))
-            server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+            server = http_server(parts.gateway.handle)
             port = await stack.enter_async_context(listening(server, 0))
             stages.append(Stage(port=port, overheard=overheard))
             ready.set()

@@ -24,6 +24,7 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Finish
+from native_configs import altered
 from waiting import WAIT_S
 
 VOCAB_SIZE = 64
@@ -248,7 +249,7 @@ def test_nothing_is_lost_on_the_way() -> None:
 
 def test_a_busy_engine_is_told_from_one_that_is_down() -> None:
     async def run() -> None:
-        config = CONFIG.model_copy(update={"max_running": 1, "max_waiting": 1})
+        config = altered(CONFIG, max_running=1, max_waiting=1)
         model = Decoder(SPEC)
         model.initialise(0)
         engine = NativeEngine(Weights(model, 0, "digest"), config, seed=0)  # nobody steps it: its line stays full

@@ -61,7 +61,7 @@ async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
     config = GatewayConfig()
     async with (
         open_gateway(plan, config, SystemClock(), lambda url: engine) as parts,
-        listening(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+        listening(http_server(parts.gateway.handle), 0) as port,
     ):
         yield f"http://127.0.0.1:{port}"
 

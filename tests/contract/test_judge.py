@@ -76,7 +76,7 @@ async def behind_gateway(engine: Engine) -> AsyncIterator[Address]:
     )
     config = GatewayConfig()
     async with open_gateway(plan, config, SystemClock(), lambda _url: engine) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         async with listening(server, 0) as port:
             while not parts.pool.versions():
                 await asyncio.sleep(0.005)

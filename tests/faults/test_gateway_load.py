@@ -212,7 +212,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         connect = await stack.enter_async_context(http_engines(0.0))
         parts = await stack.enter_async_context(open_gateway(plan, config, SystemClock(), connect))
-        runner = web.ServerRunner(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes))
+        runner = web.ServerRunner(http_server(parts.gateway.handle))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=AGENTS)

@@ -83,7 +83,7 @@ async def serve() -> None:
     config = GatewayConfig()
     async with (
         open_gateway(plan, config, SystemClock(), lambda _url: ScriptedEngine()) as parts,
-        listening(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+        listening(http_server(parts.gateway.handle), 0) as port,
     ):
         while not parts.pool.versions():
             await asyncio.sleep(0.005)

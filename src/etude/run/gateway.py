@@ -128,12 +128,12 @@ async def _serve_run(folder: RunFolder) -> None:
     )
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_connected(spec, config.gateway))
-        server = http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         port, connections = folder.endpoints.port("gateway"), Connections()
         await stack.enter_async_context(listening(server, port, shutdown_s=DRAINED_S, connections=connections))
         if config.gateway.public:
             public = listening(
-                http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes),
+                http_server(parts.gateway.handle),
                 folder.endpoints.port(PUBLIC),
                 host=config.gateway.host,
                 tls=tls_context(config.gateway),
@@ -166,7 +166,7 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
         access_log=options.access_log,
     )
     async with _connected(spec, config) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         async with listening(
             server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
         ) as port:
@@ -309,6 +309,7 @@ class GatewaySpec:
     """Keys besides those of the file."""
     health: HealthLimits = DEFAULT_HEALTH
     sessions: SessionLimits = DEFAULT_LIMITS
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     access_log: Path | None = None
 
 
@@ -338,9 +339,7 @@ async def open_gateway(
 
     Raises :class:`~etude.errors.ConfigError` when the key file is missing, ``DamagedError`` when it is none.
     """
-    controller = AdmissionController(
-        AdmissionLimits(production=config.max_production, rollouts=config.max_rollouts, waiting=config.max_waiting)
-    )
+    controller = AdmissionController(spec.admission)
     pool = EnginePool(
         connect, Router(spec.health), clock, PoolLimits(outage_s=config.engine_timeout_s), admission=controller
     )

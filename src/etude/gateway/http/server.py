@@ -29,6 +29,8 @@ from etude.types import Json
 
 BODY_S = 60.0
 """Longest time for a body to arrive after its headers: enough for a large one over a slow line."""
+MAX_BODY_BYTES = 16 * 2**20
+"""Longer requests are refused unread; a context of a million tokens fits."""
 JSON, EVENTS = "application/json", "text/event-stream"
 SERVER = ("Server", "etude")
 """No version: it would only help attackers."""
@@ -87,7 +89,7 @@ RequestHandler = Callable[[HttpRequest], Awaitable[HttpResponse | None]]
 """Answers one request: by a response, or by ``None`` if it was streamed. Cancelled when the caller hangs up."""
 
 
-def http_server(handle: RequestHandler, *, max_body_bytes: int, body_s: float = BODY_S) -> web.Server:
+def http_server(handle: RequestHandler, *, max_body_bytes: int = MAX_BODY_BYTES, body_s: float = BODY_S) -> web.Server:
     """A web server around ``handle``, to be made in the event loop that will run it.
 
     A body may be as large as ``max_body_bytes`` and take ``body_s`` seconds.

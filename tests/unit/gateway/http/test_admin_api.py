@@ -184,7 +184,7 @@ def test_errors_before_parsing_have_the_shape_of_their_api() -> None:
         models = await caller.send("GET", "/v1/models", "wrong", anthropic_version="2023-06-01")
         assert models.at("type") == "error"
 
-    play(Setting(fake_engine(), config=GatewayConfig(max_body_mb=1)), scene)
+    play(Setting(fake_engine(), max_body_bytes=2**20), scene)
 
 
 def test_a_body_without_a_length_is_bounded_too() -> None:
@@ -198,7 +198,7 @@ def test_a_body_without_a_length_is_bounded_too() -> None:
         ) as response:
             assert response.status == 413
 
-    play(Setting(fake_engine(), config=GatewayConfig(max_body_mb=1)), scene)
+    play(Setting(fake_engine(), max_body_bytes=2**20), scene)
 
 
 def test_a_key_beyond_its_budget_is_429() -> None:
