@@ -191,7 +191,8 @@ class CheatingConfig(Section):
     honeypots: bool = False
     """Lay baits in every sandbox: hidden tests, a solution, expected answers that are none."""
     outcomes: dict[str, Outcome] = Field(default={})
-    """What was seen → its consequence, where that is to be another one. ``low`` may well be honest, such as an edited
-    visible test, and is kept; ``medium`` is what honest work hardly ever does, and is quarantined; ``high`` is what it
-    never does, and is worth zero. The name of a detector, or of a grader's ``cheat_`` part, goes before its severity.
+    """Sign of cheating → its consequence, where that is to be another one. ``low`` may well be honest, such as an
+    edited visible test, and is kept; ``medium`` is what honest work hardly ever does, and is quarantined; ``high`` is
+    what it never does, and is worth zero. The name of a detector, or of a grader's ``cheat_`` part, goes before its
+    severity.
     """

@@ -118,7 +118,7 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
 
 def judge_params(config: RunConfig) -> JudgeParams:
     """Parameters of voting."""
-    judge = config.judge.asked
+    judge = config.judge.required_options
     return JudgeParams(
         model=judge.model if isinstance(judge, ModelJudgeOptions) else f"{MODEL}-{rules_of(config).version}",
         votes=judge.votes,
@@ -168,15 +168,15 @@ def check_budget(config: RunConfig) -> None:
     rollout.
     """
     judge, aspects = config.judge, config.reward.names("judge")
-    rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in aspects]
+    rubrics, options = [each for aspect, each in rubrics_of(judge).items() if aspect in aspects], judge.required_options
     needed = needed_for(rubrics, judge_params(config))
     for allowance in (rollout_budget(judge), _run_budget(judge)):
         if not allowance.holds(needed, _prices(judge)):
             raise ConfigError(
-                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {judge.asked.votes} "
+                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
                 f"on each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
-                f"judge.options.text_characters = {judge.asked.text_characters}; raise the former, or lower one of the "
-                f"latter"
+                f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
+                f"the latter"
             )
 
 
@@ -225,7 +225,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
         stack.enter_context(deps.cache)
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
-            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.asked.concurrency)
+            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.required_options.concurrency)
             calibrations[aspect] = Calibration(
                 aspect=aspect,
                 pin=judge_fingerprint(rubrics[aspect], params),
@@ -252,7 +252,7 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], a
 @contextlib.asynccontextmanager
 async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
     """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
-    judge, model = config.judge.asked, judge_params(config).model
+    judge, model = config.judge.required_options, judge_params(config).model
     key = os.environ.get(KEY_VARIABLE, "")
     if isinstance(judge, ModelJudgeOptions):
         bound = _limit_name(judge.url)
@@ -301,7 +301,7 @@ def _deps(
         clock=SystemClock(),
         identity=IdentityWatch(calibration.identity for calibration in calibrations_of(judge).values()),
         alarm=sound,
-        pause=memory.pause if memory is not None and judge.asked.on_alarm == "hold" else None,
+        pause=memory.pause if memory is not None and judge.required_options.on_alarm == "hold" else None,
         record=spending.save,
     )
 
@@ -312,19 +312,23 @@ def _limit_name(url: str) -> str:
 
 
 def _limits(config: JudgeConfig) -> JudgeLimits:
-    return JudgeLimits(timeout_s=config.asked.timeout_s, concurrency=config.asked.concurrency)
+    return JudgeLimits(timeout_s=config.required_options.timeout_s, concurrency=config.required_options.concurrency)
 
 
 def rollout_budget(config: JudgeConfig) -> BudgetLimit:
     """Budget of the judge's calls for one rollout's reward; its hints have as much again."""
-    return BudgetLimit(per="rollout", calls=config.asked.calls_per_rollout, tokens=config.asked.tokens_per_rollout)
+    return BudgetLimit(
+        per="rollout",
+        calls=config.required_options.calls_per_rollout,
+        tokens=config.required_options.tokens_per_rollout,
+    )
 
 
 def _run_budget(config: JudgeConfig) -> BudgetLimit:
-    options = config.asked
+    options = config.required_options
     cost = options.cost_per_run or float("inf")
     return BudgetLimit(calls=options.calls_per_run, tokens=options.tokens_per_run, cost=cost)
 
 
 def _prices(config: JudgeConfig) -> Prices:
-    return Prices(prompt=config.asked.prices[0], completion=config.asked.prices[1])
+    return Prices(prompt=config.required_options.prices[0], completion=config.required_options.prices[1])

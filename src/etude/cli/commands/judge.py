@@ -149,7 +149,7 @@ def check(config: RunConfig) -> JudgeCheck:
     for aspect, judgement in answers.judgements.items():
         calibration = calibrations.get(aspect)
         reason = distrust(calibration, pins[aspect], config.judge.min_agreement)
-        readable = f"{len(judgement.votes)} of {config.judge.asked.votes} votes readable"
+        readable = f"{len(judgement.votes)} of {config.judge.required_options.votes} votes readable"
         trust = f"not trusted: {reason}" if reason else "trusted"
         lines += [f"{aspect}: {readable}; {trust}; pin {pins[aspect][:12]}"]
         lines += _figures(calibration) if calibration is not None else []
@@ -158,7 +158,7 @@ def check(config: RunConfig) -> JudgeCheck:
         unreadable = isinstance(answers.hints, ReplyFault)
         lines += [f"hints: its reply could not be read: {answers.hints}" if unreadable else "hints: readable"]
     lines += [f"alarm: {alarm.detail}" for alarm in answers.alarms]
-    passed = passed and not (answers.alarms and config.judge.asked.on_alarm == "hold")
+    passed = passed and not (answers.alarms and config.judge.required_options.on_alarm == "hold")
     return JudgeCheck(passed=passed, lines=[*lines, _costs(answers, config.judge)])
 
 
@@ -200,7 +200,7 @@ async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bo
 
 
 def _costs(answers: _Answers, config: JudgeConfig) -> str:
-    spent, has_prices = answers.spent, any(config.asked.prices)
+    spent, has_prices = answers.spent, any(config.required_options.prices)
     money = f"{answers.cost:g} at the recipe's prices" if has_prices else "the recipe has no prices"
     return (
         f"asked in {spent.calls} calls: {spent.prompt_tokens} tokens read, {spent.completion_tokens} written; {money}"
