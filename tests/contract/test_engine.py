@@ -14,9 +14,7 @@ from aiohttp.test_utils import TestServer
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.http.client import HttpEngine
-from etude.engines.http.server import BUSY, engine_app
-from etude.engines.http.wire import encode_chunk, encode_completion
+from etude.engines.http import BUSY, HttpEngine, encode_chunk, encode_completion, engine_app
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder

@@ -13,8 +13,8 @@ from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.rollouts import CommandOptions
 from etude.engines.fake import FakeEngine
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.harnesses.command import CommandHarness

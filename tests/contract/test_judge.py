@@ -18,8 +18,8 @@ from etude.config.training import ModelShape
 from etude.engines.fake import FakeEngine
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import JudgeDeclined, JudgeUnavailable
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Scope
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.models.checkpoint import spec_from_shape

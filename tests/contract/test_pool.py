@@ -12,8 +12,7 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, NativeOptions
-from etude.engines.http.client import http_engines
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app, http_engines
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.gateway.routing.admission import (
     PRIORITIES,

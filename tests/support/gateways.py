@@ -16,10 +16,10 @@ from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.http.client import http_engines
+from etude.engines.http import http_engines
 from etude.gateway.capture.sessions import SessionLimits
+from etude.gateway.http.app import MAX_BODY_BYTES, http_server
 from etude.gateway.http.auth import Key, KeyLimits, Scope, digest_of
-from etude.gateway.http.server import MAX_BODY_BYTES, http_server
 from etude.gateway.routing.admission import AdmissionLimits
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder

@@ -16,8 +16,8 @@ import numpy as np
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk

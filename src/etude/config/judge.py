@@ -106,8 +106,8 @@ class JudgeConfig(Section):
     """Train on the word of a judge whose agreement with people is not known."""
 
     @property
-    def settings(self) -> JudgeOptions:
-        """The options of a judge that there is."""
+    def required_options(self) -> JudgeOptions:
+        """The options of a judge. Raises ``AssertionError`` where the recipe has none."""
         assert isinstance(self.options, JudgeOptions), self.kind
         return self.options
 

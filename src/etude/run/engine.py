@@ -10,7 +10,7 @@ from typing import cast
 
 from etude.config.inference import ENGINES
 from etude.config.recipe import RunConfig
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app
 from etude.engines.kinds import EngineContext, Opener
 from etude.models.checkpoint import load_spec
 from etude.run.events import open_events

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,7 +32,7 @@ from etude.rewards.judge.calibration import (
     distrust,
     parse_calibration,
 )
-from etude.rewards.judge.endpoint import Address, ChatEndpoint, ChatReply, Endpoint, JudgeCall
+from etude.rewards.judge.endpoint import Address, ChatEndpoint, Endpoint
 from etude.rewards.judge.hints import HintJudge
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits, needed_for
 from etude.rewards.judge.parts import BESIDE, CalibrationShiftCheck, JudgedParts
@@ -96,27 +96,6 @@ class OpenJudge:
     hints: HintJudge
 
 
-@dataclass(slots=True)
-class EndpointMonitor:
-    """An endpoint, and the last thing it said that it is; implements
-    :class:`~etude.rewards.judge.endpoint.ChatEndpoint`.
-    """
-
-    endpoint: ChatEndpoint
-    identity: str = field(default="", init=False)
-
-    @property
-    def trouble(self) -> str:
-        """Delegate to the endpoint."""
-        return self.endpoint.trouble
-
-    async def ask(self, call: JudgeCall) -> ChatReply:
-        """Delegate to the endpoint."""
-        reply = await self.endpoint.ask(call)
-        self.identity = reply.identity
-        return reply
-
-
 def rules_of(config: RunConfig) -> Rules:
     """The rules that a family brings along. Raises :class:`~etude.errors.ConfigError` where it brings none."""
     match config.tasks.family:
@@ -139,7 +118,7 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
 
 def judge_params(config: RunConfig) -> JudgeParams:
     """Parameters of voting."""
-    judge = config.judge.settings
+    judge = config.judge.required_options
     return JudgeParams(
         model=judge.model if isinstance(judge, ModelJudgeOptions) else f"{MODEL}-{rules_of(config).version}",
         votes=judge.votes,
@@ -189,16 +168,15 @@ def check_budget(config: RunConfig) -> None:
     rollout.
     """
     judge, aspects = config.judge, config.reward.names("judge")
-    rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in aspects]
-    params = judge_params(config)
-    needed = needed_for(rubrics, params)
-    for allowance in (per_rollout(judge), _per_run(judge)):
+    rubrics, options = [each for aspect, each in rubrics_of(judge).items() if aspect in aspects], judge.required_options
+    needed = needed_for(rubrics, judge_params(config))
+    for allowance in (rollout_budget(judge), _run_budget(judge)):
         if not allowance.holds(needed, _prices(judge)):
             raise ConfigError(
-                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {params.votes} on "
-                f"each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
-                f"judge.options.text_characters = {params.text_characters}; raise the former, or lower one of the "
-                f"latter"
+                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
+                f"on each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
+                f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
+                f"the latter"
             )
 
 
@@ -219,7 +197,7 @@ async def open_judge(
         yield None
         return
     check_judge(config)
-    aspects, allowance = config.reward.names("judge"), per_rollout(config.judge)
+    aspects, allowance = config.reward.names("judge"), rollout_budget(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in aspects}
     async with opened(config, http, memory=memory, alarm=alarm) as judge:
         shift_checks = {
@@ -242,17 +220,17 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
     calibrations: dict[str, Calibration] = {}
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        heard = EndpointMonitor(await stack.enter_async_context(endpoint_of(config, http)))
-        deps = _deps(config, heard, memory=None, alarm=None)
+        endpoint = await stack.enter_async_context(endpoint_of(config, http))
+        deps = _deps(config, endpoint, memory=None, alarm=None)
         stack.enter_context(deps.cache)
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
-            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.settings.concurrency)
+            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.required_options.concurrency)
             calibrations[aspect] = Calibration(
                 aspect=aspect,
                 pin=judge_fingerprint(rubrics[aspect], params),
                 model=params.model,
-                identity=heard.identity,
+                identity=endpoint.identity,
                 date=date_utc(),
                 agreement=agreement_of(of_aspect, judgements),
                 bias=bias_of(of_aspect, judgements, params.model),
@@ -262,7 +240,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
 
 
 async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], at_once: int) -> Sequence[Judgement]:
-    """Some items at a time, so that none waits for its seat until its time is up."""
+    """Some items at a time, so that none waits for its turn until its time is up."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):
         inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]
@@ -274,7 +252,7 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], a
 @contextlib.asynccontextmanager
 async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
     """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
-    judge, model = config.judge.settings, judge_params(config).model
+    judge, model = config.judge.required_options, judge_params(config).model
     key = os.environ.get(KEY_VARIABLE, "")
     if isinstance(judge, ModelJudgeOptions):
         bound = _limit_name(judge.url)
@@ -307,7 +285,7 @@ def _deps(
 ) -> JudgeDeps:
     judge = config.judge
     spending = SpendFile(None) if memory is None else memory.spending
-    budget = JudgeBudget(_per_run(judge), _prices(judge), spent=spending.load())
+    budget = JudgeBudget(_run_budget(judge), _prices(judge), spent=spending.load())
     budget.elsewhere = spending.others()
 
     def sound(raised: Alarm) -> None:
@@ -323,7 +301,7 @@ def _deps(
         clock=SystemClock(),
         identity=IdentityWatch(calibration.identity for calibration in calibrations_of(judge).values()),
         alarm=sound,
-        pause=memory.pause if memory is not None and judge.settings.on_alarm == "hold" else None,
+        pause=memory.pause if memory is not None and judge.required_options.on_alarm == "hold" else None,
         record=spending.save,
     )
 
@@ -334,21 +312,23 @@ def _limit_name(url: str) -> str:
 
 
 def _limits(config: JudgeConfig) -> JudgeLimits:
-    return JudgeLimits(timeout_s=config.settings.timeout_s, concurrency=config.settings.concurrency)
+    return JudgeLimits(timeout_s=config.required_options.timeout_s, concurrency=config.required_options.concurrency)
 
 
-def per_rollout(config: JudgeConfig) -> BudgetLimit:
+def rollout_budget(config: JudgeConfig) -> BudgetLimit:
     """Budget of the judge's calls for one rollout's reward; its hints have as much again."""
     return BudgetLimit(
-        per="rollout", calls=config.settings.calls_per_rollout, tokens=config.settings.tokens_per_rollout
+        per="rollout",
+        calls=config.required_options.calls_per_rollout,
+        tokens=config.required_options.tokens_per_rollout,
     )
 
 
-def _per_run(config: JudgeConfig) -> BudgetLimit:
-    options = config.settings
+def _run_budget(config: JudgeConfig) -> BudgetLimit:
+    options = config.required_options
     cost = options.cost_per_run or float("inf")
     return BudgetLimit(calls=options.calls_per_run, tokens=options.tokens_per_run, cost=cost)
 
 
 def _prices(config: JudgeConfig) -> Prices:
-    return Prices(prompt=config.settings.prices[0], completion=config.settings.prices[1])
+    return Prices(prompt=config.required_options.prices[0], completion=config.required_options.prices[1])

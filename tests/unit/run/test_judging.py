@@ -142,7 +142,7 @@ def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
 def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
     recipe_of_three = recipe()
     judge = recipe_of_three.judge.model_copy(
-        update={"options": recipe_of_three.judge.settings.model_copy(update={"calls_per_run": 3})}
+        update={"options": recipe_of_three.judge.required_options.model_copy(update={"calls_per_run": 3})}
     )
     config = recipe_of_three.model_copy(update={"judge": judge})
 
@@ -182,7 +182,7 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
         judge = config.judge.model_copy(
             update={
                 "calibrations": older,
-                "options": config.judge.settings.model_copy(update={"on_alarm": on_alarm}),
+                "options": config.judge.required_options.model_copy(update={"on_alarm": on_alarm}),
             }
         )
         async with (

@@ -153,7 +153,8 @@ def test_a_part_may_be_a_function_and_one_that_raises_says_nothing(name: str, va
     assert isinstance(scorer, RewardScorer)
     score = asyncio.run(replace(scorer, read=read).score(ROLLOUT)).score
     assert score.value == 1.0 + value
-    assert score.parts.get("own", -7.0) == value
+    assert score.parts["own"] == value
+    assert source not in score.parts
 
 
 PROMPT = replace(TASK, checks=AnswerChecks(answer="42"))

@@ -19,7 +19,7 @@ import aiohttp
 
 from etude.config.inference import VllmOptions
 from etude.config.recipe import RunConfig
-from etude.engines.http.api_client import ApiClient
+from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
 from etude.engines.native.scheduler import SwapMode
 from etude.engines.vllm.answers import ServerFeatures

@@ -9,9 +9,10 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.gateway.capture.sessions import SessionLimits
-from etude.gateway.http.auth import KeyLimits, Scope
+from etude.gateway.http.auth import Authenticator, KeyLimits, Scope
 from etude.gateway.http.keyfile import KeyFile
 from etude.protocols import Engine
 from etude.types import Json
@@ -157,7 +158,7 @@ def test_an_idle_session_dies_and_its_key_with_it() -> None:
     async def scene(caller: Caller) -> None:
         _, key = await caller.open_session()
         await asyncio.sleep(0.06)
-        caller.parts.gateway.expire()
+        Authenticator(caller.parts.keyring, caller.parts.sessions).expire(SystemClock().now())
         assert (await caller.chat(key)).status == 401
         assert [one.key_id for one in caller.parts.keyring if one.session_id] == []
 

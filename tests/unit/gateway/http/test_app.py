@@ -394,7 +394,7 @@ def test_a_stream_says_what_the_whole_answer_would() -> None:
         session_id, key = await caller.open_session()
         whole = await caller.chat(key, seed=5)
         streamed = await caller.chat(key, seed=5, stream=True)
-        assert streamed.headers["Content-Type"] == "text/event-stream"
+        assert (streamed.headers["Content-Type"], streamed.headers["Server"]) == ("text/event-stream", "etude")
         answered = "".join(str(_delta(event).get("content") or "") for event in streamed.events)
         assert answered == whole.at("choices", 0, "message", "content")
         one, two = await caller.close(session_id)
