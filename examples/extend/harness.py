@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from etude.config.section import Section
-from etude.harnesses.completions import CompletionClient, HarnessContext
+from etude.harnesses.completions import CompletionClient, HarnessContext, Message
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.types import Task
 
@@ -22,6 +22,6 @@ class OneCall:
         self._model = CompletionClient(context.http, max_tokens=options.max_tokens, timeout_s=60.0)
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        messages = [{"role": "user", "content": task.prompt}]
+        messages: list[Message] = [{"role": "user", "content": task.prompt}]
         reply = await self._model.complete(session, messages, temperature=temperature)
         return HarnessResult(reason="submit", counts={"submit": 1}, answer=reply.text)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
@@ -123,7 +123,7 @@ def corrections(kind: str, old_policy: OldPolicy = "engine") -> tuple[Correction
     One of your own may do without, or with any of them.
     """
     if kind not in BASELINES:
-        return ("none", *(weight for weight in WEIGHTS if weight != "none"), "decoupled")
+        return get_args(CorrectionKind)
     return WEIGHTS if kind in UNCLIPPED or old_policy == "recomputed" else ("none", "decoupled")
 
 
