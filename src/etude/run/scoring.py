@@ -115,8 +115,8 @@ class RewardScorer:
             "measure": result.measures,
             "effort": asdict(effort),
         }
-        known = {f"{kind}.{name}": value for kind, values in kinds.items() for name, value in values.items()}
-        return {**known, **await self._called(rollout, spoken)} if self.functions else known
+        by_source = {f"{kind}.{name}": value for kind, values in kinds.items() for name, value in values.items()}
+        return {**by_source, **await self._called(rollout, spoken)} if self.functions else by_source
 
     async def _called(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
         """The values of functions; none of one that raises or takes too long, which the log says."""
