@@ -20,6 +20,7 @@ import torch
 import etude
 from etude.config.rollouts import CodingOptions
 from etude.config.tasks import BugfixOptions
+from etude.config.training import ModelShape
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.harnesses import tools
 from etude.harnesses.coding import observe
@@ -58,6 +59,7 @@ RECIPE = etude.Recipe(
 ).config
 TASKS = cast(BugfixOptions, RECIPE.tasks.options)
 HARNESS = cast(CodingOptions, RECIPE.harness.options)
+SHAPE = cast(ModelShape, RECIPE.model.shape)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
     demonstrations = BugfixDemonstrations(family, BugfixOptions())
     chat = ChatTemplate.train(tokenizer_texts(demonstrations, SEED), vocab_size=512)
-    model = Decoder(spec_from_shape(RECIPE.model.shape, chat.vocab_size))
+    model = Decoder(spec_from_shape(SHAPE, chat.vocab_size))
     model.initialise(SEED)
     side = Side(seed=SEED, one_in=20)
     sources = demonstration_sources(

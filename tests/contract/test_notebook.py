@@ -15,7 +15,7 @@ DEADLINE_S = 900
 @pytest.mark.timeout(2 * DEADLINE_S)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Jupyter's own packages
 def test_the_first_run_goes_as_written() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]  # it has no annotations
     assert not any(cell.get("outputs") for cell in notebook.cells), "the notebook is kept without outputs"
     client = NotebookClient(notebook, timeout=DEADLINE_S, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     client.execute()
