@@ -138,9 +138,9 @@ class TinkerService:
     def export(self, request_id: str, model_id: str, name: str) -> None:
         """Queue writing a Hugging Face checkpoint; the result has its path."""
         state, folder = self._client(model_id), self._file(model_id, "sampler_weights", name)
-        require_empty(folder)
 
         def write() -> Result:
+            require_empty(folder)
             save_state(folder, state.model.spec, published_state(state.model, self._numerics), self._chat, {})
             hand_down(self.options.model, folder)
             return {"type": "save_weights_for_sampler", "path": f"tinker://{model_id}/sampler_weights/{name}"}

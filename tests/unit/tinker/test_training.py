@@ -14,9 +14,8 @@ from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.protocols import Completion, SamplingParams
-from etude.tinker.messages import BatchRequest, Datum
+from etude.tinker.messages import BatchRequest, Datum, Numbers
 from etude.tinker.training import AdamParams, TrainingState, loss_of
-from etude.types import Floats
 
 PROMPT = [3, 5, 8, 13]
 
@@ -102,9 +101,9 @@ def test_imitation_is_the_weighted_sum_and_is_learnt(state: TrainingState) -> No
     assert losses[-1] < 0.3 * losses[0]
 
 
-def own_losses(state: TrainingState, datum: Datum) -> tuple[Floats, Floats]:
+def own_losses(state: TrainingState, datum: Datum) -> tuple[Numbers, Numbers]:
     logprobs, _ = state.forward_backward(batch([datum], "importance_sampling", forward_only=True))
-    return np.exp(logprobs[0] - datum.inputs["logprobs"]), np.asarray(datum.inputs["advantages"], np.float32)
+    return np.exp(logprobs[0] - datum.inputs["logprobs"]), datum.inputs["advantages"]
 
 
 def test_losses_are_sums_over_ratios_and_advantages(state: TrainingState) -> None:
