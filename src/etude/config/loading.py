@@ -40,6 +40,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
     """
+    tree, file = read_tree(path, overrides)
+    changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
+    return parse_config(tree, source=" --set ".join([str(file), *changed]))
+
+
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Path]:
+    """Read the plain values of a recipe, not yet checked, and name its file; texts that lie in files are read, too.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
     file = path / "run.toml" if path.is_dir() else path
     if not file.is_file():
         shipped = Path("recipes") / path
@@ -54,8 +64,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     for table in FILE_TABLES:
         _read_files(tree, table, file)
     _change_names(tree, lambda name: plugins.absolute(name, file.parent))
-    changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
-    return parse_config(tree, source=" --set ".join([str(file), *changed]))
+    return tree, file
 
 
 def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
@@ -127,12 +136,20 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *parents, leaf = key.strip().split(".")
+    try:
+        set_key(tree, key.strip(), value)
+    except ConfigError as error:
+        raise ConfigError(f"--set {override!r}: {error}") from None
+
+
+def set_key(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set ``section.key`` of a tree, which is changed. Raises :class:`~etude.errors.ConfigError`."""
+    *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+            raise ConfigError(f"{parent!r} is a value, not a section")
     node[leaf] = value
 
 

@@ -169,10 +169,10 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
-        if self.engine.kind == "vllm" and self.numerics.experts != "plain":
+        if self.engine.kind != "native" and self.numerics.experts != "plain":
             raise ValueError(
-                f"numerics.experts = {self.numerics.experts!r} with engine.kind = 'vllm', which would be told of a "
-                f"plain model: leave engine.kind out, or have plain experts"
+                f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
+                f"told of a plain model: leave engine.kind out, or have plain experts"
             )
         return self
 

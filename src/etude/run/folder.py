@@ -166,6 +166,12 @@ def start_from(start: RunFolder, folder: RunFolder) -> None:
     shutil.copy(start.path / LOG_ID, folder.path)
 
 
+def require_empty(out: Path) -> None:
+    """Raise :class:`~etude.errors.RunFolderError` where something would be overwritten."""
+    if out.exists() and any(out.iterdir()):
+        raise RunFolderError(f"{out} is not empty: choose another folder, nothing is overwritten")
+
+
 POLL_S = 0.1
 """Interval at which a lock in use is tried again."""
 

@@ -52,11 +52,16 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     """
     if config.kind == "local":
         raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
-    make = cast("MakeProvider", PROVIDERS.find(config.kind))
-    provider = make(config.options, ProviderContext(kind=config.kind, store=store))
+    provider = open_kind(config, store)
     if config.pool_size:
         return SandboxPool(provider, WarmPoolLimits(live=config.pool_size))
     return provider
+
+
+def open_kind(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
+    """The provider of ``sandboxes.kind`` alone, without a warm pool. Raises :class:`~etude.errors.ConfigError`."""
+    make = cast("MakeProvider", PROVIDERS.find(config.kind))
+    return make(config.options, ProviderContext(kind=config.kind, store=store))
 
 
 class PlainTaskSandboxes:
