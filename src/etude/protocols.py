@@ -264,10 +264,16 @@ class Images(Protocol):
 
 
 class TaskFamily(Protocol):
-    """An endless, reproducible stream of tasks."""
+    """A reproducible set of tasks on either side of the hold-out, or an endless stream of them."""
+
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split; ``None`` where new ones are made for as long as they are asked for."""
+        ...
 
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split; the same arguments always give the same task."""
+        """Task number ``index`` of a split, below its size if it has one; the same arguments always give the same
+        task.
+        """
         ...
 
 

@@ -28,6 +28,12 @@ from etude.types import Split
 
 logger = logging.getLogger(__name__)
 
+NOTHING_HELD_OUT = (
+    "no task is held out, so that nothing can be measured: hold out more (a smaller tasks.heldout_every), name some in "
+    "their own metadata (metadata.etude.split = 'heldout' in task.toml), or measure nothing (eval.enabled = false)"
+)
+"""Error of a family without held-out tasks."""
+
 
 def open_family(config: RunConfig) -> TaskFamily:
     """The family that a recipe names. Raises :class:`~etude.errors.UserError` for a folder without tasks."""
@@ -57,14 +63,14 @@ def _family(config: RunConfig) -> TaskFamily:
             return BriefTasks(repository, ImageStore(repository.images)) if options.brief else repository
     match tasks.family:
         case "harbor":
-            harbor = HarborTasks(folder, seed=seed, images=image_store(config.sandboxes, tasks), heldout_every=every)
+            harbor = HarborTasks(folder, images=image_store(config.sandboxes, tasks), heldout_every=every)
             for name, reason in harbor.refused.items():
                 logger.warning("task %s is set aside: %s", name, reason)
             return harbor
         case "migrations":
             return MigrationFamily(seed=seed, heldout_every=every)
         case "summaries":
-            return SummariesFamily(seed=seed, heldout_every=every)
+            return SummariesFamily(heldout_every=every)
         case family:
             raise AssertionError(f"tasks.family = {family!r} has options")
 

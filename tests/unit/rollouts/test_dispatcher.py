@@ -21,6 +21,7 @@ from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.rollouts.schedule import PAUSES
+from etude.rollouts.task_order import TaskOrder
 from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
@@ -35,6 +36,9 @@ class Numbers:
     """A family whose tasks are numbers; every third one repeats the one before, up to a last one."""
 
     different: int = 10**9
+
+    def size(self, split: Split) -> int | None:
+        return None
 
     def task(self, split: Split, index: int) -> Task:
         number = min(index - index // 3, self.different - 1)
@@ -72,7 +76,7 @@ class Bench:
         self.dispatcher = Dispatcher(
             self.config,
             ledger=self.ledger,
-            family=self.family,
+            draw=TaskOrder(self.family, seed=0).draw,
             context=self.fakes.context,
             events=self.log,
             serving_version=self.version,
@@ -418,7 +422,7 @@ def test_a_fraction_is_a_pass_where_the_recipe_says_so(bench: MakeBench, pass_at
     dispatcher = Dispatcher(
         here.config,
         ledger=here.ledger,
-        family=here.family,
+        draw=TaskOrder(here.family, seed=0).draw,
         context=replace(here.fakes.context, pass_at=pass_at),
         events=here.log,
         serving_version=lambda: 0,

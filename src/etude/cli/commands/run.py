@@ -11,6 +11,7 @@ from rich.console import Console
 
 from etude.cli.options import Overrides, group, own_name
 from etude.config.loading import dump_toml, load_recipe
+from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, ExitCode, InfrastructureError
@@ -21,6 +22,7 @@ from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
 from etude.run.preflight import check_ready
 from etude.run.resolve import check_devices
+from etude.run.task_plan import plan_tasks
 from etude.types import Json
 
 app = group()
@@ -62,11 +64,25 @@ def run(
     if dry_run:
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
-        return 0
+        return _print_tasks(config)
     out = out or default_out(config)
     for warning in (*check_ready(config), *check_disk_space(config, out)):
         print(f"warning: {warning}", file=sys.stderr)
     return run_folder(RunFolder.create(out, config), resumed=False)
+
+
+def _print_tasks(config: RunConfig) -> int:
+    """Print how many tasks there are and how often each is needed. Raises as a start would where they are too few; a
+    folder that is not there yet is only told of.
+    """
+    try:
+        plan = plan_tasks(config)
+    except ConfigError as error:
+        print(f"# {error}")
+        return 0
+    print("".join(f"# tasks: {line}\n" for line in plan.describe()), end="")
+    plan.check()
+    return 0
 
 
 def run_folder(folder: RunFolder, *, resumed: bool) -> int:

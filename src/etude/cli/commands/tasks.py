@@ -20,6 +20,7 @@ from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import MachineKind, SandboxConfig, TaskConfig
 from etude.errors import ConfigError, ExitCode
+from etude.protocols import TaskFamily
 from etude.rewards.graders.script import ScriptGrader
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
@@ -35,7 +36,7 @@ from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import HarborImages
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, TestChecks
+from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 from etude.types import Split as Side
 
 SOLVE = """#!/bin/bash
@@ -138,7 +139,7 @@ def export_command(
     if is_recipe(source):
         config = load_recipe(source)
         family, images = open_family(config), image_store(config.sandboxes, config.tasks)
-        tasks = [family.task(Side(split), index) for index in range(count)]
+        tasks = list(_first(family, Side(split), count))
         answer = None
     else:
         repository = RepositoryTasks(source)
@@ -167,15 +168,19 @@ def _folder_lines(folder: Path, split: str, count: int) -> list[str]:
 
 def _task_lines(config: RunConfig, split: str, count: int) -> Iterator[str]:
     """The first ``count`` tasks of a split: prompt, files, and in a line what is asked for."""
-    family = open_family(config)
-    for index in range(count):
-        task = family.task(Side(split), index)
+    for index, task in enumerate(_first(open_family(config), Side(split), count)):
         yield f"── {split} task {index}, {task.task_id}: {task.template}"
         yield task.prompt
         for path, text in task.files.items():
             yield f"{path}:"
             yield from (f"  {line}" for line in text.splitlines())
         yield _example(task.checks)
+
+
+def _first(family: TaskFamily, side: Side, count: int) -> Iterator[Task]:
+    """The first ``count`` tasks of a side, or all of fewer."""
+    size = family.size(side)
+    return (family.task(side, index) for index in range(count if size is None else min(count, size)))
 
 
 def _example(checks: Checks) -> str:
