@@ -36,9 +36,11 @@ class Numbers:
     """A family whose tasks are numbers; every third one repeats the one before, up to a last one."""
 
     different: int = 10**9
+    tasks: int | None = None
+    """Indices that it has; ``None``: any number of them."""
 
     def size(self, split: Split) -> int | None:
-        return None
+        return self.tasks
 
     def task(self, split: Split, index: int) -> Task:
         number = min(index - index // 3, self.different - 1)
@@ -108,7 +110,7 @@ class Bench:
     async def trainer(self, steps: int) -> list[int]:
         """Pretend to train; the highest staleness of each step."""
         staleness = []
-        for step in range(1, steps + 1):
+        for step in range(self.ledger.progress().steps_done + 1, steps + 1):
             while (groups := self.ledger.claim_batch(step, self.config.groups_per_step)) is None:
                 await asyncio.sleep(0.02)
             batch = build_batch(step, groups)
@@ -389,6 +391,26 @@ def test_a_rollout_that_was_cancelled_from_outside_stops_training(bench: MakeBen
         run_virtually(run())
     assert len(here.ledger.open_slots(TRAIN)) == 4
     assert here.fakes.is_tidy
+
+
+def test_epochs_go_on_over_a_restart_and_each_task_is_trained_on_once_in_each(bench: MakeBench) -> None:
+    few, steps = Numbers(tasks=7), 9  # five different tasks, two groups a step: three epochs and more
+
+    async def interrupted(here: Bench, after: int) -> None:
+        running = [asyncio.create_task(here.dispatcher.train(steps)), asyncio.create_task(here.trainer(steps))]
+        while here.ledger.progress().steps_done < after:
+            await asyncio.sleep(0.001)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    first, second = bench(config(), family=few), bench(config(), family=few)
+    run_virtually(interrupted(first, after=4))
+    run_virtually(interrupted(second, after=steps))
+    trained = [(group.epoch, group.task.task_id) for group in second.ledger.groups(TRAIN)]
+    assert len(set(trained)) == len(trained) == 2 * steps
+    assert [epoch for epoch, _ in trained] == sorted(1 + number // 5 for number in range(2 * steps))
+    assert all(len({name for epoch, name in trained if epoch == number}) == 5 for number in (1, 2, 3))
 
 
 def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:

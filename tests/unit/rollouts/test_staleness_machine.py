@@ -252,9 +252,9 @@ class Factory:
 
 
 def draw(position: int) -> TaskDraw:
-    """Every fourth task repeats the one before."""
-    name = f"task-{position - position // 4}"
-    return TaskDraw(task=task(name))
+    """Every fourth task repeats the one before; after six of them they come again, in the next epoch."""
+    epoch, place = divmod(position, 8)
+    return TaskDraw(task=task(f"task-{place - place // 4}"), epoch=epoch + 1)
 
 
 @contextmanager

@@ -17,14 +17,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from etude.aio import background_task
-from etude.cli.commands.keys import add_key, revoke_key
+from etude.cli.commands.keys import add_key, revoke
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.run.folder import RunFolder
@@ -88,7 +88,7 @@ async def serving(config: GatewayConfig) -> AsyncIterator[str]:
         keys=(Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),),
     )
     async with open_gateway(plan, config, clock, lambda _url: engine) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         async with listening(server, 0, tls=tls_context(config)) as port:
             yield f"127.0.0.1:{port}"
 
@@ -138,7 +138,7 @@ def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: p
             assert await ask(url, secret) == 200
             assert await ask(url, SECRET) == 200
             _, later = add_key(file, "production", "later", (None, None), None)
-            revoke_key(file, key_id)
+            revoke(file, key_id)
             async with asyncio.timeout(WAIT_S):
                 while await ask(url, later) != 200:
                     await asyncio.sleep(0.05)
