@@ -1,7 +1,5 @@
 """A task family: sums to be answered. ``tasks.family = "@family.py:Sums"``."""
 
-import random
-
 from pydantic import Field
 
 from etude.config.section import Section
@@ -20,11 +18,14 @@ class Sums:
     Options = SumOptions
 
     def __init__(self, options: SumOptions, context: FamilyContext) -> None:
-        self._largest, self._context = options.largest, context
+        numbers, every = range(options.largest + 1), context.heldout_every
+        sums = [(a, b) for a in numbers for b in numbers]
+        self._sums = {side: [ab for ab in sums if (ab[0] % every == 0) == (side is Split.HELDOUT)] for side in Split}
+
+    def size(self, split: Split) -> int | None:
+        return len(self._sums[split])
 
     def task(self, split: Split, index: int) -> Task:
-        rng, every = random.Random(f"{self._context.seed} {split} {index}"), self._context.heldout_every
-        side = [n for n in range(self._largest + 1) if (n % every == 0) == (split is Split.HELDOUT)]
-        a, b = rng.choice(side), rng.randint(0, self._largest)
+        a, b = self._sums[split][index]
         checks, prompt = AnswerChecks(answer=str(a + b)), f"{a} + {b} = ?"
         return Task(task_id=prompt, family="sums", template=str(a), split=split, prompt=prompt, files={}, checks=checks)

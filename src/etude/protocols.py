@@ -280,13 +280,19 @@ class FamilyContext:
 
 
 class TaskFamily(Protocol):
-    """An endless, reproducible stream of tasks.
+    """A reproducible set of tasks on either side of the hold-out, or an endless stream of them.
 
     One is made by calling what ``tasks.family`` names with its options and a :class:`FamilyContext`.
     """
 
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split; ``None`` where new ones are made for as long as they are asked for."""
+        ...
+
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split; the same arguments always give the same task."""
+        """Task number ``index`` of a split, below its size if it has one; the same arguments always give the same
+        task.
+        """
         ...
 
 

@@ -11,6 +11,8 @@ IN_FOLDERS = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
 OF_MACHINES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
+ENDLESS = ("bugfix", "migrations", "lookup", "nextedit")
+"""Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
 ASKING = ("lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
 OF_ONE_ANSWER = {
@@ -128,6 +130,10 @@ class TaskConfig(Section):
     """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
     heldout_every: int = Field(default=6, ge=2, le=50)
     """One template in so many is held out."""
+    epochs: int = Field(default=0, ge=0)
+    """Times that each training task may be trained on, in an order of its own each time; 0: as often as the steps
+    need. A run that needs more is refused before it starts.
+    """
     options: Annotated[SerializeAsAny[Section], PlainValidator(FAMILY_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -142,6 +148,8 @@ class TaskConfig(Section):
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
+        if self.family in ENDLESS:
+            self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'nextedit'")
         return self

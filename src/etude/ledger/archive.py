@@ -217,6 +217,10 @@ class Archive(LedgerConnection):
         """The number of groups of a purpose that were ever admitted."""
         return self._db.read(lambda db: rows.next_index(db, purpose))
 
+    def epoch(self) -> int:
+        """The newest epoch of which a group was admitted for training; 0 before there is any."""
+        return self._db.read(rows.last_epoch)
+
     def fact(self, key: str) -> str | None:
         """The fact that the run last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
@@ -231,6 +235,7 @@ def read_group(db: Database, purpose: str, index: int) -> Group:
         admitted_version=group.admitted_version,
         rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
         lost=len(rows.slots(db, purpose, group).lost),
+        epoch=group.epoch,
     )
 
 

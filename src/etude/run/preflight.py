@@ -1,21 +1,20 @@
 """Checks that this machine has what a recipe names: made before there is a run, not by one of its processes.
 
 Owns the looking; what is looked for is explained by the sections of the recipe. A recipe alone says nothing of it, so
-``--dry-run`` does not ask.
+``--dry-run`` does not ask, but for the tasks (:mod:`etude.run.task_plan`).
 """
 
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
-from etude.config.tasks import IN_FOLDERS
-from etude.errors import ConfigError, UserError
+from etude.errors import ConfigError
 from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import probe_ports
 from etude.run.judging import check_judge
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
-from etude.run.task_families import open_family
+from etude.run.task_plan import plan_tasks
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, TemplateKwargs
 from etude.tokens.render_differences import rendered_differently
@@ -33,8 +32,9 @@ def prepare(config: RunConfig, out: Path) -> list[str]:
 def check_ready(config: RunConfig) -> list[str]:
     """Check a new run before it starts; returns warnings, a line each.
 
-    Raises :class:`~etude.errors.UserError` for a device, folder or port that a new run would not have, for template
-    kwargs that the model's chat template does not read, and for tool calls of which it could not read any.
+    Raises :class:`~etude.errors.UserError` for a device, folder or port that a new run would not have, for tasks that
+    are too few, for template kwargs that the model's chat template does not read, and for tool calls of which it could
+    not read any.
     """
     check_devices(config)
     advice = about_numerics(config)
@@ -54,11 +54,7 @@ def check_ready(config: RunConfig) -> list[str]:
         )
     if isinstance(config.harness.options, CommandOptions):
         harness_mounts(config.harness.options.mounts)
-    if config.tasks.family in IN_FOLDERS:
-        try:
-            open_family(config)
-        except UserError as error:
-            raise ConfigError(f"tasks.folder: {error}") from error
+    plan_tasks(config).check()
     probe_ports(config)
     return advice
 

@@ -38,13 +38,14 @@ from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
-from etude.run.task_families import open_family
+from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,
     PlainTaskSandboxes,
@@ -211,7 +212,7 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
-            family=family,
+            draw=TaskOrder(family, seed=config.seed).draw,
             context=context,
             events=events,
             serving_version=served,
@@ -230,8 +231,13 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
 def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
     """The evaluation set, the same for every run of a recipe: the first held-out tasks of a family, or all of fewer;
     none twice, which would be counted as two.
+
+    Raises :class:`~etude.errors.ConfigError` where nothing is held out.
     """
-    drawn = (family.task(Split.HELDOUT, index) for index in range(DRAWS * count))
+    size = family.size(Split.HELDOUT)
+    if size == 0:
+        raise ConfigError(NOTHING_HELD_OUT)
+    drawn = (family.task(Split.HELDOUT, index) for index in range(min(DRAWS * count, size or DRAWS * count)))
     return list(islice({task.task_id: task for task in drawn}.values(), count))
 
 

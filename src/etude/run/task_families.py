@@ -26,6 +26,12 @@ from etude.types import Split
 MakeFamily: TypeAlias = Callable[[Section, FamilyContext], TaskFamily]
 """The type of a thing that ``tasks.family`` names."""
 
+NOTHING_HELD_OUT = (
+    "no task is held out, so that nothing can be measured: hold out more (a smaller tasks.heldout_every), name some in "
+    "their own metadata (metadata.etude.split = 'heldout' in task.toml), or measure nothing (eval.enabled = false)"
+)
+"""Error of a family without held-out tasks."""
+
 
 def open_family(config: RunConfig) -> TaskFamily:
     """The family that a recipe names. Raises :class:`~etude.errors.UserError` for a folder without tasks."""

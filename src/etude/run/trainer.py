@@ -122,6 +122,7 @@ class TrainerProcess:
             self._heartbeat.beat()
             busy_s = time.perf_counter() - started_s
             metrics |= batch_metrics(batch) | mismatch_metrics(mismatch)
+            metrics["epoch"] = max(group.epoch for group in groups)
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]

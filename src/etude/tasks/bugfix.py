@@ -91,6 +91,10 @@ class BugfixFamily:
         """The templates of one kind on one side of the hold-out."""
         return [parts for parts in kind.templates if ((kind.name, parts) in self._heldout) == (split is Split.HELDOUT)]
 
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
+
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
         if split is Split.HELDOUT:

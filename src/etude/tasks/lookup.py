@@ -139,6 +139,10 @@ class LookupFamily:
         """Names that are ever asked for."""
         self._heldout_tasks = HeldoutTasks(self._heldout_sets(), self._heldout_task)
 
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
+
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
         if split is Split.HELDOUT:

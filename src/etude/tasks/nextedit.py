@@ -119,6 +119,10 @@ class NextEditFamily:
             sorted(by_name), lambda name, rng: _task(self._renamed(rng.choice(by_name[name]), rng), Split.HELDOUT)
         )
 
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
+
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
         if split is Split.HELDOUT:

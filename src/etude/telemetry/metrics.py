@@ -96,6 +96,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "reward_high": Metric(title="highest reward"),
         "groups": _count("groups of the batch", "groups"),
         "groups_without_signal": _count("groups in which every advantage is 0", "groups"),
+        "epoch": _count("newest epoch of the training tasks among them", "epochs"),
         "grad_norm": _significant("norm of the gradient before it is clipped"),
         "loss_tokens": _count("tokens with loss", "tokens"),
         "trained_tokens": _count("tokens forward and backward, prompts included", "tokens", Reduction.SHARES),

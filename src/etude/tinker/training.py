@@ -72,21 +72,23 @@ def loss_of(name: str, config: Mapping[str, float]) -> _NamedLoss:
         case "cross_entropy":
             return _NamedLoss(LossConfig(kind="policy_gradient", correction="none", aggregation=SUM), "weights", False)
         case "importance_sampling":
-            unclipped = LossConfig(kind="ppo_clip", clip_low=1.0, clip_high=UNCLIPPED, aggregation=SUM)
-            return _NamedLoss(unclipped, "advantages", True)
+            return _clipped("ppo_clip", low=1.0, high=UNCLIPPED)
         case "ppo":
-            return _NamedLoss(
-                LossConfig(kind="ppo_clip", clip_low=low, clip_high=high, aggregation=SUM), "advantages", True
-            )
+            return _clipped("ppo_clip", low=low, high=high)
         case "cispo":
-            return _NamedLoss(
-                LossConfig(kind="cispo", clip_low=low, clip_high=high, aggregation=SUM), "advantages", True
-            )
+            return _clipped("cispo", low=low, high=high)
         case _:
             raise UserError(
                 f"loss_fn={name!r} is not one of this server's: set 'cross_entropy', 'importance_sampling', 'ppo' or "
                 f"'cispo'"
             )
+
+
+def _clipped(kind: str, *, low: float, high: float) -> _NamedLoss:
+    """A loss by the ratio to the policy that sampled, which is clipped at 1 − ``low`` and 1 + ``high``."""
+    options = {"clip_low": low, "clip_high": high}
+    config = LossConfig.model_validate({"kind": kind, "aggregation": SUM, "options": options})
+    return _NamedLoss(config, "advantages", True)
 
 
 class TrainingState:

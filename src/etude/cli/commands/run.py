@@ -12,6 +12,7 @@ from rich.console import Console
 
 from etude.cli.options import Overrides, group, own_name
 from etude.config.loading import dump_toml, load_recipe
+from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, ExitCode, InfrastructureError
@@ -22,6 +23,7 @@ from etude.run.local import default_out, run_local
 from etude.run.preflight import prepare
 from etude.run.resolve import check_devices
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
+from etude.run.task_plan import plan_tasks
 from etude.types import Json
 
 app = group()
@@ -63,11 +65,25 @@ def run(
         check_judge(config)
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
-        return 0
+        return _print_tasks(config)
     out = out or default_out(config)
     for warning in prepare(config, out):
         print(f"warning: {warning}", file=sys.stderr)
     return run_folder(RunFolder.create(out, config))
+
+
+def _print_tasks(config: RunConfig) -> int:
+    """Print how many tasks there are and how often each is needed. Raises as a start would where they are too few; a
+    folder that is not there yet is only told of.
+    """
+    try:
+        plan = plan_tasks(config)
+    except ConfigError as error:
+        print(f"# {error}")
+        return 0
+    print("".join(f"# tasks: {line}\n" for line in plan.describe()), end="")
+    plan.check()
+    return 0
 
 
 def run_folder(folder: RunFolder) -> int:

@@ -167,13 +167,22 @@ def _show_list(archive: Archive, search: Search, as_json: bool) -> None:
 
 def _show_overview(folder: RunFolder, archive: Archive, as_json: bool) -> None:
     config, census, done = folder.config(), archive.census(), archive.steps_done()
-    steps = f"{done} of {config.trainer.steps} steps committed"
+    steps, epoch = f"{done} of {config.trainer.steps} steps committed", archive.epoch()
     if as_json:
         purposes: JsonValue = [asdict(each) for each in census]
         _print_json(
-            [{"run": str(folder.path), "steps_done": done, "steps": config.trainer.steps, "purposes": purposes}]
+            [
+                {
+                    "run": str(folder.path),
+                    "steps_done": done,
+                    "steps": config.trainer.steps,
+                    "epoch": epoch,
+                    "purposes": purposes,
+                }
+            ]
         )
         return
+    steps += f" · epoch {epoch}" * (epoch > 1)
     _print([overview(folder.path.name, steps, census, archive.reasons(TRAIN, MOST_REASONS)), _next(folder, archive)])
 
 

@@ -65,6 +65,10 @@ class MigrationFamily:
         """The variants of one kind on one side of the hold-out."""
         return tuple(self._choices[kind.name, split])
 
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
+
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
         if split is Split.HELDOUT:

@@ -89,10 +89,13 @@ class BriefTasks:
         """All tasks of one side, in order."""
         return self._tasks[split]
 
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split."""
+        return len(self._tasks[split])
+
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split; after the last one comes the first."""
-        tasks = self._tasks[split]
-        return tasks[index % len(tasks)]
+        """Task number ``index`` of a split."""
+        return self._tasks[split][index]
 
 
 class RepairDemonstrations:
