@@ -25,7 +25,7 @@ EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """An event with when and where it happened."""
+    """An event with its time and its process."""
 
     at_s: float
     """Unix time."""
@@ -65,7 +65,7 @@ class EventLog(Closing):
 
 
 class EventReader:
-    """Reads every event of a run once, across all its processes or of one, and then whatever is new."""
+    """Reads every event of a run once, of all its processes or of one, and later the new ones."""
 
     def __init__(self, folder: Path, process: str = "*") -> None:
         self._folder = folder
