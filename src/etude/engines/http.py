@@ -163,7 +163,7 @@ def decode_completion(data: bytes) -> Completion:
 
 
 def encode_chunk(chunk: TokenChunk) -> bytes:
-    """One line of a stream; the last chunk carries the final fields as well."""
+    """Encode a chunk as one line of a stream; the last one is followed by the encoded completion."""
     tail = b"" if chunk.completion is None else encode_completion(chunk.completion)
     line = {
         "token_ids": chunk.token_ids,

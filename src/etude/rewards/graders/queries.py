@@ -160,7 +160,7 @@ def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
 
 
 def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> MigrationResult:
-    """The grade from the answers to :func:`migration_steps`; ``None`` stands for a client that died early.
+    """The result in the answers to :func:`migration_steps`; ``None`` stands for a client that died early.
 
     Raises :class:`~etude.errors.SandboxError` where the role that asks could not be made.
     """
