@@ -31,8 +31,8 @@ from etude.run.numerics import published_state, training_model
 from etude.run.task_families import open_family
 from etude.run.trainer_group import optimisation_of
 from etude.run.weight_log import open_log
-from etude.telemetry.events import RolloutClosed, StepDone
-from etude.telemetry.log import EventReader, Logged
+from etude.telemetry.events import Logged, RolloutClosed, StepDone
+from etude.telemetry.log import EventReader
 from etude.trainer.checkpoint import Checkpoints
 from etude.types import Split
 from etude.weights.digest import state_digest

@@ -19,7 +19,6 @@ from typing import cast, final
 
 from bench.loop.contestants import Contestant, ContestantRun, LoopOptions, Mark, recipe
 from bench.trl_environment import open_rival, trl_python
-from etude.cli.commands.export import export_run
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError, UserError
@@ -28,6 +27,7 @@ from etude.harnesses.coding import observe
 from etude.models.checkpoint import load_checkpoint
 from etude.protocols import HarnessResult, Sandbox
 from etude.rewards.graders.functions import SUBMITTED, HiddenTests
+from etude.run.export import export_run
 from etude.run.folder import RunFolder, start_from
 from etude.run.publishing import WeightPublishing
 from etude.run.task_families import open_family

@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("processes", "One process of a run: the trainer."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
+        "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),
         "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),
         "config": ("config", "Explain the keys of a recipe."),

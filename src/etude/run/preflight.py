@@ -10,13 +10,24 @@ from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
 from etude.config.tasks import IN_FOLDERS
 from etude.errors import ConfigError, UserError
+from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import probe_ports
+from etude.run.judging import check_judge
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
 from etude.run.task_families import open_family
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, TemplateKwargs
 from etude.tokens.render_differences import rendered_differently
+
+
+def prepare(config: RunConfig, out: Path) -> list[str]:
+    """All checks of a new run in ``out``, before there is one; returns warnings, a line each.
+
+    Raises :class:`~etude.errors.UserError`.
+    """
+    check_judge(config)
+    return [*check_ready(config), *check_disk_space(config, out)]
 
 
 def check_ready(config: RunConfig) -> list[str]:

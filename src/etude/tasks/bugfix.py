@@ -18,6 +18,7 @@ from random import Random
 import orjson
 
 from etude.config.tasks import BugfixOptions
+from etude.protocols import FamilyContext
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.programs import FUNCTION_NAMES, KINDS, Lines, Naming, Parts, ProgramKind
 from etude.types import Case, FunctionChecks, Json, Split, Task
@@ -62,6 +63,11 @@ class Problem:
 
 class BugfixFamily:
     """An endless stream of planted-bug tasks; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: BugfixOptions, context: FamilyContext) -> "BugfixFamily":
+        """The family of a recipe."""
+        return cls(options, seed=context.seed, heldout_every=context.heldout_every)
 
     def __init__(self, options: BugfixOptions, *, seed: int, heldout_every: int = 6) -> None:
         self._seed = seed

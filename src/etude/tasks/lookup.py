@@ -32,6 +32,7 @@ import orjson
 
 from etude.config.tasks import LookupOptions
 from etude.errors import ConfigError
+from etude.protocols import FamilyContext
 from etude.tasks.heldout import HeldoutTasks
 from etude.types import AnswerChecks, Split, Task
 
@@ -116,6 +117,11 @@ class Inquiry:
 
 class LookupFamily:
     """An endless stream of lookup tasks; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: LookupOptions, context: FamilyContext) -> "LookupFamily":
+        """The family of a recipe."""
+        return cls(options, seed=context.seed, heldout_every=context.heldout_every)
 
     def __init__(self, options: LookupOptions, *, seed: int, heldout_every: int = 6) -> None:
         """Raises :class:`~etude.errors.ConfigError` for a material with more facts than names, and for askable names

@@ -29,6 +29,8 @@ from pathlib import Path
 from random import Random
 from typing import TypeAlias
 
+from etude.config.tasks import NextEditOptions
+from etude.protocols import FamilyContext
 from etude.tasks.corpora.corpus import STDLIB_CHARACTERS
 from etude.tasks.corpora.mixture import Side
 from etude.tasks.heldout import HeldoutTasks
@@ -92,6 +94,11 @@ class LineEdit:
 
 class NextEditFamily:
     """An endless stream of next-edit tasks; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: NextEditOptions, context: FamilyContext) -> "NextEditFamily":
+        """The family of a recipe."""
+        return cls(seed=context.seed, one_in=context.texts_heldout_every)
 
     def __init__(self, *, seed: int, one_in: int) -> None:
         """About one of ``one_in`` modules is held out."""

@@ -27,7 +27,9 @@ from textwrap import dedent
 
 import orjson
 
+from etude.config.section import Section
 from etude.harnesses.tools import ANSWER
+from etude.protocols import FamilyContext
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.heldout import in_turns
 from etude.types import AnswerChecks, Split, Task
@@ -67,6 +69,11 @@ class SummarisedFunction:
 
 class SummariesFamily:
     """An endless stream of functions to summarise; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: Section, context: FamilyContext) -> "SummariesFamily":
+        """The family of a recipe."""
+        return cls(seed=context.seed, heldout_every=context.heldout_every)
 
     def __init__(self, *, seed: int, heldout_every: int) -> None:
         self._seed = seed

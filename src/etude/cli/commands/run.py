@@ -1,6 +1,7 @@
 """`etude run`: the whole loop of a recipe on this machine, begun or continued."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +16,12 @@ from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, ExitCode, InfrastructureError
 from etude.rewards.shaping.parts import describe
-from etude.run.disk_space import check_disk_space
 from etude.run.folder import RunFolder
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
-from etude.run.preflight import check_ready
+from etude.run.preflight import prepare
 from etude.run.resolve import check_devices
+from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.types import Json
 
 app = group()
@@ -51,28 +52,30 @@ def run(
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
         folder = RunFolder.open(resume)
         check_devices(folder.config())
-        return run_folder(folder, resumed=True)
+        return run_folder(folder)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     config = load_recipe(recipe, [*overrides, *settings])
     about_reward = describe(config.reward)
-    check_judge(config)
     if dry_run:
+        check_judge(config)
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
         return 0
     out = out or default_out(config)
-    for warning in (*check_ready(config), *check_disk_space(config, out)):
+    for warning in prepare(config, out):
         print(f"warning: {warning}", file=sys.stderr)
-    return run_folder(RunFolder.create(out, config), resumed=False)
+    return run_folder(RunFolder.create(out, config))
 
 
-def run_folder(folder: RunFolder, *, resumed: bool) -> int:
+def run_folder(folder: RunFolder) -> int:
     """Run what is left of a run; when it is stopped, say how to continue."""
+    if SUPERVISOR_VARIABLE in os.environ:
+        die_with_parent()  # a program of the user's: `etude.train`
     try:
-        report = run_local(folder, resumed=resumed)
+        report = run_local(folder)
     except (KeyboardInterrupt, SystemExit, InfrastructureError):
         print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.path}", file=sys.stderr)
         if folder.report_html.exists():

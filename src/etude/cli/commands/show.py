@@ -7,11 +7,10 @@ drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -29,7 +28,7 @@ from etude.dashboard.rollout_text import (
 )
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
-from etude.ledger.archive import Archive, Comparison, Order, RolloutOutcome, Search
+from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
 from etude.ledger.changes import TRAIN
 from etude.run.folder import RunFolder
 from etude.types import Json as JsonValue
@@ -40,7 +39,6 @@ DEFAULT_LIMIT = 20
 """Rollouts of a list."""
 MOST_REASONS = 8
 """Shown in the overview: the most frequent ones."""
-COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")
 
 
 app = group()
@@ -136,18 +134,6 @@ def show(
             _show_list(archive, search, as_json)
         else:
             _show_overview(folder, archive, as_json)
-
-
-def parse_comparison(text: str) -> tuple[Comparison, float]:
-    """``>=0.5`` as a comparison and a bound. Raises :class:`~etude.errors.ConfigError`."""
-    match = COMPARISON.fullmatch(text)
-    try:
-        if match:
-            comparison: Comparison = next(each for each in get_args(Comparison) if each == match[1])
-            return comparison, float(match[2])
-    except ValueError:
-        pass
-    raise ConfigError(f"--reward {text!r}: expected a comparison with a number, such as '>=0.5', '<0' or '=1'")
 
 
 def console() -> Console:

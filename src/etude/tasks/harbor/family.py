@@ -5,11 +5,14 @@ goes on; a folder with nothing left to practise is refused. Builds nothing (:mod
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from etude.config.section import Section
+from etude.protocols import FamilyContext
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.harbor.folder import HarborTask, read_task, task_folders
 from etude.tasks.harbor.images import find_image, plain_files
@@ -17,6 +20,10 @@ from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.heldout import in_turns
 from etude.types import Split, Task
 
+logger = logging.getLogger(__name__)
+
+IMAGES = "images"
+"""Folder of images beside the tasks of a folder."""
 HELDOUT_ONE_IN = 6
 """Every how manieth task is held out, by its name's hash; one that says its side itself is on that side."""
 
@@ -33,6 +40,16 @@ class FolderContents:
 
 class HarborTasks:
     """The tasks of one folder, again and again; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: Section, context: FamilyContext) -> "HarborTasks":
+        """The family of a recipe, whose images lie beside the tasks or with the base systems."""
+        beside = context.folder / IMAGES
+        images = ImageStore(beside if beside.is_dir() else context.images)
+        harbor = cls(context.folder, seed=context.seed, images=images, heldout_every=context.heldout_every)
+        for name, reason in harbor.refused.items():
+            logger.warning("task %s is set aside: %s", name, reason)
+        return harbor
 
     def __init__(
         self,
