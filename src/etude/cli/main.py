@@ -25,6 +25,7 @@ from etude.storage import FIXES, FULL, fullest, storage_errno
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", "Run the whole loop of a recipe on this machine."),
+        "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
         "midtrain": ("processes", "One process of a run: mid-training."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
         "parity": ("processes", "One process of a run: engine against trainer, before they run."),

@@ -53,11 +53,7 @@ class RunFolder:
         Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
         :func:`~etude.run.resolve.resolve` does.
         """
-        folder = cls(path)
-        if folder.config_file.exists():
-            raise RunFolderError(
-                f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
-            )
+        folder = cls.check_new(path)
         resolved = resolve(config)
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
@@ -74,6 +70,22 @@ class RunFolder:
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"
             ) from error
         return folder
+
+    @classmethod
+    def check_new(cls, path: Path) -> "RunFolder":
+        """The place of a new run. Raises :class:`~etude.errors.RunFolderError` where there is one already."""
+        folder = cls(path)
+        if folder.config_file.exists():
+            raise RunFolderError(
+                f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
+            )
+        return folder
+
+    @property
+    def has_begun(self) -> bool:
+        """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
+        places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
+        return any(next(self.path.glob(pattern), None) is not None for pattern in places)
 
     @classmethod
     def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":

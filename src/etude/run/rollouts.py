@@ -65,6 +65,8 @@ CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """Capabilities without which the model's programs could read the run folder and reach the gateway."""
 LEASE_NAME = "rollouts"
 """The lease under which this process fills slots; that of any other one has its number behind it."""
+OUR_HARNESS = ".venv-harness"
+"""Environment of mini-swe-agent, which the repository's Makefile makes."""
 HARNESS_FOLDER = "/harness"
 """Folder of a harness's own files, inside of a sandbox."""
 TASKS_ON_THE_WAY = 64
@@ -316,7 +318,9 @@ async def _rollout_context(
     """The dependencies of rollouts."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
-        sandboxes, grader, harness = await _stage(stack, folder, config, http)
+        sandboxes, grader, harness = await open_stage(
+            stack, config, http, folder=folder.path, gateway_url=folder.endpoints.url("gateway")
+        )
         memory = JudgeState(folder.path, worker_id)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
@@ -334,10 +338,14 @@ async def _rollout_context(
         )
 
 
-async def _stage(
-    stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
+async def open_stage(
+    stack: contextlib.AsyncExitStack, config: RunConfig, http: aiohttp.ClientSession, *, folder: Path, gateway_url: str
 ) -> tuple[TaskSandboxes, Grader, Harness]:
-    """Sandboxes of tasks, grader and harness of a recipe."""
+    """Open sandboxes of tasks, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
+    are written into ``folder``, and it may reach nothing but the gateway.
+
+    Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
+    """
     options, harness = config.sandboxes.options, config.harness.options
     if isinstance(options, LocalOptions) and isinstance(harness, CodingOptions):
         local = LocalSandboxes(workers=options.workers)
@@ -349,7 +357,7 @@ async def _stage(
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
-    beside = SandboxSpec() if isinstance(harness, CodingOptions) else _beside_tasks(folder, harness)
+    beside = SandboxSpec() if isinstance(harness, CodingOptions) else _beside_tasks(folder, gateway_url, harness)
     provider = open_provider(sandboxes, base_store(sandboxes))
     task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(task_sandboxes.close)
@@ -364,15 +372,15 @@ async def _stage(
     return task_sandboxes, grader, command
 
 
-def _beside_tasks(folder: RunFolder, harness: CommandOptions) -> SandboxSpec:
+def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:
     """Mounts of another team's harness, and the one address that it may reach: the gateway."""
     mounts = harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
-    return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))
+    return SandboxSpec(mounts=mounts, allow=(urlsplit(gateway_url).netloc,))
 
 
-def write_harness(folder: RunFolder, files: Mapping[str, str]) -> Path:
+def write_harness(folder: Path, files: Mapping[str, str]) -> Path:
     """Write the harness's own files; returns where. Nothing else of a run may be in there: agents can read it."""
-    place = folder.path / "harness"
+    place = folder / "harness"
     place.mkdir(exist_ok=True)
     place.chmod(0o755)
     for name, text in files.items():
@@ -386,6 +394,7 @@ def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
     mounts: dict[str, Path] = {}
     for folder in folders:
         if not Path(folder).is_dir():
-            raise ConfigError(f"harness.options.mounts: there is no folder {folder!r} in {Path.cwd()}")
+            fix = "`make harness` makes it" if Path(folder).name == OUR_HARNESS else "correct the path"
+            raise ConfigError(f"harness.options.mounts: there is no folder {folder!r} in {Path.cwd()}: {fix}")
         mounts |= environment_mounts(Path(folder))
     return mounts

@@ -1,6 +1,7 @@
 """`etude run`: the whole loop of a recipe on this machine, begun or continued."""
 
 import json
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,11 @@ from etude.cli.options import Overrides, group, own_name
 from etude.config.loading import dump_toml, load_recipe
 from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
-from etude.errors import ConfigError, ExitCode, InfrastructureError
+from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
-from etude.run.disk_space import check_disk_space
 from etude.run.folder import RunFolder
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
-from etude.run.preflight import check_ready
 from etude.run.resolve import check_devices
 from etude.types import Json
 
@@ -63,10 +62,22 @@ def run(
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
         return 0
+    from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
+
     out = out or default_out(config)
-    for warning in (*check_ready(config), *check_disk_space(config, out)):
-        print(f"warning: {warning}", file=sys.stderr)
-    return run_folder(RunFolder.create(out, config), resumed=False)
+    RunFolder.check_new(out)
+    show_ready(config, out, Console())
+    return start(RunFolder.create(out, config))
+
+
+def start(folder: RunFolder) -> int:
+    """Run a new run; one that cannot begin leaves no folder, so that the corrected recipe finds its place free."""
+    try:
+        return run_folder(folder, resumed=False)
+    except EtudeError as error:
+        if not isinstance(error, InfrastructureError | RunFolderError) and not folder.has_begun:
+            shutil.rmtree(folder.path)
+        raise
 
 
 def run_folder(folder: RunFolder, *, resumed: bool) -> int:

@@ -74,7 +74,10 @@ class HarborTasks:
         """
         tasks = self._tasks[split]
         if not tasks:
-            raise TaskFolderError(f"{self._folder}: no task is on the side {split.value!r}: add tasks")
+            raise TaskFolderError(
+                f"{self._folder}: no task is on the side {split.value!r}: add tasks, lower tasks.heldout_every, say "
+                f"metadata.etude.split = {split.value!r} in a task.toml, or set eval.enabled = false"
+            )
         turn, place = divmod(index, len(tasks))
         order = list(range(len(tasks)))
         if split is Split.TRAIN:
