@@ -156,6 +156,8 @@ class RunMetrics:
                 self.lineage[event.phase] = event
             case StepDone():
                 _supersede(self.steps, Timed(at_s, event))
+                if "after" in self.evals and event.step > self.evals["after"].version:
+                    del self.evals["after"]  # a run that goes on behind its end
             case MismatchMeasured():
                 self.mismatch[event.step, event.by, event.first] = event
             case MismatchWarned():

@@ -31,7 +31,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
 from etude.run.endpoints import Endpoints
-from etude.run.resolve import resolve
+from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
@@ -48,13 +48,13 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, ledger: str = "") -> "RunFolder":
         """Make a new run, whose durable state is at ``ledger``, or where ``config`` says. What is ``auto`` there is
-        resolved here and now.
+        resolved here and now, and its paths are made absolute.
 
         Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
         :func:`~etude.run.resolve.resolve` does.
         """
         folder = cls.check_new(path)
-        resolved = resolve(config)
+        resolved = with_absolute_paths(resolve(config))
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
             for part in (folder.events, folder.logs, Path(folder.store)):

@@ -145,7 +145,7 @@ class PhaseProcess:
                 recent, since_s = Loss(), now_s
             if self._is_due(step, self._settings.checkpoint_steps):
                 self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursor, self._identity))
-            if self._is_due(step, self._config.eval.every_steps):
+            if self._is_due(step, self._config.eval.loss_every_steps):
                 loss = self._measure(step, cursor)
         self._end(cursor, loss)
 

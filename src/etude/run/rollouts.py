@@ -39,6 +39,7 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
 from etude.run.task_families import open_family
@@ -129,18 +130,19 @@ class RolloutParts:
     dispatcher: Dispatcher
     served: ServedVersion
 
-    async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int) -> EvalDone:
-        """Try every task once sampled and once greedily; resumable under the same ``label``.
+    async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int, purpose: str = "") -> EvalDone:
+        """Try every task once sampled and once greedily; resumable under the same ``purpose``, by default the label.
 
         Raises :class:`~etude.errors.UserError` where one way has no reward at all: its slots are lost, and trying again
         finds them so. While machines are down the breaker ends this before, with slots left.
         """
-        ways = [self.dispatcher.evaluate(f"{label}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
+        purpose = purpose or label
+        ways = [self.dispatcher.evaluate(f"{purpose}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
         sampled, greedy = await gather_or_cancel(ways)
         if not sampled or not greedy:
             lost = next(way for way, rewards in zip(TEMPERATURES, (sampled, greedy), strict=True) if not rewards)
-            raise lost_all(self.folder, f"{label}-{lost}")
-        groups = {way: list(self.ledger.groups(f"{label}-{way}")) for way in TEMPERATURES}
+            raise lost_all(self.folder, f"{purpose}-{lost}")
+        groups = {way: list(self.ledger.groups(f"{purpose}-{way}")) for way in TEMPERATURES}
         done = evaluation_done(label, version, groups, pass_at=self.config.eval.pass_at)
         self.events.write(done)
         return done
@@ -265,12 +267,19 @@ async def _run(folder: RunFolder) -> None:
 
 
 async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> None:
-    """Measure while nothing else runs, unless the recipe does not want it or a previous process did it."""
-    fact = f"eval-{label}"
-    if parts.config.eval.enabled and parts.ledger.facts.get(fact) is None:
-        parts.events.write(PhaseStarted(phase=fact))
-        await parts.evaluate(label, parts.heldout_tasks(parts.config.eval.tasks), version=version)
-        parts.ledger.facts.set(fact, "done")
+    """Measure while nothing else runs, unless the recipe does not want it or a previous process did it.
+
+    A run whose steps were raised after its end is measured once more, in tries of their own.
+    """
+    facts, fact, first = parts.ledger.facts, measured_fact(label), f"{measured_fact(label)}-first"
+    if not parts.config.eval.enabled or facts.get(fact) == str(version):
+        return
+    if facts.get(first) is None:
+        facts.set(first, str(version))
+    purpose = label if facts.get(first) == str(version) else f"{label}-{version}"
+    parts.events.write(PhaseStarted(phase=f"eval-{label}"))
+    await parts.evaluate(label, parts.heldout_tasks(parts.config.eval.tasks), version=version, purpose=purpose)
+    facts.set(fact, str(version))
 
 
 async def _evaluate_on_the_way(parts: RolloutParts) -> None:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +20,7 @@ from etude.run.folder import RunFolder
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
 from etude.run.resolve import check_devices
+from etude.run.resuming import change, changed_config, is_finished
 from etude.types import Json
 
 app = group()
@@ -43,14 +44,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Run the whole loop of a recipe on this machine."""
-    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger, "--set": overrides}
+    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger}
     if resume is not None:
-        ignored = [name for name, value in decisive.items() if value not in (None, [])] + ["--dry-run"] * dry_run
+        ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
-        folder = RunFolder.open(resume)
-        check_devices(folder.config())
-        return run_folder(folder, resumed=True)
+        return go_on(RunFolder.open(resume), overrides)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
@@ -68,6 +67,20 @@ def run(
     RunFolder.check_new(out)
     show_ready(config, out, Console())
     return start(RunFolder.create(out, config))
+
+
+def go_on(folder: RunFolder, settings: Sequence[str]) -> int:
+    """Run what is left of a run, with other limits or more steps where ``settings`` say so."""
+    config = changed_config(folder, settings)
+    check_devices(config)
+    if is_finished(folder, config):
+        steps = config.trainer.steps
+        print(f"{folder.path} is finished: {steps} steps; its report is {folder.report_html}")
+        print(f"train on with: {own_name()} run --resume {folder.path} --set trainer.steps={2 * steps}")
+        return 0
+    if settings:
+        change(folder, config)
+    return run_folder(folder, resumed=True)
 
 
 def start(folder: RunFolder) -> int:
