@@ -14,7 +14,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -84,17 +84,20 @@ def read_list(table: str) -> tuple[Retired, ...]:
 
 def inspect(sources: dict[str, str], rules: Sequence[Retired]) -> list[str]:
     """Every fault of sources by path, in the order of paths and lines."""
-    words = [rule for rule in rules if rule.kind in ("word", "name")]
+    words: dict[tuple[str, str], list[Retired]] = defaultdict(list)
+    for rule in rules:
+        words[rule.kind, rule.text].append(rule)
     openings = {rule.text: rule for rule in rules if rule.kind == "opening"}
     faults = []
     classes: dict[str, list[str]] = defaultdict(list)
     for path, text in sources.items():
         tree = ast.parse(text)
-        active = [rule for rule in words if rule.applies(path)]
         names = {(1, part) for part in Path(path).with_suffix("").parts} | set(_identifiers(tree))
         for line, name in sorted(names):
             faults += [
-                f"{path}:{line}: {name!r}: {rule.text!r} is retired; say {rule.say}" for rule in _hits(name, active)
+                f"{path}:{line}: {name!r}: {rule.text!r} is retired; say {rule.say}"
+                for rule in _hits(name, words)
+                if rule.applies(path)
             ]
         if path.startswith(PRODUCT):
             faults += [f"{path}:{line}: {problem}" for line, problem in _openings(tree, openings)]
@@ -107,11 +110,11 @@ def inspect(sources: dict[str, str], rules: Sequence[Retired]) -> list[str]:
     return faults
 
 
-def _hits(name: str, rules: Sequence[Retired]) -> Iterator[Retired]:
-    parts = {part.lower() for part in PART.findall(name)}
-    for rule in rules:
-        if rule.text == name.strip("_").lower() if rule.kind == "name" else rule.text in parts:
-            yield rule
+def _hits(name: str, words: Mapping[tuple[str, str], Sequence[Retired]]) -> Iterator[Retired]:
+    """Rules by kind and text → those that a name breaks."""
+    yield from words.get(("name", name.strip("_").lower()), ())
+    for part in sorted({part.lower() for part in PART.findall(name)}):
+        yield from words.get(("word", part), ())
 
 
 def _identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:

@@ -12,7 +12,7 @@ import torch
 
 from bench.engine.models import INIT_STD
 from etude.aio import background_task
-from etude.config.inference import EngineConfig
+from etude.config.inference import EngineConfig, NativeOptions
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
@@ -59,7 +59,7 @@ def measure(spec: ModelSpec, threads: int) -> Reuse:
     model = Decoder(spec).eval()
     model.initialise(0, INIT_STD)
     length = OPENING_TOKENS + TURNS * (SAMPLED_TOKENS + ANSWERED_TOKENS)
-    config = EngineConfig(max_running=SESSIONS, max_length=length, threads=threads)
+    config = EngineConfig(max_running=SESSIONS, max_length=length, options=NativeOptions(threads=threads))
     return asyncio.run(_hold(NativeEngine(Weights(model, 0, ""), config, seed=0), spec.vocab_size))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bench.engine.models import END_ID, INIT_STD, PAD_ID
-from etude.config.inference import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
 from etude.engines.native.opener import NativeUpdater
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
@@ -129,7 +129,10 @@ def _pauses(spec: ModelSpec, first: State, plan: SwapPlan) -> Iterator[tuple[flo
 
 def open_engine(pulled: PulledWeights, spec: ModelSpec, *, spare: bool) -> NativeUpdater:
     """A bfloat16 engine on a CPU, for one call at a time."""
-    numerics, config = NumericsConfig(dtype="bfloat16"), EngineConfig(max_running=1, spare_weights=spare)
+    numerics, config = (
+        NumericsConfig(dtype="bfloat16"),
+        EngineConfig(max_running=1, options=NativeOptions(spare_weights=spare)),
+    )
     make_model, load = partial(serving_model, spec, numerics, "cpu"), partial(load_published, config=numerics)
     return NativeUpdater.open(pulled, config, make_model, load)
 

@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 import uvloop
 
-from etude.engines.http.wire import encode_chunk, encode_completion
+from etude.engines.http import encode_chunk, encode_completion
 from etude.protocols import Completion, TokenChunk
 from etude.types import Finish, Json
 

@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 
 from etude.clock import SystemClock
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, SharedPrefixOptions
 from etude.config.rollouts import CodingOptions, RolloutConfig
 from etude.engines.fake import FakeEngine
 from etude.harnesses import tools
@@ -34,7 +34,7 @@ from gateways import ADMIN_KEY, VOCAB_SIZE, Setting, gateway, template
 WINDOW, GROUPS, SIZE = 600, 3, 4
 PLAYS = 20
 """At most: which rollout draws which words hangs on whose call comes first, so that no seed promises what is seen."""
-CREDIT = CreditConfig(kind="shared_prefix", branches=2, branch_within=4)
+CREDIT = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=2, branch_within=4))
 CASE = Case(arguments=(), expected=0)
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(CASE,), hidden=(CASE,))
 ROLLOUT_START = "one\ntwo\nthree\n"

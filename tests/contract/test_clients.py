@@ -28,11 +28,10 @@ import torch
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.training import ModelShape
-from etude.engines.http.client import http_engines
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app, http_engines
 from etude.engines.native.engine import NativeEngine, Weights
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.payloads import Payloads
@@ -216,7 +215,7 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
             )
             config = GatewayConfig()
             parts = await stack.enter_async_context(open_gateway(plan, config, SystemClock(), connect))
-            server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+            server = http_server(parts.gateway.handle)
             port = await stack.enter_async_context(listening(server, 0))
             stages.append(Stage(port=port, overheard=overheard))
             ready.set()

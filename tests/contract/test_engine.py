@@ -14,9 +14,7 @@ from aiohttp.test_utils import TestServer
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.http.client import HttpEngine
-from etude.engines.http.server import BUSY, engine_app
-from etude.engines.http.wire import encode_chunk, encode_completion
+from etude.engines.http import BUSY, HttpEngine, encode_chunk, encode_completion, engine_app
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
@@ -24,6 +22,7 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Finish
+from native_configs import altered
 from waiting import WAIT_S
 
 VOCAB_SIZE = 64
@@ -248,7 +247,7 @@ def test_nothing_is_lost_on_the_way() -> None:
 
 def test_a_busy_engine_is_told_from_one_that_is_down() -> None:
     async def run() -> None:
-        config = CONFIG.model_copy(update={"max_running": 1, "max_waiting": 1})
+        config = altered(CONFIG, max_running=1, max_waiting=1)
         model = Decoder(SPEC)
         model.initialise(0)
         engine = NativeEngine(Weights(model, 0, "digest"), config, seed=0)  # nobody steps it: its line stays full

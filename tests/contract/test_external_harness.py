@@ -13,8 +13,8 @@ from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.rollouts import CommandOptions
 from etude.engines.fake import FakeEngine
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.harnesses.command import CommandHarness
@@ -61,7 +61,7 @@ async def gateway(chat: ChatTemplate, engine: FakeEngine) -> AsyncIterator[str]:
     config = GatewayConfig()
     async with (
         open_gateway(plan, config, SystemClock(), lambda url: engine) as parts,
-        listening(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+        listening(http_server(parts.gateway.handle), 0) as port,
     ):
         yield f"http://127.0.0.1:{port}"
 

@@ -18,8 +18,8 @@ from etude.config.training import ModelShape
 from etude.engines.fake import FakeEngine
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import JudgeDeclined, JudgeUnavailable
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Scope
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.models.checkpoint import spec_from_shape
@@ -76,7 +76,7 @@ async def behind_gateway(engine: Engine) -> AsyncIterator[Address]:
     )
     config = GatewayConfig()
     async with open_gateway(plan, config, SystemClock(), lambda _url: engine) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         async with listening(server, 0) as port:
             while not parts.pool.versions():
                 await asyncio.sleep(0.005)

@@ -11,9 +11,8 @@ import pytest
 from aiohttp import web
 
 from etude.clock import SystemClock
-from etude.config.inference import EngineConfig
-from etude.engines.http.client import http_engines
-from etude.engines.http.server import engine_app
+from etude.config.inference import EngineConfig, NativeOptions
+from etude.engines.http import engine_app, http_engines
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.gateway.routing.admission import (
     PRIORITIES,
@@ -34,7 +33,7 @@ from waiting import until
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 PROMPT = [5, 6, 7, 8, 9]
 SPEC = replace(TINY, vocab_size=64, max_positions=256)
-CONFIG = EngineConfig(max_running=4, max_length=256, max_waiting=64)
+CONFIG = EngineConfig(max_running=4, max_length=256, options=NativeOptions(max_waiting=64))
 DIGESTS = ("first", "second")
 QUICK = HealthLimits(healthy_poll_s=0.02, suspect_poll_s=0.02, stale_poll_s=0.02, dead_poll_s=0.02, dead_s=0.3)
 

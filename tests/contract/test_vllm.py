@@ -22,7 +22,7 @@ import torch
 from aiohttp import ClientSession
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from etude.engines.http.api_client import ApiClient
+from etude.engines.api_client import ApiClient
 from etude.engines.native.scheduler import SwapMode
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine

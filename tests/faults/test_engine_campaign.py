@@ -27,7 +27,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config.inference import EngineConfig
+from etude.config.inference import EngineConfig, NativeOptions
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.pages import PAGE, PageNode
 from etude.engines.native.scheduler import MAX_REREADS, EngineRequest
@@ -37,6 +37,7 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Floats, Ids
+from native_configs import altered
 
 pytestmark = pytest.mark.heavy("minutes")
 
@@ -53,8 +54,10 @@ SPEC = ModelSpec(
     experts=ExpertsSpec(count=4, per_token=2, size=16),
     sparse_layers=(0,),
 )
-CONFIG = EngineConfig(max_running=6, max_waiting=10, max_length=64, step_tokens=16, cache_tokens=10 * PAGE)
-PAGES = CONFIG.cache_tokens // PAGE
+CONFIG = EngineConfig(
+    max_running=6, max_length=64, options=NativeOptions(max_waiting=10, step_tokens=16, cache_tokens=10 * PAGE)
+)
+PAGES = CONFIG.native.cache_tokens // PAGE
 MODELS = 3
 CALLERS = 24
 """More than sit and wait: some are told to come again."""
@@ -326,7 +329,7 @@ def _resident_bytes() -> int:
 async def play(mode: SwapName, seed: int, asks: int) -> tuple[Campaign, list[Rest]]:
     """Waves of asks, each compared with the answers to the same ones alone; between them, rest."""
     models = tuple(_model(number) for number in range(MODELS))
-    config = CONFIG.model_copy(update={"swap": mode})
+    config = altered(CONFIG, swap=mode)
     engine = NativeEngine(Weights(models[0], 0, "digest 0"), config, seed=seed, record_routes=True)
     campaign = Campaign(mode=mode, random=Random(seed), engine=engine, models=models)
     stepping = asyncio.create_task(engine.run())

@@ -29,10 +29,10 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
-from etude.engines.http.client import http_engines
+from etude.engines.http import http_engines
 from etude.gateway.capture.conversations import Conversation
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of, new_secret
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.turns import decode_turns
@@ -60,7 +60,7 @@ import asyncio, socket, sys
 from aiohttp import web
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app
 
 class Paced(FakeEngine):
     async def stream(self, prompt_ids, params, *, session):
@@ -212,7 +212,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         connect = await stack.enter_async_context(http_engines(0.0))
         parts = await stack.enter_async_context(open_gateway(plan, config, SystemClock(), connect))
-        runner = web.ServerRunner(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes))
+        runner = web.ServerRunner(http_server(parts.gateway.handle))
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         site = web.TCPSite(runner, "127.0.0.1", 0, backlog=AGENTS)

@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, DiscountedOptions, ShapedOptions, SharedPrefixOptions
 from turn_games import Bundle, Game, Moves, Vector, credit, grouped, rewards_of
 
 SIZE, TURNS, BRANCHES = 8, 5, 2
 ROLLOUT = CreditConfig()
-DISCOUNTED = CreditConfig(kind="discounted", discount=0.7)
-SHAPED = CreditConfig(kind="shaped", shaping=1.0)
-SHARED = CreditConfig(kind="shared_prefix", branches=BRANCHES)
+DISCOUNTED = CreditConfig(kind="discounted", options=DiscountedOptions(discount=0.7))
+SHAPED = CreditConfig(kind="shaped", options=ShapedOptions(shaping=1.0))
+SHARED = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=BRANCHES))
 Estimates = npt.NDArray[np.float64]
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.config.inference import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
@@ -32,13 +32,14 @@ from etude.trainer.batching.build import build_trajectories
 from etude.trainer.mismatch import MismatchProbe
 from etude.trainer.scores import sampled_logprobs, sampled_tokens
 from etude.types import Floats, Rollout, RolloutStatus, Routes, Trajectory, Turn
+from native_configs import altered
 
 torch.set_num_threads(1)
 
 Dtype = Literal["float32", "bfloat16"]
 
-ROOMY = EngineConfig(max_running=16, max_length=160, step_tokens=256)
-TIGHT = EngineConfig(max_running=5, max_length=160, step_tokens=16, cache_tokens=208)
+ROOMY = EngineConfig(max_running=16, max_length=160, options=NativeOptions(step_tokens=256))
+TIGHT = EngineConfig(max_running=5, max_length=160, options=NativeOptions(step_tokens=16, cache_tokens=208))
 """Prompts are read in small chunks, and running requests lose their pages."""
 TURNS, CONVERSATIONS = 4, 8
 CUTS = (
@@ -255,7 +256,7 @@ def test_fast_arithmetic_differs_by_rounding(case: Case) -> None:
 
 @pytest.mark.parametrize("case", INVARIANT, ids=name_of)
 def test_turns_of_one_version_have_its_numbers_when_keys_are_kept(case: Case) -> None:
-    samples, _ = sample(case, ROOMY.model_copy(update={"swap": "keep"}), swapping(case))
+    samples, _ = sample(case, altered(ROOMY, swap="keep"), swapping(case))
     probe = MismatchProbe(make_trainer(case), case.numerics.model_copy(update={"replay": "off"}), versions=3)
     pure = 0
     for version in VERSIONS:
@@ -277,7 +278,7 @@ def test_turns_of_one_version_have_its_numbers_when_keys_are_kept(case: Case) ->
 
 @pytest.mark.parametrize("case", INVARIANT, ids=name_of)
 def test_every_token_has_its_versions_numbers_when_keys_are_recomputed(case: Case) -> None:
-    samples, engine = sample(case, TIGHT.model_copy(update={"swap": "recompute"}), swapping(case))
+    samples, engine = sample(case, altered(TIGHT, swap="recompute"), swapping(case))
     assert engine.take_counters().rereads > 0
     assert any(len(set(one.completion.versions.tolist())) > 1 for one in samples)
     for version in VERSIONS:

@@ -26,7 +26,10 @@ CHOICES = [(kind, correction) for kind in BASELINES for correction in correction
 
 def make_config(kind: LossKind, correction: CorrectionKind) -> LossConfig:
     """The papers' bounds, but GSPO's: they are for large models, which hardly move in a step."""
-    own: dict[str, dict[str, float]] = {"dr_grpo": {"sequence_tokens": 2}, "gspo": {"clip_low": 0.2, "clip_high": 0.2}}
+    own: dict[str, dict[str, dict[str, float]]] = {
+        "dr_grpo": {"aggregation_options": {"sequence_tokens": 2}},
+        "gspo": {"options": {"clip_low": 0.2, "clip_high": 0.2}},
+    }
     return LossConfig.model_validate({"kind": kind, "correction": correction, **own.get(kind, {})})
 
 

@@ -26,8 +26,7 @@ from torch import Tensor
 from etude.config.training import (
     AGGREGATIONS,
     BASELINES,
-    DUAL_CLIPPED,
-    LOSS_BOUNDS,
+    LOSS_OPTIONS,
     UNCLIPPED,
     LossConfig,
     MaskKind,
@@ -40,15 +39,17 @@ TOTALS = Totals(tokens=20, trajectories=6, lost_tokens=3.0, lost_trajectories=1.
 """More than the case has: it is one micro-batch of several."""
 TOKENS, TRAJECTORIES = 23, 7
 """What it is divided by, those that were lost included."""
-BOUNDS = {
-    "clip_low": 0.2,
-    "clip_high": 0.3,
-    "sequence_tokens": 9,
-    "floor": 0.6,
-    "cap": 1.5,
-    "mask_floor": 0.7,
-    "mask_cap": 1.4,
-    "mask_divergence": 0.2,
+DUAL_CLIPPED = ("grpo", "dr_grpo", "ppo_clip", "gspo")
+CLIP, NARROW = {"clip_low": 0.2, "clip_high": 0.3}, {"clip_low": 0.02, "clip_high": 0.03}
+CAP, MASK = {"cap": 1.5}, {"floor": 0.7, "cap": 1.4}
+BOUNDS: dict[str, dict[str, float]] = {
+    **dict.fromkeys(("grpo", "dr_grpo", "ppo_clip", "cispo"), CLIP),
+    **dict.fromkeys(("dppo", "gspo"), NARROW),
+    "seq_mean_token_sum_norm": {"sequence_tokens": 9},
+    **dict.fromkeys(("tis", "sequence_tis", "mis", "sequence_mis", "decoupled"), CAP),
+    "icepop": {"floor": 0.6, "cap": 1.5},
+    **dict.fromkeys(("ratio", "geometric"), MASK),
+    "off_policy": {"divergence": 0.2},
 }
 MASKS: tuple[MaskKind, ...] = ("none", "ratio", "geometric", "off_policy")
 Case: TypeAlias = dict[str, Any]
@@ -82,12 +83,14 @@ def name(case: Case) -> str:
 def make_config(case: Case) -> LossConfig:
     """With bounds that cut some of the case's tokens, and not all."""
     case = {"aggregation": AGGREGATIONS[case["kind"]]} | case
-    choices = [case["kind"], *(case.get(key) for key in ("aggregation", "correction", "sequence_mask"))]
-    names = {name for choice in choices for name in LOSS_BOUNDS.get(choice or "", {})}
-    bounds = {key: BOUNDS[key] for key in names}
-    narrow = {"dppo": {"clip_low": 0.02, "clip_high": 0.03}, "gspo": {"clip_low": 0.02, "clip_high": 0.03}}
-    bounds |= narrow.get(case["kind"], {})
-    return LossConfig.model_validate(bounds | case)
+    tables = {"kind": "options"} | {name: f"{name}_options" for name in ("aggregation", "correction")}
+    tables["sequence_mask"] = "mask_options"
+    options: dict[str, dict[str, Any]] = {
+        table: dict(BOUNDS.get(case.get(key, ""), {})) for key, table in tables.items()
+    }
+    own = {key for key in ("old_policy", "dual_clip") if key in case and LOSS_OPTIONS.classes.get(case["kind"])}
+    options["options"] |= {key: case[key] for key in own}
+    return LossConfig.model_validate({key: case[key] for key in case.keys() - {"old_policy", "dual_clip"}} | options)
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,8 @@ def reference_terms(
 ) -> list[float]:
     """What a trajectory's tokens add to what is maximised, from log π with gradient (``live``) and without."""
     weights = reference_weights(frozen_logps, samples, config)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
+    bounds = config.options.model_dump()
+    low, high = 1 - bounds.get("clip_low", 0), 1 + bounds.get("clip_high", 0)
     anchors = [sample.proximal if is_anchored(config) else sample.engine for sample in samples]
     advantage = samples[0].advantage
     ratios = [math.exp(x - anchor) for x, anchor in zip(live, anchors, strict=True)]
@@ -177,14 +181,14 @@ def reference_terms(
             values = [advantage * x for x in live]
         case "grpo" | "dr_grpo" | "ppo_clip" | "gspo":
             values = [min(ratio * advantage, clip(ratio, low, high) * advantage) for ratio in ratios]
-            if config.dual_clip and advantage < 0:
-                values = [max(value, config.dual_clip * advantage) for value in values]
+            if bounds["dual_clip"] and advantage < 0:
+                values = [max(value, bounds["dual_clip"] * advantage) for value in values]
         case "cispo":
             constants = [clip(math.exp(x - anchor), low, high) for x, anchor in zip(frozen_logps, anchors, strict=True)]
             values = [constant * advantage * x for constant, x in zip(constants, live, strict=True)]
         case "dppo":
             moves = [math.exp(x) - math.exp(anchor) for x, anchor in zip(frozen_logps, anchors, strict=True)]
-            keeps = [move <= config.clip_high if advantage > 0 else move >= -config.clip_low for move in moves]
+            keeps = [move <= bounds["clip_high"] if advantage > 0 else move >= -bounds["clip_low"] for move in moves]
             values = [keep * ratio * advantage for keep, ratio in zip(keeps, ratios, strict=True)]
     return [weight * value for weight, value in zip(weights, values, strict=True)]
 
@@ -193,30 +197,31 @@ def reference_weights(frozen_logps: list[float], samples: list[Sample], config: 
     proximal = [sample.proximal for sample in samples] if is_anchored(config) else frozen_logps
     gaps = [x - sample.engine for x, sample in zip(proximal, samples, strict=True)]
     ratios, whole = [math.exp(gap) for gap in gaps], math.exp(sum(gaps))
+    bounds, mask = config.correction_options.model_dump(), config.mask_options.model_dump()
     match config.correction:
         case "none":
             weights = [1.0 for _ in ratios]
         case "tis":
-            weights = [min(ratio, config.cap) for ratio in ratios]
+            weights = [min(ratio, bounds["cap"]) for ratio in ratios]
         case "sequence_tis":
-            weights = [min(whole, config.cap) for _ in ratios]
+            weights = [min(whole, bounds["cap"]) for _ in ratios]
         case "mis" | "decoupled":
-            weights = [ratio if ratio <= config.cap else 0.0 for ratio in ratios]
+            weights = [ratio if ratio <= bounds["cap"] else 0.0 for ratio in ratios]
         case "icepop":
-            weights = [ratio if config.floor <= ratio <= config.cap else 0.0 for ratio in ratios]
+            weights = [ratio if bounds["floor"] <= ratio <= bounds["cap"] else 0.0 for ratio in ratios]
         case "sequence_mis":
-            weights = [whole if whole <= config.cap else 0.0 for _ in ratios]
+            weights = [whole if whole <= bounds["cap"] else 0.0 for _ in ratios]
     mean = sum(gaps) / len(gaps)
     match config.sequence_mask:
         case "none":
             keep = True
         case "ratio":
-            keep = config.mask_floor <= whole <= config.mask_cap
+            keep = mask["floor"] <= whole <= mask["cap"]
         case "geometric":
-            keep = config.mask_floor <= math.exp(mean) <= config.mask_cap
+            keep = mask["floor"] <= math.exp(mean) <= mask["cap"]
         case "off_policy":
             left = sum(sample.engine - x for x, sample in zip(frozen_logps, samples, strict=True)) / len(gaps)
-            keep = not (samples[0].advantage < 0 and left > config.mask_divergence)
+            keep = not (samples[0].advantage < 0 and left > mask["divergence"])
     return weights if keep else [0.0 for _ in weights]
 
 

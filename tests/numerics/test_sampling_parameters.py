@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.config.training import LossConfig
+from etude.config.training import CapOptions, LossConfig
 from etude.engines.native.sampling import Drawn, Sampler
 from etude.models.arithmetic import Arithmetic, MaskTensors
 from etude.models.fast import FastArithmetic
@@ -58,7 +58,12 @@ def test_with_temperature_and_kept_sets_nothing_differs(arithmetic: Arithmetic) 
         advantages_N=torch.ones(TOKENS),
         trajectories_N=torch.zeros(TOKENS, dtype=torch.int64),
     )
-    assert policy_loss(tokens, LossConfig(cap=1.0), Totals(tokens=TOKENS, trajectories=1)).truncated == 0
+    assert (
+        policy_loss(
+            tokens, LossConfig(correction_options=CapOptions(cap=1.0)), Totals(tokens=TOKENS, trajectories=1)
+        ).truncated
+        == 0
+    )
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS, ids=lambda a: type(a).__name__)

@@ -16,10 +16,11 @@ from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
-from etude.engines.http.client import http_engines
+from etude.engines.http import http_engines
 from etude.gateway.capture.sessions import SessionLimits
+from etude.gateway.http.app import MAX_BODY_BYTES, http_server
 from etude.gateway.http.auth import Key, KeyLimits, Scope, digest_of
-from etude.gateway.http.server import http_server
+from etude.gateway.routing.admission import AdmissionLimits
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.payloads import Payloads
@@ -137,6 +138,8 @@ class Setting:
     engine: Engine
     limits: SessionLimits = field(default_factory=SessionLimits)
     config: GatewayConfig = field(default_factory=lambda: GatewayConfig(engine_timeout_s=0.1))
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    max_body_bytes: int = MAX_BODY_BYTES
     space: RouteSpace | None = None
     access_log: Path | None = None
     budget: KeyLimits = field(default_factory=KeyLimits)
@@ -165,11 +168,12 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
             key_of("other", OTHER_KEY, Scope.PRODUCTION),
         ),
         sessions=setting.limits,
+        admission=setting.admission,
         access_log=setting.access_log,
     )
     config = setting.config
     async with open_gateway(plan, config, SystemClock(), lambda _url: setting.engine) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle, max_body_bytes=setting.max_body_bytes)
         async with listening(server, 0) as port, ClientSession() as http:
             await until(lambda: bool(parts.pool.versions()))
             yield Caller(http, f"http://127.0.0.1:{port}", parts)

@@ -16,8 +16,8 @@ import numpy as np
 
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
@@ -83,7 +83,7 @@ async def serve() -> None:
     config = GatewayConfig()
     async with (
         open_gateway(plan, config, SystemClock(), lambda _url: ScriptedEngine()) as parts,
-        listening(http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes), 0) as port,
+        listening(http_server(parts.gateway.handle), 0) as port,
     ):
         while not parts.pool.versions():
             await asyncio.sleep(0.005)

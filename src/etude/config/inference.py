@@ -1,32 +1,27 @@
 """``[engine]``, ``[numerics]``, ``[gateway]``: how the model is sampled from, and in which numbers."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from etude.config.section import Section
+from etude.config.section import OptionsOf, Section
+
+Swap: TypeAlias = Literal["keep", "recompute", "drain"]
+"""Effects of new weights on turns in progress."""
 
 
-class EngineConfig(Section):
-    """``[engine]``: inference."""
+class NativeOptions(Section):
+    """Our own engine."""
 
-    kind: Literal["native", "vllm"] = "native"
-    """Our own engine, or a vLLM server in a Python environment of its own."""
-    vllm_python: str = ""
-    """The interpreter of vLLM's environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
-    max_running: int = Field(default=96, ge=1)
-    """Sequences decoded together."""
     max_waiting: int = Field(default=4096, ge=1)
     """Calls in line before callers are told to come back later."""
-    max_length: int = Field(default=640, ge=64)
-    """Tokens of one sequence, prompt and completion."""
     step_tokens: int = Field(default=2048, ge=16)
     """Tokens computed in one step: one for every sequence that decodes, the rest for reading prompts."""
     cache_tokens: int = Field(default=0, ge=0)
     """Positions of the key/value cache, which is all the memory that calls take; 0 holds ``max_running`` sequences of
     ``max_length``. With less, the least urgent calls give way and are read again.
     """
-    swap: Literal["keep", "recompute", "drain"] = "keep"
+    swap: Swap = "keep"
     """Effect of new weights on turns in progress: they go on with the keys they have, are read again under the new
     weights, or are waited for.
     """
@@ -36,24 +31,59 @@ class EngineConfig(Section):
     """
     threads: int = Field(default=1, ge=1)
     """CPU threads."""
+
+
+class VllmOptions(Section):
+    """A vLLM server."""
+
+    python: str = ""
+    """The interpreter of its environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
+    swap: Swap = "keep"
+    """Effect of new weights on turns in progress, as of the native engine."""
+
+
+ENGINE_OPTIONS = OptionsOf("engine", "kind", {"native": NativeOptions, "vllm": VllmOptions})
+
+
+class EngineConfig(Section):
+    """``[engine]``: inference."""
+
+    kind: Literal["native", "vllm"] = "native"
+    """Our own engine, or a vLLM server in a Python environment of its own."""
+    max_running: int = Field(default=96, ge=1)
+    """Sequences decoded together."""
+    max_length: int = Field(default=640, ge=64)
+    """Tokens of one sequence, prompt and completion."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """``auto``: a GPU where torch finds one."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port."""
+    options: Annotated[SerializeAsAny[NativeOptions | VllmOptions], PlainValidator(ENGINE_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[engine.options]``: keys of the kind alone."""
+
+    @property
+    def native(self) -> NativeOptions:
+        """Options of our own engine, of which alone this may be asked."""
+        assert isinstance(self.options, NativeOptions), self.kind
+        return self.options
 
     @property
     def resolved_cache_tokens(self) -> int:
-        """Positions of the cache that was asked for."""
-        return self.cache_tokens or self.max_running * self.max_length
+        """Positions of the native engine's cache that was asked for."""
+        return self.native.cache_tokens or self.max_running * self.max_length
 
     @model_validator(mode="after")
     def _roomy(self) -> Self:
-        if self.step_tokens < self.max_running:
-            raise ValueError(f"step_tokens={self.step_tokens} is below max_running={self.max_running}: not all decode")
+        if not isinstance(self.options, NativeOptions):
+            return self
+        if self.options.step_tokens < self.max_running:
+            raise ValueError(f"engine.options.step_tokens={self.options.step_tokens} is below engine.max_running="
+                             f"{self.max_running}: not all decode")  # fmt: skip
         if self.resolved_cache_tokens < self.max_length:
-            raise ValueError(
-                f"cache_tokens={self.cache_tokens} cannot hold one sequence of max_length={self.max_length}"
-            )
+            raise ValueError(f"engine.options.cache_tokens={self.options.cache_tokens} cannot hold one sequence of "
+                             f"engine.max_length={self.max_length}")  # fmt: skip
         return self
 
 
@@ -104,16 +134,8 @@ class GatewayConfig(Section):
     """PEM file with the certificate chain; empty serves plain HTTP, which is for loopback and trusted networks."""
     tls_key: str = ""
     """PEM file with its private key."""
-    max_production: int = Field(default=512, ge=1)
-    """Production calls in progress."""
-    max_rollouts: int = Field(default=512, ge=1)
-    """Calls of rollouts in progress."""
-    max_waiting: int = Field(default=1024, ge=0)
-    """Calls of each class that may wait for a place before callers get 429."""
     engine_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that a call waits for engines that are down before it fails as infrastructure."""
-    max_body_mb: float = Field(default=16.0, gt=0)
-    """Longer requests are refused unread; a context of a million tokens fits."""
     max_session_tokens: int = Field(default=2**24, ge=1)
     """Tokens that one session holds, each branch of its conversation counted once: calls beyond are refused, which ends
     the rollout. At most 6 bytes each and what their text takes; sampled ones take 12 more.
@@ -130,11 +152,6 @@ class GatewayConfig(Section):
     """A call whose last message is the user's and contains this text is recorded as one for a summary: for harnesses
     that compact their own history and cannot send ``X-Etude-Turn``.
     """
-
-    @property
-    def max_body_bytes(self) -> int:
-        """Limits of one request."""
-        return int(self.max_body_mb * 2**20)
 
     @property
     def public(self) -> bool:

@@ -1,34 +1,20 @@
 """``[judge]``: the model that grades aspects of a rollout, what it may cost, and when it is trusted."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from etude.config.section import Section
+from etude.config.section import OptionsOf, Section
 from etude.types import MIN_TEMPERATURE
 
-RULES = "rules"
-"""The URL that stands for the rules that come with étude, served on this machine over the same API."""
 KEY_VARIABLE = "ETUDE_JUDGE_KEY"
 """Variable of the environment with the key of the endpoint; the key itself is never in a recipe."""
 
 
-class JudgeConfig(Section):
-    """``[judge]``: who judges, how, for how much, and how far it is trusted. Aspects become parts of ``[reward]``."""
+class JudgeOptions(Section):
+    """Programs instead of a model, asked as one would be."""
 
-    url: str = ""
-    """URL of an OpenAI-compatible API, up to and with ``/v1``; ``rules``: programs instead of a model, which some
-    families bring along; empty: no judge.
-    """
-    model: str = ""
-    """Its name there."""
-    structured: bool = False
-    """True if the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
-    rubrics: dict[str, str] = Field(default={})
-    """Aspect → rubric as TOML; ``"@NAME"`` stands for the text of a file beside the recipe."""
-    calibrations: dict[str, str] = Field(default={})
-    """Aspect → what ``etude judge calibrate`` found, ``"@NAME"`` likewise."""
     votes: int = Field(default=1, ge=1, le=15)
     """Calls per aspect; every other one sees the scale from best to worst."""
     temperature: float = Field(default=0.0, ge=0, le=2)
@@ -55,10 +41,6 @@ class JudgeConfig(Section):
     """Prices of a million tokens, read and written, in any currency."""
     cost_per_run: float = Field(default=0.0, ge=0)
     """Most that a run may cost at these prices; 0: what its tokens cost."""
-    min_agreement: float = Field(default=0.4, ge=-1, le=1)
-    """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
-    allow_uncalibrated: bool = False
-    """Train on the word of a judge whose agreement with people is not known."""
     on_alarm: Literal["warn", "hold"] = "warn"
     """Reaction when the endpoint's model changes, or agrees less: a warning, or no judgement until a person removes
     ``judge-held.txt`` from the run folder.
@@ -66,27 +48,73 @@ class JudgeConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if not self.url:
-            self.refuse_idle("judge", type(self).model_fields, "without judge.url")
-            return self
-        if self.url != RULES and urlsplit(self.url).scheme not in ("http", "https"):
-            raise ValueError(
-                f"judge.url = {self.url!r}: expected http://… or https://…, up to and with /v1, or 'rules'"
-            )
-        if urlsplit(self.url).password is not None:
-            raise ValueError(f"judge.url has a password in it: take it out and put the key into {KEY_VARIABLE}")
-        if self.url != RULES and not self.model:
-            raise ValueError("judge.model is missing: which of the endpoint's models?")
+        where = "judge.options"
         if 0 < self.temperature < MIN_TEMPERATURE:
-            raise ValueError(f"judge.temperature = {self.temperature:g}: expected 0, or at least {MIN_TEMPERATURE:g}")
+            raise ValueError(f"{where}.temperature = {self.temperature:g}: expected 0, or at least {MIN_TEMPERATURE:g}")
         if self.votes > 1 and not self.temperature:
             raise ValueError(
-                f"judge.votes = {self.votes} would have little effect at judge.temperature = 0: raise it, or ask once"
+                f"{where}.votes = {self.votes} would have little effect at {where}.temperature = 0: raise it, or ask "
+                f"once"
             )
         if min(self.prices) < 0:
-            raise ValueError(f"judge.prices = {list(self.prices)}: a price is 0 or more")
+            raise ValueError(f"{where}.prices = {list(self.prices)}: a price is 0 or more")
         if self.cost_per_run and not any(self.prices):
-            raise ValueError("judge.cost_per_run would have no effect without judge.prices")
+            raise ValueError(f"{where}.cost_per_run would have no effect without {where}.prices")
+        return self
+
+
+class ModelJudgeOptions(JudgeOptions):
+    """A model behind an OpenAI-compatible API."""
+
+    url: str
+    """URL of the API, up to and with ``/v1``."""
+    model: str = Field(min_length=1)
+    """The model's name there."""
+    structured: bool = False
+    """True if the endpoint holds replies to a JSON schema (``response_format``). Replies are checked either way."""
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if urlsplit(self.url).scheme not in ("http", "https"):
+            raise ValueError(f"judge.options.url = {self.url!r}: expected http://… or https://…, up to and with /v1")
+        if urlsplit(self.url).password is not None:
+            raise ValueError(f"judge.options.url has a password in it: take it out and put the key into {KEY_VARIABLE}")
+        return self
+
+
+JUDGE_OPTIONS = OptionsOf("judge", "kind", {"model": ModelJudgeOptions, "rules": JudgeOptions})
+
+
+class JudgeConfig(Section):
+    """``[judge]``: who judges, of what, and how far it is trusted. Aspects become parts of ``[reward]``."""
+
+    kind: Literal["none", "model", "rules"] = "none"
+    """Nobody; a model behind an API; or programs that some families bring along, served on this machine over the same
+    API.
+    """
+    options: Annotated[SerializeAsAny[Section], PlainValidator(JUDGE_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[judge.options]``: how it is asked, and for how much."""
+    rubrics: dict[str, str] = Field(default={})
+    """Aspect → rubric as TOML; ``"@NAME"`` stands for the text of a file beside the recipe."""
+    calibrations: dict[str, str] = Field(default={})
+    """Aspect → what ``etude judge calibrate`` found, ``"@NAME"`` likewise."""
+    min_agreement: float = Field(default=0.4, ge=-1, le=1)
+    """Least weighted kappa with people's labels, at the lower end of its 95 % interval: 0.4 is called moderate."""
+    allow_uncalibrated: bool = False
+    """Train on the word of a judge whose agreement with people is not known."""
+
+    @property
+    def required_options(self) -> JudgeOptions:
+        """The options of a judge. Raises ``AssertionError`` where the recipe has none."""
+        assert isinstance(self.options, JudgeOptions), self.kind
+        return self.options
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.kind == "none":
+            self.refuse_idle("judge", type(self).model_fields.keys() - {"kind", "options"}, "with judge.kind = 'none'")
         for aspect in self.calibrations.keys() - self.rubrics.keys():
             raise ValueError(f"judge.calibrations.{aspect} would have no effect: there is no judge.rubrics.{aspect}")
         return self

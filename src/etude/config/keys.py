@@ -48,16 +48,16 @@ class Table:
     """``[engine]`` or ``[[reward.parts]]``; empty for the keys above all sections."""
     meaning: str
     keys: tuple[RecipeKey, ...]
-    choice: str | None = None
-    """The family or kind that has these options; ``None`` for a table that every recipe has."""
+    choices: tuple[str, ...] = ()
+    """The families or kinds that have these options; empty for a table that every recipe has."""
 
 
 def count_keys() -> tuple[int, int]:
     """The keys that every recipe has, and the options that single families and kinds bring along."""
     every = list(tables())
     return (
-        sum(len(table.keys) for table in every if table.choice is None),
-        sum(len(table.keys) for table in every if table.choice is not None),
+        sum(len(table.keys) for table in every if not table.choices),
+        sum(len(table.keys) for table in every if table.choices),
     )
 
 
@@ -111,10 +111,11 @@ def _tables(section: type[BaseModel], path: tuple[str, ...], *, in_array: bool) 
     for name, inner in within.items():
         field = section.model_fields[name]
         if rule := options_of(field):
-            for choice, options in rule.classes.items():
-                chosen = f"With `{rule.section}.{rule.key} = {json.dumps(choice)}`. "
+            for options in dict.fromkeys(rule.classes.values()):
+                choices = [choice for choice, its in rule.classes.items() if its is options]
+                chosen = f"With `{rule.section}.{rule.key}` = {_any_of(map(json.dumps, choices))}. "
                 for table in _tables(options, (*path, name), in_array=False):
-                    yield replace(table, meaning=chosen + table.meaning, choice=choice)
+                    yield replace(table, meaning=chosen + table.meaning, choices=tuple(choices))
         elif inner:
             yield from _tables(inner, (*path, name), in_array=field.annotation is not inner)
 

@@ -77,8 +77,6 @@ class EvalConfig(Section):
     """Steps of RL between two measurements on the way; 0: only before and after."""
     loss_every_steps: int = Field(default=0, ge=0)
     """Steps of mid-training or SFT between two measurements of the held-out loss; 0: only before and after."""
-    documents: int = Field(default=64, ge=1)
-    """Held-out documents of each source on which the loss of mid-training and SFT is measured."""
     heldout_every: int = Field(default=20, ge=2)
     """One text file, module or conversation in so many is held out, by its hash."""
 
@@ -209,8 +207,8 @@ class RunConfig(Section):
             )
         if self.loss.old_policy == "recomputed" and not self.rollouts.max_staleness:
             raise ValueError(
-                "loss.old_policy = 'recomputed' would have no effect with rollouts.max_staleness = 0: all tokens are "
-                "of the policy that is trained, and nothing is clipped; set loss.kind = 'policy_gradient'"
+                "loss.options.old_policy = 'recomputed' would have no effect with rollouts.max_staleness = 0: all "
+                "tokens are of the policy that is trained, and nothing is clipped; set loss.kind = 'policy_gradient'"
             )
         return self
 
@@ -225,8 +223,8 @@ class RunConfig(Section):
             )
         if credit.branches > 1 and (size % credit.branches or size == credit.branches):
             raise ValueError(
-                f"credit.branches = {credit.branches} must divide rollouts.group_size = {size} and be below it: what "
-                f"all rollouts of a group share has nothing to be compared with"
+                f"credit.options.branches = {credit.branches} must divide rollouts.group_size = {size} and be below "
+                f"it: what all rollouts of a group share has nothing to be compared with"
             )
         if credit.kind in ("shaped", "shared_prefix") and self.harness.kind != "coding":
             raise ValueError(
@@ -252,8 +250,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _hinted(self) -> Self:
-        if self.hints.judge and self.judge.url in ("", "rules"):
-            raise ValueError("hints.judge = true needs a model that can be asked: set judge.url and judge.model")
+        if self.hints.judge and self.judge.kind != "model":
+            raise ValueError("hints.judge = true needs a model that can be asked: set judge.kind = 'model'")
         return self
 
     @model_validator(mode="after")

@@ -190,11 +190,9 @@ class CheatingConfig(Section):
 
     honeypots: bool = False
     """Lay baits in every sandbox: hidden tests, a solution, expected answers that are none."""
-    on_low: Outcome = "keep"
-    """Consequence of what may well be honest, such as an edited visible test."""
-    on_medium: Outcome = "quarantine"
-    """Consequence of what honest work hardly ever does."""
-    on_high: Outcome = "zero"
-    """Consequence of what honest work never does."""
-    exceptions: dict[str, Outcome] = Field(default={})
-    """Name of a detector, or of a grader's ``cheat_`` part → the consequence instead."""
+    outcomes: dict[str, Outcome] = Field(default={})
+    """Sign of cheating → its consequence, where that is to be another one. ``low`` may well be honest, such as an
+    edited visible test, and is kept; ``medium`` is what honest work hardly ever does, and is quarantined; ``high`` is
+    what it never does, and is worth zero. The name of a detector, or of a grader's ``cheat_`` part, goes before its
+    severity.
+    """

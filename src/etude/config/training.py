@@ -102,8 +102,6 @@ WEIGHTS: tuple[CorrectionKind, ...] = ("tis", "none", "sequence_tis", "mis", "ic
 """Corrections by an importance weight, the default first."""
 UNCLIPPED: tuple[LossKind, ...] = ("policy_gradient", "rloo")
 """Kinds without a ratio of their own."""
-DUAL_CLIPPED: tuple[LossKind, ...] = ("grpo", "dr_grpo", "ppo_clip", "gspo")
-"""Kinds whose ratio has no upper bound where the advantage is negative."""
 
 
 def corrections(kind: LossKind, old_policy: OldPolicy = "engine") -> tuple[CorrectionKind, ...]:
@@ -114,64 +112,177 @@ def corrections(kind: LossKind, old_policy: OldPolicy = "engine") -> tuple[Corre
     return WEIGHTS if kind in UNCLIPPED or old_policy == "recomputed" else ("none", "decoupled")
 
 
-LOSS_BOUNDS: dict[str, dict[str, float]] = {
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "dppo": {"clip_low": 0.2, "clip_high": 0.2},
-    "seq_mean_token_sum_norm": {"sequence_tokens": 0},
-    "tis": {"cap": 2.0},
-    "sequence_tis": {"cap": 2.0},
-    "mis": {"cap": 2.0},
-    "icepop": {"floor": 0.5, "cap": 5.0},
-    "sequence_mis": {"cap": 2.0},
-    "decoupled": {"cap": 5.0},
-    "ratio": {"mask_floor": 0.5, "mask_cap": 2.0},
-    "geometric": {"mask_floor": 0.99, "mask_cap": 1.01},
-    "off_policy": {"mask_divergence": 0.1},
-}
-"""Kind, average, correction or mask → the bounds that it looks at, and what they are unless a recipe says otherwise."""
+class ClippedOptions(Section):
+    """A ratio to the policy that sampled, held by bounds."""
+
+    old_policy: OldPolicy = "engine"
+    """Denominator of the ratio: the engine's own numbers, or the trainer's own numbers for the weights that sampled.
+    Then ``correction`` is for the difference between the two.
+    """
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """ε below 1 at which the ratio is clipped; 1 clips nothing there."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """ε above 1."""
+
+
+class DualClippedOptions(ClippedOptions):
+    """PPO's clip, whose ratio has no upper bound of its own where the advantage is negative."""
+
+    dual_clip: float = Field(default=0.0, ge=0)
+    """Ratio above which tokens of a negative advantage are clipped, too (verl's ``clip_ratio_c``); 0: none."""
+
+    @model_validator(mode="after")
+    def _outside(self) -> Self:
+        if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"loss.options.dual_clip = {self.dual_clip:g} is within the clip, which ends at 1 + "
+                             f"clip_high = {1 + self.clip_high:g}: set one above, such as 3")  # fmt: skip
+        return self
+
+
+class GspoOptions(DualClippedOptions):
+    """GSPO's clip, of the geometric mean of a trajectory's ratios."""
+
+    clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """ε below 1, the paper's."""
+    clip_high: float = Field(default=4e-4, gt=0)
+    """ε above 1, the paper's."""
+
+
+class CispoOptions(ClippedOptions):
+    """CISPO's bounds of a weight."""
+
+    clip_low: float = Field(default=1.0, ge=0, le=1)
+    """ε below 1; 1 bounds nothing there, as in the paper."""
+    clip_high: float = Field(default=4.0, gt=0)
+    """ε above 1, ScaleRL's."""
+
+
+class DppoOptions(ClippedOptions):
+    """DPPO's mask of tokens whose probability has moved too far."""
+
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """Fall of a probability from which a token of a negative advantage is masked."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Rise of a probability from which one of a positive advantage is masked."""
+
+
+class SumNormOptions(Section):
+    """Sums of trajectories over a constant."""
+
+    sequence_tokens: int = Field(ge=1)
+    """The constant, the same for all trajectories: the longest completion, say."""
+
+
+class CapOptions(Section):
+    """A bound on the ratio of a token, or of a whole trajectory."""
+
+    cap: float = Field(default=2.0, ge=1)
+    """Ratio at which one is truncated (``tis``, ``sequence_tis``) or above which it is masked (others)."""
+
+
+class IcepopOptions(Section):
+    """Bounds between which the ratio of a token must be, or it is masked."""
+
+    floor: float = Field(default=0.5, ge=0, le=1)
+    """Tokens whose ratio is below are masked."""
+    cap: float = Field(default=5.0, ge=1)
+    """Tokens whose ratio is above are masked."""
+
+
+class DecoupledOptions(Section):
+    """A bound on the ratio of the policy between to the engine's."""
+
+    cap: float = Field(default=5.0, ge=1)
+    """Ratio above which a token is masked."""
+
+
+class RatioMaskOptions(Section):
+    """Bounds on the ratio of a whole trajectory."""
+
+    floor: float = Field(default=0.5, ge=0, le=1)
+    """Trajectories below are masked."""
+    cap: float = Field(default=2.0, ge=1)
+    """Trajectories above are masked."""
+
+
+class GeometricMaskOptions(Section):
+    """Bounds on the geometric mean of a trajectory's ratios."""
+
+    floor: float = Field(default=0.99, ge=0, le=1)
+    """Trajectories below are masked."""
+    cap: float = Field(default=1.01, ge=1)
+    """Trajectories above are masked."""
+
+
+class OffPolicyMaskOptions(Section):
+    """DeepSeek-V3.2's rule."""
+
+    divergence: float = Field(default=0.1, ge=0)
+    """Nats per token by which the policy may have left a trajectory whose advantage is negative."""
+
+
+LOSS_OPTIONS = OptionsOf(
+    "loss",
+    "kind",
+    {
+        **dict.fromkeys(("grpo", "dr_grpo", "ppo_clip"), DualClippedOptions),
+        "gspo": GspoOptions,
+        "cispo": CispoOptions,
+        "dppo": DppoOptions,
+    },
+)
+AGGREGATION_OPTIONS = OptionsOf(
+    "loss", "aggregation", {"seq_mean_token_sum_norm": SumNormOptions}, "aggregation_options"
+)
+CORRECTION_OPTIONS = OptionsOf(
+    "loss",
+    "correction",
+    {
+        **dict.fromkeys(("tis", "sequence_tis", "mis", "sequence_mis"), CapOptions),
+        "icepop": IcepopOptions,
+        "decoupled": DecoupledOptions,
+    },
+    "correction_options",
+)
+MASK_OPTIONS = OptionsOf(
+    "loss",
+    "sequence_mask",
+    {"ratio": RatioMaskOptions, "geometric": GeometricMaskOptions, "off_policy": OffPolicyMaskOptions},
+    "mask_options",
+)
 
 
 class LossConfig(Section):
-    """``[loss]``: how rewards become a gradient. A bound of 0, or one left out, is what the chosen paper has."""
+    """``[loss]``: how rewards become a gradient. Options that are left out are what the chosen paper has."""
 
     kind: LossKind = "policy_gradient"
     """The loss; it brings ``baseline`` and ``aggregation`` along unless these are set (``docs/losses.md``)."""
+    options: Annotated[SerializeAsAny[Section], PlainValidator(LOSS_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[loss.options]``: bounds of the kind."""
     baseline: Baseline = "mean"
     """Baseline of a reward: the group's mean, that over the group's deviation, or the mean of the others."""
     aggregation: Aggregation = "token_mean"
     """Average over tokens: all alike; by trajectory, then over these; as sums of trajectories, or those over a
     constant.
     """
-    old_policy: OldPolicy = "engine"
-    """Denominator of a clipped loss' ratio: the engine's own numbers, or the trainer's own numbers for the weights that
-    sampled. Then ``correction`` is for the difference between the two.
-    """
+    aggregation_options: Annotated[SerializeAsAny[Section], PlainValidator(AGGREGATION_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[loss.aggregation_options]``: keys of the average."""
     correction: CorrectionKind = "tis"
     """Correction for tokens that another policy sampled; of a clipped loss ``none`` unless the recipe says so."""
-    floor: float = Field(default=0.0, ge=0, le=1)
-    """Tokens whose ratio is below are masked (``icepop``)."""
-    cap: float = Field(default=0.0, ge=0)
-    """Ratio at which a token, or a whole trajectory, is truncated (``tis``) or above which it is masked (others)."""
-    clip_low: float = Field(default=0.0, ge=0, le=1)
-    """ε below 1 at which a clipped loss clips; 1 clips nothing there. Of ``dppo`` a difference of probabilities."""
-    clip_high: float = Field(default=0.0, ge=0)
-    """ε above 1, or likewise."""
-    dual_clip: float = Field(default=0.0, ge=0)
-    """Ratio above which tokens of a negative advantage are clipped, too (verl's ``clip_ratio_c``); 0: none."""
-    sequence_tokens: int = Field(default=0, ge=0)
-    """Divisor of a trajectory's sum in ``seq_mean_token_sum_norm``, the same for all: the longest completion, say."""
+    correction_options: Annotated[SerializeAsAny[Section], PlainValidator(CORRECTION_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[loss.correction_options]``: bounds of the correction."""
     sequence_mask: MaskKind = "none"
     """Mask of whole trajectories: by their ratio, its geometric mean per token, or DeepSeek-V3.2's rule."""
-    mask_floor: float = Field(default=0.0, ge=0, le=1)
-    """Trajectories below are masked (``ratio``, ``geometric``)."""
-    mask_cap: float = Field(default=0.0, ge=0)
-    """Trajectories above are masked (``ratio``, ``geometric``)."""
-    mask_divergence: float = Field(default=0.0, ge=0)
-    """Nats per token by which the policy may have left a trajectory whose advantage is negative (``off_policy``)."""
+    mask_options: Annotated[SerializeAsAny[Section], PlainValidator(MASK_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[loss.mask_options]``: bounds of the mask."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy of what each token was drawn from, added to what is maximised."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -186,6 +297,17 @@ class LossConfig(Section):
     """The published weight version that is the reference."""
 
     @property
+    def old_policy(self) -> OldPolicy:
+        """Denominator of the ratio; ``engine`` of a kind that has none."""
+        return self.options.old_policy if isinstance(self.options, ClippedOptions) else "engine"
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Divisor of a trajectory's sum; 1 of an average that has none."""
+        options = self.aggregation_options
+        return options.sequence_tokens if isinstance(options, SumNormOptions) else 1
+
+    @property
     def scores_reference(self) -> bool:
         """True if the loss asks for the reference's log-probabilities."""
         return self.kl_coef > 0 and self.kl_to == "reference"
@@ -198,7 +320,7 @@ class LossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        """Put the papers' choices and bounds where the recipe says nothing, so that a resolved recipe shows them."""
+        """Put the papers' choices where the recipe says nothing, so that a resolved recipe shows them."""
         if not isinstance(given, Mapping):
             return given
         filled = dict(given)
@@ -206,46 +328,19 @@ class LossConfig(Section):
         if isinstance(kind, str) and kind in BASELINES:
             filled["baseline"] = filled.get("baseline") or BASELINES[kind]
             filled["aggregation"] = filled.get("aggregation") or AGGREGATIONS[kind]
-            filled.setdefault("correction", corrections(kind, filled.get("old_policy", "engine"))[0])
-        for choice in (kind, *(filled.get(name) for name in ("aggregation", "correction", "sequence_mask"))):
-            for name, bound in LOSS_BOUNDS.get(choice, {}).items() if isinstance(choice, str) else ():
-                filled[name] = bound if filled.get(name, 0) == 0 else filled[name]
+            options = filled.get("options", {})
+            recomputed = isinstance(options, Mapping | Section) and dict(options).get("old_policy") == "recomputed"
+            filled.setdefault("correction", corrections(kind, "recomputed" if recomputed else "engine")[0])
         return filled
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.kind in UNCLIPPED:
-            self.refuse_idle("loss", ["old_policy"], f"with kind = {self.kind!r}, which has no ratio of its own")
         fitting = corrections(self.kind, self.old_policy)
         if self.correction not in fitting:
             raise ValueError(
                 f"loss.correction = {self.correction!r} does not go with loss.kind = {self.kind!r} and old_policy = "
                 f"{self.old_policy!r}: expected one of {', '.join(fitting)}"
             )
-        choices = (self.kind, self.aggregation, self.correction, self.sequence_mask)
-        looked_at = {name for choice in choices for name in LOSS_BOUNDS.get(choice, {})}
-        for name in sorted({name for bounds in LOSS_BOUNDS.values() for name in bounds} - looked_at):
-            if getattr(self, name):
-                raise ValueError(
-                    f"loss.{name} = {getattr(self, name):g} would have no effect with loss.kind = {self.kind!r}, "
-                    f"aggregation = {self.aggregation!r}, correction = {self.correction!r}, sequence_mask = "
-                    f"{self.sequence_mask!r}; leave it out"
-                )
-        for name in looked_at & {"cap", "mask_cap"}:
-            if getattr(self, name) < 1:
-                raise ValueError(f"loss.{name} = {getattr(self, name):g} is below 1: on-policy tokens would be cut")
-        if self.aggregation == "seq_mean_token_sum_norm" and not self.sequence_tokens:
-            raise ValueError(f"loss.kind = {self.kind!r} with aggregation = {self.aggregation!r} needs "
-                             f"loss.sequence_tokens, the longest completion, say")  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _dually_clipped(self) -> Self:
-        if self.kind not in DUAL_CLIPPED:
-            self.refuse_idle("loss", ["dual_clip"], f"with kind = {self.kind!r}, whose weights have a bound")
-        elif self.dual_clip and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"loss.dual_clip = {self.dual_clip:g} is within the clip, which ends at 1 + clip_high = "
-                             f"{1 + self.clip_high:g}: set one above, such as 3")  # fmt: skip
         return self
 
     @model_validator(mode="after")

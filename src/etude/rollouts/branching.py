@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Self
 
-from etude.config.credit import BranchAt, CreditConfig
+from etude.config.credit import BranchAt, CreditConfig, SharedPrefixOptions
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.schedule import Place, place_of
 
@@ -51,9 +51,10 @@ class Branching:
     @classmethod
     def of(cls, config: CreditConfig, seed: int) -> Self | None:
         """Branching of a recipe; ``None`` where no rollouts begin as one."""
-        if config.branches == 1:
+        options = config.options
+        if not isinstance(options, SharedPrefixOptions):
             return None
-        return cls(size=config.branches, at=config.branch_at, within=config.branch_within, seed=seed)
+        return cls(size=options.branches, at=options.branch_at, within=options.branch_within, seed=seed)
 
     def fork_point(self, parent: OpenSlot) -> ForkPoint:
         """The fork point of a parent: the same in every attempt, or a retry would have a choice."""

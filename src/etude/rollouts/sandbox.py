@@ -35,7 +35,7 @@ FILES_S = 120.0
 """For files to be read or written, also a whole archive of them."""
 COPIES_S = 300.0
 """For a snapshot or a fork, which may copy all of a machine's memory."""
-NO_COPY = "an agent's sandbox is not copied by its harness where rollouts fork: set credit.branches = 1"
+NO_COPY = "an agent's sandbox is not copied by its harness where rollouts fork: set credit.kind = 'rollout'"
 
 T = TypeVar("T")
 
@@ -249,7 +249,7 @@ class BoundedSandbox:
         if recorded.call != call:
             raise InfrastructureError(
                 f"a forked rollout was to do {str(recorded.call)[:120]} as its parent did, but did {str(call)[:120]}: "
-                f"its harness does not do the same again; set credit.branches = 1"
+                f"its harness does not do the same again; set credit.kind = 'rollout'"
             )
         if self._agent is not None:
             self._agent.sign_of_life()

@@ -25,7 +25,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import HttpProcessingError
 
 from etude.errors import trace_of
-from etude.gateway.http.server import SERVER
+from etude.gateway.http.app import SERVER
 
 IDLE_S = 75.0
 """Longest time of a connection without a request: before the headers of its first are whole, or after an answer. It is

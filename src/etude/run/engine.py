@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 
 from etude.config.recipe import RunConfig
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app
 from etude.engines.kinds import EngineContext, Opener
 from etude.engines.native.opener import open_native
 from etude.engines.vllm.opener import open_vllm

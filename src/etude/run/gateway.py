@@ -30,14 +30,13 @@ from etude.clock import SystemClock, date_utc, unix_s
 from etude.config.inference import GatewayConfig
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
-from etude.engines.http.client import http_engines
+from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError, UserError
 from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, SessionStore
-from etude.gateway.http.admin_api import GatewayState
-from etude.gateway.http.app import Gateway
+from etude.gateway.http.admin_api import AdminApi
+from etude.gateway.http.app import Gateway, GatewayState, http_server
 from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
-from etude.gateway.http.server import http_server
 from etude.gateway.request_log import AccessLog
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, InflightCalls
 from etude.gateway.routing.pool import EnginePool, PoolLimits
@@ -128,12 +127,12 @@ async def _serve_run(folder: RunFolder) -> None:
     )
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_connected(spec, config.gateway))
-        server = http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         port, connections = folder.endpoints.port("gateway"), Connections()
         await stack.enter_async_context(listening(server, port, shutdown_s=DRAINED_S, connections=connections))
         if config.gateway.public:
             public = listening(
-                http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes),
+                http_server(parts.gateway.handle),
                 folder.endpoints.port(PUBLIC),
                 host=config.gateway.host,
                 tls=tls_context(config.gateway),
@@ -166,7 +165,7 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
         access_log=options.access_log,
     )
     async with _connected(spec, config) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         async with listening(
             server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
         ) as port:
@@ -309,6 +308,7 @@ class GatewaySpec:
     """Keys besides those of the file."""
     health: HealthLimits = DEFAULT_HEALTH
     sessions: SessionLimits = DEFAULT_LIMITS
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     access_log: Path | None = None
 
 
@@ -338,9 +338,7 @@ async def open_gateway(
 
     Raises :class:`~etude.errors.ConfigError` when the key file is missing, ``DamagedError`` when it is none.
     """
-    controller = AdmissionController(
-        AdmissionLimits(production=config.max_production, rollouts=config.max_rollouts, waiting=config.max_waiting)
-    )
+    controller = AdmissionController(spec.admission)
     pool = EnginePool(
         connect, Router(spec.health), clock, PoolLimits(outage_s=config.engine_timeout_s), admission=controller
     )
@@ -357,10 +355,12 @@ async def open_gateway(
         log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
         if log is not None:
             stack.callback(log.close)
-        gateway = Gateway(
-            CallService(sampler, max_length=spec.max_length), state, config, key_file=key_file, access_log=log
-        )
-        background: dict[str, Work] = {"engine polls": pool.watch, "session expiry": partial(_expire, gateway)}
+        admin, service = AdminApi(state, key_file), CallService(sampler, max_length=spec.max_length)
+        gateway = Gateway(service, state, config, admin=admin.routes(), metrics=admin.metrics, access_log=log)
+        background: dict[str, Work] = {
+            "engine polls": pool.watch,
+            "session expiry": partial(_expire, state.auth, clock),
+        }
         if key_file is not None:
             background["key file"] = partial(_follow_keys, key_file, keyring, spec, clock)
         if log is not None:
@@ -395,7 +395,7 @@ async def _follow_keys(key_file: KeyFile, keyring: Keyring, spec: GatewaySpec, c
             logger.warning("%s", error)
 
 
-async def _expire(gateway: Gateway) -> None:
+async def _expire(auth: Authenticator, clock: Clock) -> None:
     while True:
         await asyncio.sleep(EXPIRE_S)
-        gateway.expire()
+        auth.expire(clock.now())

@@ -18,7 +18,7 @@ import aiohttp
 
 from etude.aio import gather_or_cancel
 from etude.clock import SystemClock, date_utc
-from etude.config.judge import KEY_VARIABLE, RULES, JudgeConfig
+from etude.config.judge import KEY_VARIABLE, JudgeConfig, ModelJudgeOptions
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, JudgePause, Prices, SpendFile
@@ -123,7 +123,7 @@ def rules_of(config: RunConfig) -> Rules:
         case "summaries":
             return Rules(version=SUMMARY_RULES_VERSION, by_aspect=SUMMARY_RULES)
         case family:
-            raise ConfigError(f"judge.url = 'rules', but tasks.family = {family!r} brings none: name a model's API")
+            raise ConfigError(f"judge.kind = 'rules', but tasks.family = {family!r} has none: set judge.kind = 'model'")
 
 
 def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
@@ -139,20 +139,20 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
 
 def judge_params(config: RunConfig) -> JudgeParams:
     """Parameters of voting."""
-    judge = config.judge
+    judge = config.judge.required_options
     return JudgeParams(
-        model=f"{MODEL}-{rules_of(config).version}" if judge.url == RULES else judge.model,
+        model=judge.model if isinstance(judge, ModelJudgeOptions) else f"{MODEL}-{rules_of(config).version}",
         votes=judge.votes,
         temperature=judge.temperature,
         max_tokens=judge.max_tokens,
         text_characters=judge.text_characters,
-        structured=judge.structured,
+        structured=isinstance(judge, ModelJudgeOptions) and judge.structured,
     )
 
 
 def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
     """Aspect → digest of all on our side that decides its verdicts; none without a judge."""
-    if not config.judge.url:
+    if config.judge.kind == "none":
         return {}
     params = judge_params(config)
     return {aspect: judge_fingerprint(rubric, params) for aspect, rubric in rubrics_of(config.judge).items()}
@@ -167,11 +167,11 @@ def check_judge(config: RunConfig) -> None:
     """Raise :class:`~etude.errors.ConfigError` for a judge that cannot be used, or for what it may cost, or is not to
     be trusted with an aspect that a part of the reward names.
     """
-    if not config.judge.url:
+    if config.judge.kind == "none":
         return
     check_budget(config)
     calibrations, aspects = calibrations_of(config.judge), config.reward.names("judge")
-    if config.judge.url == RULES:
+    if config.judge.kind == "rules":
         missing = config.judge.rubrics.keys() - rules_of(config).by_aspect.keys()
         if missing:
             raise ConfigError(f"judge.rubrics: there is no rule for {', '.join(sorted(missing))}")
@@ -189,14 +189,15 @@ def check_budget(config: RunConfig) -> None:
     rollout.
     """
     judge, aspects = config.judge, config.reward.names("judge")
-    rubrics = [rubric for aspect, rubric in rubrics_of(judge).items() if aspect in aspects]
+    rubrics, options = [each for aspect, each in rubrics_of(judge).items() if aspect in aspects], judge.required_options
     needed = needed_for(rubrics, judge_params(config))
     for allowance in (per_rollout(judge), _per_run(judge)):
         if not allowance.holds(needed, _prices(judge)):
             raise ConfigError(
-                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.votes = {judge.votes} on each of "
-                f"{len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
-                f"judge.text_characters = {judge.text_characters}; raise the former, or lower one of the latter"
+                f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
+                f"on each of {len(rubrics)} aspects), which take {needed.tokens} tokens where its texts are as long as "
+                f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
+                f"the latter"
             )
 
 
@@ -213,7 +214,7 @@ async def open_judge(
 
     Without a ``memory`` nothing is remembered. Raises :class:`~etude.errors.ConfigError`.
     """
-    if not config.judge.url:
+    if config.judge.kind == "none":
         yield None
         return
     check_judge(config)
@@ -245,7 +246,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
         stack.enter_context(deps.cache)
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
-            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.concurrency)
+            judgements = await _judged(judge, rubrics[aspect], of_aspect, config.judge.required_options.concurrency)
             calibrations[aspect] = Calibration(
                 aspect=aspect,
                 pin=judge_fingerprint(rubrics[aspect], params),
@@ -272,9 +273,9 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], a
 @contextlib.asynccontextmanager
 async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
     """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
-    judge, model = config.judge, judge_params(config).model
+    judge, model = config.judge.required_options, judge_params(config).model
     key = os.environ.get(KEY_VARIABLE, "")
-    if judge.url != RULES:
+    if isinstance(judge, ModelJudgeOptions):
         bound = _limit_name(judge.url)
         yield Endpoint(
             http, Address(url=judge.url, model=model, key=key, structured=judge.structured, limit_name=bound)
@@ -321,7 +322,7 @@ def _deps(
         clock=SystemClock(),
         identity=IdentityWatch(calibration.identity for calibration in calibrations_of(judge).values()),
         alarm=sound,
-        pause=memory.pause if memory is not None and judge.on_alarm == "hold" else None,
+        pause=memory.pause if memory is not None and judge.required_options.on_alarm == "hold" else None,
         record=spending.save,
     )
 
@@ -332,18 +333,23 @@ def _limit_name(url: str) -> str:
 
 
 def _limits(config: JudgeConfig) -> JudgeLimits:
-    return JudgeLimits(timeout_s=config.timeout_s, concurrency=config.concurrency)
+    return JudgeLimits(timeout_s=config.required_options.timeout_s, concurrency=config.required_options.concurrency)
 
 
 def per_rollout(config: JudgeConfig) -> BudgetLimit:
     """Budget of the judge's calls for one rollout's reward; its hints have as much again."""
-    return BudgetLimit(per="rollout", calls=config.calls_per_rollout, tokens=config.tokens_per_rollout)
+    return BudgetLimit(
+        per="rollout",
+        calls=config.required_options.calls_per_rollout,
+        tokens=config.required_options.tokens_per_rollout,
+    )
 
 
 def _per_run(config: JudgeConfig) -> BudgetLimit:
-    cost = config.cost_per_run or float("inf")
-    return BudgetLimit(calls=config.calls_per_run, tokens=config.tokens_per_run, cost=cost)
+    options = config.required_options
+    cost = options.cost_per_run or float("inf")
+    return BudgetLimit(calls=options.calls_per_run, tokens=options.tokens_per_run, cost=cost)
 
 
 def _prices(config: JudgeConfig) -> Prices:
-    return Prices(prompt=config.prices[0], completion=config.prices[1])
+    return Prices(prompt=config.required_options.prices[0], completion=config.required_options.prices[1])

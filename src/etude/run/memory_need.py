@@ -37,7 +37,7 @@ class MemoryNeed:
             return cls(trainer=trainer, engine=0)
         attention, engine, item = spec.attention, config.engine, DTYPES[config.numerics.dtype].itemsize
         position = spec.layers * attention.key_heads * (attention.key_width + attention.value_width) * item
-        weights = parameters * item * (2 if engine.spare_weights else 1)
+        weights = parameters * item * (2 if engine.native.spare_weights else 1)
         return cls(trainer=trainer, engine=weights + engine.resolved_cache_tokens * position)
 
     def compare(self, free: Mapping[str, int], *, trainer: str, engine: str) -> list[str]:
@@ -50,7 +50,8 @@ class MemoryNeed:
             words = (
                 f"{device} has {formatting.size(bytes_free)} of memory free, and this run takes at least "
                 + ", ".join(f"{formatting.size(need)} for the {side}" for side, need in sides.items() if need)
-                + ": lower engine.cache_tokens (or max_running, max_length), set engine.spare_weights = false, or take "
+                + ": lower engine.options.cache_tokens (or engine.max_running, max_length), set "
+                "engine.options.spare_weights = false, or take "
                 "a smaller model"
             )
             if max(sides.values()) > bytes_free:

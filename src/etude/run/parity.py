@@ -32,7 +32,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from etude.aio import background_task
-from etude.config.inference import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
@@ -147,8 +147,7 @@ def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
     config = EngineConfig(
         max_running=len(PROMPTS),
         max_length=max(64, LONGEST),
-        step_tokens=STEP_TOKENS,
-        cache_tokens=len(PROMPTS) * LONGEST,
+        options=NativeOptions(step_tokens=STEP_TOKENS, cache_tokens=len(PROMPTS) * LONGEST),
     )
     engine = NativeEngine(Weights(server, 0, "parity"), config, seed=SEED, record_routes=record_routes)
     params = SamplingParams(max_tokens=SAMPLED, want_routes=record_routes)

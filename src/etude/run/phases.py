@@ -54,6 +54,8 @@ from etude.weights.tensors import to_stored
 
 REPORT_EVERY_STEPS, REPORT_S = 20, 5.0
 """Steps between progress events, about a second on a laptop; and the longest time between them, for slow steps."""
+HELDOUT_DOCUMENTS = 64
+"""Held-out documents of each source on which the loss is measured: some ten thousand tokens, a second's work."""
 CURSOR, IDENTITY = "cursor", "identity"
 """In a checkpoint: ``cursor/<source>`` int64 [documents, tokens]; ``identity`` uint8 [32] of the data."""
 DOCUMENT_BYTES = 1_024
@@ -396,7 +398,7 @@ def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> Imitation
     sources = _open(config, phase, shares, chat, Split.TRAIN)
     tokens = config.midtrain.tokens if phase == "midtrain" else config.sft.epochs * _tokens(sources)
     heldout = _open(config, phase, shares, chat, Split.HELDOUT) if config.eval.enabled else {}
-    by_source = {name: heldout_documents(source, config.eval.documents) for name, source in heldout.items()}
+    by_source = {name: heldout_documents(source, HELDOUT_DOCUMENTS) for name, source in heldout.items()}
     return ImitationData(
         stream=BatchStream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
         heldout={name: documents for name, documents in by_source.items() if documents},

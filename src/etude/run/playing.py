@@ -19,8 +19,8 @@ import aiohttp
 
 from etude.clock import SystemClock
 from etude.config.recipe import RunConfig
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of, new_key_id, new_secret
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.ledger import OpenSlot
@@ -101,7 +101,7 @@ async def play(stage: Stage, task: Task, *, temperature: float, tell: OnCompleti
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         parts = await stack.enter_async_context(open_gateway(spec, config.gateway, SystemClock(), lambda _: watched))
-        server = http_server(parts.gateway.handle, max_body_bytes=config.gateway.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         url = f"http://{HOST}:{await stack.enter_async_context(listening(server, 0))}"
         sandboxes, grader, harness = await open_stage(stack, config, http, folder=stage.folder, gateway_url=url)
         context = RolloutContext(

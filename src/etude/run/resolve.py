@@ -6,6 +6,8 @@ loads torch only to look at a GPU.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -18,7 +20,7 @@ from etude.errors import ConfigError
 GPU_FILES = ("nvidia*", "kfd", "dxg")
 """Files of drivers in ``/dev``: a machine without any has no GPU that torch could find."""
 PATHS = (
-    *("tasks.folder", "sandboxes.images", "model.checkpoint", "sft.file", "engine.vllm_python"),
+    *("tasks.folder", "sandboxes.images", "model.checkpoint", "sft.file", "engine.options.python"),
     *("gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
 )
 """Keys that name a file or a folder, beside ``midtrain.mixture`` and ``harness.options.mounts``."""
@@ -93,8 +95,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     """
     tree = config.model_dump(mode="json")
     for key in PATHS:
-        section, name = key.split(".")
-        tree[section][name] = _absolute(tree[section][name])
+        *sections, name = key.split(".")
+        table = reduce(getitem, sections, tree)
+        if name in table:
+            table[name] = _absolute(table[name])
     options = tree["harness"]["options"]
     if "mounts" in options:
         options["mounts"] = [_absolute(folder) for folder in options["mounts"]]

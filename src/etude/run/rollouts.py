@@ -315,8 +315,8 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
         )
     if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
         raise ConfigError(
-            f"credit.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
-            f"{config.sandboxes.kind!r} does not claim to do: choose another kind, or leave credit.branches out"
+            f"credit.options.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
+            f"{config.sandboxes.kind!r} does not claim to do: choose another kind, or another credit.kind"
         )
 
 

@@ -25,7 +25,7 @@ from etude.harnesses.actions import THOUGHTS, Finding, Severity, read_actions
 from etude.ledger.ledger import Facts
 from etude.protocols import Clock, HarnessResult, Sandbox
 from etude.rewards.monitor.monitor import inspect, scene_of
-from etude.rewards.score import ScorePolicy, score
+from etude.rewards.score import BY_SEVERITY, ScorePolicy, score
 from etude.rewards.shaping.behaviour import measure, observe
 from etude.rewards.shaping.effort import effort_of
 from etude.rewards.shaping.hints import HintFinder, malformed_call_rewards
@@ -206,15 +206,11 @@ def open_scorer(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) ->
 
 def policy_of(config: RunConfig) -> ScorePolicy:
     """The score policy of a recipe."""
-    cheating = config.cheating
+    outcomes = {name: Disposition(outcome) for name, outcome in config.cheating.outcomes.items()}
     return ScorePolicy(
         reward=config.reward,
-        by_severity={
-            Severity.LOW: Disposition(cheating.on_low),
-            Severity.MEDIUM: Disposition(cheating.on_medium),
-            Severity.HIGH: Disposition(cheating.on_high),
-        },
-        by_name={name: Disposition(disposition) for name, disposition in cheating.exceptions.items()},
+        by_severity={severity: outcomes.get(severity.name.lower(), BY_SEVERITY[severity]) for severity in Severity},
+        by_name=outcomes,
     )
 
 

@@ -9,9 +9,12 @@ import fcntl
 import os
 import struct
 import termios
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO, Self
+
+from etude.protocols import ExecResult
 
 
 class OutputPipe(asyncio.Protocol):
@@ -80,6 +83,21 @@ class OutputPipe(asyncio.Protocol):
             room = self._limit_bytes - len(self.data)
             self.data += data[:room]
             self.truncated |= len(data) > room
+
+
+def exec_result(outputs: Sequence[OutputPipe], exit_code: int, *, timed_out: bool, start_s: float) -> ExecResult:
+    """The result of a command that has ended, with what is in its outputs now; it began at ``start_s``, monotonic."""
+    for pipe in outputs:
+        pipe.finish()
+    stdout, stderr = outputs
+    return ExecResult(
+        exit_code=exit_code,
+        stdout=stdout.text,
+        stderr=stderr.text,
+        timed_out=timed_out,
+        truncated=stdout.truncated or stderr.truncated,
+        seconds=time.monotonic() - start_s,
+    )
 
 
 class DescendantOutputs:

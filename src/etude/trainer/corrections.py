@@ -2,9 +2,9 @@
 
 The ratio ρ_t = π_prox(y_t) / μ(y_t) says how much likelier the trainer finds a token than the engine that sampled it
 did, be it because weights have changed since or because the two compute differently. π_prox is the trainer's policy,
-or in the decoupled form one between it and the engine's. Where ``loss.old_policy`` is recomputed it is what the trainer
-computes with the weights that sampled: then ρ is the second reason alone. Where both are equal, every weight here is 1
-and every mask lets everything pass.
+or in the decoupled form one between it and the engine's. Where ``loss.options.old_policy`` is recomputed it is what the
+trainer computes with the weights that sampled: then ρ is the second reason alone. Where both are equal, every weight
+here is 1 and every mask lets everything pass.
 
 A *weight* makes the estimate less biased, a *mask* leaves out what no weight can repair; ``loss.correction`` picks the
 one, ``loss.sequence_mask`` may add the other. Owns these, not what they are multiplied with
@@ -18,7 +18,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.config.training import LossConfig
+from etude.config.training import (
+    CapOptions,
+    DecoupledOptions,
+    GeometricMaskOptions,
+    IcepopOptions,
+    LossConfig,
+    OffPolicyMaskOptions,
+    RatioMaskOptions,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,33 +61,35 @@ def correct(
 
 
 def _weigh(log_ratios_N: Tensor, trajectories_N: Tensor, config: LossConfig) -> Correction:
-    match config.correction:
-        case "none":
-            return uncorrected(log_ratios_N)
-        case "tis":
-            return truncated(log_ratios_N, config.cap)
-        case "sequence_tis":
-            return truncated(trajectory_sums(log_ratios_N, trajectories_N), config.cap)
-        case "mis" | "decoupled":
-            return masked(log_ratios_N, 0.0, config.cap)
-        case "icepop":
-            return masked(log_ratios_N, config.floor, config.cap)
-        case "sequence_mis":
-            return masked(trajectory_sums(log_ratios_N, trajectories_N), 0.0, config.cap)
+    """[N] weights of tokens: each has its own ratio or, of the kinds ``sequence_…``, its trajectory's."""
+    options = config.correction_options
+    of_sequences = config.correction in ("sequence_tis", "sequence_mis")
+    of_N = trajectory_sums(log_ratios_N, trajectories_N) if of_sequences else log_ratios_N
+    match options:
+        case IcepopOptions():
+            return masked(of_N, options.floor, options.cap)
+        case DecoupledOptions():
+            return masked(of_N, 0.0, options.cap)
+        case CapOptions() if config.correction in ("tis", "sequence_tis"):
+            return truncated(of_N, options.cap)
+        case CapOptions():
+            return masked(of_N, 0.0, options.cap)
+        case _:
+            return uncorrected(of_N)
 
 
 def _keep(
     log_ratios_N: Tensor, gaps_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig
 ) -> Tensor:
-    match config.sequence_mask:
-        case "none":
+    match config.mask_options:
+        case RatioMaskOptions(floor=floor, cap=cap):
+            return within(trajectory_sums(log_ratios_N, trajectories_N), floor, cap)
+        case GeometricMaskOptions(floor=floor, cap=cap):
+            return within(trajectory_means(log_ratios_N, trajectories_N), floor, cap)
+        case OffPolicyMaskOptions(divergence=divergence):
+            return on_policy_or_good(gaps_N, advantages_N, trajectories_N, divergence)
+        case _:
             return torch.ones_like(trajectories_N, dtype=torch.bool)
-        case "ratio":
-            return within(trajectory_sums(log_ratios_N, trajectories_N), config.mask_floor, config.mask_cap)
-        case "geometric":
-            return within(trajectory_means(log_ratios_N, trajectories_N), config.mask_floor, config.mask_cap)
-        case "off_policy":
-            return on_policy_or_good(gaps_N, advantages_N, trajectories_N, config.mask_divergence)
 
 
 def uncorrected(log_ratios_N: Tensor) -> Correction:

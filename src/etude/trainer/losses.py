@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.config.training import Aggregation, LossConfig, LossKind
+from etude.config.training import Aggregation, ClippedOptions, DualClippedOptions, LossConfig, LossKind
 from etude.trainer.corrections import Correction, correct, trajectory_means
 
 LARGEST_LOG_RATIO = 20.0
@@ -128,7 +128,7 @@ def aggregate(terms_N: Tensor, trajectories_N: Tensor, config: LossConfig, total
         token_mean               (1/T) Σ_t
         seq_mean_token_mean      (1/S) Σ_i (1/|o_i|) Σ_t      every trajectory counts the same
         seq_mean_token_sum       (1/S) Σ_i Σ_t
-        seq_mean_token_sum_norm  (1/(S·L)) Σ_i Σ_t            L is ``loss.sequence_tokens``, a constant
+        seq_mean_token_sum_norm  (1/(S·L)) Σ_i Σ_t            L is ``sequence_tokens``, a constant
     """
     kind: Aggregation = config.aggregation
     match kind:
@@ -187,6 +187,12 @@ class LossInput:
     correction: Correction
     config: LossConfig
 
+    @property
+    def bounds(self) -> ClippedOptions:
+        """Bounds of a kind that has some."""
+        assert isinstance(self.config.options, ClippedOptions), self.config.kind
+        return self.config.options
+
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
@@ -231,7 +237,7 @@ def cispo(x: LossInput) -> Surrogate:
     The paper sets no lower bound, which ε_low = 1 is, and does not publish the upper one; r ≤ 5 is ScaleRL's (arXiv
     2510.13786).
     """
-    low, high = 1 - x.config.clip_low, 1 + x.config.clip_high
+    low, high = 1 - x.bounds.clip_low, 1 + x.bounds.clip_high
     ratios_N = _ratios(x).detach()
     weights_N = x.correction.weights_N * ratios_N.clamp(low, high)
     terms_N = weights_N * x.tokens.advantages_N * x.tokens.logprobs_N
@@ -262,7 +268,7 @@ def dppo(x: LossInput) -> Surrogate:
     """
     moved_N = x.tokens.logprobs_N.detach().exp() - x.anchors_N.exp()
     advantages_N = x.tokens.advantages_N
-    outside_N = torch.where(advantages_N > 0, moved_N > x.config.clip_high, moved_N < -x.config.clip_low)
+    outside_N = torch.where(advantages_N > 0, moved_N > x.bounds.clip_high, moved_N < -x.bounds.clip_low)
     terms_N = x.correction.weights_N * advantages_N * torch.where(outside_N, 0.0, _ratios(x))
     return Surrogate(terms_N, capped_N=torch.zeros_like(outside_N), clipped_N=outside_N)
 
@@ -291,7 +297,8 @@ def _clip(ratios_N: Tensor, x: LossInput) -> Surrogate:
     A token has no gradient once its ratio has gone too far in the direction of its advantage, and with a dual clip
     (arXiv 1912.09729, equation 5; ``delta`` in TRL) where A < 0 and r is above that: max(min(r A, clip(r) A), c A).
     """
-    low, high, dual = 1 - x.config.clip_low, 1 + x.config.clip_high, x.config.dual_clip
+    low, high = 1 - x.bounds.clip_low, 1 + x.bounds.clip_high
+    dual = x.bounds.dual_clip if isinstance(x.bounds, DualClippedOptions) else 0.0
     advantages_N = x.tokens.advantages_N
     outside_N = ((advantages_N > 0) & (ratios_N > high)) | ((advantages_N < 0) & (ratios_N < low))
     bounded_N = torch.where(outside_N, ratios_N.detach().clamp(low, high), ratios_N)

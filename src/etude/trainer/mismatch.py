@@ -156,7 +156,7 @@ class MismatchProbe:
             if version not in self._states:
                 raise DamagedError(
                     f"weight version {version} sampled tokens of this batch and cannot score them again: it is missing "
-                    f"from the weight log; set loss.old_policy = 'engine'"
+                    f"from the weight log; set loss.options.old_policy = 'engine'"
                 )
             load_state(self._scorer, self._states[version])
             rows = [(t, t.loss_mask & (t.versions == version)) for t in trajectories]

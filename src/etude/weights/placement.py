@@ -359,12 +359,6 @@ def digit(codes: Places, place: int, base: int) -> Places:
     return digits
 
 
-def blended(codes: Places, base: int, *, shifted: bool) -> Places:
-    """[k] small random integers from 1 to ``base`` − 1; ``shifted`` gives others, different everywhere."""
-    values = (_scrambled(codes) % np.uint64(base - 1)).astype(np.int64)
-    return (values + (base // 2 if shifted else 0)) % (base - 1) + 1
-
-
 def random_bits(codes: Places, element: Element, *, flipped: bool) -> Numbers:
     """[k] random bits, finite where the type has infinities; ``flipped`` inverts the highest and the lowest.
 

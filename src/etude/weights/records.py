@@ -20,12 +20,14 @@ import dataclasses
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias, TypeVar, assert_never, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, assert_never
 
 import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from etude.errors import DamagedError
 from etude.types import Json, WeightPack, WeightVersion
@@ -39,17 +41,14 @@ MOST_VERSION = 10**12
 MOST_RECORD_BYTES = 64 << 20
 """No record is larger: a version of a few TB in packs of 32 MB needs less than 1 % of it."""
 
-_MOST_INTEGER = 2**53 - 1  # beyond it, JSON readers in other languages round
 _RANK = 0
-_MOST_CHUNK = 2**32 - 1
 _MOST_TEXT = 10_000
 _MOST_SHOWN = 100
+_MOST_FAULTS = 5
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_STATE_DIGEST = re.compile(r"[0-9a-f]{32}")
+_LOG_ID = re.compile(r"[0-9a-f]{32}")
 _ANCHOR = "anchor"
 _SIGNATURE = "signature"
-_LOG_ID = _STATE_DIGEST
 _FOREIGN = "x_"
 
 
@@ -223,12 +222,7 @@ def parse_record(data: bytes, kind: type[RecordT], name: str, key: bytes | None 
     try:
         fields = _load(data)
         _check_signature(fields, key)
-        reader = _FieldReader(fields)
-        reader.format()
-        log_id = reader.matching("log", _LOG_ID)
-        reader.literal("kind", _KINDS[kind])
-        record = cast(RecordT, _READERS[kind](reader))
-        reader.refuse_others()
+        record, log_id = _read(fields, kind)
         if record_key(record) != name:
             raise ValueError(f"it belongs at {record_key(record)}")
     except (ValueError, TypeError) as error:
@@ -278,173 +272,142 @@ def _check_signature(fields: dict[str, Json], key: bytes | None) -> None:
 # --- Fields -------------------------------------------------------------------------------------------------------
 
 
-class _FieldReader:
-    """Takes fields out of JSON, each checked; raises ``ValueError`` with the name and value of what is wrong."""
-
-    def __init__(self, fields: Mapping[str, Json]) -> None:
-        self._left = dict(fields)
-
-    def take(self, name: str) -> Json:
-        """Any value, which must be there."""
-        if name not in self._left:
-            raise ValueError(f"{name} is missing")
-        return self._left.pop(name)
-
-    def format(self) -> None:
-        """The format of this file."""
-        if "format" not in self._left:
-            raise ValueError(f"it is of format 1, which bore no log id; formats from {FORMAT} on are read")
-        if (value := self.take("format")) != FORMAT or type(value) is not int:
-            raise ValueError(f"format is {_shown(value)}, this étude reads {FORMAT}")
-
-    def literal(self, name: str, expected: str) -> None:
-        """Exactly ``expected``."""
-        value = self.take(name)
-        if value != expected:
-            raise ValueError(f"{name} is {_shown(value)}, not {expected!r}")
-
-    def integer(self, name: str, most: int = _MOST_INTEGER) -> int:
-        """From 0 to ``most``."""
-        value = self.take(name)
-        if type(value) is not int or not 0 <= value <= most:
-            raise ValueError(f"{name} is {_shown(value)}, not an integer from 0 to {most}")
-        return value
-
-    def version(self, name: str) -> int:
-        """The number of a version."""
-        return self.integer(name, MOST_VERSION)
-
-    def text(self, name: str) -> str:
-        """Something that can be shown on a terminal: no control characters but line ends."""
-        value = self.take(name)
-        if not isinstance(value, str) or len(value) > _MOST_TEXT or not value.replace("\n", "").isprintable():
-            raise ValueError(f"{name} is {_shown(value)}, not printable text of at most {_MOST_TEXT} characters")
-        return value
-
-    def utc(self, name: str) -> str:
-        """A date and time in UTC."""
-        value = self.text(name)
-        try:
-            is_utc = datetime.fromisoformat(value).utcoffset() == timedelta(0)
-        except ValueError:
-            is_utc = False
-        if not is_utc:
-            raise ValueError(f"{name} is {_shown(value)}, not a date and time in UTC as of ISO 8601")
-        return value
-
-    def matching(self, name: str, pattern: re.Pattern[str]) -> str:
-        """Text of a fixed form."""
-        return _matching(name, self.take(name), pattern)
-
-    def optional(self, name: str, pattern: re.Pattern[str]) -> str | None:
-        """Text of a fixed form, or ``null``."""
-        return None if self.is_null(name) else self.matching(name, pattern)
-
-    def several(self, name: str) -> list[Json]:
-        """A list."""
-        value = self.take(name)
-        if not isinstance(value, list):
-            raise ValueError(f"{name} is {_shown(value)}, not a list")
-        return value
-
-    def is_null(self, name: str) -> bool:
-        """Return true if the field is ``null``, in which case it is taken."""
-        if name in self._left and self._left[name] is None:
-            del self._left[name]
-            return True
-        return False
-
-    def refuse_others(self) -> None:
-        """Raise if fields are left that are not marked as foreign."""
-        if unknown := sorted(name for name in self._left if not name.startswith(_FOREIGN)):
-            raise ValueError(f"fields {_shown(unknown)} are unknown")
+def _check_printable(text: str) -> str:
+    """Refuse what a terminal would act upon: there are no control characters in it but line ends."""
+    if len(text) > _MOST_TEXT or not text.replace("\n", "").isprintable():
+        raise ValueError(f"expected printable text of at most {_MOST_TEXT} characters")
+    return text
 
 
-def _read_version(fields: _FieldReader) -> WeightVersion:
-    record = WeightVersion(
-        version=fields.version("version"),
-        base=None if fields.is_null("base") else fields.version("base"),
-        base_digest=fields.optional("base_digest", _STATE_DIGEST),
-        digest=fields.matching("digest", _STATE_DIGEST),
-        layout=_read_layout(fields),
-        packs=_read_packs(fields),
-        step=fields.integer("step"),
-        recipe=fields.text("recipe"),
-        writer=fields.text("writer"),
-        created=fields.utc("created"),
-    )
-    if record.base is not None and record.base >= record.version:
-        raise ValueError(f"base is {record.base}, which does not come before version {record.version}")
-    _require_both("base", record.base, record.base_digest)
-    return record
+def _check_utc(text: str) -> str:
+    if datetime.fromisoformat(text).utcoffset() != timedelta(0):
+        raise ValueError("expected a date and time in UTC as of ISO 8601")
+    return text
 
 
-def _read_link(fields: _FieldReader) -> Link:
-    link = Link(
-        source=None if fields.is_null("source") else fields.version("source"),
-        source_digest=fields.optional("source_digest", _STATE_DIGEST),
-        target=fields.version("target"),
-        digest=fields.matching("digest", _STATE_DIGEST),
-        layout=_read_layout(fields),
-        packs=_read_packs(fields),
-    )
-    _require_both("source", link.source, link.source_digest)
-    return link
+_Count: TypeAlias = Annotated[int, Field(ge=0, le=2**53 - 1)]
+"""Beyond it, JSON readers in other languages round."""
+_Version: TypeAlias = Annotated[int, Field(ge=0, le=MOST_VERSION)]
+_Chunk: TypeAlias = Annotated[int, Field(ge=0, le=2**32 - 1)]
+_Name: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{_NAME.pattern}$")]
+_Sha256: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_StateDigest: TypeAlias = Annotated[str, StringConstraints(pattern=f"^{_LOG_ID.pattern}$")]
+_Text: TypeAlias = Annotated[str, AfterValidator(_check_printable)]
+_Utc: TypeAlias = Annotated[_Text, AfterValidator(_check_utc)]
 
 
-def _read_start(fields: _FieldReader) -> LogStart:
-    return LogStart(created=fields.utc("created"))
+class _StrictForm(BaseModel):
+    """Fields of their types, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-def _read_announcement(fields: _FieldReader) -> Announcement:
-    return Announcement(
-        version=fields.version("version"),
-        writer=fields.matching("writer", _NAME),
-        sequence=fields.integer("sequence"),
-        packs=_read_packs(fields),
-    )
+class _PackFields(_StrictForm):
+    rank: Annotated[int, Field(ge=_RANK, le=_RANK)]
+    digest: _Sha256
+    size_bytes: _Count
+    first: _Chunk
+    last: _Chunk
+
+    @model_validator(mode="after")
+    def _check_chunks(self) -> Self:
+        if self.first > self.last:
+            raise ValueError(f"a pack's first chunk {self.first} comes after its last, {self.last}")
+        return self
 
 
-def _read_lease(fields: _FieldReader) -> ReaderLease:
-    return ReaderLease(
-        reader=fields.matching("reader", _NAME),
-        version=fields.version("version"),
-        sequence=fields.integer("sequence"),
-    )
+class _RecordFields(_StrictForm):
+    """Fields of every record."""
+
+    log: _StateDigest
+    kind: str
+    format: Literal[2]
 
 
-def _read_layout(fields: _FieldReader) -> str:
-    layouts = fields.several("layouts")
-    if len(layouts) != 1:
-        raise ValueError(f"layouts are {len(layouts)}, not one: shares of several ranks are not read")
-    return _matching("a layout", layouts[0], _SHA256)
+class _StartFields(_RecordFields):
+    created: _Utc
 
 
-def _read_packs(fields: _FieldReader) -> tuple[WeightPack, ...]:
-    return tuple(map(_read_pack, fields.several("packs")))
+class _StateFields(_RecordFields):
+    """Fields of what leads to a state."""
+
+    digest: _StateDigest
+    layouts: Annotated[list[_Sha256], Field(min_length=1, max_length=1)]
+    packs: list[_PackFields]
 
 
-def _read_pack(pack: Json) -> WeightPack:
-    if not isinstance(pack, dict):
-        raise ValueError(f"a pack is {_shown(pack)}, not an object")
-    fields = _FieldReader(pack)
-    fields.integer("rank", _RANK)
-    record = WeightPack(
-        digest=fields.matching("digest", _SHA256),
-        size_bytes=fields.integer("size_bytes"),
-        first=fields.integer("first", _MOST_CHUNK),
-        last=fields.integer("last", _MOST_CHUNK),
-    )
-    fields.refuse_others()
-    if record.first > record.last:
-        raise ValueError(f"a pack's first chunk {record.first} comes after its last, {record.last}")
-    return record
+class _VersionFields(_StateFields):
+    version: _Version
+    base: _Version | None
+    base_digest: _StateDigest | None
+    step: _Count
+    recipe: _Text
+    writer: _Text
+    created: _Utc
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Self:
+        if self.base is not None and self.base >= self.version:
+            raise ValueError(f"base is {self.base}, which does not come before version {self.version}")
+        _require_both("base", self.base, self.base_digest)
+        return self
 
 
-def _matching(name: str, value: Json, pattern: re.Pattern[str]) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{name} is {_shown(value)}, which does not match {pattern.pattern}")
-    return value
+class _LinkFields(_StateFields):
+    source: _Version | None
+    source_digest: _StateDigest | None
+    target: _Version
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        _require_both("source", self.source, self.source_digest)
+        return self
+
+
+class _AnnouncementFields(_RecordFields):
+    version: _Version
+    writer: _Name
+    sequence: _Count
+    packs: list[_PackFields]
+
+
+class _LeaseFields(_RecordFields):
+    reader: _Name
+    version: _Version
+    sequence: _Count
+
+
+def _read(fields: Mapping[str, Json], kind: type[RecordT]) -> tuple[RecordT, str]:
+    """The record that fields of JSON are, and the id of its log; those of others are left out."""
+    if "format" not in fields:
+        raise ValueError(f"it is of format 1, which bore no log id; formats from {FORMAT} on are read")
+    own = {name: value for name, value in fields.items() if not name.startswith(_FOREIGN)}
+    try:
+        content = dict(_FORMS[kind].model_validate(own))
+    except ValidationError as error:
+        raise ValueError("; ".join(map(_explain, error.errors()[:_MOST_FAULTS]))) from error
+    if content.pop("kind") != _KINDS[kind]:
+        raise ValueError(f"kind is {_shown(fields['kind'])}, not {_KINDS[kind]!r}")
+    if "layouts" in content:
+        (content["layout"],) = content.pop("layouts")
+    if "packs" in content:
+        content["packs"] = tuple(WeightPack(**pack.model_dump(exclude={"rank"})) for pack in content["packs"])
+    log_id = content.pop("log")
+    del content["format"]
+    return kind(**content), log_id
+
+
+def _explain(fault: ErrorDetails) -> str:
+    """The name and value of a field, and what is wrong with it."""
+    name = ".".join(map(str, fault["loc"])) or "it"
+    match fault["type"]:
+        case "missing":
+            return f"{name} is missing"
+        case "extra_forbidden":
+            return f"{name} is unknown"
+        case "value_error" if not fault["loc"] or isinstance(fault["input"], dict):
+            return str(fault["ctx"]["error"])
+    return f"{name} is {_shown(fault['input'])}: {fault['msg']}"
 
 
 def _shown(value: object) -> str:
@@ -463,12 +426,12 @@ def _require_name(role: str, name: str) -> None:
         raise ValueError(f"{role} {name!r} must be 1 to 100 letters, digits, - and _: it becomes part of object keys")
 
 
-_READERS: Mapping[type[object], Callable[[_FieldReader], Record]] = {
-    LogStart: _read_start,
-    WeightVersion: _read_version,
-    Link: _read_link,
-    Announcement: _read_announcement,
-    ReaderLease: _read_lease,
+_FORMS: Mapping[type[object], type[_RecordFields]] = {
+    LogStart: _StartFields,
+    WeightVersion: _VersionFields,
+    Link: _LinkFields,
+    Announcement: _AnnouncementFields,
+    ReaderLease: _LeaseFields,
 }
 _KINDS: Mapping[type[object], str] = {
     LogStart: "log",

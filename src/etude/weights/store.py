@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast, final
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -46,6 +46,8 @@ _Answer = TypeVar("_Answer")
 
 CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 """Stores that honour put-if-absent; credentials and region come from their usual environment variables."""
+S3_OPTIONS = ("endpoint", "region", "access_key_id", "secret_access_key", "session_token")
+"""Fields of :class:`StoreOptions` that only S3 has, by the names that obstore has for them, too."""
 CLOCK_FOLDER = "clock"
 """Folder in which :meth:`ObjectStore.now` writes its probes; whatever lies there may be deleted."""
 FULL_REQUEST_FOLDER = "full-requests"
@@ -401,19 +403,10 @@ def _open_folder(url: str, folder: Path, creates: bool) -> LocalStore:
 
 
 def _open_cloud(url: str, scheme: str, options: StoreOptions) -> obstore.store.ObjectStore:
-    s3: S3Config = {"unsigned_payload": options.unsigned_payload}
-    if options.endpoint is not None:
-        s3["endpoint"] = options.endpoint
-    if options.region is not None:
-        s3["region"] = options.region
-    if options.access_key_id is not None:
-        s3["access_key_id"] = options.access_key_id
-    if options.secret_access_key is not None:
-        s3["secret_access_key"] = options.secret_access_key
-    if options.session_token is not None:
-        s3["session_token"] = options.session_token
-    if scheme != "s3" and len(s3) > 1:
-        raise UserError(f"object store {url}: {', '.join(sorted(s3)[:-1])} are for s3:// only and have no effect here")
+    named = {name: value for name in S3_OPTIONS if (value := getattr(options, name)) is not None}
+    s3 = cast("S3Config", {"unsigned_payload": options.unsigned_payload, **named})
+    if scheme != "s3" and named:
+        raise UserError(f"object store {url}: {', '.join(sorted(named))} are for s3:// only and have no effect here")
     client, retry = _limits(options)
     try:
         if scheme == "s3":

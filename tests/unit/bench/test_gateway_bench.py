@@ -29,7 +29,7 @@ from bench.gateway.bench import (
 from bench.gateway.contestants import CONTESTANTS, LITELLM_VARIABLE, NO_KEY
 from bench.gateway.load import Crowd, Endpoint, Measured, Order, quantile
 from bench.gateway.upstream import LOGPROB, VERSION, Connection, Replies, Script
-from etude.engines.http.client import http_engines
+from etude.engines.http import http_engines
 from etude.errors import UserError
 from etude.protocols import SamplingParams
 from etude.tokens.chat import ChatTemplate

@@ -9,15 +9,21 @@ from pydantic import ValidationError
 from etude.config.loading import dump_toml, load_recipe, parse_config
 from etude.config.recipe import RunConfig
 from etude.config.training import (
+    AGGREGATION_OPTIONS,
     AGGREGATIONS,
     BASELINES,
-    LOSS_BOUNDS,
+    CORRECTION_OPTIONS,
+    LOSS_OPTIONS,
+    MASK_OPTIONS,
+    UNCLIPPED,
     Aggregation,
     CorrectionKind,
     EffortConfig,
+    GspoOptions,
     LossConfig,
     LossKind,
     MaskKind,
+    OffPolicyMaskOptions,
     corrections,
 )
 from etude.errors import ConfigError
@@ -31,7 +37,8 @@ def error_of(loss: dict[str, Any]) -> str:
 
 def test_the_default_is_a_truncated_policy_gradient_around_the_mean() -> None:
     config = LossConfig()
-    assert (config.kind, config.correction, config.cap, config.baseline) == ("policy_gradient", "tis", 2.0, "mean")
+    assert (config.kind, config.correction, config.baseline) == ("policy_gradient", "tis", "mean")
+    assert config.correction_options.model_dump() == {"cap": 2.0}
     assert config.reference_beta == 0
     assert RunConfig().loss == config
 
@@ -39,28 +46,29 @@ def test_the_default_is_a_truncated_policy_gradient_around_the_mean() -> None:
 def test_every_choice_is_in_the_tables() -> None:
     assert set(BASELINES) == set(AGGREGATIONS) == set(get_args(LossKind))
     assert {one for kind in BASELINES for one in corrections(kind)} == set(get_args(CorrectionKind))
-    choices = {*get_args(LossKind), *get_args(Aggregation), *get_args(CorrectionKind), *get_args(MaskKind)}
-    assert set(LOSS_BOUNDS) <= choices
-    assert {name for bounds in LOSS_BOUNDS.values() for name in bounds} <= set(LossConfig.model_fields)
+    assert set(LOSS_OPTIONS.classes) == set(BASELINES) - set(UNCLIPPED)
+    assert set(AGGREGATION_OPTIONS.classes) <= set(get_args(Aggregation))
+    assert set(CORRECTION_OPTIONS.classes) == set(get_args(CorrectionKind)) - {"none"}
+    assert set(MASK_OPTIONS.classes) == set(get_args(MaskKind)) - {"none"}
 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
 def test_a_kind_alone_is_a_whole_choice(kind: LossKind) -> None:
     """With the bounds of its paper, and printed so that it reads back as the same."""
-    config = LossConfig.model_validate({"kind": kind} | ({"sequence_tokens": 40} if kind == "dr_grpo" else {}))
+    of_sums = {"aggregation_options": {"sequence_tokens": 40}} if kind == "dr_grpo" else {}
+    config = LossConfig.model_validate({"kind": kind, **of_sums})
     assert config.correction == corrections(kind)[0]
     assert (config.baseline, config.aggregation) == (BASELINES[kind], AGGREGATIONS[kind])
-    for name, bound in LOSS_BOUNDS.get(kind, {}).items():
-        assert getattr(config, name) == (40 if name == "sequence_tokens" else bound)
     assert LossConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
-    loss = {"kind": "gspo", "clip_high": 5e-4, "sequence_mask": "off_policy", "reference_beta": 0.01}
+    loss = {"kind": "gspo", "options": {"clip_high": 5e-4}, "sequence_mask": "off_policy", "reference_beta": 0.01}
     config = parse_config({"loss": loss, "effort": {"weight": 0.1, "prices": {"turns": 1.0}}}, source="test")
     (tmp_path / "run.toml").write_text(dump_toml(config), encoding="utf-8")
     assert load_recipe(tmp_path) == config
-    assert (config.loss.clip_low, config.loss.clip_high, config.loss.mask_divergence) == (3e-4, 5e-4, 0.1)
+    assert config.loss.options == GspoOptions(clip_low=3e-4, clip_high=5e-4)
+    assert config.loss.mask_options == OffPolicyMaskOptions(divergence=0.1)
 
 
 @pytest.mark.parametrize(
@@ -70,21 +78,24 @@ def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
             {"kind": "grpo", "correction": "tis"},
             "'tis' does not go with loss.kind = 'grpo' and old_policy = 'engine': expected one of none, dec",
         ),
-        ({"correction": "none", "cap": 2.0}, "loss.cap = 2 would have no effect with"),
-        ({"floor": 0.5}, "loss.floor = 0.5 would have no effect with"),
-        ({"clip_low": 0.2}, "loss.clip_low = 0.2 would have no effect with"),
-        ({"mask_cap": 2.0}, "loss.mask_cap = 2 would have no effect with"),
-        ({"sequence_tokens": 9}, "loss.sequence_tokens = 9 would have no effect with"),
-        ({"cap": 0.9}, "loss.cap = 0.9 is below 1: on-policy tokens would be cut"),
-        ({"sequence_mask": "ratio", "mask_cap": 0.5}, "loss.mask_cap = 0.5 is below 1"),
-        ({"kind": "dr_grpo"}, "needs loss.sequence_tokens, the longest completion, say"),
-        ({"aggregation": "seq_mean_token_sum_norm"}, "needs loss.sequence_tokens"),
-        ({"kind": "dr_grpo", "aggregation": "token_mean", "sequence_tokens": 9}, "sequence_tokens = 9 would have no"),
-        ({"old_policy": "recomputed"}, "loss.old_policy would have no effect with kind = 'policy_gradient'"),
-        ({"kind": "grpo", "old_policy": "recomputed", "correction": "decoupled"}, "does not go with"),
-        ({"dual_clip": 3.0}, "loss.dual_clip would have no effect with kind = 'policy_gradient'"),
-        ({"kind": "cispo", "dual_clip": 3.0}, "loss.dual_clip would have no effect with kind = 'cispo'"),
-        ({"kind": "grpo", "dual_clip": 1.1}, "loss.dual_clip = 1.1 is within the clip, which ends at 1 + clip_high"),
+        ({"correction": "none", "correction_options": {"cap": 2.0}}, "no effect with loss.correction = 'none'"),
+        ({"correction_options": {"floor": 0.5}}, "no effect with loss.correction = 'tis', it goes with 'icepop'"),
+        ({"options": {"clip_low": 0.2}}, "no effect with loss.kind = 'policy_gradient'"),
+        ({"mask_options": {"cap": 2.0}}, "no effect with loss.sequence_mask = 'none', it goes with 'ratio'"),
+        ({"aggregation_options": {"sequence_tokens": 9}}, "no effect with loss.aggregation = 'token_mean'"),
+        ({"correction_options": {"cap": 0.9}}, "greater than or equal to 1"),
+        ({"sequence_mask": "ratio", "mask_options": {"cap": 0.5}}, "greater than or equal to 1"),
+        ({"kind": "dr_grpo"}, "aggregation_options.sequence_tokens"),
+        ({"aggregation": "seq_mean_token_sum_norm"}, "aggregation_options.sequence_tokens"),
+        (
+            {"kind": "dr_grpo", "aggregation": "token_mean", "aggregation_options": {"sequence_tokens": 9}},
+            "no effect with loss.aggregation = 'token_mean'",
+        ),
+        ({"options": {"old_policy": "recomputed"}}, "no effect with loss.kind = 'policy_gradient'"),
+        ({"kind": "grpo", "options": {"old_policy": "recomputed"}, "correction": "decoupled"}, "does not go with"),
+        ({"options": {"dual_clip": 3.0}}, "no effect with loss.kind = 'policy_gradient', it goes with 'grpo'"),
+        ({"kind": "cispo", "options": {"dual_clip": 3.0}}, "no effect with loss.kind = 'cispo', it goes with 'grpo'"),
+        ({"kind": "grpo", "options": {"dual_clip": 1.1}}, "dual_clip = 1.1 is within the clip, which ends at 1 + clip"),
         ({"kl_to": "engine"}, "loss.kl_to would have no effect with kl_coef = 0"),
         ({"kl_estimator": "k2"}, "loss.kl_estimator would have no effect with kl_coef = 0"),
         ({"kl_coef": 0.1, "kl_to": "engine", "reference_version": 3}, "loss.reference_version would have no effect"),
@@ -93,7 +104,7 @@ def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
         ({"kind": "reinforce"}, "Input should be 'policy_gradient'"),
         ({"kind": ["grpo"]}, "Input should be 'policy_gradient'"),
         ({"correction": 7}, "Input should be 'none'"),
-        ({"cap": ""}, "Input should be a valid number"),
+        ({"correction_options": {"cap": ""}}, "Input should be a valid number"),
     ],
 )
 def test_what_would_change_nothing_is_refused(loss: dict[str, Any], message: str) -> None:
@@ -104,7 +115,7 @@ def test_the_decoupled_form_needs_a_policy_between() -> None:
     tree: dict[str, Any] = {"loss": {"kind": "ppo_clip", "correction": "decoupled"}}
     with pytest.raises(ConfigError, match=r"'decoupled' would have no effect with rollouts\.max_staleness = 1"):
         parse_config(tree | {"rollouts": {"max_staleness": 1}}, source="test")
-    assert parse_config(tree | {"rollouts": {"max_staleness": 2}}, source="test").loss.cap == 5.0
+    assert parse_config(tree | {"rollouts": {"max_staleness": 2}}, source="test").loss.correction == "decoupled"
 
 
 @pytest.mark.parametrize(
@@ -142,10 +153,13 @@ def test_the_calls_of_an_external_harness_are_not_counted() -> None:
     ("loss", "chosen"),
     [
         # DAPO with the deviation, and GRPO by the token mean
-        ({"kind": "ppo_clip", "baseline": "mean_std", "clip_high": 0.28}, ("mean_std", "token_mean", "none")),
+        (
+            {"kind": "ppo_clip", "baseline": "mean_std", "options": {"clip_high": 0.28}},
+            ("mean_std", "token_mean", "none"),
+        ),
         ({"kind": "grpo", "aggregation": "token_mean"}, ("mean_std", "token_mean", "none")),
         # a clip around a recomputed π_old, and TIS for the engine
-        ({"kind": "grpo", "old_policy": "recomputed"}, ("mean_std", "seq_mean_token_mean", "tis")),
+        ({"kind": "grpo", "options": {"old_policy": "recomputed"}}, ("mean_std", "seq_mean_token_mean", "tis")),
         ({"kind": "rloo", "baseline": "", "aggregation": ""}, ("leave_one_out", "seq_mean_token_sum", "tis")),
     ],
 )
@@ -156,14 +170,14 @@ def test_baseline_and_average_are_choices_of_their_own(loss: dict[str, Any], cho
 
 
 def test_a_recomputed_policy_needs_tokens_that_an_older_one_sampled() -> None:
-    tree: dict[str, Any] = {"loss": {"kind": "ppo_clip", "old_policy": "recomputed"}}
+    tree: dict[str, Any] = {"loss": {"kind": "ppo_clip", "options": {"old_policy": "recomputed"}}}
     with pytest.raises(ConfigError, match=r"'recomputed' would have no effect with rollouts\.max_staleness = 0"):
         parse_config(tree | {"rollouts": {"max_staleness": 0}}, source="test")
-    assert parse_config(tree | {"rollouts": {"max_staleness": 1}}, source="test").loss.cap == 2.0
+    assert parse_config(tree | {"rollouts": {"max_staleness": 1}}, source="test").loss.correction == "tis"
 
 
 def test_a_deviation_of_rewards_says_nothing_of_turns() -> None:
-    tree: dict[str, Any] = {"credit": {"kind": "discounted", "discount": 0.9}}
+    tree: dict[str, Any] = {"credit": {"kind": "discounted", "options": {"discount": 0.9}}}
     with pytest.raises(ConfigError, match=r"does not go with loss\.baseline = 'mean_std'"):
         parse_config(tree | {"loss": {"kind": "ppo_clip", "baseline": "mean_std"}}, source="test")
     assert parse_config(tree | {"loss": {"kind": "grpo", "baseline": "mean"}}, source="test").loss.kind == "grpo"

@@ -32,7 +32,7 @@ def test_a_recipe_without_parts_is_the_graders_word() -> None:
 
 
 def test_a_recipe_reads_back_as_it_is_printed(tmp_path: Path) -> None:
-    judge = {"url": "rules", "rubrics": {"style": 'aspect = "style"'}}
+    judge = {"kind": "rules", "rubrics": {"style": 'aspect = "style"'}}
     config = parse_config({"reward": {"parts": [TESTS, STYLE, TODOS]}, "judge": judge}, source="test")
     (tmp_path / "run.toml").write_text(dump_toml(config), encoding="utf-8")
     assert load_recipe(tmp_path) == config
@@ -127,6 +127,6 @@ def test_a_judged_part_needs_its_rubric() -> None:
 
 def test_a_control_with_shuffled_rewards_has_no_other_teacher() -> None:
     assert parse_config({"reward": {"shuffled": True}}, source="test").reward.shuffled
-    shaped = {"credit": {"kind": "shaped", "shaping": 0.5}, "reward": {"shuffled": True}}
+    shaped = {"credit": {"kind": "shaped", "options": {"shaping": 0.5}}, "reward": {"shuffled": True}}
     with pytest.raises(ConfigError, match=r"reward\.shuffled.*credit\.kind = 'shaped' teaches"):
         parse_config(shaped, source="test")

@@ -47,7 +47,7 @@ def test_a_recipe_has_few_keys() -> None:
         ("trainer.betas", "[a number, a number]", "[0.9, 0.95]"),
         ("harness.options.command", "a list, each a text", "[]"),
         ("harness.options.environment", "a table, each entry a text", "{}"),
-        ("engine.spare_weights", "true or false", "true"),
+        ("engine.options.spare_weights", "true or false", "true"),
         ("reward.parts[].name", "a text, at most 60 long", ""),
         ("reward.parts[].missing", '"error", "wait" or "mask" or a number', '"error"'),
     ],

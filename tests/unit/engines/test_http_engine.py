@@ -14,9 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from etude.clock import VirtualClock
 from etude.engines.fake import FakeEngine
-from etude.engines.http.client import HttpEngine
-from etude.engines.http.server import MAX_BODY_BYTES, engine_app
-from etude.engines.http.wire import encode_completion
+from etude.engines.http import MAX_BODY_BYTES, HttpEngine, encode_completion, engine_app
 from etude.errors import EngineUnavailable
 from etude.protocols import Completion, SamplingParams
 from etude.types import Finish, Json

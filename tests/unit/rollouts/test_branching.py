@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, SharedPrefixOptions
 from etude.ledger.ledger import OpenSlot
 from etude.rollouts.branching import Branching, Bundles, ForkPoint
 from ledgers import task
 
-RANDOM = CreditConfig(kind="shared_prefix", branches=4, branch_within=3)
+RANDOM = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=4, branch_within=3))
 
 
 def slot(group: int, number: int, attempt: int = 0) -> OpenSlot:
@@ -84,7 +84,9 @@ def test_a_drawn_point_looks_at_nothing_but_the_number(call: int, failed: bool, 
 
 
 def test_the_other_rule_waits_for_a_command_that_fails() -> None:
-    branching = Branching.of(CreditConfig(kind="shared_prefix", branches=2, branch_at="error"), seed=0)
+    branching = Branching.of(
+        CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=2, branch_at="error")), seed=0
+    )
     assert branching is not None
     point = branching.fork_point(slot(0, 0))
     assert [point.is_due(call, failed=call == 3) for call in (1, 2, 3)] == [False, False, True]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, SharedPrefixOptions
 from etude.config.rollouts import RolloutConfig
 from etude.errors import SandboxError
 from etude.ledger.ledger import TRAIN, Ledger
@@ -24,7 +24,7 @@ from ledgers import task
 
 SIZE, BRANCHES = 4, 2
 GO_ON, SUBMIT = 1, 0
-CREDIT = CreditConfig(kind="shared_prefix", branches=BRANCHES, branch_within=2)
+CREDIT = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=BRANCHES, branch_within=2))
 CONFIG = RolloutConfig(group_size=SIZE, concurrency=SIZE, max_attempts=3)
 
 

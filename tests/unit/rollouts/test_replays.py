@@ -118,7 +118,7 @@ def test_a_harness_that_does_something_else_has_failed() -> None:
 
 
 def test_what_would_hold_an_unfinished_beginning_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"set credit\.branches = 1"):
+    with pytest.raises(Unsupported, match=r"set credit\.kind = 'rollout'"):
         run_virtually(play(BoundedSandbox.snapshot, CountedSandbox()))
-    with pytest.raises(Unsupported, match=r"set credit\.branches = 1"):
+    with pytest.raises(Unsupported, match=r"set credit\.kind = 'rollout'"):
         run_virtually(play(BoundedSandbox.fork, CountedSandbox()))

@@ -46,10 +46,10 @@ def test_honest_work_is_kept() -> None:
 
 def test_what_is_noticed_is_weighed_as_the_recipe_says() -> None:
     digging = "git log --all -p"
-    strict = outcome(judged(digging, CheatingConfig(on_low="zero", on_medium="zero", on_high="zero"), PASSED))
+    strict = outcome(judged(digging, CheatingConfig(outcomes=dict.fromkeys(("low", "medium", "high"), "zero")), PASSED))
     assert strict[:2] == (Disposition.ZERO, 0.0)
     assert strict[2]
-    lax = judged(digging, CheatingConfig(exceptions=dict.fromkeys(strict[2], "keep")), PASSED)
+    lax = judged(digging, CheatingConfig(outcomes=dict.fromkeys(strict[2], "keep")), PASSED)
     assert outcome(lax) == (Disposition.KEEP, 1.0, strict[2])
 
 

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.http.server import engine_app
-from etude.gateway.http.server import HttpRequest, HttpResponse, http_server
+from etude.engines.http import engine_app
+from etude.gateway.http.app import http_server
 from etude.run.connections import RESERVE, Connections, connection_limit
 from etude.run.serving import listening
 from waiting import WAIT_S
@@ -27,8 +27,8 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Server = web.Server | web.Application
 
 
-async def yes(request: HttpRequest) -> HttpResponse:
-    return HttpResponse(body=b"yes")
+async def yes(request: web.BaseRequest) -> web.Response:
+    return web.Response(body=b"yes")
 
 
 def of_gateway() -> web.Server:
@@ -162,11 +162,12 @@ def test_a_connection_that_was_served_is_not_kept_for_ever_either() -> None:
 
 
 def test_who_reads_nothing_of_its_answers_is_given_up() -> None:
-    async def much(request: HttpRequest) -> None:
-        await request.open(())
+    async def much(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
         try:
             while True:
-                await request.write(bytes(2**20))
+                await response.write(bytes(2**20))
         finally:
             over.set()
 
@@ -192,11 +193,11 @@ def files_open() -> int:
 def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
     requested, answer = asyncio.Event(), asyncio.Event()
 
-    async def handle(request: HttpRequest) -> HttpResponse:
+    async def handle(request: web.BaseRequest) -> web.Response:
         if request.method == "POST":
             requested.set()
             await answer.wait()
-        return HttpResponse(body=b"yes")
+        return web.Response(body=b"yes")
 
     async def run() -> None:
         connections = Connections(limit=files_open() + 60, idle_s=ENDLESS_S)
@@ -225,10 +226,10 @@ ROOM = 12
 def test_where_all_are_busy_a_new_connection_is_turned_away() -> None:
     requested, answer = asyncio.Event(), asyncio.Event()
 
-    async def handle(request: HttpRequest) -> HttpResponse:
+    async def handle(request: web.BaseRequest) -> web.Response:
         requested.set()
         await answer.wait()
-        return HttpResponse(body=b"yes")
+        return web.Response(body=b"yes")
 
     async def run() -> None:
         async with serving(http_server(handle, max_body_bytes=9), Connections(limit=files_open() + ROOM)) as connect:

@@ -23,8 +23,8 @@ from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.engines.fake import FakeEngine
 from etude.errors import ConfigError
+from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
-from etude.gateway.http.server import http_server
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.run.folder import RunFolder
@@ -88,7 +88,7 @@ async def serving(config: GatewayConfig) -> AsyncIterator[str]:
         keys=(Key(key_id="product", digest=digest_of(SECRET), scope=Scope.PRODUCTION),),
     )
     async with open_gateway(plan, config, clock, lambda _url: engine) as parts:
-        server = http_server(parts.gateway.handle, max_body_bytes=config.max_body_bytes)
+        server = http_server(parts.gateway.handle)
         async with listening(server, 0, tls=tls_context(config)) as port:
             yield f"127.0.0.1:{port}"
 

@@ -15,7 +15,7 @@ import pytest
 
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app
 from etude.protocols import Completion, SamplingParams
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate

@@ -52,7 +52,7 @@ def test_the_recipe_s_judge_is_the_one_that_was_calibrated() -> None:
     ("override", "reason"),
     [
         (UNTRUSTED, "never calibrated"),
-        ("judge.max_tokens=99", "not the one that was calibrated"),
+        ("judge.options.max_tokens=99", "not the one that was calibrated"),
         ("judge.min_agreement=0.99", "judge.min_agreement is 0.99"),
     ],
 )
@@ -65,10 +65,19 @@ def test_a_judge_that_no_one_vouches_for_is_refused_unless_the_recipe_says_so(ov
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["judge.calls_per_rollout=1"], r"calls_per_rollout = 1, .* judged in 2 calls \(judge\.votes = 1 on each of 2"),
-        (["judge.tokens_per_rollout=40000"], r"judge\.tokens_per_rollout = 40000: .*judge\.text_characters = 20000"),
-        (["judge.calls_per_run=1"], "judge.calls_per_run = 1"),
-        (["judge.cost_per_run=0.01", "judge.prices=[1.0, 0.0]"], r"judge\.cost_per_run = 0\.01: a rollout"),
+        (
+            ["judge.options.calls_per_rollout=1"],
+            r"calls_per_rollout = 1, .* judged in 2 calls \(judge\.options\.votes = 1 on each of 2",
+        ),
+        (
+            ["judge.options.tokens_per_rollout=40000"],
+            r"judge\.options\.tokens_per_rollout = 40000: .*judge\.options\.text_characters = 20000",
+        ),
+        (["judge.options.calls_per_run=1"], "judge.options.calls_per_run = 1"),
+        (
+            ["judge.options.cost_per_run=0.01", "judge.options.prices=[1.0, 0.0]"],
+            r"judge\.options\.cost_per_run = 0\.01: a rollout",
+        ),
     ],
 )
 def test_a_budget_that_cannot_hold_one_judgement_is_refused(overrides: list[str], reason: str) -> None:
@@ -99,7 +108,7 @@ def test_a_rubric_under_another_name_is_refused() -> None:
 
 
 def test_rules_are_for_families_that_bring_some() -> None:
-    config = load_recipe(RECIPE.parent / "quickstart", ["judge.url=rules"])
+    config = load_recipe(RECIPE.parent / "quickstart", ["judge.kind=rules"])
     with pytest.raises(ConfigError, match="'bugfix' brings none"):
         judge_fingerprints(config)
 
@@ -132,7 +141,9 @@ def test_a_rollout_is_judged_and_the_run_remembers(tmp_path: Path) -> None:
 
 def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
     recipe_of_three = recipe()
-    judge = recipe_of_three.judge.model_copy(update={"calls_per_run": 3})
+    judge = recipe_of_three.judge.model_copy(
+        update={"options": recipe_of_three.judge.required_options.model_copy(update={"calls_per_run": 3})}
+    )
     config = recipe_of_three.model_copy(update={"judge": judge})
 
     async def play(worker: int, answer: str) -> dict[str, float]:
@@ -142,7 +153,7 @@ def test_processes_of_a_run_live_on_one_budget(tmp_path: Path) -> None:
             return dict(await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=answer), ""))
 
     assert len(asyncio.run(play(0, "area returns w * h"))) == 4
-    with pytest.raises(JudgeUnavailable, match=r"judge\.calls_per_run = 3, .*; 3 calls and"):
+    with pytest.raises(JudgeUnavailable, match=r"judge\.options\.calls_per_run = 3, .*; 3 calls and"):
         asyncio.run(play(1, "area returns w + h"))
     assert (SpendFile(tmp_path).load().calls, SpendFile(tmp_path, 1).load().calls) == (2, 1)
 
@@ -168,7 +179,12 @@ def test_a_rule_that_changed_is_an_alarm(tmp_path: Path, caplog: pytest.LogCaptu
     alarms: list[JudgeAlarm] = []
 
     async def scenario(on_alarm: str) -> None:
-        judge = config.judge.model_copy(update={"calibrations": older, "on_alarm": on_alarm})
+        judge = config.judge.model_copy(
+            update={
+                "calibrations": older,
+                "options": config.judge.required_options.model_copy(update={"on_alarm": on_alarm}),
+            }
+        )
         async with (
             aiohttp.ClientSession() as http,
             open_judge(
@@ -215,10 +231,10 @@ def test_the_command_line_calibrates_checks_and_scores(tmp_path: Path, capsys: p
     shown = capsys.readouterr().out
     assert shown.count("; trusted;") == 2
     assert "asked in 2 calls: " in shown
-    assert main(["judge", "check", str(tmp_path), "--set", "judge.max_tokens=99"]) == 2
+    assert main(["judge", "check", str(tmp_path), "--set", "judge.options.max_tokens=99"]) == 2
     assert "not trusted" in capsys.readouterr().out
-    assert main(["judge", "check", str(tmp_path), "--set", "judge.calls_per_rollout=1"]) == 2
-    assert "judge.calls_per_rollout = 1" in capsys.readouterr().err
+    assert main(["judge", "check", str(tmp_path), "--set", "judge.options.calls_per_rollout=1"]) == 2
+    assert "judge.options.calls_per_rollout = 1" in capsys.readouterr().err
     (tmp_path / "task").write_text("def area(w, h):\n    return w * h", encoding="utf-8")
     (tmp_path / "work").write_text("I think area returns w * h!", encoding="utf-8")
     arguments = ["--aspect", "style", "--task", str(tmp_path / "task"), "--work", str(tmp_path / "work")]
@@ -232,7 +248,13 @@ def checked(say: Callable[[str], str], *overrides: str) -> tuple[JudgeCheck, int
 
     async def scenario() -> JudgeCheck:
         async with serving(model) as session:
-            recipe = [f"judge.url={session.base_url}", "judge.model=m", "hints.weight=1.0", "hints.judge=true"]
+            recipe = [
+                "judge.kind=model",
+                f"judge.options.url={session.base_url}",
+                "judge.options.model=m",
+                "hints.weight=1.0",
+                "hints.judge=true",
+            ]
             return await asyncio.to_thread(check, default_recipe([*recipe, *overrides]))
 
     return asyncio.run(scenario()), len(model.requests)
@@ -242,7 +264,7 @@ def test_a_judge_of_hints_alone_is_asked_for_some_and_told_what_that_cost() -> N
     def none(question: str) -> str:
         return orjson.dumps({"hints": [], "nonce": NONCE.findall(question)[-1]}).decode()
 
-    result, calls = checked(none, "judge.prices=[2.0, 8.0]")
+    result, calls = checked(none, "judge.options.prices=[2.0, 8.0]")
     assert (result.passed, calls) == (True, 1)
     assert result.lines == [
         "hints: readable",
@@ -254,7 +276,12 @@ def test_a_judge_of_hints_alone_is_asked_for_some_and_told_what_that_cost() -> N
 
 
 def test_a_check_that_would_ask_nothing_or_gets_no_answer_does_not_pass() -> None:
-    no_one = ["judge.url=http://127.0.0.1:9/v1", "judge.model=m", "judge.timeout_s=0.3"]
+    no_one = [
+        "judge.kind=model",
+        "judge.options.url=http://127.0.0.1:9/v1",
+        "judge.options.model=m",
+        "judge.options.timeout_s=0.3",
+    ]
     with pytest.raises(ConfigError, match="nothing that the judge is asked: write judge"):
         check(default_recipe(no_one))
     with pytest.raises(ConfigError, match="nothing to calibrate"):

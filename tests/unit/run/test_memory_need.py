@@ -12,17 +12,20 @@ MILLION = 1_000_000
 
 def test_the_need_of_a_known_model_is_what_its_two_sides_hold() -> None:
     shape = ["model.shape.layers=2", "model.shape.kv_heads=3", "model.shape.heads=6", "model.shape.head_dim=8"]
-    config = default_recipe([*shape, "engine.cache_tokens=1000", "numerics.dtype=bfloat16"])
+    settings = [*shape, "engine.options.cache_tokens=1000", "numerics.dtype=bfloat16"]
+    config = default_recipe(settings)
     need = MemoryNeed.of(config, spec_of_recipe(config), MILLION)
     assert need.trainer == 16 * MILLION, "parameter, gradient and two moments in float32"
     assert need.engine == 2 * 2 * MILLION + 1000 * 2 * 3 * (8 + 8) * 2, "weights twice; keys and values of two layers"
-    once = config.model_copy(update={"engine": config.engine.model_copy(update={"spare_weights": False})})
+    once = default_recipe([*settings, "engine.options.spare_weights=false"])
     assert MemoryNeed.of(once, spec_of_recipe(once), MILLION).engine == need.engine - 2 * MILLION
 
 
 def test_a_side_that_cannot_be_held_is_refused_and_two_that_hardly_can_are_warned_of() -> None:
     need = MemoryNeed(trainer=300, engine=200)
-    with pytest.raises(UserError, match=r"cpu has 299 B of memory free.*300 B for the trainer.*engine\.cache_tokens"):
+    with pytest.raises(
+        UserError, match=r"cpu has 299 B of memory free.*300 B for the trainer.*engine\.options\.cache_tokens"
+    ):
         need.compare({"cpu": 299}, trainer="cpu", engine="cpu")
     (warning,) = need.compare({"cpu": 499}, trainer="cpu", engine="cpu")
     assert "200 B for the engine" in warning

@@ -50,7 +50,7 @@ def test_what_a_run_is_stays_as_it_was(setting: str, reason: str, tmp_path: Path
 
 def test_limits_and_steps_may_change_while_the_run_is_down(tmp_path: Path) -> None:
     folder = run_of(tmp_path / "run")
-    config = changed_config(folder, ["trainer.steps=200", "rollouts.concurrency=256", "engine.threads=2"])
+    config = changed_config(folder, ["trainer.steps=200", "rollouts.concurrency=256", "engine.options.threads=2"])
     change(folder, config)
     assert folder.config() == config
     assert config.trainer.steps == 200

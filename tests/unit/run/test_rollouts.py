@@ -118,9 +118,9 @@ CONFINED = (Capability.CONFINED, Capability.NETWORK_OFF)
 
 @pytest.mark.parametrize("claim", [Capability.FORK, Capability.LIVE_FORK])
 def test_rollouts_branch_where_sandboxes_can_be_forked(claim: Capability) -> None:
-    config = default_recipe(["credit.kind=shared_prefix", "credit.branches=2", "sandboxes.kind=ns"])
+    config = default_recipe(["credit.kind=shared_prefix", "credit.options.branches=2", "sandboxes.kind=ns"])
     asyncio.run(check_sandboxes(Sandboxes(*CONFINED, claim), config))
-    with pytest.raises(ConfigError, match=r"credit\.branches = 2 forks sandboxes, which sandboxes\.kind = 'ns'"):
+    with pytest.raises(ConfigError, match=r"branches = 2 forks sandboxes, which sandboxes\.kind = 'ns'"):
         asyncio.run(check_sandboxes(Sandboxes(*CONFINED), config))
 
 

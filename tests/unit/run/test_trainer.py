@@ -10,7 +10,7 @@ import torch
 
 import ledgers
 from etude.config.loading import default_recipe
-from etude.config.training import LossConfig
+from etude.config.training import DualClippedOptions, LossConfig
 from etude.errors import DamagedError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.payloads import Payloads
@@ -153,7 +153,7 @@ def test_a_batch_is_scored_by_whom_the_loss_asks_for(run: RunFolder) -> None:
     """Both by version 0: the weights that sampled, and the reference."""
     admit(run, 0)
     config = run.config()
-    loss = LossConfig(kind="grpo", old_policy="recomputed", kl_coef=0.1)
+    loss = LossConfig(kind="grpo", options=DualClippedOptions(old_policy="recomputed"), kl_coef=0.1)
     question = RunFolder.create(run.path.with_name("asked"), config.model_copy(update={"loss": loss}))
     start_from(run, question)
     model, ids = Decoder(TINY), [1, 2, 3, 4]

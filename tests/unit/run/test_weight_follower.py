@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from etude.config.inference import EngineConfig, NumericsConfig
+from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
 from etude.engines.native.opener import NativeUpdater, ResidentModel
 from etude.errors import DamagedError, InfrastructureError
 from etude.models.checkpoint import state_of
@@ -52,7 +52,7 @@ def numerics_of(dtype: torch.dtype) -> NumericsConfig:
 def open_engine(
     pulled: PulledWeights, *, spare: bool, numerics: NumericsConfig = FLOAT32, spec: ModelSpec = TINY
 ) -> NativeUpdater:
-    config = EngineConfig(max_running=2, spare_weights=spare)
+    config = EngineConfig(max_running=2, options=NativeOptions(spare_weights=spare))
     make_model, load = partial(serving_model, spec, numerics, "cpu"), partial(load_published, config=numerics)
     return NativeUpdater.open(pulled, config, make_model, load)
 

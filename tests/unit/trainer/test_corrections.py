@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config.training import LossConfig
+from etude.config.training import GeometricMaskOptions, LossConfig
 from etude.trainer.corrections import (
     correct,
     masked,
@@ -54,7 +54,7 @@ def test_only_a_bad_trajectory_that_was_left_behind_is_masked() -> None:
 
 
 def test_a_sequence_mask_comes_on_top_of_weights() -> None:
-    config = LossConfig(cap=2.0, sequence_mask="geometric", mask_floor=0.5, mask_cap=1.9)
+    config = LossConfig(sequence_mask="geometric", mask_options=GeometricMaskOptions(floor=0.5, cap=1.9))
     result = correct(LOGS, LOGS, torch.ones_like(LOGS), TRAJECTORIES, config)
     torch.testing.assert_close(result.weights_N, torch.tensor([1.0, 2.0, 0.0, math.exp(0.1)], dtype=torch.float64))
     assert result.masked_N.tolist() == [False, False, True, False]

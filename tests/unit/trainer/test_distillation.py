@@ -9,7 +9,7 @@ from torch import Tensor
 
 from etude.config.hints import HintRule, HintsConfig
 from etude.config.inference import NumericsConfig
-from etude.config.training import LossConfig, OptimiserConfig
+from etude.config.training import LossConfig, OptimiserConfig, SumNormOptions
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
 from etude.trainer.distillation import Distillation, DistillationExample, TokenDivergences, divergences, prefix_weights
@@ -223,7 +223,11 @@ def test_examples_add_to_what_rewards_say() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "divisor"),
-    [(DEFAULT, 60), (LossConfig(kind="rloo"), 3), (LossConfig(kind="dr_grpo", sequence_tokens=5), 15)],
+    [
+        (DEFAULT, 60),
+        (LossConfig(kind="rloo"), 3),
+        (LossConfig(kind="dr_grpo", aggregation_options=SumNormOptions(sequence_tokens=5)), 15),
+    ],
     ids=lambda value: getattr(value, "kind", ""),
 )
 def test_examples_are_divided_as_the_loss_would_be_though_no_group_has_a_signal(loss: LossConfig, divisor: int) -> None:

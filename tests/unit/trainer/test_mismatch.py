@@ -236,5 +236,5 @@ def test_every_token_is_scored_with_the_weights_that_sampled_it(max_tokens: int)
     for one, row in zip(sampled, result, strict=True):
         np.testing.assert_allclose(row, one.logprobs, atol=1e-6)
     unknown = replace(sampled[1], versions=np.array([N, 4, 5], np.int32))
-    with pytest.raises(DamagedError, match=r"weight version 5 sampled .*; set loss\.old_policy = 'engine'"):
+    with pytest.raises(DamagedError, match=r"weight version 5 sampled .*; set loss\.options\.old_policy = 'engine'"):
         probe.old_logprobs([unknown], max_tokens=max_tokens)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etude.config.inference import NumericsConfig
-from etude.config.training import LossConfig, OptimiserConfig
+from etude.config.training import DualClippedOptions, LossConfig, OptimiserConfig
 from etude.errors import DivergedError, InfrastructureError
 from etude.models.arithmetic import Arithmetic
 from etude.models.decoder import Decoder
@@ -116,7 +116,7 @@ def test_the_same_batches_make_the_same_policy_bit_for_bit(arithmetic: Arithmeti
 
 
 def test_tokens_that_a_correction_leaves_out_are_counted() -> None:
-    trainer = make_trainer(loss=LossConfig(correction="mis", cap=2.0))
+    trainer = make_trainer(loss=LossConfig(correction="mis"))
     (good,), (bad,) = make_batch(trainer.model)
     unlikely = replace(bad, logprobs=bad.logprobs - 1)  # the trainer finds it e times likelier than its engine did
     stats = trainer.step(1, [(good, unlikely)], totals(3))
@@ -127,7 +127,7 @@ def test_tokens_that_a_correction_leaves_out_are_counted() -> None:
 @pytest.mark.parametrize(("step", "masked_share"), [(1, 0.0), (2, 0.0), (4, 1.0)])
 def test_the_decoupled_form_takes_the_age_of_a_token_into_account(step: int, masked_share: float) -> None:
     """A version behind, all of the way from the engine is the last step's; three behind, two thirds are not: e²."""
-    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", correction="decoupled", cap=5.0))
+    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", correction="decoupled"))
     (good,), _ = make_batch(trainer.model)
     # A bad token that has become likelier is not clipped.
     stale = replace(good, logprobs=good.logprobs - 3, advantages=-good.advantages)
@@ -136,7 +136,7 @@ def test_the_decoupled_form_takes_the_age_of_a_token_into_account(step: int, mas
 
 def test_a_recomputed_old_policy_is_what_ratios_are_taken_to() -> None:
     """The engine is off by e³, which is TIS's to mend; the policy has moved by nothing, so nothing is clipped."""
-    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", old_policy="recomputed", correction="tis"))
+    trainer = make_trainer(loss=LossConfig(kind="ppo_clip", options=DualClippedOptions(old_policy="recomputed")))
     (good,), _ = make_batch(trainer.model)
     strange = replace(good, logprobs=good.logprobs - 3, old_logprobs=good.logprobs)
     stats = trainer.step(1, [(strange,)], totals(2))

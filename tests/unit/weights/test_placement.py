@@ -15,7 +15,6 @@ from etude.weights.placement import (
     Places,
     Rectangle,
     Scattering,
-    blended,
     digit,
     digit_base,
     digit_count,
@@ -158,15 +157,6 @@ def test_random_bits_are_finite_and_their_opposites_differ_everywhere(name: str)
         exponent = (2**element.exponent_bits - 1) << element.mantissa_bits
         assert not (bits & exponent == exponent).any()
         assert not (opposites & exponent == exponent).any()
-
-
-@pytest.mark.parametrize("base", [8, 16, 256])
-def test_blended_integers_differ_everywhere_when_shifted(base: int) -> None:
-    codes = np.arange(1, 5000)
-    plain, shifted = (blended(codes, base, shifted=shifted) for shifted in (False, True))
-    assert (plain != shifted).all()
-    assert min(plain.min(), shifted.min()) == 1
-    assert max(plain.max(), shifted.max()) == base - 1
 
 
 def test_types_of_eight_bytes_and_truth_values_have_no_codes() -> None:

@@ -94,8 +94,8 @@ def score_command(
 
 def _recipe(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     config = load_recipe(recipe, overrides)
-    if not config.judge.url:
-        raise ConfigError(f"{recipe} has no judge: set judge.url, judge.model and judge.rubrics")
+    if config.judge.kind == "none":
+        raise ConfigError(f"{recipe} has no judge: set judge.kind and judge.rubrics")
     return config
 
 
@@ -148,7 +148,7 @@ def check(config: RunConfig) -> JudgeCheck:
     for aspect, judgement in answers.judgements.items():
         calibration = calibrations.get(aspect)
         reason = distrust(calibration, pins[aspect], config.judge.min_agreement)
-        readable = f"{len(judgement.votes)} of {config.judge.votes} votes readable"
+        readable = f"{len(judgement.votes)} of {config.judge.required_options.votes} votes readable"
         trust = f"not trusted: {reason}" if reason else "trusted"
         lines += [f"{aspect}: {readable}; {trust}; pin {pins[aspect][:12]}"]
         lines += _figures(calibration) if calibration is not None else []
@@ -157,7 +157,7 @@ def check(config: RunConfig) -> JudgeCheck:
         unreadable = isinstance(answers.hints, ReplyFault)
         lines += [f"hints: its reply could not be read: {answers.hints}" if unreadable else "hints: readable"]
     lines += [f"alarm: {alarm.detail}" for alarm in answers.alarms]
-    passed = passed and not (answers.alarms and config.judge.on_alarm == "hold")
+    passed = passed and not (answers.alarms and config.judge.required_options.on_alarm == "hold")
     return JudgeCheck(passed=passed, lines=[*lines, _costs(answers, config.judge)])
 
 
@@ -207,7 +207,7 @@ async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bo
 
 
 def _costs(answers: _Answers, config: JudgeConfig) -> str:
-    spent, has_prices = answers.spent, any(config.prices)
+    spent, has_prices = answers.spent, any(config.required_options.prices)
     money = f"{answers.cost:g} at the recipe's prices" if has_prices else "the recipe has no prices"
     return (
         f"asked in {spent.calls} calls: {spent.prompt_tokens} tokens read, {spent.completion_tokens} written; {money}"

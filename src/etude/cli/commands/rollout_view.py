@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from etude.config.recipe import RunConfig
+from etude.config.training import ClippedOptions
 from etude.dashboard.rollout_text import (
     ReadComparison,
     ReadHint,
@@ -282,7 +283,7 @@ def _provisos(trained: int, state: GroupState, config: RunConfig) -> Iterator[st
     if loss.reference_beta:
         yield (f"advantages are without loss.reference_beta = {loss.reference_beta:g}: the way from the reference "
                f"takes its weights to tell")  # fmt: skip
-    clip = loss.kind if loss.clip_high else "none"
+    clip = loss.kind if isinstance(loss.options, ClippedOptions) else "none"
     deciding = {"kind": clip, "correction": loss.correction, "sequence_mask": loss.sequence_mask}
     weighing = ", ".join(f"{key} = {value!r}" for key, value in deciding.items() if value != "none")
     if weighing:

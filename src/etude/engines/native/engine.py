@@ -68,13 +68,13 @@ class NativeEngine:
 
     def __init__(self, weights: Weights, config: EngineConfig, *, seed: int, record_routes: bool = False) -> None:
         self._weights = weights
-        self._mode = SwapMode(config.swap)
+        self._mode = SwapMode(config.native.swap)
         self._scheduler = Scheduler(
             pages=-(-config.resolved_cache_tokens // PAGE),
             max_running=config.max_running,
-            max_waiting=config.max_waiting,
+            max_waiting=config.native.max_waiting,
             max_length=config.max_length,
-            step_tokens=config.step_tokens,
+            step_tokens=config.native.step_tokens,
         )
         self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
         self._sampler = Sampler(weights.model.arithmetic)

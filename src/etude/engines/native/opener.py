@@ -48,7 +48,7 @@ Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 async def open_native(context: EngineContext, pulled: PulledWeights) -> AsyncIterator[ServedEngine]:
     """Load a version into as many models as the recipe keeps, prove them, and serve the first."""
     config, routes = context.config.engine, context.config.numerics.replay != "off"
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.native.threads)
     open_updater = partial(NativeUpdater.open, pulled, config, context.make_model, context.load, record_routes=routes)
     updater = await asyncio.to_thread(open_updater)
     tasks = (updater.engine.run, lambda: report_load(updater.engine, context.events))
@@ -138,7 +138,7 @@ class NativeUpdater:
         record_routes: bool = False,
     ) -> "NativeUpdater":
         """An engine that serves ``pulled``, with as many models as ``config`` keeps, and its updater."""
-        models = [make_model() for _ in range(2 if config.spare_weights else 1)]
+        models = [make_model() for _ in range(2 if config.native.spare_weights else 1)]
         residents = [ResidentModel(model, partial(load, model), pulled) for model in models]
         engine = NativeEngine(
             Weights(residents[0].model, pulled.version, pulled.digest),

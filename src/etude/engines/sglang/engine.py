@@ -22,7 +22,7 @@ from typing import Any, final
 
 import numpy as np
 
-from etude.engines.http.api_client import ApiClient, RequestLimits
+from etude.engines.api_client import ApiClient, RequestLimits
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Floats, Ids, Routes, TokenIds, as_list

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import numpy as np
 
-from etude.engines.http.api_client import ANSWER_TIMEOUT_S, ApiClient, RequestLimits
+from etude.engines.api_client import ANSWER_TIMEOUT_S, ApiClient, RequestLimits
 from etude.engines.native.scheduler import SwapMode
 from etude.engines.vllm.answers import (
     Choice,

@@ -97,12 +97,13 @@ class RuntimeWeights:
 
         ``runtime`` are the parameters that the engine computes with, if they can be read and written where they lie:
         then an update writes only what changed, and the digest is read from them. ``None`` if the engine packs them
-        away (vLLM on a CPU hands its linear layers to oneDNN): then every update loads everything, and the digest is
-        that of the copy it was loaded from.
+        away (vLLM on a CPU hands its linear layers to oneDNN): then, and where it computes with anything but copies,
+        every update loads everything, and the digest is that of the copy it was loaded from.
         """
         self._copy = copy
         self._load = load
-        self._placed = None if runtime is None else InPlaceWeights(runtime, load, copy.specs)
+        placed = None if runtime is None else InPlaceWeights(runtime, load, copy.specs)
+        self._placed = None if placed is None or placed.misfit else placed
         self._is_whole = False
         self._load_all()
 
@@ -112,7 +113,7 @@ class RuntimeWeights:
         if self._placed is None:
             self._load_all()
             return
-        scatter = self._placed.prepare(patch.changes, self._copy.tensors())
+        scatter = self._placed.prepare(patch.changes)
         self._is_whole = False
         scatter.apply()
         self._is_whole = True

@@ -5,12 +5,12 @@
     at any time        digest(): the resident weights, read through the same map, are the published ones
 
 The engine brings its parameters and its own loader, nothing else: sharding, fusing, permuting and padding are seen for
-what the loader does. What it computes instead of copies (scales, quantises, sums) is noticed and loaded again in full
-when one of its sources changes. The map is learned in ``layout_probe.py`` and kept in ``weights/placement.py``.
+what the loader does. An engine for which it computes anything instead (scales, quantises, sums) is noticed: that one
+has to be loaded whole. The map is learned in ``layout_probe.py`` and kept in ``weights/placement.py``.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import final
 
@@ -18,22 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.engines.scatter import (
-    RELOAD_SHARE,
-    Load,
-    Scatter,
-    Write,
-    check_change,
-    numbers_of,
-    scatter_of,
-    write_to,
-)
+from etude.engines.scatter import Load, Scatter, Write, check_change, numbers_of, scatter_of, write_to
 from etude.engines.vllm.layout_probe import LayoutProbe, Parameter
 from etude.errors import UserError
 from etude.types import TensorSpec
 from etude.weights.device import digest_tensor
 from etude.weights.digest import Digest, layout_digest
-from etude.weights.placement import Block, Placement, Places, Rectangle, has_codes
+from etude.weights.placement import Block, Placement, Places, Rectangle
 from etude.weights.replica import ChangedNumbers
 from etude.weights.state import Region, spec_key
 from etude.weights.tensors import TORCH_TYPES
@@ -62,40 +53,26 @@ class InPlaceWeights:
         """Learn where ``load`` puts the tensors that ``specs`` describes.
 
         ``runtime`` are the parameters it writes to, by any name. Takes a load for each digit of the largest code
-        (four for up to four billion bfloat16 numbers) and three more; others to find the sources of what is computed.
+        (four for up to four billion bfloat16 numbers) and three more.
         Raises :class:`~etude.errors.UserError` for a parameter that is not contiguous or of a type that is not stored.
         """
         self._specs = {spec.name: spec for spec in specs}
         self._parameters = {name: Parameter(name, tensor) for name, tensor in runtime.items()}
-        self._load = load
         limit_bytes = probe_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // PROBE_SHARE
         probe = LayoutProbe(self._parameters, load, tuple(self._specs.values()), limit_bytes)
         self.placement = Placement(probe.blocks())
-        self.computed = frozenset(probe.computed)
-        """Parameters that the loader computes rather than copies."""
-        self.reloading = probe.sources() | {spec.name for spec in specs if not has_codes(spec)}
-        """Tensors that go into those, or whose type has no place: when one changes, everything is loaded."""
+        self.misfit = self._find_misfit(probe.computed)
+        """Reason that the weights cannot be followed and read here, but have to be loaded whole; empty: they can."""
 
-    def prepare(
-        self, changes: Mapping[str, Sequence[ChangedNumbers]], whole: Mapping[str, Tensor] | None = None
-    ) -> Scatter:
+    def prepare(self, changes: Mapping[str, Sequence[ChangedNumbers]]) -> Scatter:
         """Bring the new bits of changed numbers, and where they go, to the device; what serves is not touched.
 
-        Safe in a thread beside the engine's. ``whole`` is the new checkpoint, read only if everything has to be loaded:
-        when a tensor in :attr:`reloading` changed or very much did. Raises :class:`~etude.errors.UserError` for tensors
-        that were not probed, and when it has to be loaded but was not given.
+        Safe in a thread beside the engine's. Raises :class:`~etude.errors.UserError` for tensors that were not probed.
         """
         if unknown := changes.keys() - self._specs.keys():
             raise UserError(
                 f"tensor {min(unknown)!r} changed, but was not there when the engine was probed; probe again"
             )
-        if computed := changes.keys() & self.reloading:
-            if whole is None:
-                raise UserError(f"a change of {min(computed)!r} needs a full load: pass the whole checkpoint")
-            return self._reload(whole)
-        changed = sum(len(run.indices) for runs in changes.values() for run in runs)
-        if whole is not None and changed * RELOAD_SHARE > sum(map(numbers_of, self._specs.values())):
-            return self._reload(whole)
         parts: dict[str, list[tuple[Places, Tensor]]] = {}
         for name, runs in changes.items():
             for run in runs:
@@ -103,25 +80,21 @@ class InPlaceWeights:
         return scatter_of(self._write(name, placed) for name, placed in parts.items())
 
     def digest(self) -> str:
-        """The state digest, in hex, of the weights that are resident: equal to the published one, or they differ.
-
-        Raises :class:`~etude.errors.UserError` for tensors that the parameters do not hold all of, and exactly.
-        """
-        inexact = self.reloading | {
-            block.tensor
-            for block in self.placement.blocks
-            if not self._parameters[block.parameter].keeps(self._specs[block.tensor])
-        }
-        if inexact:
-            raise UserError(f"the engine keeps {min(inexact)!r} in another form: its digest cannot be read there")
-        for spec in self._specs.values():
-            if (resident := self.placement.resident(spec.name)) < numbers_of(spec):
-                raise UserError(f"the engine holds {resident} of the {numbers_of(spec)} numbers of {spec.name!r}")
+        """The state digest, in hex, of the weights that are resident: equal to the published one, or they differ."""
         parts = (_digest(self._parameters[b.parameter], b, self._specs[b.tensor]) for b in self.placement.witnesses)
         return (layout_digest(self._specs.values()) + sum(parts, start=Digest.ZERO)).hex()
 
-    def _reload(self, whole: Mapping[str, Tensor]) -> Scatter:
-        return Scatter(writes=(), reload=lambda: self._load(whole))
+    def _find_misfit(self, computed: Collection[str]) -> str:
+        """The first thing that is no exact copy of all the numbers there are, in words."""
+        if computed:
+            return f"the engine computes {min(computed)!r}"
+        for block in self.placement.blocks:
+            if not self._parameters[block.parameter].keeps(self._specs[block.tensor]):
+                return f"the engine keeps {block.tensor!r} in another form"
+        for spec in self._specs.values():
+            if (resident := self.placement.resident(spec.name)) < numbers_of(spec):
+                return f"the engine holds {resident} of the {numbers_of(spec)} numbers of {spec.name!r}"
+        return ""
 
     def _place(self, spec: TensorSpec, run: ChangedNumbers, parts: dict[str, list[tuple[Places, Tensor]]]) -> None:
         check_change(spec, run)

@@ -20,21 +20,19 @@ from torch import Tensor
 from etude.engines.scatter import SIGNED, Load
 from etude.errors import UserError
 from etude.types import TensorSpec
-from etude.weights.device import STORED_TYPES, digest_tensor
-from etude.weights.digest import Digest
+from etude.weights.device import STORED_TYPES
 from etude.weights.placement import (
     NO_CODE,
     Block,
     Flags,
     Numbering,
     Places,
-    blended,
     digit,
     digit_base,
     digit_count,
     random_bits,
 )
-from etude.weights.state import ELEMENTS, Region
+from etude.weights.state import ELEMENTS
 from etude.weights.tensors import TORCH_TYPES
 
 Make: TypeAlias = Callable[[TensorSpec, Places], Tensor]
@@ -97,7 +95,7 @@ class LayoutProbe:
     """A probe of a loader, which loads with it.
 
     Takes, for each group of parameters that fits ``limit_bytes`` of host memory, a load for each digit of the largest
-    code and two more; one to prove the map; and in the search for sources one for each group that is tried.
+    code and two more; and one to prove the map.
     """
 
     def __init__(
@@ -126,24 +124,6 @@ class LayoutProbe:
         self._fill(partial(_random_values, flipped=False))
         self.computed |= {name for name, own in blocks.items() if not self._explains(name, own)}
         return [block for name, own in blocks.items() if name not in self.computed for block in own]
-
-    def sources(self) -> frozenset[str]:
-        """The tensors that computed parameters depend on: found by changing half of them, then half of those, …"""
-        if not self.computed:
-            return frozenset()
-        before = self._signatures(frozenset())
-        sources: set[str] = set()
-        groups = [[spec.name for spec in self._numbering.specs]]
-        while groups:
-            group = groups.pop()
-            if not group or self._signatures(frozenset(group)) == before:
-                continue
-            middle = len(group) // 2
-            if middle:
-                groups += [group[:middle], group[middle:]]
-            else:
-                sources.add(group[0])
-        return frozenset(sources)
 
     def _groups(self) -> Iterator[list[str]]:
         """Names of parameters that can be read together; one that is too large is read alone."""
@@ -185,14 +165,6 @@ class LayoutProbe:
             if not np.array_equal(actual[positions], expected):
                 return False
         return True
-
-    def _signatures(self, changed: frozenset[str]) -> list[Digest]:
-        """Digests of the computed parameters when small integers are loaded, others for the ``changed`` tensors."""
-        base = self._base
-        self._fill(lambda spec, codes: _integers(spec, blended(codes, base, shifted=spec.name in changed)))
-        parameters = [self._parameters[name] for name in sorted(self.computed)]
-        raw = [parameter.bits.view(torch.uint8) for parameter in parameters]
-        return [digest_tensor(numbers, 0, Region.run(0, len(numbers))) for numbers in raw]
 
     def _fill(self, make: Make) -> None:
         self._load(_Pattern(self._specs, self._numbering, make))

@@ -17,8 +17,9 @@ from typing import final
 
 import aiohttp
 
+from etude.config.inference import VllmOptions
 from etude.config.recipe import RunConfig
-from etude.engines.http.api_client import ApiClient
+from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
 from etude.engines.native.scheduler import SwapMode
 from etude.engines.vllm.answers import ServerFeatures
@@ -43,12 +44,13 @@ a large one on a GPU. One that ends is noticed at once.
 @asynccontextmanager
 async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncIterator[ServedEngine]:
     """Start a server on a version, and end it with the context."""
-    config = context.config
+    config, options = context.config, context.config.engine.options
+    assert isinstance(options, VllmOptions), config.engine.kind
     with closing(Scratch.open(None)) as scratch:
         memory = scratch.create(reader=None)
         writer = CheckpointWriter(context.model_folder / CONFIG_FILE, memory)
         model = await asyncio.to_thread(writer.write, pulled.state)
-        python = find_python(config.engine.vllm_python)
+        python = find_python(options.python)
         server = server_of(config, context.spec, python=python, model=model, port=_free_port())
         process = VllmProcess(server, context.logs)
         try:
@@ -57,7 +59,7 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
                 features = ServerFeatures(sparse_layers=context.spec.sparse_layers if server.routes else ())
                 engine = VllmEngine(client, server.limits(), features, memory)
                 await _start(process, engine, client, pulled)
-                updater = VllmUpdater(engine, writer, SwapMode(config.engine.swap))
+                updater = VllmUpdater(engine, writer, SwapMode(options.swap))
                 yield ServedEngine(engine=engine, updater=updater, tasks=(lambda: _watch(process),))
         finally:
             process.stop()

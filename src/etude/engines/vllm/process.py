@@ -18,7 +18,7 @@ from typing import Literal, final
 import orjson
 
 import etude
-from etude.engines.http.api_client import ApiClient, RequestLimits
+from etude.engines.api_client import ApiClient, RequestLimits
 from etude.engines.vllm import process_guard
 from etude.errors import EngineUnavailable, UserError
 

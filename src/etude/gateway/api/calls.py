@@ -207,7 +207,7 @@ UNSERVED = frozenset({"rate_limit_exceeded", "engine_unavailable", "deadline_exc
 """Codes of calls that were not answered for lack of an engine, and not for what they ask."""
 OVER_BUDGET = "key_budget_exceeded"
 """Error code of a call that its key's budget refused."""
-GONE = 499
+CLIENT_CLOSED = 499
 """Status, in metrics and logs, of a call whose caller hung up; it is never sent (nginx's number)."""
 
 logger = logging.getLogger(__name__)

@@ -27,10 +27,11 @@ from etude.gateway.api.fields import (
     NULL,
     OBJECT,
     TEXT,
-    Fields,
+    JsonObject,
     any_of,
     array_schema,
     enum_schema,
+    field_names,
     integer_schema,
     object_schema,
     read_object,
@@ -38,12 +39,10 @@ from etude.gateway.api.fields import (
 )
 from etude.gateway.api.openai import (
     DONE,
-    INFORMATIVE,
     MAX_WHOLE,
     NEUTRAL,
     SAMPLING_SCHEMA,
-    UNDERSTOOD,
-    View,
+    OutputOptions,
     error_body,
     event,
     failure_event,
@@ -52,9 +51,9 @@ from etude.gateway.api.openai import (
     logprob,
     neutral_schema,
     read_model,
+    read_output_options,
     read_sampling,
     read_tools,
-    read_view,
     token_name,
     usage,
 )
@@ -64,13 +63,6 @@ from etude.types import Floats, Ids, Json
 
 HINTS = frozenset({"reasoning_effort", "verbosity", "prediction", "prompt_cache_retention", "prompt_cache_options"})
 """Fields of a body that advise models made for them, or could only change the price or the speed of an answer."""
-CHAT_FIELDS = (
-    UNDERSTOOD
-    | INFORMATIVE
-    | {"messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"}
-    | HINTS
-)
-"""Fields of a body that are read, or tolerated."""
 CHAT_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
     {
         **NEUTRAL,
@@ -128,8 +120,8 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict"})
 def parse(body: bytes) -> "ChatRequest":
     """Read a request body. Raises :class:`ApiError` naming the field at fault."""
     fields = read_object(body)
-    fields.only(CHAT_FIELDS, CHAT_NEUTRAL)
-    view = read_view(fields, logprobs=fields.flag("logprobs"))
+    fields.refuse_unknown(CHAT_FIELDS, CHAT_NEUTRAL)
+    output = read_output_options(fields, logprobs=fields.flag("logprobs"))
     call = Call(
         messages=_read_messages(fields),
         tools=read_tools(fields, _read_tool),
@@ -139,10 +131,10 @@ def parse(body: bytes) -> "ChatRequest":
         single_call=not fields.flag("parallel_tool_calls", default=True),
         model=read_model(fields),
     )
-    return ChatRequest(call=call, view=view)
+    return ChatRequest(call=call, output=output)
 
 
-def _read_max_tokens(fields: Fields) -> int | None:
+def _read_max_tokens(fields: JsonObject) -> int | None:
     old = fields.integer("max_tokens", low=1, high=MAX_WHOLE)
     new = fields.integer("max_completion_tokens", low=1, high=MAX_WHOLE)
     if old is not None and new is not None and old != new:
@@ -150,19 +142,19 @@ def _read_max_tokens(fields: Fields) -> int | None:
     return old if new is None else new
 
 
-def _read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+def _read_messages(fields: JsonObject) -> tuple[ChatMessage, ...]:
     messages = tuple([_read_message(message) for message in fields.children("messages")])
     if not messages:
         raise fields.invalid("messages", "a list of at least one message")
     return messages
 
 
-def _read_message(fields: Fields) -> ChatMessage:
+def _read_message(fields: JsonObject) -> ChatMessage:
     name = fields.text("role")
     role = ROLES.get(name)
     if role is None:
         raise fields.invalid("role", "system, developer, user, assistant or tool; a function's reply is a tool's")
-    fields.only(MESSAGE_FIELDS[name], MESSAGE_NEUTRAL)
+    fields.refuse_unknown(MESSAGE_FIELDS[name], MESSAGE_NEUTRAL)
     if role == "assistant":
         return ChatMessage(
             role=role,
@@ -176,7 +168,7 @@ def _read_message(fields: Fields) -> ChatMessage:
     return ChatMessage(role=role, content=content)
 
 
-def _read_content(fields: Fields, *, needed: bool) -> str:
+def _read_content(fields: JsonObject, *, needed: bool) -> str:
     value = fields.value("content")
     if isinstance(value, str):
         return value
@@ -187,16 +179,16 @@ def _read_content(fields: Fields, *, needed: bool) -> str:
     return "".join(_read_part(part) for part in fields.children("content"))
 
 
-def _read_part(part: Fields) -> str:
+def _read_part(part: JsonObject) -> str:
     if part.text("type") != "text":
         raise part.unsupported("type", "a message is text, send only parts of type text")
-    part.only(PART_FIELDS)
+    part.refuse_unknown(PART_FIELDS)
     return part.text("text")
 
 
-def _read_call(call: Fields) -> ToolCall:
+def _read_call(call: JsonObject) -> ToolCall:
     """Arguments are taken as they come, JSON or not: a harness may send back a truncated call."""
-    call.only(CALL_FIELDS)
+    call.refuse_unknown(CALL_FIELDS)
     if call.text("type", "function") != "function":
         raise call.unsupported("type", "only calls of functions are understood")
     function = call.child("function")
@@ -205,14 +197,14 @@ def _read_call(call: Fields) -> ToolCall:
     return ToolCall(call_id=call.text("id"), name=function.text("name"), arguments=function.text("arguments"))
 
 
-def _read_tool(tool: Fields) -> Tool:
+def _read_tool(tool: JsonObject) -> Tool:
     if tool.text("type") != "function":
         raise tool.unsupported("type", "only tools of type function are understood")
-    tool.only(TOOL_FIELDS)
+    tool.refuse_unknown(TOOL_FIELDS)
     function = tool.child("function")
     if function is None:
         raise tool.invalid("function", "an object with name and parameters")
-    function.only(FUNCTION_FIELDS)
+    function.refuse_unknown(FUNCTION_FIELDS)
     function.flag("strict")
     return Tool(
         name=function.short_text("name"),
@@ -276,6 +268,8 @@ SCHEMA = object_schema(
     **dict.fromkeys(HINTS, True),
 )
 """JSON schema of the body. Besides, ``stream_options`` needs ``stream``, and the two allowances agree."""
+CHAT_FIELDS = field_names(SCHEMA) - CHAT_NEUTRAL.keys()
+"""Fields of a body that are read, or tolerated."""
 NOTHING_SHOWN: Mapping[str, object] = MappingProxyType({})
 """The further fields of a chunk that has only a delta."""
 
@@ -285,7 +279,7 @@ class ChatRequest:
     """A request to ``/v1/chat/completions``."""
 
     call: Call
-    view: View
+    output: OutputOptions
 
     def body(self, answer: Answer) -> bytes:
         """The answer as a ``chat.completion``."""
@@ -295,16 +289,16 @@ class ChatRequest:
             "created": answer.created,
             "model": self.call.model,
             "system_fingerprint": fingerprint(reply.turn.versions for reply in answer.replies),
-            "choices": [_choice(index, reply, self.view) for index, reply in enumerate(answer.replies)],
+            "choices": [_choice(index, reply, self.output) for index, reply in enumerate(answer.replies)],
             "usage": usage(answer),
         }
-        if self.view.token_ids:
+        if self.output.token_ids:
             data["prompt_token_ids"] = answer.replies[0].turn.prompt_ids
         return orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def events(self) -> "ChatEventEncoder":
         """The answer as a stream of ``chat.completion.chunk``."""
-        return ChatEventEncoder(self.call, self.view)
+        return ChatEventEncoder(self.call, self.output)
 
 
 class ChatEventEncoder:
@@ -313,9 +307,9 @@ class ChatEventEncoder:
     Each chunk names the weight versions of its own tokens as ``system_fingerprint``, the last ones those of the answer.
     """
 
-    def __init__(self, call: Call, view: View) -> None:
+    def __init__(self, call: Call, output: OutputOptions) -> None:
         self._call = call
-        self._view = view
+        self._output = output
         self._head: dict[str, object] = {}
 
     def opening(self, answer_id: str, created: int) -> bytes:
@@ -326,32 +320,32 @@ class ChatEventEncoder:
             "created": created,
             "model": self._call.model,
         }
-        if self._view.usage_event:
+        if self._output.usage_event:
             self._head["usage"] = None
         role: dict[str, object] = {"role": "assistant", "content": "", "refusal": None}
         return b"".join(self._chunk(index, role) for index in range(self._call.sampling.count))
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
         """One chunk with all that some tokens add; none where the caller asked for nothing of it."""
-        if not deltas and not (self._view.logprobs or self._view.token_ids):
+        if not deltas and not (self._output.logprobs or self._output.token_ids):
             return b""
         shown: dict[str, object] = {}
-        if self._view.logprobs:
+        if self._output.logprobs:
             shown["logprobs"] = _logprobs(chunk.token_ids, chunk.logprobs)
-        if self._view.token_ids:
+        if self._output.token_ids:
             shown["token_ids"] = chunk.token_ids
         return self._chunk(index, _merged(deltas), fingerprint([chunk.versions]), shown)
 
     def closing(self, answer: Answer) -> bytes:
         """The finish reason of each reply, the usage if it was asked for, and the end mark."""
         whole = fingerprint(reply.turn.versions for reply in answer.replies)
-        if self._view.token_ids:
+        if self._output.token_ids:
             self._head["prompt_token_ids"] = answer.replies[0].turn.prompt_ids
         events: list[bytes] = []
         for index, reply in enumerate(answer.replies):
             events.append(self._chunk(index, {}, whole, _finish(reply)))
             self._head.pop("prompt_token_ids", None)  # once is enough
-        if self._view.usage_event:
+        if self._output.usage_event:
             events.append(event({**self._head, "system_fingerprint": whole, "choices": [], "usage": usage(answer)}))
         return b"".join([*events, DONE])
 
@@ -370,15 +364,15 @@ class ChatEventEncoder:
         return event({**self._head, "system_fingerprint": versions, "choices": [choice]})
 
 
-def _choice(index: int, reply: Reply, view: View) -> dict[str, object]:
+def _choice(index: int, reply: Reply, output: OutputOptions) -> dict[str, object]:
     turn = reply.turn
     shown: dict[str, object] = {
         "index": index,
         "message": _reply_message(reply.message),
-        "logprobs": _logprobs(turn.completion_ids, turn.logprobs) if view.logprobs else None,
+        "logprobs": _logprobs(turn.completion_ids, turn.logprobs) if output.logprobs else None,
         **_finish(reply),
     }
-    if view.token_ids:
+    if output.token_ids:
         shown["token_ids"] = turn.completion_ids
     return shown
 

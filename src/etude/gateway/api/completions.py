@@ -11,15 +11,21 @@ from types import MappingProxyType
 import orjson
 
 from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishReason, Reply
-from etude.gateway.api.fields import Fields, any_of, array_schema, integer_schema, object_schema, read_object
+from etude.gateway.api.fields import (
+    JsonObject,
+    any_of,
+    array_schema,
+    field_names,
+    integer_schema,
+    object_schema,
+    read_object,
+)
 from etude.gateway.api.openai import (
     DONE,
-    INFORMATIVE,
     MAX_WHOLE,
     NEUTRAL,
     SAMPLING_SCHEMA,
-    UNDERSTOOD,
-    View,
+    OutputOptions,
     error_body,
     event,
     failure_event,
@@ -27,17 +33,14 @@ from etude.gateway.api.openai import (
     logprob,
     neutral_schema,
     read_model,
+    read_output_options,
     read_sampling,
-    read_view,
     token_name,
     usage,
 )
 from etude.protocols import TokenChunk
 from etude.tokens.messages import Delta, TextDelta, ThinkingDelta
 from etude.types import Floats, Ids, Json
-
-COMPLETION_FIELDS = UNDERSTOOD | INFORMATIVE | {"prompt"}
-"""Fields of a body that are read, or could not change the output."""
 
 COMPLETION_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({**NEUTRAL, "best_of": (1,), "suffix": ("",)})
 """Fields of a body that are accepted with the values that ask for nothing."""
@@ -55,16 +58,16 @@ MAX_TOKEN_ID = 2**31 - 1
 def parse(body: bytes) -> "CompletionRequest":
     """Read a request body. Raises :class:`ApiError` naming the field at fault."""
     fields = read_object(body)
-    fields.only(COMPLETION_FIELDS, COMPLETION_NEUTRAL)
+    fields.refuse_unknown(COMPLETION_FIELDS, COMPLETION_NEUTRAL)
     max_tokens = fields.integer("max_tokens", low=1, high=MAX_WHOLE)
-    view = read_view(fields, logprobs=fields.integer("logprobs", low=0, high=MAX_LOGPROBS) is not None)
+    output = read_output_options(fields, logprobs=fields.integer("logprobs", low=0, high=MAX_LOGPROBS) is not None)
     call = Call(
         prompt=_read_prompt(fields),
         sampling=read_sampling(fields, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens),
         stream=fields.flag("stream"),
         model=read_model(fields),
     )
-    return CompletionRequest(call=call, view=view)
+    return CompletionRequest(call=call, output=output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class CompletionRequest:
     """A request to ``/v1/completions``."""
 
     call: Call
-    view: View
+    output: OutputOptions
 
     def body(self, answer: Answer) -> bytes:
         """The answer as a ``text_completion``."""
@@ -86,13 +89,13 @@ class CompletionRequest:
 
     def events(self) -> "CompletionEventEncoder":
         """The answer as a stream of ``text_completion``."""
-        return CompletionEventEncoder(self.call, self.view)
+        return CompletionEventEncoder(self.call, self.output)
 
     def _choice(self, index: int, reply: Reply) -> dict[str, object]:
         text = reply.message.thinking + reply.message.content  # a raw text has no place of its own for thoughts
         shown: dict[str, object] = {"index": index, "text": text, **_finish(reply)}
-        shown["logprobs"] = _logprobs(reply.turn.completion_ids, reply.turn.logprobs) if self.view.logprobs else None
-        if self.view.token_ids:
+        shown["logprobs"] = _logprobs(reply.turn.completion_ids, reply.turn.logprobs) if self.output.logprobs else None
+        if self.output.token_ids:
             shown |= {"prompt_token_ids": reply.turn.prompt_ids, "token_ids": reply.turn.completion_ids}
         return shown
 
@@ -100,27 +103,27 @@ class CompletionRequest:
 class CompletionEventEncoder:
     """Encodes one answer as chunks; see :class:`~etude.gateway.api.calls.EventEncoder`."""
 
-    def __init__(self, call: Call, view: View) -> None:
+    def __init__(self, call: Call, output: OutputOptions) -> None:
         self._call = call
-        self._view = view
+        self._output = output
         self._head: dict[str, object] = {}
 
     def opening(self, answer_id: str, created: int) -> bytes:
         """Nothing: a completion has no role to announce."""
         self._head = _head(answer_id, created, self._call.model)
-        if self._view.usage_event:
+        if self._output.usage_event:
             self._head["usage"] = None
         return b""
 
     def delta(self, index: int, deltas: Sequence[Delta], chunk: TokenChunk) -> bytes:
         """One chunk with all that some tokens add; none where the caller asked for nothing of it."""
         text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))
-        if not text and not (self._view.logprobs or self._view.token_ids):
+        if not text and not (self._output.logprobs or self._output.token_ids):
             return b""
         shown: dict[str, object] = {"text": text}
-        if self._view.logprobs:
+        if self._output.logprobs:
             shown["logprobs"] = _logprobs(chunk.token_ids, chunk.logprobs)
-        if self._view.token_ids:
+        if self._output.token_ids:
             shown["token_ids"] = chunk.token_ids
         return self._chunk(index, shown, fingerprint([chunk.versions]))
 
@@ -130,10 +133,10 @@ class CompletionEventEncoder:
         events: list[bytes] = []
         for index, reply in enumerate(answer.replies):
             shown = {"text": "", **_finish(reply)}
-            if self._view.token_ids:
+            if self._output.token_ids:
                 shown["prompt_token_ids"] = reply.turn.prompt_ids
             events.append(self._chunk(index, shown, whole))
-        if self._view.usage_event:
+        if self._output.usage_event:
             events.append(event({**self._head, "system_fingerprint": whole, "choices": [], "usage": usage(answer)}))
         return b"".join([*events, DONE])
 
@@ -166,7 +169,7 @@ def _logprobs(token_ids: Ids, logprobs: Floats) -> dict[str, object]:
     }
 
 
-def _read_prompt(fields: Fields) -> str | tuple[int, ...]:
+def _read_prompt(fields: JsonObject) -> str | tuple[int, ...]:
     prompt = fields.value("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         if len(prompt) > 1:
@@ -196,6 +199,8 @@ SCHEMA = object_schema(
     logprobs=integer_schema(0, MAX_LOGPROBS),
 )
 """JSON schema of the body. Besides, ``stream_options`` needs ``stream``."""
+COMPLETION_FIELDS = field_names(SCHEMA) - COMPLETION_NEUTRAL.keys()
+"""Fields of a body that are read, or could not change the output."""
 
 PROTOCOL = ApiProtocol(path="/v1/completions", parse=parse, error_body=error_body, request_id_header="x-request-id")
 """OpenAI's completions."""

@@ -18,17 +18,24 @@ from etude.types import MIN_TEMPERATURE, Json
 
 MAX_NAME_CHARACTERS = 256
 """Characters of a model's or a tool's name: it is given back with every reply."""
+MAX_TOP_K = 2**31 - 1
+"""Above any vocabulary."""
+MAX_STOPS = 16
+"""Stop strings of one call, each looked for behind every token; OpenAI takes 4, harnesses for other servers send more.
+"""
+MAX_STOP_CHARACTERS = 1000
+"""Text of this length at most is held back because it may become a stop string."""
 QUOTED_CHARACTERS = 80
 """The most that an error message repeats of a refused value: enough to find it, too little to fill a log."""
 MAX_LEVELS = 254
 """Levels of an object that is passed on: as many as orjson writes. Printing a deeper one runs out of stack."""
 LISTED_NAMES = 4
 """Field names that the description of a refused object shows."""
-NOTHING_NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType({})
+NO_NEUTRAL_FIELDS: Mapping[str, Sequence[Json]] = MappingProxyType({})
 """For objects without fields of which only some values are accepted."""
 
 
-def read_object(body: bytes) -> "Fields":
+def read_object(body: bytes) -> "JsonObject":
     """The fields of a request body. Raises :class:`ApiError` unless it is a JSON object."""
     try:
         value: Json = orjson.loads(body)
@@ -36,10 +43,10 @@ def read_object(body: bytes) -> "Fields":
         raise ApiError(400, "invalid_request", f"the body is not JSON: {error.msg} at {error.pos}") from error
     if not isinstance(value, dict):
         raise ApiError(400, "invalid_request", f"the body must be a JSON object, not {quote(value)}")
-    return Fields(value)
+    return JsonObject(value)
 
 
-class Fields:
+class JsonObject:
     """One JSON object. Reading a field checks it; what does not fit raises :class:`ApiError` with its path.
 
     Example: ``read_object(b'{"n": 0}').integer("n", low=1, high=9)`` refuses with ``n=0: expected a whole number from 1
@@ -137,14 +144,14 @@ class Fields:
             raise self.invalid(name, "a list")
         return value
 
-    def child(self, name: str) -> "Fields | None":
+    def child(self, name: str) -> "JsonObject | None":
         """An object, or ``None``."""
         value = self._values.get(name)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise self.invalid(name, "an object")
-        return Fields(value, self.where(name))
+        return JsonObject(value, self.where(name))
 
     def document(self, name: str) -> dict[str, Json]:
         """An object that is passed on as it is, e.g. a schema; empty if absent."""
@@ -159,7 +166,7 @@ class Fields:
             raise self.invalid(name, f"an object of at most {MAX_LEVELS} levels") from error
         return value
 
-    def children(self, name: str) -> "list[Fields]":
+    def children(self, name: str) -> "list[JsonObject]":
         """The objects of a list, none if it is absent."""
         value = self._values.get(name)
         if value is None:
@@ -168,10 +175,12 @@ class Fields:
         for index, item in enumerate(self.items(name)):
             if not isinstance(item, dict):
                 raise self.invalid(f"{name}[{index}]", "an object", item)
-            children.append(Fields(item, f"{path}[{index}]"))
+            children.append(JsonObject(item, f"{path}[{index}]"))
         return children
 
-    def only(self, understood: Container[str], neutral: Mapping[str, Sequence[Json]] = NOTHING_NEUTRAL) -> None:
+    def refuse_unknown(
+        self, understood: Container[str], neutral: Mapping[str, Sequence[Json]] = NO_NEUTRAL_FIELDS
+    ) -> None:
         """Refuse all fields but those ``understood`` and ``neutral`` ones, whose values there ask for nothing."""
         if all(map(understood.__contains__, self._values)):
             return
@@ -224,6 +233,8 @@ FLAG: Json = {"type": "boolean"}
 """True or false."""
 NULL: Json = {"type": "null"}
 """Null, which is the same as absent."""
+TOP_P: Json = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+"""The nucleus to sample from."""
 OBJECT: Json = {"type": "object"}
 """An object that is passed on as it is."""
 
@@ -238,6 +249,13 @@ def object_schema(required: str, **properties: Json) -> dict[str, Json]:
         field: schema if field in needed else nullable(schema) for field, schema in properties.items()
     }
     return {"type": "object", "properties": fields, "required": needed, "additionalProperties": False}
+
+
+def field_names(schema: Mapping[str, Json]) -> frozenset[str]:
+    """The fields that an object of :func:`object_schema` may have."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict), "the schema is not of an object"
+    return frozenset(properties)
 
 
 def short_text(longest: int) -> Json:

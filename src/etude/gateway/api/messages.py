@@ -22,9 +22,13 @@ from etude.gateway.api.calls import Answer, ApiError, ApiProtocol, Call, FinishR
 from etude.gateway.api.fields import (
     FLAG,
     MAX_NAME_CHARACTERS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOP_K,
     OBJECT,
     TEXT,
-    Fields,
+    TOP_P,
+    JsonObject,
     any_of,
     array_schema,
     enum_schema,
@@ -42,14 +46,6 @@ PATH = "/v1/messages"
 """The path of messages."""
 COUNT_PATH = "/v1/messages/count_tokens"
 """The path of the count of their tokens."""
-UNDERSTOOD = frozenset(
-    {
-        *("model", "messages", "system", "max_tokens", "stream", "tools", "tool_choice"),
-        *("temperature", "top_p", "top_k", "stop_sequences"),
-        *("thinking", "output_config"),
-    }
-)
-"""Fields that are read; the last two are hints, see above."""
 INFORMATIVE = frozenset(
     {"metadata", "service_tier", "speed", "inference_geo", "cache_control", "user_profile_id", "workspace_id"}
 )
@@ -63,14 +59,8 @@ NEUTRAL: Mapping[str, Sequence[Json]] = MappingProxyType(
 """Fields that are accepted with values that ask for nothing; the longest is what Claude Code sends."""
 MAX_TEMPERATURE = 1.0
 """Anthropic's own bound."""
-MAX_TOP_K = 2**31 - 1
-"""Above any vocabulary."""
 MAX_TOKENS = 2**31 - 1
 """Above any context."""
-MAX_STOPS = 16
-"""Each is looked for behind every token; as many as in the other APIs."""
-MAX_STOP_CHARACTERS = 1000
-"""Text of this length at most is held back because it may become a stop string."""
 THINKING_TYPES = ("enabled", "disabled", "adaptive", "between_tools")
 """Ways to ask for thinking."""
 THINKING_DISPLAYS = ("summarized", "omitted")
@@ -116,8 +106,8 @@ def count_body(tokens: int) -> bytes:
     return orjson.dumps({"input_tokens": tokens})
 
 
-def _call(fields: Fields) -> Call:
-    fields.only(UNDERSTOOD | INFORMATIVE, NEUTRAL)
+def _call(fields: JsonObject) -> Call:
+    fields.refuse_unknown(FIELDS, NEUTRAL)
     _check_hints(fields)
     tools, single_call = _tools(fields)
     return Call(
@@ -136,21 +126,21 @@ def _call(fields: Fields) -> Call:
     )
 
 
-def _check_hints(fields: Fields) -> None:
+def _check_hints(fields: JsonObject) -> None:
     thinking = fields.child("thinking")
     if thinking is not None:
-        thinking.only(("type", "budget_tokens", "display"))
+        thinking.refuse_unknown(("type", "budget_tokens", "display"))
         thinking.text("type")
         thinking.choice("type", THINKING_TYPES)
         thinking.integer("budget_tokens", low=0, high=MAX_TOKENS)
         thinking.choice("display", THINKING_DISPLAYS)
     output = fields.child("output_config")
     if output is not None:
-        output.only(("effort",))
+        output.refuse_unknown(("effort",))
         output.choice("effort", EFFORTS)
 
 
-def _stops(fields: Fields) -> tuple[str, ...]:
+def _stops(fields: JsonObject) -> tuple[str, ...]:
     stops = fields.items("stop_sequences")
     texts = tuple(stop for stop in stops if isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS)
     if len(texts) != len(stops) or len(stops) > MAX_STOPS:
@@ -158,7 +148,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     return texts
 
 
-def _tools(fields: Fields) -> tuple[tuple[Tool, ...], bool]:
+def _tools(fields: JsonObject) -> tuple[tuple[Tool, ...], bool]:
     """The tools that may be called, and whether one call ends the reply."""
     tools: dict[str, Tool] = {}
     for item in fields.children("tools"):
@@ -172,32 +162,32 @@ def _tools(fields: Fields) -> tuple[tuple[Tool, ...], bool]:
     kind = choice.text("type")
     if kind not in ("auto", "none"):
         raise choice.unsupported("type", 'nothing here constrains what is sampled, send "auto" or "none"')
-    choice.only(("type", "disable_parallel_tool_use"))
+    choice.refuse_unknown(("type", "disable_parallel_tool_use"))
     single_call = choice.flag("disable_parallel_tool_use")
     return ((), False) if kind == "none" else (tuple(tools.values()), single_call)
 
 
-def _tool(fields: Fields) -> Tool:
+def _tool(fields: JsonObject) -> Tool:
     if fields.text("type", "custom") != "custom":
         raise fields.unsupported("type", "no tool runs on this side: declare it with a name and an input_schema")
-    fields.only(TOOL_FIELDS, TOOL_NEUTRAL)
+    fields.refuse_unknown(TOOL_FIELDS, TOOL_NEUTRAL)
     if fields.value("input_schema") is None:
         raise fields.invalid("input_schema", "a JSON schema")
     schema = fields.document("input_schema")
     return Tool(name=fields.short_text("name"), description=fields.text("description", ""), parameters=schema)
 
 
-def _system(fields: Fields) -> Iterator[ChatMessage]:
+def _system(fields: JsonObject) -> Iterator[ChatMessage]:
     text = _texts(fields, "system") if fields.value("system") is not None else ""
     if text:
         yield ChatMessage(role="system", content=text)
 
 
-def _messages(fields: Fields) -> Iterator[ChatMessage]:
+def _messages(fields: JsonObject) -> Iterator[ChatMessage]:
     if not fields.items("messages"):
         raise fields.invalid("messages", "a list of at least one message")
     for message in fields.children("messages"):
-        message.only(("role", "content"))
+        message.refuse_unknown(("role", "content"))
         role = message.text("role")
         if role == "user":
             yield from _user(message)
@@ -209,7 +199,7 @@ def _messages(fields: Fields) -> Iterator[ChatMessage]:
             raise message.invalid("role", '"user", "assistant" or "system"')
 
 
-def _user(message: Fields) -> Iterator[ChatMessage]:
+def _user(message: JsonObject) -> Iterator[ChatMessage]:
     """Outputs of tools and the text of a person, in the order of the blocks."""
     if isinstance(message.value("content"), str):
         yield ChatMessage(role="user", content=message.text("content"))
@@ -232,14 +222,14 @@ def _user(message: Fields) -> Iterator[ChatMessage]:
         yield ChatMessage(role="user", content="".join(texts))
 
 
-def _tool_result(block: Fields) -> ChatMessage:
-    block.only(("type", "tool_use_id", "content", "is_error", "cache_control"))
+def _tool_result(block: JsonObject) -> ChatMessage:
+    block.refuse_unknown(("type", "tool_use_id", "content", "is_error", "cache_control"))
     text = _texts(block, "content") if block.value("content") is not None else ""
     mark = ERROR_MARK if block.flag("is_error") else ""
     return ChatMessage(role="tool", content=mark + text, tool_call_id=block.text("tool_use_id"))
 
 
-def _assistant(message: Fields) -> ChatMessage:
+def _assistant(message: JsonObject) -> ChatMessage:
     """A reply of the model, or of another one. Thinking that was redacted is left out: it cannot be read here."""
     if isinstance(message.value("content"), str):
         return ChatMessage(role="assistant", content=message.text("content"))
@@ -253,7 +243,7 @@ def _assistant(message: Fields) -> ChatMessage:
         if kind == "text":
             texts.append(_text(block))
         elif kind == "thinking":
-            block.only(("type", "thinking", "signature"))
+            block.refuse_unknown(("type", "thinking", "signature"))
             thoughts.append(block.text("thinking"))
         elif kind == "tool_use":
             calls.append(_tool_use(block))
@@ -262,15 +252,15 @@ def _assistant(message: Fields) -> ChatMessage:
     return ChatMessage(role="assistant", content="".join(texts), thinking="".join(thoughts), tool_calls=tuple(calls))
 
 
-def _tool_use(block: Fields) -> ToolCall:
-    block.only(("type", "id", "name", "input", "cache_control"), {"caller": ({"type": "direct"},)})
+def _tool_use(block: JsonObject) -> ToolCall:
+    block.refuse_unknown(("type", "id", "name", "input", "cache_control"), {"caller": ({"type": "direct"},)})
     if block.value("input") is None:
         raise block.invalid("input", "an object")
     arguments = orjson.dumps(block.document("input")).decode()
     return ToolCall(call_id=block.text("id"), name=block.short_text("name"), arguments=arguments)
 
 
-def _texts(fields: Fields, name: str) -> str:
+def _texts(fields: JsonObject, name: str) -> str:
     """A string, or text blocks and nothing else; they follow each other without anything between."""
     value = fields.value(name)
     if isinstance(value, str):
@@ -285,8 +275,8 @@ def _texts(fields: Fields, name: str) -> str:
     return "".join(texts)
 
 
-def _text(block: Fields) -> str:
-    block.only(("type", "text", "cache_control"), {"citations": ([],)})
+def _text(block: JsonObject) -> str:
+    block.refuse_unknown(("type", "text", "cache_control"), {"citations": ([],)})
     return block.text("text")
 
 
@@ -345,7 +335,7 @@ FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
         "tools": array_schema(TOOL_SCHEMA),
         "tool_choice": object_schema("type", type=enum_schema("auto", "none"), disable_parallel_tool_use=FLAG),
         "temperature": temperature_schema(MAX_TEMPERATURE),
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_p": TOP_P,
         "top_k": integer_schema(0, MAX_TOP_K),
         "stop_sequences": array_schema(short_text(MAX_STOP_CHARACTERS), most=MAX_STOPS),
         "thinking": object_schema(
@@ -359,7 +349,9 @@ FIELD_SCHEMAS: Mapping[str, Json] = MappingProxyType(
         **dict.fromkeys(sorted(INFORMATIVE), True),
     }
 )
-"""Schema of each field of a body."""
+"""Schema of each field of a body; ``thinking`` and ``output_config`` are hints, see above."""
+FIELDS = FIELD_SCHEMAS.keys() - NEUTRAL.keys()
+"""Fields of a body that are read, or could not change the output."""
 SCHEMA = object_schema("model messages max_tokens", **FIELD_SCHEMAS)
 """JSON schema of the body of ``/v1/messages``. Besides, the last message is not an assistant's."""
 COUNT_SCHEMA = object_schema("model messages", **FIELD_SCHEMAS)

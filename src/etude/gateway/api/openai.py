@@ -21,7 +21,11 @@ from etude.gateway.api.calls import MODEL, Answer, ApiError, FinishReason, Sampl
 from etude.gateway.api.fields import (
     FLAG,
     MAX_NAME_CHARACTERS,
-    Fields,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    MAX_TOP_K,
+    TOP_P,
+    JsonObject,
     any_of,
     array_schema,
     integer_schema,
@@ -31,14 +35,6 @@ from etude.gateway.api.fields import (
 )
 from etude.tokens.messages import Tool
 from etude.types import Ids, Json
-
-UNDERSTOOD = frozenset(
-    {
-        *("model", "stream", "stream_options", "temperature", "top_p", "top_k", "max_tokens", "seed", "stop", "n"),
-        *("logprobs", "return_token_ids"),
-    }
-)
-"""Fields of both bodies with an effect. ``top_k`` and ``return_token_ids`` are not OpenAI's; vLLM spells them so."""
 
 INFORMATIVE = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "cache_salt"})
 """Fields that say who asks, or help a cache; they could not change the output anywhere."""
@@ -73,14 +69,8 @@ MAX_TEMPERATURE = 2.0
 """OpenAI's own bound."""
 MAX_WHOLE = 2**63 - 1
 """The largest whole number that every random generator and counter behind an engine takes."""
-MAX_TOP_K = 2**31 - 1
-"""Above any vocabulary."""
 MAX_COUNT = 128
 """Replies to one call: OpenAI's own bound."""
-MAX_STOPS = 16
-"""Stop strings of one call; OpenAI takes 4, but harnesses for other servers send more."""
-MAX_STOP_CHARACTERS = 1000
-"""Text of this length at most is held back because it may become a stop string."""
 LEAST_LOGPROB = -9999.0
 """OpenAI's number for the logprob of the impossible; JSON has no infinity."""
 
@@ -100,7 +90,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class OutputOptions:
     """The parts of an answer that a caller asks for besides its text."""
 
     logprobs: bool = False
@@ -110,16 +100,16 @@ class View:
     """True if a stream ends with the usage."""
 
 
-PLAIN = View()
-"""The view of most callers."""
+DEFAULT_OUTPUT = OutputOptions()
+"""The options of most callers."""
 
 
-def read_model(fields: Fields) -> str:
+def read_model(fields: JsonObject) -> str:
     """The name the caller has for the model; any will do, because harnesses write names into their code."""
     return fields.short_text("model", MODEL)
 
 
-def read_sampling(fields: Fields, max_tokens: int | None) -> Sampling:
+def read_sampling(fields: JsonObject, max_tokens: int | None) -> Sampling:
     """The options of the sampler; how many tokens there may be is spelt differently by the two bodies."""
     return Sampling(
         temperature=fields.temperature(high=MAX_TEMPERATURE),
@@ -132,7 +122,7 @@ def read_sampling(fields: Fields, max_tokens: int | None) -> Sampling:
     )
 
 
-def read_tools(fields: Fields, read_tool: Callable[[Fields], Tool]) -> tuple[Tool, ...]:
+def read_tools(fields: JsonObject, read_tool: Callable[[JsonObject], Tool]) -> tuple[Tool, ...]:
     """The tools that the model may call, none where the caller chose none; how one is written differs."""
     tools = tuple([read_tool(tool) for tool in fields.children("tools")])
     if len({tool.name for tool in tools}) < len(tools):
@@ -143,18 +133,18 @@ def read_tools(fields: Fields, read_tool: Callable[[Fields], Tool]) -> tuple[Too
     return () if choice == "none" else tools
 
 
-def read_view(fields: Fields, *, logprobs: bool) -> View:
-    """The view of the answer; logprobs are asked for differently by the two bodies."""
+def read_output_options(fields: JsonObject, *, logprobs: bool) -> OutputOptions:
+    """The parts of the answer; logprobs are asked for differently by the two bodies."""
     options = fields.child("stream_options")
     token_ids = fields.flag("return_token_ids")
     if options is None and not logprobs and not token_ids:
-        return PLAIN
+        return DEFAULT_OUTPUT
     if options is not None:
         if not fields.flag("stream"):
             raise fields.invalid("stream_options", "it only together with stream=true")
-        options.only(STREAM_OPTIONS, {"continuous_usage_stats": (False,)})
+        options.refuse_unknown(STREAM_OPTIONS, {"continuous_usage_stats": (False,)})
         options.flag("include_obfuscation")
-    return View(
+    return OutputOptions(
         logprobs=logprobs,
         token_ids=token_ids,
         usage_event=options is not None and options.flag("include_usage"),
@@ -220,7 +210,7 @@ SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
         "stream": FLAG,
         "stream_options": STREAM_OPTIONS_SCHEMA,
         "temperature": temperature_schema(MAX_TEMPERATURE),
-        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "top_p": TOP_P,
         "top_k": integer_schema(-1, MAX_TOP_K),
         "seed": integer_schema(0, MAX_WHOLE),
         "n": integer_schema(1, MAX_COUNT),
@@ -247,7 +237,7 @@ def _error(api_error: ApiError) -> dict[str, Json]:
     }
 
 
-def _read_stops(fields: Fields) -> tuple[str, ...]:
+def _read_stops(fields: JsonObject) -> tuple[str, ...]:
     value = fields.value("stop")
     if value is None:
         return ()

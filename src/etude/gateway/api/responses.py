@@ -32,10 +32,12 @@ from etude.gateway.api.fields import (
     MAX_NAME_CHARACTERS,
     OBJECT,
     TEXT,
-    Fields,
+    TOP_P,
+    JsonObject,
     any_of,
     array_schema,
     enum_schema,
+    field_names,
     integer_schema,
     object_schema,
     read_object,
@@ -58,14 +60,6 @@ PATH = "/v1/responses"
 """The path of responses."""
 ID_PREFIX = "resp_"
 """Prefix of the id of a response; the rest is the answer's."""
-UNDERSTOOD = frozenset(
-    {
-        *("model", "input", "instructions", "previous_response_id", "tools", "tool_choice", "parallel_tool_calls"),
-        *("max_output_tokens", "temperature", "top_p", "stream", "text", "reasoning", "include", "metadata", "store"),
-        "stream_options",
-    }
-)
-"""Fields that are read."""
 INFORMATIVE = frozenset(
     {
         *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
@@ -131,7 +125,7 @@ MAX_METADATA_VALUE = 512
 def parse(body: bytes) -> "ResponseRequest":
     """Read a request body. Raises :class:`~etude.gateway.api.calls.ApiError` naming the field at fault."""
     fields = read_object(body)
-    fields.only(UNDERSTOOD | INFORMATIVE, NEUTRAL)
+    fields.refuse_unknown(FIELDS, NEUTRAL)
     _check_options(fields)
     instructions = fields.text("instructions", "")
     leading = (ChatMessage(role="system", content=instructions),) if instructions else ()
@@ -148,29 +142,29 @@ def parse(body: bytes) -> "ResponseRequest":
     return ResponseRequest(call=call, echo=_echo(fields, call))
 
 
-def _check_options(fields: Fields) -> None:
+def _check_options(fields: JsonObject) -> None:
     """Refuse what asks for something in a field of which only hints are read."""
     fields.flag("store")
     options = fields.child("stream_options")
     if options is not None:
-        options.only((), {"include_obfuscation": (False,)})
+        options.refuse_unknown((), {"include_obfuscation": (False,)})
     for index, addition in enumerate(fields.items("include")):
         if not isinstance(addition, str) or addition not in INCLUDABLE:
             raise fields.invalid(f"include[{index}]", "nothing that would have to be added to a response", addition)
     reasoning = fields.child("reasoning")
     if reasoning is not None:
-        reasoning.only(("effort", "summary", "generate_summary", "context"), {"mode": ("standard",)})
+        reasoning.refuse_unknown(("effort", "summary", "generate_summary", "context"), {"mode": ("standard",)})
         reasoning.choice("effort", EFFORTS)
         reasoning.choice("summary", SUMMARIES)
         reasoning.choice("generate_summary", SUMMARIES)
         reasoning.choice("context", CONTEXTS)
     text = fields.child("text")
     if text is not None:
-        text.only(("verbosity",), {"format": ({"type": "text"},)})
+        text.refuse_unknown(("verbosity",), {"format": ({"type": "text"},)})
         text.choice("verbosity", VERBOSITIES)
 
 
-def _sampling(fields: Fields) -> Sampling:
+def _sampling(fields: JsonObject) -> Sampling:
     return Sampling(
         temperature=fields.temperature(high=MAX_TEMPERATURE),
         top_p=fields.top_p(),
@@ -178,7 +172,7 @@ def _sampling(fields: Fields) -> Sampling:
     )
 
 
-def _previous(fields: Fields) -> str | None:
+def _previous(fields: JsonObject) -> str | None:
     if fields.value("previous_response_id") is None:
         return None
     answer_id = fields.text("previous_response_id").removeprefix(ID_PREFIX)
@@ -187,17 +181,17 @@ def _previous(fields: Fields) -> str | None:
     return answer_id
 
 
-def _tool(tool: Fields) -> Tool:
+def _tool(tool: JsonObject) -> Tool:
     if tool.text("type") != "function":
         raise tool.unsupported("type", "no tool runs on this side, declare it as a function")
-    tool.only(("type", "name", "description", "parameters", "strict"), TOOL_NEUTRAL)
+    tool.refuse_unknown(("type", "name", "description", "parameters", "strict"), TOOL_NEUTRAL)
     tool.flag("strict")
     return Tool(
         name=tool.short_text("name"), description=tool.text("description", ""), parameters=tool.document("parameters")
     )
 
 
-def _messages(fields: Fields) -> Iterator[ChatMessage]:
+def _messages(fields: JsonObject) -> Iterator[ChatMessage]:
     text = fields.value("input")
     if isinstance(text, str):
         yield ChatMessage(role="user", content=text)
@@ -223,13 +217,13 @@ def _joined(parts: Iterable[ChatMessage]) -> ChatMessage:
     )
 
 
-def _item(item: Fields) -> ChatMessage:
+def _item(item: JsonObject) -> ChatMessage:
     kind = item.text("type", "message")
     if kind == "item_reference":
         raise item.unsupported("type", "send the item itself, or previous_response_id")
     if kind not in ITEM_FIELDS:
         raise item.unsupported("type", f"items are of type {', '.join(ITEM_FIELDS)}")
-    item.only(ITEM_FIELDS[kind], ITEM_NEUTRAL)
+    item.refuse_unknown(ITEM_FIELDS[kind], ITEM_NEUTRAL)
     if kind == "reasoning":
         return ChatMessage(role="assistant", thinking=_parts(item, "content") or _parts(item, "summary"))
     if kind == "function_call":
@@ -243,7 +237,7 @@ def _item(item: Fields) -> ChatMessage:
     return ChatMessage(role=role, content=_text(item, "content"))
 
 
-def _text(item: Fields, name: str) -> str:
+def _text(item: JsonObject, name: str) -> str:
     value = item.value(name)
     if isinstance(value, str):
         return value
@@ -252,18 +246,18 @@ def _text(item: Fields, name: str) -> str:
     return _parts(item, name)
 
 
-def _parts(item: Fields, name: str) -> str:
+def _parts(item: JsonObject, name: str) -> str:
     """The text of some parts, nothing between them."""
     texts: list[str] = []
     for part in item.children(name):
         if part.text("type") not in PART_TYPES:
             raise part.unsupported("type", "a message is text, send only text parts")
-        part.only(PART_FIELDS, {"logprobs": ([],)})
+        part.refuse_unknown(PART_FIELDS, {"logprobs": ([],)})
         texts.append(part.text("text"))
     return "".join(texts)
 
 
-def _echo(fields: Fields, call: Call) -> dict[str, object]:
+def _echo(fields: JsonObject, call: Call) -> dict[str, object]:
     """The fields of a request that its response gives back."""
     reasoning, text = fields.child("reasoning"), fields.child("text")
     verbosity = text.value("verbosity") if text is not None else None
@@ -289,7 +283,7 @@ def _echo(fields: Fields, call: Call) -> dict[str, object]:
     }
 
 
-def _metadata(fields: Fields) -> dict[str, Json]:
+def _metadata(fields: JsonObject) -> dict[str, Json]:
     metadata = fields.document("metadata")
     if len(metadata) > MAX_METADATA:
         raise fields.invalid("metadata", f"at most {MAX_METADATA} pairs")
@@ -300,7 +294,7 @@ def _metadata(fields: Fields) -> dict[str, Json]:
     return metadata
 
 
-def _tool_echo(tool: Fields) -> dict[str, object]:
+def _tool_echo(tool: JsonObject) -> dict[str, object]:
     """The schema is written once: a response repeats it with its first two events and its last."""
     parameters = orjson.Fragment(orjson.dumps(tool.document("parameters")))
     return {
@@ -346,8 +340,9 @@ SCHEMA = object_schema(
     parallel_tool_calls=FLAG,
     max_output_tokens=integer_schema(1, MAX_WHOLE),
     temperature=temperature_schema(MAX_TEMPERATURE),
-    top_p={"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    top_p=TOP_P,
     stream=FLAG,
+    stream_options=object_schema("", include_obfuscation={"const": False}),
     store=FLAG,
     text=object_schema("", format=object_schema("type", type=enum_schema("text")), verbosity=enum_schema(*VERBOSITIES)),
     reasoning=object_schema(
@@ -364,6 +359,8 @@ SCHEMA = object_schema(
     **dict.fromkeys(sorted(INFORMATIVE), True),
 )
 """JSON schema of the body of ``/v1/responses``."""
+FIELDS = field_names(SCHEMA) - NEUTRAL.keys()
+"""Fields of a body that are read, or could not change the output."""
 Shape = dict[str, object]
 """An object that is about to be written as JSON."""
 

@@ -208,7 +208,7 @@ class Conversation:
         """Let no turn follow, and free the text."""
         self.closed = True
         for _, root in self._trees:
-            dissolve(root)
+            free_tree(root)
         self._trees.clear()
         self._answers.clear()
         self._requests.clear()
@@ -221,7 +221,7 @@ class Conversation:
         forked = Conversation(session_id, self._format, self._turns.copy())
         twins: dict[Node, Node] = {}
         for preamble, root in self._trees:
-            twins |= twins_of(root)
+            twins |= copy_tree(root)
             forked._trees.append((preamble, twins[root]))
         for answer_id, recorded in self._answers.items():
             end = None if recorded.end is None else twins[recorded.end]
@@ -400,7 +400,7 @@ def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
     return node
 
 
-def twins_of(root: Node) -> dict[Node, Node]:
+def copy_tree(root: Node) -> dict[Node, Node]:
     """A copy of a whole tree: every node of it and its twin. Messages, which never change, are shared."""
     twins, nodes = {root: Node(root.message)}, [root]
     while nodes:
@@ -412,7 +412,7 @@ def twins_of(root: Node) -> dict[Node, Node]:
     return twins
 
 
-def dissolve(root: Node) -> None:
+def free_tree(root: Node) -> None:
     """Take a tree apart, so that its memory is free at once and not only at the next garbage collection."""
     nodes = [root]
     while nodes:

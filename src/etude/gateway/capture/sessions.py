@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from etude.errors import SessionLost
-from etude.gateway.api.calls import GONE, UNSERVED
+from etude.gateway.api.calls import CLIENT_CLOSED, UNSERVED
 from etude.gateway.capture.conversations import MAX_TOKENS, MAX_TURNS, Conversation, TurnStore
 from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import TrafficClass
@@ -53,7 +53,7 @@ class QueueTime:
         """A call is over."""
         if record.own_deadline:
             return
-        self.unserved = record.code in UNSERVED or (record.status == GONE and record.dispatched is None)
+        self.unserved = record.code in UNSERVED or (record.status == CLIENT_CLOSED and record.dispatched is None)
         self.waited_s += record.seconds if self.unserved else record.waited_s
 
     def facts(self) -> dict[str, Json]:

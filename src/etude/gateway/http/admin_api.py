@@ -23,21 +23,21 @@ import secrets
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import final
 
 import orjson
+from aiohttp import web
 
 from etude.clock import date_utc
 from etude.errors import ConfigError
 from etude.gateway.api.calls import ApiError
-from etude.gateway.api.fields import Fields
+from etude.gateway.api.fields import JsonObject, read_object
 from etude.gateway.capture.sessions import TOO_MANY_SESSIONS
+from etude.gateway.http.app import GatewayState, Route, RouteTable, read_body, respond
 from etude.gateway.http.auth import (
     MAX_AGE_S,
     MAX_BUDGET,
     MAX_TEXT,
-    Authenticator,
     Key,
     KeyLimits,
     Permission,
@@ -48,39 +48,16 @@ from etude.gateway.http.auth import (
 )
 from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.http.openapi import document
-from etude.gateway.http.server import (
-    HttpRequest,
-    HttpResponse,
-    Route,
-    RouteTable,
-    bytes_response,
-    json_response,
-    read_fields,
-)
 from etude.gateway.request_log import CONTENT_TYPE, Metrics, RequestRecord
-from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
-from etude.gateway.routing.pool import EnginePool
+from etude.gateway.routing.admission import TrafficClass
 from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, is_engine_url
 from etude.ledger.turns import encode_turns
-from etude.protocols import Clock
 from etude.types import Json
 
 SESSION_ID_BYTES = 12
 """Randomness of a session id: unique, not secret."""
 BINARY = "application/octet-stream"
 FORK_OF = "fork_of"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayState:
-    """The objects that requests read and change."""
-
-    auth: Authenticator
-    """Keys and sessions."""
-    pool: EnginePool
-    admission: AdmissionQueue
-    inflight: InflightCalls
-    clock: Clock
 
 
 @final
@@ -100,8 +77,8 @@ class AdminApi:
         self._key_file = key_file
         self._openapi = orjson.dumps(document())
 
-    def table(self) -> RouteTable:
-        """The routes of these requests."""
+    def routes(self) -> RouteTable:
+        """Path → method → handler."""
         return {
             "/sessions": {"POST": self._open_session},
             "/sessions/{}": {"DELETE": self._close_session},
@@ -114,17 +91,12 @@ class AdminApi:
             "/engines/{}": {"DELETE": self._remove_engine},
         }
 
-    def expire(self) -> None:
-        """Let idle sessions go, and their keys with them; to be called now and then."""
-        for session_id in self._sessions.expire(self._clock.now()):
-            self._keyring.end_session(session_id)
-
-    async def _open_session(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _open_session(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         key = self._key(request, record, Permission.SESSIONS)
-        fields = await read_fields(request, record)
-        fields.only({FORK_OF})
+        fields = await _read_fields(request, record)
+        fields.refuse_unknown({FORK_OF})
         self._inflight.check_open()
-        self.expire()
+        self._auth.expire(self._clock.now())
         self._auth.charge_request(key, self._clock.now())
         session_id, secret, now = secrets.token_hex(SESSION_ID_BYTES), new_secret(Scope.ROLLOUT), self._clock.now()
         origin = fields.text(FORK_OF, "")
@@ -146,15 +118,15 @@ class AdminApi:
         self._keyring.add(rollout, now)
         record.session_id = session_id
         opened: dict[str, Json] = {"session_id": session_id, "api_key": secret, "base_url": f"/s/{session_id}/v1"}
-        return json_response(record, {**opened, "turns": len(conversation.turns)})
+        return _json(record, {**opened, "turns": len(conversation.turns)})
 
-    async def _close_session(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _close_session(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         key = self._key(request, record, Permission.SESSIONS)
         session_id = self._session_of(key, route.parameter)
         conversation = self._sessions.close(session_id, self._clock.now())
         self._keyring.end_session(session_id)
         record.session_id = session_id
-        return bytes_response(record, encode_turns(conversation.turns), BINARY)
+        return respond(record, encode_turns(conversation.turns), BINARY)
 
     def _session_of(self, key: Key, name: str) -> str:
         session_id = self._auth.session_of(key, name)
@@ -162,7 +134,7 @@ class AdminApi:
             raise ApiError(404, "session_not_found", "no such session is open here, or it is another key's")
         return session_id
 
-    async def _health(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _health(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         """503 without an engine, or while draining: the gateway lives, but nothing should be routed to it."""
         views = self._pool.list()
         served = [view.health for view in views if view.state is EngineState.HEALTHY and view.health is not None]
@@ -174,22 +146,22 @@ class AdminApi:
             "inflight": self._inflight.count,
             "sessions": len(self._sessions),
         }
-        return json_response(record, facts, 503 if oldest is None or self._inflight.draining else 200)
+        return _json(record, facts, 503 if oldest is None or self._inflight.draining else 200)
 
-    async def _show_metrics(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _show_metrics(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.METRICS)
-        return bytes_response(record, self.metrics.page(), CONTENT_TYPE)
+        return respond(record, self.metrics.page(), CONTENT_TYPE)
 
-    async def _describe(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
-        return bytes_response(record, self._openapi)
+    async def _describe(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
+        return respond(record, self._openapi)
 
-    async def _list_keys(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _list_keys(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.KEYS)
-        return json_response(record, {"keys": [self._key_facts(key) for key in self._keyring]})
+        return _json(record, {"keys": [self._key_facts(key) for key in self._keyring]})
 
-    async def _add_key(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _add_key(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.KEYS)
-        fields = await read_fields(request, record)
+        fields = await _read_fields(request, record)
         key, secret = _read_key(fields, self._clock.now())
         try:
             if self._key_file is None:
@@ -199,9 +171,9 @@ class AdminApi:
                 self._key_file.refresh(self._keyring, self._clock.now())
         except (ValueError, ConfigError) as error:
             raise ApiError(409, "conflict", str(error)) from error
-        return json_response(record, {**self._key_facts(key), "api_key": secret})
+        return _json(record, {**self._key_facts(key), "api_key": secret})
 
-    async def _revoke_key(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _revoke_key(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.KEYS)
         key = next((key for key in self._keyring if key.key_id == route.parameter), None)
         if key is None:
@@ -210,34 +182,32 @@ class AdminApi:
             with suppress(ValueError):  # it was taken out of the file meanwhile
                 await asyncio.to_thread(self._key_file.revoke, key.key_id)  # first, or it would come back from there
         self._keyring.revoke(key.key_id)
-        return json_response(record, self._key_facts(key))
+        return _json(record, self._key_facts(key))
 
-    async def _list_engines(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _list_engines(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.ENGINES)
-        return json_response(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
+        return _json(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
 
-    async def _add_engine(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _add_engine(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.ENGINES)
-        fields = await read_fields(request, record)
-        fields.only(frozenset({"name", "url", "region"}))
+        fields = await _read_fields(request, record)
+        fields.refuse_unknown(frozenset({"name", "url", "region"}))
         entry = EngineEntry(name=_name(fields, "name"), url=_url(fields), region=_optional_text(fields, "region"))
         try:
             self._pool.add(entry)
         except ValueError as error:
             raise ApiError(409, "conflict", str(error), param="name") from error
-        return json_response(
-            record, next(_engine_facts(view) for view in self._pool.list() if view.entry.name == entry.name)
-        )
+        return _json(record, next(_engine_facts(view) for view in self._pool.list() if view.entry.name == entry.name))
 
-    async def _remove_engine(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _remove_engine(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.ENGINES)
         try:
             self._pool.remove(route.parameter)
         except ValueError as error:
             raise ApiError(404, "engine_not_found", str(error)) from error
-        return json_response(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
+        return _json(record, {"engines": [_engine_facts(view) for view in self._pool.list()]})
 
-    def _key(self, request: HttpRequest, record: RequestRecord, action: Permission) -> Key:
+    def _key(self, request: web.BaseRequest, record: RequestRecord, action: Permission) -> Key:
         key = self._auth.key(request.headers, action, self._clock.now())
         record.key_id = key.key_id
         return key
@@ -268,9 +238,18 @@ class AdminApi:
         }
 
 
-def _read_key(fields: Fields, now: float) -> tuple[Key, str]:
+async def _read_fields(request: web.BaseRequest, record: RequestRecord) -> JsonObject:
+    """The fields of a body, which may be empty. Raises :class:`~etude.gateway.api.calls.ApiError`."""
+    return read_object(await read_body(request, record) or b"{}")
+
+
+def _json(record: RequestRecord, facts: Mapping[str, Json], status: int = 200) -> web.Response:
+    return respond(record, orjson.dumps(facts), status=status)
+
+
+def _read_key(fields: JsonObject, now: float) -> tuple[Key, str]:
     """A new key and its secret."""
-    fields.only(frozenset({"scope", "label", "expires_s", "requests_per_minute", "tokens_per_minute"}))
+    fields.refuse_unknown(frozenset({"scope", "label", "expires_s", "requests_per_minute", "tokens_per_minute"}))
     scope = fields.choice("scope", [Scope.PRODUCTION.value, Scope.ADMIN.value])
     if scope is None:
         raise fields.invalid("scope", "production or admin")
@@ -291,21 +270,21 @@ def _read_key(fields: Fields, now: float) -> tuple[Key, str]:
     return key, secret
 
 
-def _name(fields: Fields, name: str) -> str:
+def _name(fields: JsonObject, name: str) -> str:
     text = fields.text(name)
     if not 0 < len(text) <= MAX_TEXT or "/" in text or not text.isprintable():
         raise fields.invalid(name, f"1 to {MAX_TEXT} printable characters without a slash")
     return text
 
 
-def _optional_text(fields: Fields, name: str) -> str:
+def _optional_text(fields: JsonObject, name: str) -> str:
     text = fields.text(name, "")
     if len(text) > MAX_TEXT:
         raise fields.invalid(name, f"at most {MAX_TEXT} characters")
     return text
 
 
-def _url(fields: Fields) -> str:
+def _url(fields: JsonObject) -> str:
     url = fields.text("url")
     if len(url) > MAX_TEXT or not is_engine_url(url):
         raise fields.invalid("url", f"http://HOST:PORT or https://HOST:PORT, at most {MAX_TEXT} characters")

@@ -1,6 +1,6 @@
 """The gateway, from a request's first byte to its line in the log: five steps, of which each knows only the next.
 
-    http      server.py ─▶ app.py: route ─▶ auth.py: key, budget, session            HttpRequest → Principal
+    http      app.py: route ─▶ auth.py: key, budget, session                         request → Principal
     api       api/chat.py, messages.py, …: parse                                     bytes → ParsedRequest(Call)
     capture   service.py ─▶ capture/conversations.py: the reply that it continues    Call → Prompt of token ids
     routing   routing/admission.py: a permit ─▶ pool.py, router.py: an engine        Prompt → Completion
@@ -11,30 +11,41 @@
     GET    /v1/models  /v1/models/{name}                               both
     GET    /v1/queue_time                                              ours: waits of a session's calls for engines
     …      /s/{session}/v1/…                                           each of them, in a session
-    and those of :mod:`etude.gateway.http.admin_api`
+    /sessions /keys /engines /healthz /metrics /openapi.json           :mod:`etude.gateway.http.admin_api`'s
 
-Owns the order of these steps, headers, deadlines and what is counted. Consumes requests; produces answers and turns;
-waits for permits and engines, at most until the call's deadline; woken by them. When it drains it takes no new calls;
-on shutdown calls are cancelled and leave no turn, and the sessions are gone: their rollouts fail as infrastructure and
-are tried again. No text of a conversation reaches a log.
+Owns the order of these steps, the web server and the patterns of paths, headers, deadlines and what is counted.
+Consumes requests; produces answers and turns; waits for permits and engines, at most until the call's deadline; woken
+by them. When it drains it takes no new calls; on shutdown calls are cancelled and leave no turn, and the sessions are
+gone: their rollouts fail as infrastructure and are tried again. No text of a conversation reaches a log.
 
 A caller that hangs up before the turn is recorded frees its place here and in the engine. After that the turn stays,
 whether or not the answer is received. A caller that sends a random ``X-Request-Id`` or ``Idempotency-Key``, the same
 with each retry of a call, is given the recorded answer again; so is an SDK that says how often it has tried.
+
+A session is named in a path by its id, or by its key for tools that take a base URL and nothing else; which of them it
+is, is decided in :mod:`etude.gateway.http.auth`. The server is aiohttp's low-level one: neither its router nor a raw
+ASGI server is measurably faster, and this one cancels a handler whose caller hung up at no cost, which ASGI does not.
 """
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import final
+from typing import Any, TypeAlias, final
+from urllib.parse import unquote
+
+import orjson
+from aiohttp import web
+from aiohttp.http import RawRequestMessage
+from aiohttp.http_exceptions import HttpProcessingError
 
 from etude.config.inference import GatewayConfig
 from etude.errors import EngineUnavailable
 from etude.gateway.api import chat, completions, messages, openai, responses
 from etude.gateway.api.calls import (
-    GONE,
+    CLIENT_CLOSED,
     MODEL,
     RETRY_AFTER_S,
     RETRYABLE,
@@ -46,21 +57,15 @@ from etude.gateway.api.calls import (
     new_id,
     turn_kind_of,
 )
-from etude.gateway.http.admin_api import AdminApi, GatewayState
-from etude.gateway.http.auth import Principal, retry_after
-from etude.gateway.http.keyfile import KeyFile
-from etude.gateway.http.server import (
-    Headers,
-    HttpRequest,
-    HttpResponse,
-    Route,
-    Routes,
-    bytes_response,
-    json_response,
-)
-from etude.gateway.request_log import AccessLog, RequestRecord
+from etude.gateway.http.auth import Authenticator, Principal, retry_after
+from etude.gateway.request_log import AccessLog, Metrics, RequestRecord
+from etude.gateway.routing.admission import AdmissionQueue, InflightCalls
+from etude.gateway.routing.pool import EnginePool
 from etude.gateway.service import Caller, CallService
+from etude.protocols import Clock
 
+MAX_BODY_BYTES = 16 * 2**20
+"""Longer requests are refused unread; a context of a million tokens fits."""
 PROTOCOLS: Mapping[str, ApiProtocol] = MappingProxyType(
     {api.path: api for api in (chat.PROTOCOL, completions.PROTOCOL, responses.PROTOCOL, messages.PROTOCOL)}
 )
@@ -83,16 +88,35 @@ DEADLINE_S = 600.0
 """Longest time of one call, waiting included; a caller may ask for less. As long as OpenAI's clients wait."""
 LAST_EVENT_S = 1.0
 """Longest time for the last event of a stream that failed to leave."""
+BODY_S = 60.0
+"""Longest time for a body to arrive after its headers: enough for a large one over a slow line."""
+JSON, EVENTS = "application/json", "text/event-stream"
+SERVER = ("Server", "etude")
+"""No version: it would only help attackers."""
+EVENT_STREAM = (("Content-Type", EVENTS), ("Cache-Control", "no-store"), SERVER)
+"""Headers of a stream of server-sent events."""
+SESSION_PREFIX = "/s/"
+PARAMETER = "{}"
+"""Stands for the last segment of a path."""
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 WHOLE = re.compile(r"[0-9]{1,9}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayState:
+    """The objects that requests read and change."""
+
+    auth: Authenticator
+    """Keys and sessions."""
+    pool: EnginePool
+    admission: AdmissionQueue
+    inflight: InflightCalls
+    clock: Clock
+
+
 @final
 class Gateway:
-    """Answers requests; :func:`etude.gateway.http.server.http_server` carries them here.
-
-    ``key_file`` is where keys that are made over HTTP are kept; ``None`` keeps them in memory.
-    """
+    """Answers requests: model calls itself, those of ``admin`` by their handlers; counts all of them in ``metrics``."""
 
     def __init__(
         self,
@@ -100,7 +124,8 @@ class Gateway:
         state: GatewayState,
         config: GatewayConfig,
         *,
-        key_file: KeyFile | None = None,
+        admin: "RouteTable",
+        metrics: Metrics,
         access_log: AccessLog | None = None,
     ) -> None:
         self._service = service
@@ -110,22 +135,19 @@ class Gateway:
         self._deadline_s = DEADLINE_S
         self._summary_mark = config.summary_mark
         self._access_log = access_log
-        admin = AdminApi(state, key_file)
-        self._metrics = admin.metrics
-        self.expire = admin.expire
-        """Lets idle sessions go; to be called now and then."""
+        self._metrics = metrics
         calls = {path: {"POST": self._call} for path in PROTOCOLS} | {
             messages.COUNT_PATH: {"POST": self._count},
             "/v1/models": {"GET": self._models},
             "/v1/models/{}": {"GET": self._model},
             "/v1/queue_time": {"GET": self._queue_time},
         }
-        self._routes = Routes(admin.table(), calls)
+        self._routes = Routes(admin, calls)
 
-    async def handle(self, request: HttpRequest) -> HttpResponse | None:
-        """Answer one request; ``None`` says that it was streamed. Raises nothing but being cancelled."""
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request. Raises nothing but being cancelled."""
         record = RequestRecord(began=self._clock.now(), request_id=f"req_{new_id()}")
-        route = self._routes.match(request.path)
+        route = self._routes.match(raw_path(request))
         record.route = f"{request.method} {route.pattern}" if route else "unknown"
         try:
             if route is None:
@@ -134,7 +156,7 @@ class Gateway:
         except Exception as error:  # noqa: BLE001 - the last resort of a server: the caller gets an answer, we get a trace
             return _error_response(api_error_of(error, record.route), _protocol_of(request, route), record)
         except BaseException:
-            record.status = GONE
+            record.status = CLIENT_CLOSED
             raise
         finally:
             record.ended = self._clock.now()
@@ -148,87 +170,86 @@ class Gateway:
         """Take no more calls and wait until those in flight are over, at most ``seconds``; being cancelled ends it."""
         await self._inflight.drain(seconds)
 
-    async def _call(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse | None:
+    async def _call(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
         """One model call: the five steps above."""
         api = PROTOCOLS[route.bare_pattern]
         record.api = api.path
         principal = self._admit(request, route, record)
-        body = await request.read()
-        record.bytes_in = len(body)
+        body = await read_body(request, record)
         parsed = api.parse(body)
         caller = self._caller(principal, request.headers, parsed.call)
         record.own_deadline = DEADLINE in request.headers
         with self._inflight.call(), self._auth.sessions.queue_time(record.session_id).call():
             try:
                 if parsed.call.stream:
-                    await self._stream(request, parsed, caller, record)
-                    return None
+                    return await self._stream(request, parsed, caller, record)
                 async with asyncio.timeout(caller.deadline - self._clock.now()):
                     answer = await self._service.answer(parsed.call, caller, record)
             except EngineUnavailable as error:
                 raise self._late(error, caller) from error
             finally:
                 self._settle(principal, record)
-        response = HttpResponse(body=parsed.body(answer), headers=_headers(api, record))
-        record.status, record.bytes_out = 200, len(response.body)
-        return response
+        return respond(record, parsed.body(answer), headers=_headers(api, record))
 
-    async def _stream(self, request: HttpRequest, parsed: ParsedRequest, caller: Caller, record: RequestRecord) -> None:
+    async def _stream(
+        self, request: web.BaseRequest, parsed: ParsedRequest, caller: Caller, record: RequestRecord
+    ) -> web.StreamResponse:
         """Send events as they come. An error before the first has a status; later it is an event itself."""
-        encoder, opened = parsed.events(), False
+        encoder, response = parsed.events(), web.StreamResponse()
         try:
             async with (
                 asyncio.timeout(caller.deadline - self._clock.now()),
                 aclosing(self._service.stream(parsed.call, encoder, caller, record)) as events,
             ):
                 async for data in events:
-                    if not opened:
-                        opened, record.status = True, 200
-                        await request.open(_headers(PROTOCOLS[record.api], record))
-                    await request.write(data)
+                    if not response.prepared:
+                        record.status = 200
+                        response.headers.extend((*_headers(PROTOCOLS[record.api], record), *EVENT_STREAM))
+                        await response.prepare(request)
+                    await response.write(data)
                     record.bytes_out += len(data)
         except ConnectionError:
-            record.status = GONE
+            record.status = CLIENT_CLOSED
         except Exception as error:
-            if not opened:
+            if not response.prepared:
                 raise
             api_error = api_error_of(self._late(error, caller), record.route)
             record.status, record.code = api_error.status, api_error.code
             with suppress(ConnectionError, TimeoutError):  # a caller that does not read will not learn of it
                 async with asyncio.timeout(LAST_EVENT_S):
-                    await request.write(encoder.failure(api_error))
+                    await response.write(encoder.failure(api_error))
+        return response
 
-    async def _count(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _count(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
         """The number of tokens that a call would have; it counts as a request, and takes none of the key's tokens."""
         principal = self._admit(request, route, record)
-        body = await request.read()
-        record.bytes_in = len(body)
+        body = await read_body(request, record)
         call = messages.parse_count(body)
-        return bytes_response(record, messages.count_body(self._service.count(call, principal.conversation)))
+        return respond(record, messages.count_body(self._service.count(call, principal.conversation)))
 
-    async def _models(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _models(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
         self._principal(request, route, record)
-        return bytes_response(record, openai.list_body([MODEL]))
+        return respond(record, openai.list_body([MODEL]))
 
-    async def _model(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _model(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
         self._principal(request, route, record)
         if route.parameter != MODEL:
             raise ApiError(404, "model_not_found", f"the one model here is {MODEL!r}; calls may name it as they like")
-        return bytes_response(record, openai.one_body(MODEL))
+        return respond(record, openai.one_body(MODEL))
 
-    async def _queue_time(self, request: HttpRequest, route: Route, record: RequestRecord) -> HttpResponse:
+    async def _queue_time(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> web.StreamResponse:
         """The time that the calls of a session waited for engines."""
         principal = self._principal(request, route, record)
-        return json_response(record, self._auth.sessions.queue_time(principal.conversation.session_id).facts())
+        return respond(record, orjson.dumps(self._auth.sessions.queue_time(principal.conversation.session_id).facts()))
 
-    def _principal(self, request: HttpRequest, route: Route, record: RequestRecord) -> Principal:
+    def _principal(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> Principal:
         principal = self._auth.principal(request.headers, route.session, self._clock.now())
         record.key_id = principal.key.key_id
         record.session_id = principal.conversation.session_id
         record.traffic = principal.traffic.value
         return principal
 
-    def _admit(self, request: HttpRequest, route: Route, record: RequestRecord) -> Principal:
+    def _admit(self, request: web.BaseRequest, route: "Route", record: RequestRecord) -> Principal:
         """The principal of a call, with budget left to make it."""
         principal = self._principal(request, route, record)
         self._inflight.check_open()
@@ -271,25 +292,144 @@ class Gateway:
             principal.conversation.close()
 
 
-def _protocol_of(request: HttpRequest, route: Route | None) -> ApiProtocol:
+def _protocol_of(request: web.BaseRequest, route: "Route | None") -> ApiProtocol:
     """The API protocol in which a caller is told of an error: by the path, else by the client."""
-    path = request.path if route is None else route.bare_pattern
+    path = raw_path(request) if route is None else route.bare_pattern
     anthropic = messages.PATH in path or ANTHROPIC_VERSION in request.headers
     return PROTOCOLS.get(path) or (messages.PROTOCOL if anthropic else chat.PROTOCOL)
 
 
-def _headers(api: ApiProtocol, record: RequestRecord) -> Headers:
+def _headers(api: ApiProtocol, record: RequestRecord) -> "Headers":
     request_id = (api.request_id_header, record.request_id)
     return (request_id, (VERSION, "-".join(map(str, record.versions)))) if record.versions else (request_id,)
 
 
-def _error_response(api_error: ApiError, api: ApiProtocol, record: RequestRecord) -> HttpResponse:
-    body = api.error_body(api_error)
-    status = api.statuses.get(api_error.status, api_error.status)
-    record.status, record.code, record.bytes_out = status, api_error.code, len(body)
+def _error_response(api_error: ApiError, api: ApiProtocol, record: RequestRecord) -> web.Response:
+    record.code = api_error.code
     headers: Headers = ((api.request_id_header, record.request_id),)
     if api_error.status in RETRYABLE:
         headers = (*headers, ("Retry-After", str(retry_after(api_error.retry_after_s or RETRY_AFTER_S))))
     if api_error.status == 405:
         headers = (*headers, ("Allow", api_error.param or ""))
-    return HttpResponse(body=body, status=status, headers=headers)
+    status = api.statuses.get(api_error.status, api_error.status)
+    return respond(record, api.error_body(api_error), status=status, headers=headers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A path, taken apart."""
+
+    pattern: str
+    """The pattern that matched, for logs: it holds no part that a caller chose."""
+    handlers: Mapping[str, "Handler"]
+    """Method → handler."""
+    session: str | None = None
+    """The segment behind ``/s/``."""
+    parameter: str = ""
+    """The segment that ``{}`` stands for."""
+
+    @property
+    def bare_pattern(self) -> str:
+        """The pattern without its session."""
+        return self.pattern if self.session is None else self.pattern.removeprefix(SESSION_PREFIX + "{session}")
+
+    def handler(self, method: str) -> "Handler":
+        """The handler of a method. Raises :class:`~etude.gateway.api.calls.ApiError` with 405."""
+        handler = self.handlers.get(method)
+        if handler is None:
+            allowed = ", ".join(sorted(self.handlers))
+            raise ApiError(405, "method_not_allowed", f"{self.pattern} takes {allowed} only", param=allowed)
+        return handler
+
+
+Handler = Callable[[web.BaseRequest, Route, RequestRecord], Awaitable[web.StreamResponse]]
+"""Answers one request; its record is filled in. Cancelled when the caller hangs up."""
+RouteTable: TypeAlias = Mapping[str, Mapping[str, Handler]]
+"""Pattern → method → handler."""
+
+
+class Routes:
+    """Patterns and their handlers. ``below_session`` are those that also exist behind ``/s/{session}``."""
+
+    def __init__(self, table: RouteTable, below_session: RouteTable) -> None:
+        everywhere = {**table, **below_session}
+        self._all = {pattern: Route(pattern=pattern, handlers=handlers) for pattern, handlers in everywhere.items()}
+        self._below_session = below_session
+
+    def match(self, path: str) -> Route | None:
+        """The route of a path; ``None`` if there is none."""
+        fixed = self._all.get(path)
+        if fixed is not None and PARAMETER not in path:
+            return fixed
+        if path.startswith(SESSION_PREFIX):
+            session, _, rest = path[len(SESSION_PREFIX) :].partition("/")
+            inner = self.match("/" + rest) if session and not rest.startswith("s/") else None
+            if inner is None or inner.pattern not in self._below_session:
+                return None
+            return replace(inner, pattern=SESSION_PREFIX + "{session}" + inner.pattern, session=unquote(session))
+        stem, _, leaf = path.rpartition("/")
+        open_ended = self._all.get(f"{stem}/{PARAMETER}") if leaf else None
+        return None if open_ended is None else replace(open_ended, parameter=unquote(leaf))
+
+
+def http_server(
+    handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], *, max_body_bytes: int = MAX_BODY_BYTES
+) -> web.Server:
+    """A web server around ``handle``, to be made in the event loop that will run it."""
+    loop = asyncio.get_running_loop()
+
+    def request_of(message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
+
+    return web.Server(handle, request_factory=request_of, handler_cancellation=True)
+
+
+def raw_path(request: web.BaseRequest) -> str:
+    """The path as it was sent, percent signs and all, without the query."""
+    return request.raw_path.partition("?")[0]
+
+
+async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: float = BODY_S) -> bytes:
+    """The body, which may take ``longest_s`` to arrive.
+
+    Raises :class:`~etude.gateway.api.calls.ApiError`: 413 if it is too large, 408 if it does not come.
+    """
+    limit = request.client_max_size
+    too_large = ApiError(413, "request_too_large", f"the body is larger than {limit} bytes: send less at a time")
+    if (request.content_length or 0) > limit:
+        raise too_large
+    try:
+        if not request.content.is_eof():
+            await _invite(request)
+        async with asyncio.timeout(longest_s):
+            body = await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise too_large from error
+    except TimeoutError as error:
+        raise ApiError(408, "body_timeout", f"the body did not arrive within {longest_s:g} s") from error
+    except (web.RequestPayloadError, HttpProcessingError) as error:
+        raise ApiError(400, "invalid_request", f"the body is not encoded as its headers say: {error}") from error
+    record.bytes_in = len(body)
+    return body
+
+
+async def _invite(request: web.BaseRequest) -> None:
+    """Tell a caller that waits for it to send its body; curl does with large ones."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        writer = request.writer
+        await writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        writer.output_size = 0  # nothing of the response was sent yet
+
+
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+"""Names and values."""
+
+
+def respond(
+    record: RequestRecord, body: bytes, content_type: str = JSON, *, status: int = 200, headers: Headers = ()
+) -> web.Response:
+    """A whole response, noted in ``record``."""
+    record.status, record.bytes_out = status, len(body)
+    response = web.Response(body=body, status=status)
+    response.headers.extend((*headers, ("Content-Type", content_type), SERVER))
+    return response

@@ -278,8 +278,8 @@ class Keyring:
             return None
         return entry.key
 
-    def refused_for_s(self, key: Key, now: float) -> float:
-        """0 lets a call go ahead and counts it as a request; anything else is when to try again, and counts nothing.
+    def charge_request(self, key: Key, now: float) -> float:
+        """Count a call as a request, for 0; where the budget is used up, count nothing and say the seconds to wait.
 
         A call is let in while the key has any token left: how many it will take is not known before. What it took too
         much is missing afterwards.
@@ -340,7 +340,7 @@ class Authenticator:
 
     def key(self, headers: Mapping[str, str], action: Permission, now: float) -> Key:
         """The key of a request, which may do ``action``. Raises :class:`ApiError`: 401 for none, 403 if it may not."""
-        key = self.keyring.authenticate(secret_of(headers), now)
+        key = self.keyring.authenticate(api_key_of(headers), now)
         if key is None:
             raise ApiError(401, "invalid_api_key", "no such key: send one as `Authorization: Bearer` or `x-api-key`")
         if not may(key, action):
@@ -349,7 +349,7 @@ class Authenticator:
 
     def charge_request(self, key: Key, now: float) -> None:
         """Count a request on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
-        wait_s = self.keyring.refused_for_s(key, now)
+        wait_s = self.keyring.charge_request(key, now)
         if wait_s > 0:
             raise ApiError(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
 
@@ -373,6 +373,11 @@ class Authenticator:
             alone = self.sessions.detached(f"once-{new_id()}")
             return Principal(key=key, conversation=alone, once=True)
         return Principal(key=key, conversation=self._of_owner(key, name, now))
+
+    def expire(self, now: float) -> None:
+        """Let idle sessions go, and their keys with them; to be called now and then."""
+        for session_id in self.sessions.expire(now):
+            self.keyring.end_session(session_id)
 
     def session_of(self, key: Key, name: str) -> str | None:
         """The id of an open session that ``key`` may close, by its id or by its owner's name for it; else ``None``."""
@@ -405,7 +410,7 @@ class Authenticator:
         return conversation
 
 
-def secret_of(headers: Mapping[str, str]) -> str:
+def api_key_of(headers: Mapping[str, str]) -> str:
     """The key that a request carries, in OpenAI's way or in Anthropic's; empty for none."""
     authorization = headers.get("Authorization")
     if authorization is None:

@@ -23,7 +23,7 @@ from etude.gateway.api.fields import (
 from etude.gateway.http.auth import MAX_AGE_S, MAX_BUDGET, MAX_TEXT
 from etude.types import Json
 
-MEANINGS: Mapping[int, str] = MappingProxyType(
+STATUS_DESCRIPTIONS: Mapping[int, str] = MappingProxyType(
     {
         400: "The request cannot be read, or asks for what is not understood; the message names the field.",
         401: "No key, or none that is known.",
@@ -230,7 +230,7 @@ def _call(summary: str, request: Json, answer: Json, error: Json = OPENAI) -> di
 
 def _operation(summary: str, content: Json, errors: Sequence[int], error: Json = OPENAI) -> dict[str, Json]:
     answers: dict[str, Json] = {"200": _response("As asked", content)}
-    answers |= {str(status): _response(MEANINGS[status], _content(error)) for status in errors}
+    answers |= {str(status): _response(STATUS_DESCRIPTIONS[status], _content(error)) for status in errors}
     return {"summary": summary, "responses": answers}
 
 

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from etude.backoff import Backoff
 from etude.protocols import EngineHealth
 
-DISTRUST = Backoff(first_s=1.0, longest_s=31.0)
+LOSS_BACKOFF = Backoff(first_s=1.0, longest_s=31.0)
 """Pauses after which an engine that lost calls again and again gets new ones, less the first: 0, 1, 3, 7 … 30 s. One
 that was repaired is of use within that time.
 """
@@ -154,9 +154,9 @@ class EngineRecord:
     """True while a poll is under way."""
     losses: int = 0
     """Times that it lost calls since it last answered one; a crash that takes many calls counts once."""
-    distrusted_until: float = field(default=float("-inf"))
+    not_healthy_before: float = field(default=float("-inf"))
     """Until then good reports do not make it healthy: it had those while it lost calls, too."""
-    foreign: int = 0
+    other_inflight: int = 0
     """Calls of other gateways, as of its last report."""
 
     def move(self, state: EngineState, reason: str) -> None:
@@ -174,7 +174,9 @@ class EngineRecord:
         if last is None or (last.version, last.digest) != (health.version, health.digest):
             self.same_weights_since = now
         self.health = health
-        self.foreign = max(0, health.running + health.waiting - inflight)  # a call may end while its report travels
+        self.other_inflight = max(
+            0, health.running + health.waiting - inflight
+        )  # a call may end while its report travels
 
     def judge(self, fault: str, now: float) -> None:
         """Decide on a report that has just come; ``fault`` is what is wrong with the weights in it."""
@@ -182,7 +184,7 @@ class EngineRecord:
             self.move(EngineState.STALE, fault)
         elif self.state is EngineState.DEAD:
             self.move(EngineState.SUSPECT, "it answers again")
-        elif now >= self.distrusted_until:
+        elif now >= self.not_healthy_before:
             self.move(EngineState.HEALTHY, "alive, with the right weights")
         elif self.state is EngineState.STALE:
             self.move(EngineState.SUSPECT, "its weights are right again, but it lost calls before")
@@ -190,7 +192,7 @@ class EngineRecord:
     def lose(self, now: float) -> None:
         """Note that it lost a call while it was trusted."""
         self.losses += 1
-        self.distrusted_until = now + DISTRUST.delay_s(self.losses) - DISTRUST.first_s
+        self.not_healthy_before = now + LOSS_BACKOFF.delay_s(self.losses) - LOSS_BACKOFF.first_s
 
 
 class Announcements:
@@ -238,7 +240,7 @@ class Announcements:
         return self._first_seen.setdefault(version, now)
 
 
-def dissent(record: EngineRecord, records: Iterable[EngineRecord]) -> str:
+def digest_disagreement(record: EngineRecord, records: Iterable[EngineRecord]) -> str:
     """The difference of an engine's digest from that of the others with its version; empty if there is none.
 
     For versions that were not announced. Most engines are right, of as many on both sides those that had theirs first:
@@ -381,7 +383,7 @@ class Router:
         record.hear(now)
         if version is None:
             return
-        record.losses, record.distrusted_until = 0, now
+        record.losses, record.not_healthy_before = 0, now
         last = record.health
         if record.state is not EngineState.HEALTHY or last is None or version > last.version:
             record.poll_at = min(record.poll_at, now)
@@ -439,7 +441,7 @@ class Router:
 
     def _place(self, session: str, tier: list[EngineRecord]) -> Choice:
         """One of engines that are equally good but for their load."""
-        loads = {record.entry.name: record.foreign + self._inflight[record.entry.name] for record in tier}
+        loads = {record.entry.name: record.other_inflight + self._inflight[record.entry.name] for record in tier}
         least = min(loads.values())
         last = self._affinity.get(session)
         healthy = tier[0].state is EngineState.HEALTHY
@@ -462,7 +464,11 @@ class Router:
         health = record.health
         assert health is not None, "it has not reported any"
         fault = self._announced.fault(health, now)
-        return fault if fault or self._announced.knows(health.version) else dissent(record, self._records.values())
+        return (
+            fault
+            if fault or self._announced.knows(health.version)
+            else digest_disagreement(record, self._records.values())
+        )
 
 
 def _serves(record: EngineRecord) -> bool:

@@ -83,8 +83,9 @@ class BudgetLimit:
         return spend.calls <= self.calls and spend.tokens <= self.tokens and prices.cost(spend) <= self.cost
 
     def __str__(self) -> str:
-        cost = "" if self.cost == float("inf") else f", judge.cost_per_{self.per} = {self.cost:g}"
-        return f"judge.calls_per_{self.per} = {self.calls}, judge.tokens_per_{self.per} = {self.tokens}{cost}"
+        limits = {"calls": self.calls, "tokens": self.tokens, "cost": self.cost}
+        return ", ".join(f"judge.options.{name}_per_{self.per} = {limit:.15g}"
+                         for name, limit in limits.items() if limit != float("inf"))  # fmt: skip
 
 
 class JudgeBudget:

@@ -170,7 +170,7 @@ class Endpoint:
         excerpt = text[:SHOWN]
         words = f"the judge at {self._address.url} answered HTTP {status}: {excerpt!r}"
         if status == 400 and "response_format" in excerpt:
-            raise JudgeLost(f"{words}; set judge.structured = false")
+            raise JudgeLost(f"{words}; set judge.options.structured = false")
         raise (JudgeDeclined if status in REFUSED else JudgeUnavailable)(words)
 
 

@@ -214,7 +214,8 @@ class Judge:
             async with asyncio.timeout(timeout_s):
                 return await work
         except TimeoutError:
-            trouble = self._deps.endpoint.trouble or "it answers slowly, or judge.concurrency is low for so many"
+            slow = "it answers slowly, or judge.options.concurrency is low for so many"
+            trouble = self._deps.endpoint.trouble or slow
             raise JudgeUnavailable(f"no judgement of {about!r} within {timeout_s:g} s: {trouble}") from None
 
     async def _vote(self, question: _Question, budget: JudgeBudget) -> Vote | ReplyFault | JudgeLost:

@@ -160,7 +160,7 @@ def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
 
     A turn whose call could not be read, or named what is not there, cost a call and moved nothing, whatever came of the
     rollout. It is a reward of its own and no potential: a model that makes no calls at all makes no bad ones, so
-    ``credit.shaping`` has to be small against what is at stake in a rollout.
+    ``credit.options.shaping`` has to be small against what is at stake in a rollout.
     """
     return tuple(-1.0 if any(rule.applies(turn) for rule in TOOL_RULES) else 0.0 for turn in turns)
 

@@ -14,20 +14,20 @@ import signal
 import socket
 import stat
 import struct
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from etude.errors import SandboxError
 from etude.sandboxes.folders import Folder, is_full
 from etude.sandboxes.ns.boxes import SandboxRecord
 from etude.sandboxes.ns.cgroups import MEMORY, Cgroups
+from etude.sandboxes.ns.forks import End
 from etude.sandboxes.ns.root import (
     AGENT,
     HOME,
@@ -487,20 +487,6 @@ def _take_role(job: str, box: SandboxRecord, tools: Tools) -> None:
         _become(0 if tools.maps_range else None)
     else:
         _confine(box, tools, real=0)
-
-
-class End:
-    """Whatever leaves this block ends the process: nothing of a child may go on as if it were the launcher."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is not None and error is not None:
-            sys.excepthook(kind, error, trace)
-        os._exit(1)
 
 
 # --- Parts of the lists -------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.boxes import RunningCommand, SandboxRecord
 from etude.sandboxes.ns.cgroups import Cgroups, close_entries, find_hierarchies, launcher_name, writable
-from etude.sandboxes.ns.child import End, Tools, become_job, command_process, how_it_failed
+from etude.sandboxes.ns.child import Tools, become_job, command_process, how_it_failed
+from etude.sandboxes.ns.forks import held_child
 from etude.sandboxes.ns.lifecycle import LifecycleManager, SharedMounts, Unmade
 from etude.sandboxes.ns.root import MountBundle, make_bare_root, make_device_tree
 from etude.sandboxes.ns.seccomp import filter_program
@@ -352,25 +353,13 @@ def enter_namespaces() -> bool:
 def open_bare_namespace(folder: Path) -> int:
     """A mount namespace that has nothing of the machine, in which sandboxes begin."""
     folder.mkdir()
-    ready, gone = os.pipe(), os.pipe()
-    process = os.fork()
-    if process == 0:
-        with End():
-            unshare(CLONE_NEWNS)
-            make_bare_root(str(folder))
-            os.write(ready[1], b"1")
-            os.close(gone[1])
-            os.read(gone[0], 1)
-            os._exit(0)
-    os.close(ready[1])
-    try:
-        if not os.read(ready[0], 1):
-            raise OSError("no mount namespace of its own can be made for sandboxes")
+
+    def prepare() -> None:
+        unshare(CLONE_NEWNS)
+        make_bare_root(str(folder))
+
+    with held_child(prepare, "no mount namespace of its own can be made for sandboxes") as process:
         return _open(f"/proc/{process}/ns/mnt")
-    finally:
-        for descriptor in (ready[0], *gone):
-            os.close(descriptor)
-        os.waitpid(process, 0)
 
 
 def main() -> None:

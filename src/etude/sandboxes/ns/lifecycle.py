@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.boxes import BoxState, SandboxRecord
 from etude.sandboxes.ns.cgroups import CPU, MEMORY, PROCESSES, close_entries
-from etude.sandboxes.ns.child import End, InitPipe, Tools, first_process
+from etude.sandboxes.ns.child import InitPipe, Tools, first_process
+from etude.sandboxes.ns.forks import held_child
 from etude.sandboxes.ns.root import AGENT, AllowedPlace, MountBundle, RootPlan, is_unsettled, plan_root
 from etude.sandboxes.ns.syscalls import (
     CLONE_NEWUSER,
@@ -227,32 +228,16 @@ class LifecycleManager:
         if self._slots_taken >= SLOTS:
             raise OSError(f"{SLOTS} sandboxes are alive, which is as many as one provider has users for")
         slot = (self._first_slot + self._slots_taken) % SLOTS
-        ready, done = os.pipe(), os.pipe()
         show_process()  # its child's maps could not be written otherwise
-        process = os.fork()
-        if process == 0:
-            with End():
-                self._selector.close()
-                self._make_namespace(slot)
-                os.write(ready[1], b"1")
-                os.close(done[1])
-                os.read(done[0], 1)
-                os._exit(0)
-        os.close(ready[1])
-        try:
-            if not os.read(ready[0], 1):
-                raise OSError("no user namespace can be made")
+        with held_child(lambda: self._make_namespace(slot), "no user namespace can be made") as process:
             self._map_users(process, slot)
             users = os.open(f"/proc/{process}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-        finally:
-            for descriptor in (ready[0], *done):
-                os.close(descriptor)
-            os.waitpid(process, 0)
         self._slots_taken += 1
         return UidRange(slot, users)
 
     def _make_namespace(self, slot: int) -> None:
         """Leave for a user namespace that the first user of a slot's range has made, where there are such users."""
+        self._selector.close()
         if self._tools.maps_range:
             os.seteuid(_first_user(slot))
             limit_capabilities(frozenset({CAP_SYS_ADMIN}))  # machines may refuse namespaces to who has none

@@ -28,7 +28,7 @@ from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.child import JobVerdict
 from etude.sandboxes.ns.link import LauncherLink
 from etude.sandboxes.ns.root import HOME
-from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe
+from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
 
 GRACE_S = 10.0
 """For a command to end once it was killed; then its sandbox is given up."""
@@ -105,17 +105,8 @@ class Commands:
             pipe.close_write_end()
         timed_out = await self._see_end(body["id"], ending, command.timeout_s)
         status = self._status(await ending)
-        for pipe in pipes:
-            pipe.finish()
-        stdout, stderr = pipes
-        return ExecResult(
-            exit_code=KILLED if timed_out else 128 - status if status < 0 else status,
-            stdout=stdout.text,
-            stderr=stderr.text,
-            timed_out=timed_out,
-            truncated=stdout.truncated or stderr.truncated,
-            seconds=time.monotonic() - start_s,
-        )
+        exit_code = KILLED if timed_out else 128 - status if status < 0 else status
+        return exec_result(pipes, exit_code, timed_out=timed_out, start_s=start_s)
 
     async def _start(self, body: Mapping[str, Any], descriptors: Sequence[int]) -> asyncio.Future[dict[str, Any]]:
         """Ask for a command or job; its input, the first descriptor, is closed out here."""

@@ -24,9 +24,9 @@ from etude.sandboxes.folder_sandbox import Command
 from etude.sandboxes.images.layers import AGENT, HOME
 from etude.sandboxes.images.machine_base import search_path
 from etude.sandboxes.oci.bundle import process
-from etude.sandboxes.oci.namespaces import NamespaceHolder
+from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
 from etude.sandboxes.oci.runtimes import OciRuntime
-from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe
+from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
 
 RUN_TIMEOUT_S = 120.0
 """For the runtime to start, checkpoint or restore a container; it takes less than a second on an idle machine."""
@@ -129,19 +129,12 @@ class Container:
             for pipe in pipes:
                 pipe.close_write_end()
             code = await self._end(client, command, pid_file)
-            for pipe in pipes:
-                pipe.finish()
             started = await asyncio.to_thread(pid_file.exists)
+            exit_code = code if started and code is not None else KILLED  # killed by another process inside, too
+            result = exec_result(pipes, exit_code, timed_out=code is None, start_s=start_s)
             if (not started or code == RUNTIME_FAILED) and math.isnan(await self.processes()):
-                raise SandboxError(f"a command could not be run in a sandbox: {pipes[1].text.strip()}")
-            return ExecResult(
-                exit_code=code if started and code is not None else KILLED,  # killed by another process inside, too
-                stdout=pipes[0].text,
-                stderr=pipes[1].text,
-                timed_out=code is None,
-                truncated=pipes[0].truncated or pipes[1].truncated,
-                seconds=time.monotonic() - start_s,
-            )
+                raise SandboxError(f"a command could not be run in a sandbox: {result.stderr.strip()}")
+            return result
         finally:
             os.close(source)
             self._descendants.add(pipes)
@@ -160,19 +153,17 @@ class Container:
         return self._namespaces.enter((*self._command, "--root", str(self._folder / "state"), *arguments))
 
     async def _call(self, *arguments: str) -> tuple[int, str]:
-        return await self._namespaces.run(self._line(*arguments), RUN_TIMEOUT_S)
+        return await run_program(self._line(*arguments), RUN_TIMEOUT_S)
 
     async def _signal_all(self, signal: str) -> tuple[int, str]:
         """Signal every process of the namespaces around but their first, which has no child that it would miss."""
-        return await self._namespaces.run(
-            self._namespaces.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S
-        )
+        return await run_program(self._namespaces.enter(("/bin/sh", "-c", f"kill -{signal} -1")), RUN_TIMEOUT_S)
 
     async def _begin(self, *arguments: str) -> None:
         """Start a container, which keeps the outputs of its starter: a file, since a pipe would not end."""
         log = self._folder / f"{self._name}.log"
         line = ("sh", "-c", 'log="$1"; shift; exec "$@" >"$log" 2>&1', "sh", str(log))
-        code, _ = await self._namespaces.run((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
+        code, _ = await run_program((*line, *self._line(*arguments, self._name)), RUN_TIMEOUT_S)
         if code:
             output = await asyncio.to_thread(log.read_text, encoding="utf-8", errors="replace")
             raise SandboxError(f"no sandbox could be started: {output.strip()[:2000]}")
@@ -199,7 +190,7 @@ class Container:
                 leader = await asyncio.to_thread(pid_file.read_text, encoding="ascii")
             await asyncio.sleep(0 if leader else START_POLL_S)
         if leader and not ending.done() and self._runtime.shares_kernel:
-            await self._namespaces.run(self._namespaces.enter(("/bin/sh", "-c", KILL, "sh", leader)), RUN_TIMEOUT_S)
+            await run_program(self._namespaces.enter(("/bin/sh", "-c", KILL, "sh", leader)), RUN_TIMEOUT_S)
         elif leader and not ending.done():
             user = "0:0" if command.spec.user == "root" else f"{AGENT}:{AGENT}"
             await self._call("exec", "-user", user, self._name, "/bin/sh", "-c", KILL, "sh", leader)

@@ -118,31 +118,6 @@ class NamespaceHolder:
             *argv,
         )
 
-    async def run(self, argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
-        """Run a line of :meth:`enter` to its end; returns its exit code and what it printed, errors included.
-
-        Raises :class:`~etude.errors.SandboxError` if it takes too long; then it is killed.
-        """
-        nothing = os.memfd_create("stdin")  # not /dev/null: as root, runsc changes its input's owner to the user nobody
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv, stdin=nothing, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
-            )
-        finally:
-            os.close(nothing)
-        try:
-            async with asyncio.timeout(timeout_s):
-                printed, _ = await process.communicate()
-        except TimeoutError:
-            raise SandboxError(f"{argv[0]} did not end within {timeout_s:g} s") from None
-        finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
-        assert process.returncode is not None
-        return process.returncode, printed.decode("utf-8", "replace")
-
     def usage(self) -> Usage:
         """Usage of the machine, overhead included; nothing where there are no groups."""
         return Usage(None, None, None) if self._cgroups is None else self._cgroups.usage(BOX)
@@ -180,6 +155,33 @@ class NamespaceHolder:
         for hierarchy in hierarchies:
             entry = hierarchy.folder / launcher / BOX / hierarchy.entry
             self._join += f"echo 0 > {shlex.quote(str(entry))} && "
+
+
+async def run_program(argv: Sequence[str], timeout_s: float) -> tuple[int, str]:
+    """Run a program, or a line of :meth:`NamespaceHolder.enter`, to its end; returns its exit code and what it
+    printed, errors included.
+
+    Raises :class:`~etude.errors.SandboxError` if it takes too long; then it is killed.
+    """
+    nothing = os.memfd_create("stdin")  # not /dev/null: as root, runsc changes its input's owner to the user nobody
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=nothing, stdout=PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True
+        )
+    finally:
+        os.close(nothing)
+    try:
+        async with asyncio.timeout(timeout_s):
+            printed, _ = await process.communicate()
+    except TimeoutError:
+        raise SandboxError(f"{argv[0]} did not end within {timeout_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    assert process.returncode is not None
+    return process.returncode, printed.decode("utf-8", "replace")
 
 
 def _only_child(process: int) -> int:

@@ -34,7 +34,7 @@ from etude.sandboxes.images.layers import copy_tree, first_link, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import close_all
 from etude.sandboxes.oci.bundle import RootOverlay, bundle, overlays, root_script, stage_script
-from etude.sandboxes.oci.namespaces import NamespaceHolder
+from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
 from etude.sandboxes.oci.runtimes import GVISOR, OciRuntime, build_statx_shim
 from etude.sandboxes.oci.sandbox import OciSandbox, OciSandboxHooks
 from etude.sandboxes.scratch import Scratch
@@ -204,10 +204,7 @@ class OciSandboxes:
         await sandbox.container.pause()
         try:
             for _ in range(count):
-                fork = await self._prepare(sandbox.spec)
-                forks.append(fork)
-                await _copy_files(sandbox.stage / "upper", fork.stage / "upper")
-                await fork.namespaces.go_on()
+                fork = await self._copy_files(sandbox, forks)
                 await fork.container.boot()
         except BaseException:
             await close_all(forks)
@@ -224,10 +221,7 @@ class OciSandboxes:
             await sandbox.container.sleep(memory)
             try:
                 for _ in range(count):
-                    fork = await self._prepare(sandbox.spec)
-                    forks.append(fork)
-                    await _copy_files(sandbox.stage / "upper", fork.stage / "upper")
-                    await fork.namespaces.go_on()
+                    await self._copy_files(sandbox, forks)
             finally:
                 waking = [each.container.wake(memory) for each in (sandbox, *forks)]
                 woken = await asyncio.gather(*waking, return_exceptions=True)
@@ -239,6 +233,19 @@ class OciSandboxes:
         finally:
             await asyncio.to_thread(remove_tree, memory)
         return forks
+
+    async def _copy_files(self, sandbox: OciSandbox, forks: list[OciSandbox]) -> OciSandbox:
+        """A sandbox without memory, added to ``forks`` at once, that has the files of another with everything that the
+        kernel's overlay and a sentry's memory know of them: owners, times, links.
+        """
+        fork = await self._prepare(sandbox.spec)
+        forks.append(fork)
+        line = ("cp", "-a", f"{sandbox.stage / 'upper'}/.", str(fork.stage / "upper"))
+        code, printed = await run_program(line, COPY_TIMEOUT_S)
+        if code:
+            raise SandboxError(f"the files of a sandbox could not be copied: {printed.strip()}")
+        await fork.namespaces.go_on()
+        return fork
 
     async def _forget(self, sandbox: OciSandbox) -> None:
         await asyncio.to_thread(remove_tree, sandbox.folder)
@@ -256,21 +263,3 @@ def _copy_upper_folders(upper: Path, targets: Sequence[str], layer: Path) -> Non
             remove_tree(place)  # the folder that was mounted on
             place.parent.mkdir(parents=True, exist_ok=True)
             copy_tree(upper / str(number), place)
-
-
-async def _copy_files(source: Path, target: Path) -> None:
-    """Copy a tree with everything that the kernel's overlay and a sentry's memory know of it: owners, times, links."""
-    process = await asyncio.create_subprocess_exec(
-        "cp", "-a", f"{source}/.", str(target), stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
-    )
-    try:
-        async with asyncio.timeout(COPY_TIMEOUT_S):
-            _, output = await process.communicate()
-    except TimeoutError:
-        raise SandboxError(f"the files of a sandbox were not copied within {COPY_TIMEOUT_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise SandboxError(f"the files of a sandbox could not be copied: {output.decode('utf-8', 'replace').strip()}")

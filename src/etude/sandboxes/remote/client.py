@@ -80,7 +80,7 @@ class RemoteSandboxes:
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
         name, spec = uuid.uuid4().hex, spec or SandboxSpec()
-        body = wire.write_message(wire.CreateRequest.of(files, spec))
+        body = wire.write_message(wire.CreateRequest(files=dict(files), spec=spec))
         try:
             lease = await self._server.ask(
                 wire.LeaseReply, "PUT", f"sandboxes/{name}", body, timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS
@@ -148,7 +148,7 @@ class RemoteSandbox:
         """Run one command; giving it up ends it. A connection that is lost under it is an error of the sandbox."""
         order = wire.ExecRequest(argv=list(argv), stdin=stdin, timeout_s=timeout_s, environment=dict(environment or {}))
         wait_s = timeout_s + GRACE_S if timeout_s > 0 else GRACE_S
-        return (await self._ask(wire.ExecReply, "exec", order, timeout_s=wait_s)).result()
+        return (await self._ask(wire.ExecReply, "exec", order, timeout_s=wait_s)).result
 
     async def read_file(self, path: str) -> str | None:
         """The text of a file, or ``None`` if there is none; ``ValueError`` if it is no plain file."""
@@ -194,7 +194,7 @@ class RemoteSandbox:
 
     async def snapshot(self) -> Image:
         """The files as they are, as an image that the server keeps; no other provider knows it."""
-        return (await self._ask(wire.Picture, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image()
+        return (await self._ask(wire.ImageReply, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image
 
     async def fork(self, count: int = 1) -> "Sequence[RemoteSandbox]":
         """Independent copies; all of them, or none and an error."""

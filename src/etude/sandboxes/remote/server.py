@@ -135,7 +135,7 @@ class SandboxServer:
         order = wire.read_message(wire.CreateRequest, body)
         if registered not in self._sandboxes:
             client = self._clients[registered.holder]
-            spec = client.permissions.resolve(order.spec(), self._snapshots[registered.holder])
+            spec = client.permissions.resolve(order.spec, self._snapshots[registered.holder])
             client.quota.check(spec.limits, registered.holder)
             if spec.ttl_s > self._limits.ttl_s:
                 raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
@@ -185,7 +185,7 @@ class SandboxServer:
             image = await sandbox.snapshot()
             name = f"snapshot-{uuid.uuid4().hex}"
             reply_body[name] = image
-            return wire.Picture(digest=name, environment=dict(image.environment), workdir=image.workdir)
+            return wire.ImageReply(image=Image(digest=name, environment=image.environment, workdir=image.workdir))
 
         return await self._with(registered, keep)
 
@@ -280,7 +280,7 @@ def _client(request: web.Request, names: Mapping[str, str]) -> str:
 async def _exec(sandbox: Sandbox, body: bytes) -> Answer:
     order = wire.read_message(wire.ExecRequest, body)
     result = await sandbox.exec(order.argv, stdin=order.stdin, timeout_s=order.timeout_s, environment=order.environment)
-    return wire.ExecReply.of(result)
+    return wire.ExecReply(result=result)
 
 
 async def _read(sandbox: Sandbox, body: bytes) -> Answer:

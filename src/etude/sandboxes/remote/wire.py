@@ -1,18 +1,18 @@
 """Messages between a remote provider and its server: JSON over HTTP, and tars as they are. Pure.
 
-    GET    /v1/capabilities                            → Promises
-    PUT    /v1/sandboxes/NAME             Creation     → Lease        the same again, and it is the same sandbox
-    POST   /v1/sandboxes/NAME/exec        Order        → Ending
-    POST   /v1/sandboxes/NAME/read        PathOnly     → FileText
-    POST   /v1/sandboxes/NAME/write       FileText     → Done
-    POST   /v1/sandboxes/NAME/export      Choice       → a tar
-    POST   /v1/sandboxes/NAME/load        a tar        → Done
-    POST   /v1/sandboxes/NAME/stats                    → Use
-    POST   /v1/sandboxes/NAME/kill                     → Done         everything that runs inside
-    POST   /v1/sandboxes/NAME/snapshot                 → Picture
-    POST   /v1/sandboxes/NAME/fork        Names        → Done         the same again, and they are the same forks
-    DELETE /v1/sandboxes/NAME                          → Done         also when there is none
-    POST   /v1/leases                     Names        → Names        renews them; the answer has those that are lost
+    GET    /v2/capabilities                            → CapabilitiesReply
+    PUT    /v2/sandboxes/NAME             CreateRequest → LeaseReply   the same again, and it is the same sandbox
+    POST   /v2/sandboxes/NAME/exec        ExecRequest  → ExecReply
+    POST   /v2/sandboxes/NAME/read        PathOnly     → FileText
+    POST   /v2/sandboxes/NAME/write       FileText     → Done
+    POST   /v2/sandboxes/NAME/export      ExportRequest → a tar
+    POST   /v2/sandboxes/NAME/load        a tar        → Done
+    POST   /v2/sandboxes/NAME/stats                    → Use
+    POST   /v2/sandboxes/NAME/kill                     → Done         everything that runs inside
+    POST   /v2/sandboxes/NAME/snapshot                 → ImageReply
+    POST   /v2/sandboxes/NAME/fork        Names        → Done         the same again, and they are the same forks
+    DELETE /v2/sandboxes/NAME                          → Done         also when there is none
+    POST   /v2/leases                     Names        → Names        renews them; the answer has those that are lost
 
 Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
 a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox without requests
@@ -26,18 +26,17 @@ What changes the meaning of this gets a new number in the path.
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from etude.errors import AgentFault, ConfigError, SandboxError, Unsupported
 from etude.protocols import ExecResult
-from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec, SandboxStats
+from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
 
-VERSION = 1
+VERSION = 2
 """In every path."""
 JSON_LIMIT_BYTES = 96 << 20
 """Most bytes of a body that is no tar: an input of many megabytes fits, written as JSON."""
@@ -54,7 +53,7 @@ M = TypeVar("M", bound="WireMessage")
 
 
 class WireMessage(BaseModel):
-    """A JSON body: its fields, of their types, and no others."""
+    """A JSON body: its fields, of their types, and no others; so it is with the nouns in it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -71,87 +70,11 @@ class CapabilitiesReply(WireMessage):
     """Those that a client does not know, it does not rely on."""
 
 
-class LimitsMessage(WireMessage):
-    """The fields of :class:`~etude.sandbox_spec.SandboxLimits`."""
-
-    memory_bytes: int
-    disk_bytes: int
-    processes: int
-    cpus: float
-
-
-class Picture(WireMessage):
-    """The fields of :class:`~etude.sandbox_spec.Image`; layers are paths on the server's machine."""
-
-    digest: str = ""
-    base: str = ""
-    layers: list[str] = Field(default_factory=list, max_length=256)
-    environment: Texts = Field(default_factory=dict)
-    workdir: str
-
-    def image(self) -> Image:
-        """The noun of this message."""
-        layers = tuple(map(Path, self.layers))
-        return Image(
-            digest=self.digest, base=self.base, layers=layers, environment=self.environment, workdir=self.workdir
-        )
-
-    @classmethod
-    def of(cls, image: Image) -> "Picture":
-        """The message of a noun."""
-        return cls(
-            digest=image.digest,
-            base=image.base,
-            layers=list(map(str, image.layers)),
-            environment=dict(image.environment),
-            workdir=image.workdir,
-        )
-
-
 class CreateRequest(WireMessage):
-    """The files of a new sandbox, and the fields of :class:`~etude.sandbox_spec.SandboxSpec`."""
+    """The files of a new sandbox, and its specification; layers and mounts are paths on the server's machine."""
 
     files: Texts
-    image: Picture
-    limits: LimitsMessage
-    allow: list[str]
-    mounts: Texts
-    """Paths on the server's machine, by their path inside."""
-    environment: Texts
-    user: Literal["agent", "root"]
-    ttl_s: float
-
-    def spec(self) -> SandboxSpec:
-        """The noun of this message. ``ValueError`` for values it cannot have."""
-        return SandboxSpec(
-            image=self.image.image(),
-            limits=SandboxLimits(**self.limits.model_dump()),
-            allow=tuple(self.allow),
-            mounts={inside: Path(source) for inside, source in self.mounts.items()},
-            environment=self.environment,
-            user=self.user,
-            ttl_s=self.ttl_s,
-        )
-
-    @classmethod
-    def of(cls, files: Mapping[str, str], spec: SandboxSpec) -> "CreateRequest":
-        """The message of a noun."""
-        limits = spec.limits
-        return cls(
-            files=dict(files),
-            image=Picture.of(spec.image),
-            limits=LimitsMessage(
-                memory_bytes=limits.memory_bytes,
-                disk_bytes=limits.disk_bytes,
-                processes=limits.processes,
-                cpus=limits.cpus,
-            ),
-            allow=list(spec.allow),
-            mounts={inside: str(source) for inside, source in spec.mounts.items()},
-            environment=dict(spec.environment),
-            user=spec.user,
-            ttl_s=spec.ttl_s,
-        )
+    spec: SandboxSpec
 
 
 class LeaseReply(WireMessage):
@@ -170,30 +93,15 @@ class ExecRequest(WireMessage):
 
 
 class ExecReply(WireMessage):
-    """The fields of :class:`~etude.protocols.ExecResult`."""
+    """The end of a command."""
 
-    exit_code: int
-    stdout: str
-    stderr: str
-    timed_out: bool
-    truncated: bool
-    seconds: float
+    result: ExecResult
 
-    def result(self) -> ExecResult:
-        """The noun of this message."""
-        return ExecResult(**self.model_dump())
 
-    @classmethod
-    def of(cls, result: ExecResult) -> "ExecReply":
-        """The message of a noun."""
-        return cls(
-            exit_code=result.exit_code,
-            stdout=result.stdout,
-            stderr=result.stderr,
-            timed_out=result.timed_out,
-            truncated=result.truncated,
-            seconds=result.seconds,
-        )
+class ImageReply(WireMessage):
+    """A snapshot, which the server keeps and finds by its digest."""
+
+    image: Image
 
 
 class PathOnly(WireMessage):
@@ -265,41 +173,40 @@ class ErrorReply(WireMessage):
 
     def error(self) -> Exception:
         """The exception that the client raises."""
-        return ERRORS[self.fault](self.message)
+        return ERRORS[self.fault].exception(self.message)
 
     @classmethod
     def of(cls, error: Exception) -> "ErrorReply":
         """The message of an exception, of the most exact kind there is."""
-        fault = next((fault for fault, kind in ERRORS.items() if isinstance(error, kind)), ErrorKind.SANDBOX)
+        fault = next(
+            (fault for fault, meaning in ERRORS.items() if isinstance(error, meaning.exception)), ErrorKind.SANDBOX
+        )
         return cls(fault=fault, message=str(error))
 
     @property
     def status(self) -> int:
         """Status of the HTTP answer, for people and proxies; clients go by the fault."""
-        return STATUS[self.fault]
+        return ERRORS[self.fault].status
 
 
-ERRORS: Mapping[ErrorKind, type[Exception]] = MappingProxyType(
+class ErrorMeaning(NamedTuple):
+    """A kind of error at either end."""
+
+    exception: type[Exception]
+    status: int
+
+
+ERRORS: Mapping[ErrorKind, ErrorMeaning] = MappingProxyType(
     {
-        ErrorKind.UNSUPPORTED: Unsupported,
-        ErrorKind.CONFIG: ConfigError,
-        ErrorKind.VALUE: ValueError,
-        ErrorKind.AGENT: AgentFault,
-        ErrorKind.SANDBOX: SandboxError,
-        ErrorKind.KEY: ConfigError,
+        ErrorKind.UNSUPPORTED: ErrorMeaning(Unsupported, 501),
+        ErrorKind.CONFIG: ErrorMeaning(ConfigError, 404),
+        ErrorKind.VALUE: ErrorMeaning(ValueError, 400),
+        ErrorKind.AGENT: ErrorMeaning(AgentFault, 409),
+        ErrorKind.SANDBOX: ErrorMeaning(SandboxError, 503),
+        ErrorKind.KEY: ErrorMeaning(ConfigError, 401),
     }
 )
 """Narrow kinds before wide ones."""
-STATUS: Mapping[ErrorKind, int] = MappingProxyType(
-    {
-        ErrorKind.VALUE: 400,
-        ErrorKind.KEY: 401,
-        ErrorKind.CONFIG: 404,
-        ErrorKind.AGENT: 409,
-        ErrorKind.SANDBOX: 503,
-        ErrorKind.UNSUPPORTED: 501,
-    }
-)
 
 
 def read_message(kind: type[M], body: bytes) -> M:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from etude.config.credit import CreditConfig, CreditKind
+from etude.config.credit import CreditConfig, CreditKind, DiscountedOptions, ShapedOptions
 from etude.config.training import Baseline
 from etude.trainer.batching.advantage import FEWEST_COMPARED, Values, group_advantages, net_rewards
 from etude.types import Floats, Mask, Rollout, TurnKind
@@ -108,7 +108,8 @@ def discounted(
     Not γ^(T−1−t) · (R − mean): how long a rollout goes on is the turn's own doing, so that factor before the baseline
     would reward length by itself, and does so the more, the better the group is.
     """
-    returns = [returns_to_go(reward, np.zeros(len(rollout.turns)), config.discount)
+    assert isinstance(config.options, DiscountedOptions), config.kind
+    returns = [returns_to_go(reward, np.zeros(len(rollout.turns)), config.options.discount)
                for rollout, reward in zip(rollouts, rewards_G.tolist(), strict=True)]  # fmt: skip
     return _scaled(less_the_others(returns), baseline)
 
@@ -119,9 +120,11 @@ def shaped(rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig,
     r are ``Rollout.turn_rewards`` and w is ``shaping``. Rewards of the form r_k = γ·Φ(h_{k+1}) − Φ(h_k), with Φ = 0 at
     the end, take Φ(h_t) off V_t and change no gradient (Ng, Harada and Russell, ICML 1999); any others may be farmed.
     """
+    options = config.options
+    assert isinstance(options, ShapedOptions), config.kind
     returns = [
-        returns_to_go(reward, config.shaping * np.array(rollout.turn_rewards or np.zeros(len(rollout.turns))),
-                      config.discount)
+        returns_to_go(reward, options.shaping * np.array(rollout.turn_rewards or np.zeros(len(rollout.turns))),
+                      options.discount)
         for rollout, reward in zip(rollouts, rewards_G.tolist(), strict=True)
     ]  # fmt: skip
     return _scaled(less_the_others(returns), baseline)

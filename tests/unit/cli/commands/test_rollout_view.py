@@ -121,7 +121,7 @@ def test_a_rollout_is_told_in_words_and_figures(tmp_path: Path, chat: ChatTempla
         turn_rewards=(0.0, 0.5, 0.0, -1.0), hints=(Hint(turn=1, text="mind the fee", source="rule"),), seconds=2.5,
         branch=Branch(rollout_id="r9", turns=1),
     )  # fmt: skip
-    settings = ("credit.kind=shared_prefix", "credit.branches=2", "sandboxes.kind=ns")
+    settings = ("credit.kind=shared_prefix", "credit.options.branches=2", "sandboxes.kind=ns")
     for reader in reader_of(tmp_path / "run", chat, [message, ended(1, 0.0, *scribe.summarised())], *settings):
         read = reader.rollout("r0")
         assert (read.reward, read.reason, read.seconds, read.branch_of, read.branch_turns) == (

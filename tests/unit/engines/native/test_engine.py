@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.config.inference import EngineConfig
+from etude.config.inference import EngineConfig, NativeOptions
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import DivergedError, EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
@@ -20,11 +20,12 @@ from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
 from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Finish
+from native_configs import altered
 
 torch.set_num_threads(1)
 
-CONFIG = EngineConfig(max_running=8, max_length=200, step_tokens=32)
-SMALL_CACHE = CONFIG.model_copy(update={"cache_tokens": 208})
+CONFIG = EngineConfig(max_running=8, max_length=200, options=NativeOptions(step_tokens=32))
+SMALL_CACHE = altered(CONFIG, cache_tokens=208)
 LONG = SamplingParams(max_tokens=60, seed=1)
 
 Scene = Callable[[NativeEngine], Awaitable[None]]
@@ -107,7 +108,7 @@ def test_logprobs_are_those_of_the_model_whatever_was_batched_or_reused(slots: i
                 expected = true_logprobs(engine.weights, prompt, completion, temperature)
                 np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-5)
 
-    run(scene, CONFIG.model_copy(update={"max_running": slots}))
+    run(scene, altered(CONFIG, max_running=slots))
 
 
 def test_after_a_swap_whole_turns_have_the_new_weights_numbers() -> None:
@@ -161,7 +162,7 @@ def test_samples_follow_the_distribution() -> None:
         # Six standard errors of the largest cell: false alarms are rarer than one in a million runs.
         assert np.abs(seen - expected).max() < 6 * np.sqrt(expected.max() / draws)
 
-    run(scene, CONFIG.model_copy(update={"max_running": 64, "step_tokens": 2048}))
+    run(scene, altered(CONFIG, max_running=64, step_tokens=2048))
 
 
 def test_a_caller_that_goes_away_frees_its_slot() -> None:
@@ -289,7 +290,7 @@ def test_a_step_that_fails_is_told_to_everybody_now_and_later() -> None:
 
 def test_an_exchange_does_not_wait_for_turns_that_will_never_end() -> None:
     async def play() -> None:
-        engine = NativeEngine(broken_weights(), CONFIG.model_copy(update={"swap": "drain"}), seed=0)
+        engine = NativeEngine(broken_weights(), altered(CONFIG, swap="drain"), seed=0)
         stream = engine.stream([4], LONG, session="s")
         reading = asyncio.create_task(anext(stream))
         await steps(1)
@@ -407,7 +408,7 @@ def test_samples_of_one_prompt_share_its_prefill() -> None:
 
 
 def swapping(mode: str) -> EngineConfig:
-    return CONFIG.model_copy(update={"swap": mode})
+    return altered(CONFIG, swap=mode)
 
 
 async def swap_inside(engine: NativeEngine) -> Completion:
@@ -522,7 +523,7 @@ def test_the_urgent_are_served_first_and_take_the_place_of_others() -> None:
         for completion in completions:
             assert_same(completion, completions[0])
 
-    run(scene, CONFIG.model_copy(update={"max_running": 1}))
+    run(scene, altered(CONFIG, max_running=1))
 
 
 def test_who_finds_the_line_full_is_told_to_come_again() -> None:
@@ -540,7 +541,7 @@ def test_who_finds_the_line_full_is_told_to_come_again() -> None:
         await engine.generate([1], LONG, session="s")
         assert await at_rest(engine)
 
-    run(scene, CONFIG.model_copy(update={"max_running": 2, "max_waiting": 2}))
+    run(scene, altered(CONFIG, max_running=2, max_waiting=2))
 
 
 def test_a_small_cache_makes_callers_wait_and_changes_nothing_else() -> None:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
-from etude.engines.http.api_client import ApiClient, RequestLimits
+from etude.engines.api_client import ApiClient, RequestLimits
 from etude.engines.sglang.engine import SglangEngine, SglangFeatures
 from etude.errors import DamagedError, EngineBusy, EngineUnavailable
 from etude.protocols import SamplingParams

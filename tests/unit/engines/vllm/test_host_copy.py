@@ -81,6 +81,24 @@ def test_a_patch_leads_where_a_full_load_would(is_open: bool) -> None:
     assert weights.digest() == state_digest(state)
 
 
+class ScalingEngine(ForeignEngine):
+    """Computes one of its parameters."""
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        super().load({**tensors, "norm": tensors["norm"] * 0.5})
+
+
+def test_an_engine_that_computes_is_loaded_whole() -> None:
+    state, engine = make_state(5), ScalingEngine()
+    weights = RuntimeWeights(HostCopy(state, state_digest(state)), engine.load, engine.runtime)
+    loads = engine.loads
+    after, patch = changed(state, "gate", [3, 5, 23])
+    weights.follow(patch)
+    assert engine.loads - loads == 1
+    assert torch.equal(engine.runtime["fused"][6:].flatten().view(torch.uint8), torch.from_numpy(after["gate"].data))
+    assert weights.digest() == state_digest(after)
+
+
 @pytest.mark.parametrize("fault", ["digest", "base", "name", "index", "type"])
 def test_a_wrong_patch_is_refused_and_nothing_is_touched(fault: str) -> None:
     state = make_state(1)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.gateway.api.calls import ApiError
-from etude.gateway.api.fields import QUOTED_CHARACTERS, Fields, quote, read_object
+from etude.gateway.api.fields import QUOTED_CHARACTERS, JsonObject, quote, read_object
 from etude.types import Json
 
 JSON = st.recursive(
@@ -47,19 +47,21 @@ def test_the_last_of_two_equal_keys_counts() -> None:
 
 
 def test_null_is_absent() -> None:
-    fields = Fields(dict.fromkeys("abcdefg"))
+    fields = JsonObject(dict.fromkeys("abcdefg"))
     assert fields.text("a", "x") == "x"
     assert (fields.flag("b", default=True), fields.integer("c", low=1, high=2), fields.items("d")) == (True, None, [])
     assert (fields.number("e", low=1, high=2), fields.child("f"), fields.children("g")) == (None, None, [])
     assert (fields.document("a"), fields.choice("a", ["b"]), fields.value("a")) == ({}, None, None)
-    fields.only(())
+    fields.refuse_unknown(())
 
 
 def test_every_error_names_path_value_and_what_was_expected() -> None:
-    fields = Fields({"parts": [{"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, None]}, "messages[3]")
+    fields = JsonObject(
+        {"parts": [{"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, None]}, "messages[3]"
+    )
     with pytest.raises(ApiError, match=r"messages\[3\]\.parts\[1\] is missing or null: expected an object"):
         fields.children("parts")
-    part = Fields({"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, "messages[3].parts[0]")
+    part = JsonObject({"text": 3, "flag": 1, "count": True, "share": "x", "deep": []}, "messages[3].parts[0]")
     for read, message in (
         (lambda: part.text("text"), "text=3: expected a string"),
         (lambda: part.text("other"), "other is missing or null: expected a string"),
@@ -79,7 +81,7 @@ def test_every_error_names_path_value_and_what_was_expected() -> None:
 
 
 def test_numbers_have_bounds() -> None:
-    fields = Fields({"zero": 0, "half": 0.5, "big": 2**63, "huge": 1e300, "one": 1.0})
+    fields = JsonObject({"zero": 0, "half": 0.5, "big": 2**63, "huge": 1e300, "one": 1.0})
     assert fields.number("zero", low=0, high=1) == 0.0
     assert fields.number("half", low=0, high=1, above=True) == 0.5
     assert fields.number("one", low=0, high=1) == 1.0
@@ -98,14 +100,14 @@ def test_a_document_that_cannot_be_printed_again_is_refused() -> None:
         shallow = {"a": shallow}
     for _ in range(300):
         deep = {"a": deep}
-    fields = Fields({"shallow": shallow, "deep": deep})
+    fields = JsonObject({"shallow": shallow, "deep": deep})
     assert fields.document("shallow") == shallow
     with pytest.raises(ApiError, match="254 levels"):
         fields.document("deep")
 
 
-def test_only_lets_neutral_values_pass() -> None:
-    Fields({"a": "anything", "b": None, "c": 0, "d": 0.0}).only({"a"}, {"c": (0, 1), "d": (0,)})
+def test_unknown_fields_are_refused_and_neutral_values_pass() -> None:
+    JsonObject({"a": "anything", "b": None, "c": 0, "d": 0.0}).refuse_unknown({"a"}, {"c": (0, 1), "d": (0,)})
     refused_fields: list[tuple[dict[str, Json], str]] = [
         ({"b": 1}, "b=1 is not supported: leave it out"),
         ({"c": False}, "c=false is not supported: leave it out or send 0 or 1"),
@@ -113,7 +115,7 @@ def test_only_lets_neutral_values_pass() -> None:
     ]
     for fields, message in refused_fields:
         with pytest.raises(ApiError) as error:
-            Fields(fields).only({"a"}, {"c": (0, 1)})
+            JsonObject(fields).refuse_unknown({"a"}, {"c": (0, 1)})
         assert (error.value.code, error.value.message) == ("unsupported_parameter", message)
 
 
@@ -134,6 +136,6 @@ def test_quotes_say_what_it_is() -> None:
 @given(st.text(min_size=100))
 def test_names_are_cut_too(name: str) -> None:
     with pytest.raises(ApiError) as error:
-        Fields({name: 1}).only(())
+        JsonObject({name: 1}).refuse_unknown(())
     assert len(error.value.message) < 3 * QUOTED_CHARACTERS
     assert len(error.value.param or "") <= QUOTED_CHARACTERS

@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.gateway.api.calls import ApiError, Call, Sampling
-from etude.gateway.api.fields import MAX_NAME_CHARACTERS
+from etude.gateway.api.fields import MAX_NAME_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
 from etude.gateway.api.messages import (
     COUNT_SCHEMA,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
+    FIELDS,
     NEUTRAL,
     SCHEMA,
-    UNDERSTOOD,
     count_body,
     parse,
     parse_count,
@@ -46,7 +44,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 BODY = st.fixed_dictionaries(
     {"model": st.just("m") | JSON, "max_tokens": st.just(9) | JSON, "messages": st.lists(MESSAGE, max_size=4) | JSON},
-    optional=dict.fromkeys(sorted((UNDERSTOOD | NEUTRAL.keys()) - {"model", "messages", "max_tokens"}), JSON),
+    optional=dict.fromkeys(sorted((FIELDS | NEUTRAL.keys()) - {"model", "messages", "max_tokens"}), JSON),
 )
 
 

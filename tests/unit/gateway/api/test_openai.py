@@ -9,11 +9,10 @@ import orjson
 import pytest
 
 from etude.gateway.api.calls import ApiError, FinishReason
-from etude.gateway.api.fields import Fields
+from etude.gateway.api.fields import MAX_STOPS, JsonObject
 from etude.gateway.api.openai import (
-    MAX_STOPS,
-    PLAIN,
-    View,
+    DEFAULT_OUTPUT,
+    OutputOptions,
     error_body,
     failure_event,
     fingerprint,
@@ -22,25 +21,25 @@ from etude.gateway.api.openai import (
     logprob,
     one_body,
     read_model,
+    read_output_options,
     read_sampling,
-    read_view,
 )
 from etude.types import Json
 
 
 def test_nothing_said_is_the_models_own_distribution() -> None:
-    sampling = read_sampling(Fields({}), None)
+    sampling = read_sampling(JsonObject({}), None)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, None)
     assert (sampling.stops, sampling.seed, sampling.count) == ((), None, 1)
 
 
 def test_every_option_is_read() -> None:
     body: dict[str, Json] = {"temperature": 0, "top_p": 0.5, "top_k": 7, "seed": 0, "n": 128, "stop": ["a", "b"]}
-    sampling = read_sampling(Fields(body), 9)
+    sampling = read_sampling(JsonObject(body), 9)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.0, 0.5, 7, 9)
     assert (sampling.stops, sampling.seed, sampling.count) == (("a", "b"), 0, 128)
-    assert read_sampling(Fields({"stop": "x", "top_k": -1}), None).stops == ("x",)
-    assert read_sampling(Fields({"top_k": -1}), None).top_k == 0
+    assert read_sampling(JsonObject({"stop": "x", "top_k": -1}), None).stops == ("x",)
+    assert read_sampling(JsonObject({"top_k": -1}), None).top_k == 0
 
 
 @pytest.mark.parametrize(
@@ -68,23 +67,25 @@ def test_every_option_is_read() -> None:
 )
 def test_options_out_of_bounds_are_refused(body: dict[str, Json], param: str) -> None:
     with pytest.raises(ApiError) as error:
-        read_sampling(Fields(body), None)
+        read_sampling(JsonObject(body), None)
     assert (error.value.status, error.value.param) == (400, param)
 
 
 def test_any_model_has_its_callers_name() -> None:
-    assert read_model(Fields({})) == "policy"
-    assert read_model(Fields({"model": "openai/gpt-9"})) == "openai/gpt-9"
+    assert read_model(JsonObject({})) == "policy"
+    assert read_model(JsonObject({"model": "openai/gpt-9"})) == "openai/gpt-9"
     for wrong in ("", "x" * 257, 3):
         with pytest.raises(ApiError):
-            read_model(Fields({"model": wrong}))
+            read_model(JsonObject({"model": wrong}))
 
 
 def test_the_view_is_what_was_asked_for() -> None:
-    assert read_view(Fields({"stream": True}), logprobs=False) == PLAIN
+    assert read_output_options(JsonObject({"stream": True}), logprobs=False) == DEFAULT_OUTPUT
     options: Json = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
     body: dict[str, Json] = {"stream": True, "stream_options": options, "return_token_ids": True}
-    assert read_view(Fields(body), logprobs=True) == View(logprobs=True, token_ids=True, usage_event=True)
+    assert read_output_options(JsonObject(body), logprobs=True) == OutputOptions(
+        logprobs=True, token_ids=True, usage_event=True
+    )
     for wrong, param in (
         ({"stream_options": {}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -92,7 +93,7 @@ def test_the_view_is_what_was_asked_for() -> None:
         ({"return_token_ids": "yes"}, "return_token_ids"),
     ):
         with pytest.raises(ApiError) as error:
-            read_view(Fields(wrong), logprobs=False)  # type: ignore[arg-type]  # dicts of different values
+            read_output_options(JsonObject(wrong), logprobs=False)  # type: ignore[arg-type]  # dicts of different values
         assert error.value.param == param
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 
 from etude.gateway.api.calls import MODEL, Answer, ApiError, Call, FinishReason, Reply, Sampling
-from etude.gateway.api.responses import INCLUDABLE, INFORMATIVE, NEUTRAL, SCHEMA, UNDERSTOOD, ResponseRequest, parse
+from etude.gateway.api.responses import FIELDS, INCLUDABLE, NEUTRAL, SCHEMA, ResponseRequest, parse
 from etude.tokens.messages import ChatMessage, Tool, ToolCall
 from etude.types import Finish, Json, Turn
 
@@ -48,7 +48,7 @@ ITEM = st.fixed_dictionaries(
 )
 BODY = st.fixed_dictionaries(
     {"input": st.text() | st.lists(ITEM, max_size=4) | JSON},
-    optional=dict.fromkeys(sorted((UNDERSTOOD | INFORMATIVE | NEUTRAL.keys()) - {"input"}), JSON),
+    optional=dict.fromkeys(sorted((FIELDS | NEUTRAL.keys()) - {"input"}), JSON),
 )
 
 

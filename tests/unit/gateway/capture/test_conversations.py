@@ -20,11 +20,11 @@ from etude.gateway.capture.conversations import (
     TokenBuffer,
     TurnStore,
     alike,
-    dissolve,
+    copy_tree,
     find,
+    free_tree,
     insert,
     new_root,
-    twins_of,
 )
 from etude.tokens.messages import NO_KWARGS, ChatMessage, ReplyReader, TemplateKwargs, Tool, ToolCall
 from etude.types import Finish, Ids, Json, TokenIds, Turn
@@ -574,7 +574,7 @@ def test_a_tree_that_is_done_with_has_no_cycles() -> None:
     root = new_root()
     request = root.add(user("a"))
     request.add(REPLY)
-    dissolve(root)
+    free_tree(root)
     assert root.children == []
     assert request.children == []
 
@@ -585,7 +585,7 @@ def test_a_copy_of_a_tree_is_as_deep_as_it_and_grows_by_itself() -> None:
     for depth in range(3000):
         node = node.add(REPLY, turn=depth).add(user(str(depth)))
     assert root.children[0].children[0].likeness(called('{"by":1,"line":3,"path":"a.py"}')) == ALIKE
-    twins = twins_of(root)
+    twins = copy_tree(root)
     assert len(twins) == 6002
     assert twins[node].path() == node.path()
     assert not set(map(id, twins)) & set(map(id, twins.values()))

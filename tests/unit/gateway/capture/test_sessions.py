@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from etude.engines.http.client import ANSWER_TIMEOUT_S
+from etude.engines.api_client import ANSWER_TIMEOUT_S
 from etude.errors import SessionLost
 from etude.gateway.capture.sessions import QueueTime, SessionLimits, SessionStore
 from etude.gateway.request_log import RequestRecord

@@ -9,9 +9,10 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.gateway.capture.sessions import SessionLimits
-from etude.gateway.http.auth import KeyLimits, Scope
+from etude.gateway.http.auth import Authenticator, KeyLimits, Scope
 from etude.gateway.http.keyfile import KeyFile
 from etude.protocols import Engine
 from etude.types import Json
@@ -157,7 +158,7 @@ def test_an_idle_session_dies_and_its_key_with_it() -> None:
     async def scene(caller: Caller) -> None:
         _, key = await caller.open_session()
         await asyncio.sleep(0.06)
-        caller.parts.gateway.expire()
+        Authenticator(caller.parts.keyring, caller.parts.sessions).expire(SystemClock().now())
         assert (await caller.chat(key)).status == 401
         assert [one.key_id for one in caller.parts.keyring if one.session_id] == []
 
@@ -184,7 +185,7 @@ def test_errors_before_parsing_have_the_shape_of_their_api() -> None:
         models = await caller.send("GET", "/v1/models", "wrong", anthropic_version="2023-06-01")
         assert models.at("type") == "error"
 
-    play(Setting(fake_engine(), config=GatewayConfig(max_body_mb=1)), scene)
+    play(Setting(fake_engine(), max_body_bytes=2**20), scene)
 
 
 def test_a_body_without_a_length_is_bounded_too() -> None:
@@ -198,7 +199,7 @@ def test_a_body_without_a_length_is_bounded_too() -> None:
         ) as response:
             assert response.status == 413
 
-    play(Setting(fake_engine(), config=GatewayConfig(max_body_mb=1)), scene)
+    play(Setting(fake_engine(), max_body_bytes=2**20), scene)
 
 
 def test_a_key_beyond_its_budget_is_429() -> None:

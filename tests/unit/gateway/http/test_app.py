@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import pytest
 
 from etude.clock import SystemClock
-from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
+from etude.gateway.routing.admission import AdmissionLimits
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Json, RouteSpace, TokenIds, as_list
 from gateways import (
@@ -244,8 +244,8 @@ def test_an_engine_that_is_down_is_503_and_leaves_no_turn() -> None:
 def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_429() -> None:
     async def run() -> None:
         clock = GatedClock()
-        config = GatewayConfig(max_rollouts=1, max_waiting=1)
-        async with gateway(Setting(fake_engine(clock, token_s=1.0), config=config)) as caller:
+        admission = AdmissionLimits(rollouts=1, waiting=1)
+        async with gateway(Setting(fake_engine(clock, token_s=1.0), admission=admission)) as caller:
             _, key = await caller.open_session()
             first = asyncio.create_task(caller.chat(key))
             await clock.waiting.wait()
@@ -263,8 +263,8 @@ def test_calls_beyond_the_limit_wait_and_beyond_the_line_are_429() -> None:
 def test_a_call_is_over_at_its_deadline() -> None:
     async def run() -> None:
         clock = GatedClock()
-        config = GatewayConfig(max_rollouts=1)
-        async with gateway(Setting(fake_engine(clock, token_s=1.0), config=config)) as caller:
+        admission = AdmissionLimits(rollouts=1)
+        async with gateway(Setting(fake_engine(clock, token_s=1.0), admission=admission)) as caller:
             session_id, key = await caller.open_session()
             body = {"messages": QUESTION, "max_tokens": 4}
             slow = asyncio.create_task(caller.send("POST", CHAT, key, body, X_Etude_Deadline_S="0.3"))
@@ -394,7 +394,7 @@ def test_a_stream_says_what_the_whole_answer_would() -> None:
         session_id, key = await caller.open_session()
         whole = await caller.chat(key, seed=5)
         streamed = await caller.chat(key, seed=5, stream=True)
-        assert streamed.headers["Content-Type"] == "text/event-stream"
+        assert (streamed.headers["Content-Type"], streamed.headers["Server"]) == ("text/event-stream", "etude")
         answered = "".join(str(_delta(event).get("content") or "") for event in streamed.events)
         assert answered == whole.at("choices", 0, "message", "content")
         one, two = await caller.close(session_id)
@@ -465,7 +465,7 @@ def test_counting_tokens_is_what_a_call_then_reads() -> None:
 
 def test_one_product_does_not_take_every_place_and_all_of_the_line() -> None:
     clock = GatedClock()
-    config = GatewayConfig(engine_timeout_s=0.1, max_production=2, max_waiting=4)
+    admission = AdmissionLimits(production=2, waiting=4)
 
     async def scene(caller: Caller) -> None:
         mine = [asyncio.create_task(caller.chat(PRODUCT_KEY)) for _ in range(12)]
@@ -477,4 +477,4 @@ def test_one_product_does_not_take_every_place_and_all_of_the_line() -> None:
         statuses = Counter([(await call).status for call in mine])
         assert statuses == {200: 4, 429: 8}
 
-    play(Setting(fake_engine(clock, token_s=1.0), config=config), scene)
+    play(Setting(fake_engine(clock, token_s=1.0), admission=admission), scene)

@@ -71,9 +71,9 @@ def test_the_key_of_a_session_lives_and_spends_as_the_key_that_opened_it() -> No
     ring = ring_of(opener, own)
     assert ring.authenticate("b", now=99.9) is own
     assert ring.authenticate("b", now=100.0) is None
-    assert [ring.refused_for_s(key, now=0.0) > 0 for key in (own, opener, own, opener)] == [False, False, True, True]
+    assert [ring.charge_request(key, now=0.0) > 0 for key in (own, opener, own, opener)] == [False, False, True, True]
     ring.spend(own, 40, now=60.0)
-    assert ring.refused_for_s(opener, now=60.0) > 120.0
+    assert ring.charge_request(opener, now=60.0) > 120.0
     ring.revoke(opener.key_id)
     assert ring.authenticate("b", now=0.0) is None
     with pytest.raises(ValueError, match="has an opener, 'x', and no session"):
@@ -142,27 +142,27 @@ def test_limits_are_positive() -> None:
 def test_requests_are_counted_when_they_are_let_in() -> None:
     key = key_of("a", limits=KeyLimits(requests_per_minute=2))
     ring = ring_of(key)
-    assert [ring.refused_for_s(key, now=0.0) for _ in range(4)] == [0.0, 0.0, 30.0, 30.0]
-    assert ring.refused_for_s(key, now=20.0) == pytest.approx(10.0)
-    assert ring.refused_for_s(key, now=30.0) == 0.0
-    assert ring.refused_for_s(key, now=30.0) == pytest.approx(30.0)
+    assert [ring.charge_request(key, now=0.0) for _ in range(4)] == [0.0, 0.0, 30.0, 30.0]
+    assert ring.charge_request(key, now=20.0) == pytest.approx(10.0)
+    assert ring.charge_request(key, now=30.0) == 0.0
+    assert ring.charge_request(key, now=30.0) == pytest.approx(30.0)
 
 
 def test_tokens_are_counted_when_they_are_known_and_a_debt_is_paid_off() -> None:
     key = key_of("a", limits=KeyLimits(tokens_per_minute=60))
     ring = ring_of(key)
-    assert ring.refused_for_s(key, now=0.0) == 0.0
+    assert ring.charge_request(key, now=0.0) == 0.0
     ring.spend(key, 100, now=0.0)
-    assert ring.refused_for_s(key, now=0.0) == pytest.approx(41.0)
-    assert ring.refused_for_s(key, now=41.0) == 0.0
+    assert ring.charge_request(key, now=0.0) == pytest.approx(41.0)
+    assert ring.charge_request(key, now=41.0) == 0.0
 
 
 def test_a_call_that_tokens_refuse_is_no_request() -> None:
     key = key_of("a", limits=KeyLimits(requests_per_minute=1, tokens_per_minute=60))
     ring = ring_of(key)
     ring.spend(key, 60, now=0.0)
-    assert ring.refused_for_s(key, now=0.0) == pytest.approx(1.0)
-    assert ring.refused_for_s(key, now=1.0) == 0.0
+    assert ring.charge_request(key, now=0.0) == pytest.approx(1.0)
+    assert ring.charge_request(key, now=1.0) == 0.0
 
 
 def test_keys_without_limits_and_keys_that_are_gone_are_not_held_back() -> None:
@@ -170,7 +170,7 @@ def test_keys_without_limits_and_keys_that_are_gone_are_not_held_back() -> None:
     ring = ring_of(free)
     ring.spend(free, 10**9, now=0.0)
     ring.spend(gone, 10**9, now=0.0)
-    assert [ring.refused_for_s(key, now=0.0) for key in (free, gone, gone)] == [0.0, 0.0, 0.0]
+    assert [ring.charge_request(key, now=0.0) for key in (free, gone, gone)] == [0.0, 0.0, 0.0]
 
 
 @given(
@@ -182,7 +182,7 @@ def test_no_minute_has_more_requests_than_two_full_buckets(per_minute: int, paus
     ring, now, let_in = ring_of(key), 0.0, list[float]()
     for pause_s in pauses_s:
         now += pause_s
-        if not ring.refused_for_s(key, now):
+        if not ring.charge_request(key, now):
             let_in.append(now)
     for start in let_in:
         assert sum(start <= at < start + 60.0 for at in let_in) <= 2 * per_minute
@@ -193,8 +193,8 @@ def test_after_the_time_that_was_named_a_call_is_let_in(per_minute: int, spent: 
     key = key_of("a", limits=KeyLimits(tokens_per_minute=per_minute))
     ring = ring_of(key)
     ring.spend(key, spent, now=0.0)
-    refused_s = ring.refused_for_s(key, now=later_s)
-    assert ring.refused_for_s(key, now=later_s + refused_s + 1e-6) == 0.0
+    refused_s = ring.charge_request(key, now=later_s)
+    assert ring.charge_request(key, now=later_s + refused_s + 1e-6) == 0.0
 
 
 def test_the_keys_of_a_file_replace_those_it_had_and_no_others() -> None:
@@ -204,14 +204,14 @@ def test_the_keys_of_a_file_replace_those_it_had_and_no_others() -> None:
     ring.replace([stays, goes, changed], now=0.0)
     assert {key.key_id for key in ring} == {key.key_id for key in (session, admin, stays, goes, changed)}
     for key in (stays, changed):
-        assert ring.refused_for_s(key, now=0.0) == 0.0
+        assert ring.charge_request(key, now=0.0) == 0.0
     freed = key_of("c", limits=KeyLimits(requests_per_minute=5))
     ring.replace([stays, freed, key_of("d")], now=0.0)
     assert [ring.authenticate(secret, now=0.0) is not None for secret in ("s", "admin", *"abcd")] == [
         *(True, True, True, False, True, True)
     ]
-    assert ring.refused_for_s(stays, now=0.0) > 0
-    assert ring.refused_for_s(freed, now=0.0) == 0.0
+    assert ring.charge_request(stays, now=0.0) > 0
+    assert ring.charge_request(freed, now=0.0) == 0.0
     ring.replace([], now=0.0)
     assert len(ring) == 2
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from etude.clock import SystemClock, VirtualClock
 from etude.engines.fake import FakeEngine
-from etude.engines.http.client import http_engines
-from etude.engines.http.server import engine_app
+from etude.engines.http import engine_app, http_engines
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits
 from etude.gateway.routing.pool import CallOptions, EnginePool, PoolLimits

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from etude.gateway.routing.router import (
     ANNOUNCEMENTS,
-    DISTRUST,
     FRESH_CALLS,
     FRESH_FACTOR,
+    LOSS_BACKOFF,
     MOVES,
     STICKY_CALLS,
     Announcements,
@@ -103,7 +103,7 @@ def test_an_engine_that_reports_well_and_loses_every_call_is_left_alone_for_long
             router.report("a", health(), now)
             now += 0.25
         pauses.append(now - since - 0.25)
-    assert pauses == [0.0, 1.0, 3.0, 7.0, 15.0, *[(DISTRUST.longest_s - DISTRUST.first_s)] * 3]
+    assert pauses == [0.0, 1.0, 3.0, 7.0, 15.0, *[(LOSS_BACKOFF.longest_s - LOSS_BACKOFF.first_s)] * 3]
     router.answered("a", now, version=0)
     router.failed("a", "call", now, in_call=True)
     router.report("a", health(), now)

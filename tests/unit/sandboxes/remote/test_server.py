@@ -60,12 +60,12 @@ async def ask(
 ) -> tuple[int, Mapping[str, object]]:
     async with ClientSession() as http:
         headers = {"Authorization": f"Bearer {key}", "Content-Type": kind}
-        async with http.request(method, f"{url}/v1/{path}", data=body, headers=headers) as response:
+        async with http.request(method, f"{url}/v{wire.VERSION}/{path}", data=body, headers=headers) as response:
             return response.status, await response.json()
 
 
 def creation(files: Mapping[str, str] | None = None, spec: SandboxSpec = SPEC) -> bytes:
-    return wire.write_message(wire.CreateRequest.of(files or {}, spec))
+    return wire.write_message(wire.CreateRequest(files=dict(files or {}), spec=spec))
 
 
 @pytest.mark.parametrize("key", ["", "wrong", DIGESTS["one"]])

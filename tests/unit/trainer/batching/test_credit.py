@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, DiscountedOptions, ShapedOptions, SharedPrefixOptions
 from etude.config.training import Baseline
 from etude.trainer.batching.advantage import group_advantages, group_weight
 from etude.trainer.batching.credit import Credit, less_the_others, returns_to_go, turn_credits
@@ -22,10 +22,10 @@ from etude.types import Branch, Floats, Rollout, TurnKind
 from turn_games import STOP_OR_GO, TURN, Advantages, Game, Moves, Vector, credit, off, rewards_of
 
 DISCOUNT, SHAPING = 0.7, 0.5
-DISCOUNTED = CreditConfig(kind="discounted", discount=DISCOUNT)
-SHAPED = CreditConfig(kind="shaped", shaping=SHAPING)
-SHAPED_DISCOUNTED = CreditConfig(kind="shaped", shaping=SHAPING, discount=DISCOUNT)
-SHARED = CreditConfig(kind="shared_prefix", branches=2)
+DISCOUNTED = CreditConfig(kind="discounted", options=DiscountedOptions(discount=DISCOUNT))
+SHAPED = CreditConfig(kind="shaped", options=ShapedOptions(shaping=SHAPING))
+SHAPED_DISCOUNTED = CreditConfig(kind="shaped", options=ShapedOptions(shaping=SHAPING, discount=DISCOUNT))
+SHARED = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=2))
 ONE_GROUP: Sequence[Baseline] = ("mean", "leave_one_out")
 
 
@@ -38,7 +38,8 @@ def true_gradient(config: CreditConfig) -> Vector:
             SHAPING * STOP_OR_GO.turn_reward(play[: turn + 1]) * (config.kind == "shaped") for turn in range(turns)
         ]
         rewards[-1] += STOP_OR_GO.rewards[play]
-        return [sum(config.discount ** (k - turn) * rewards[k] for k in range(turn, turns)) for turn in range(turns)]
+        discount = config.options.model_dump().get("discount", 1.0)
+        return [sum(discount ** (k - turn) * rewards[k] for k in range(turn, turns)) for turn in range(turns)]
 
     return STOP_OR_GO.gradient(values)
 
@@ -187,7 +188,9 @@ def test_by_default_every_turn_has_its_rollouts_advantage_to_the_bit(
 
 
 PLAYS = st.sampled_from([play for play, _ in STOP_OR_GO.plays])
-BY_TURN = st.sampled_from([DISCOUNTED, SHAPED, SHAPED_DISCOUNTED, CreditConfig(kind="shared_prefix", branches=2)])
+BY_TURN = st.sampled_from(
+    [DISCOUNTED, SHAPED, SHAPED_DISCOUNTED, CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=2))]
+)
 
 
 @settings(deadline=None, max_examples=50)

@@ -11,13 +11,13 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, SharedPrefixOptions
 from etude.trainer.batching.advantage import group_advantages
 from etude.trainer.batching.credit import Credit, TurnKey, own_turns, turn_credits, turn_keys
 from etude.types import Branch, Floats, Rollout
 from turn_games import STOP_OR_GO, Advantages, Bundle, Moves, Vector, bundles, credit, grouped, off, rewards_of
 
-SHARED = CreditConfig(kind="shared_prefix", branches=2)
+SHARED = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=2))
 TRUTH = STOP_OR_GO.gradient(lambda play: [STOP_OR_GO.rewards[play]] * len(play))
 
 

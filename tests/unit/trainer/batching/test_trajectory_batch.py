@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from etude.config.credit import CreditConfig
+from etude.config.credit import CreditConfig, DiscountedOptions, ShapedOptions, SharedPrefixOptions
 from etude.trainer.batching.batch import build_batch
 from etude.types import (
     Branch,
@@ -133,7 +133,7 @@ def test_what_rollouts_share_is_trained_and_counted_once() -> None:
     two = replace(
         parent, rollout_id="0.2", slot=2, reward=0.0, turns=(*parent.turns, later(parent, 4, 4)), branch=branch
     )
-    credit = CreditConfig(kind="shared_prefix", branches=2)
+    credit = CreditConfig(kind="shared_prefix", options=SharedPrefixOptions(branches=2))
     batch = build_batch(5, [replace(MIXED, rollouts=(one, other, two))], "leave_one_out", credit=credit)
     assert [trajectory.loss_mask.sum() for trajectory in batch.trajectories] == [4, 1, 2]
     assert (batch.num_loss_tokens, len(batch.staleness)) == (7, 7)
@@ -147,7 +147,9 @@ def test_what_rollouts_share_is_trained_and_counted_once() -> None:
 def test_turns_may_teach_where_rewards_do_not() -> None:
     one, two = ALIKE.rollouts
     groups = [replace(ALIKE, rollouts=(replace(one, turn_rewards=(1.0,)), replace(two, turn_rewards=(0.0,))))]
-    shaped = build_batch(5, groups, "leave_one_out", credit=CreditConfig(kind="shaped", shaping=0.5))
+    shaped = build_batch(
+        5, groups, "leave_one_out", credit=CreditConfig(kind="shaped", options=ShapedOptions(shaping=0.5))
+    )
     assert shaped.num_degenerate_groups == 0
     assert [float(trajectory.advantages[-1]) for trajectory in shaped.trajectories] == pytest.approx([0.5, -0.5])
     assert build_batch(5, groups).num_degenerate_groups == 1
@@ -156,7 +158,7 @@ def test_turns_may_teach_where_rewards_do_not() -> None:
 def test_a_group_that_lost_rollouts_weighs_the_same_whatever_the_kind() -> None:
     groups = [replace(MIXED, lost=2)]
     plain = build_batch(5, groups)
-    discounted = build_batch(5, groups, credit=CreditConfig(kind="discounted", discount=0.5))
+    discounted = build_batch(5, groups, credit=CreditConfig(kind="discounted", options=DiscountedOptions(discount=0.5)))
     for one, other in zip(plain.trajectories, discounted.trajectories, strict=True):
         assert one.advantages.tolist() == other.advantages.tolist()  # of one turn each
 

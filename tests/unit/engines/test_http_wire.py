@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
-from etude.engines.http.wire import (
+from etude.engines.http import (
     FINISH,
     MAX_LINE_BYTES,
     MAX_SEED,
@@ -139,7 +139,7 @@ def test_every_sampling_parameter_is_carried() -> None:
         ({"want_routes": 1}, "want_routes"),
         ({"want_routes": None}, "want_routes"),
         ({"session": None}, "session"),
-        ({"stream": True}, "unknown"),
+        ({"stream": True}, "stream=True"),
     ],
 )
 def test_the_field_at_fault_is_named(change: dict[str, Json], word: str) -> None:
