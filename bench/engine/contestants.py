@@ -93,14 +93,15 @@ class Native:
         import torch
 
         from bench.engine.models import load_served
-        from etude.config.inference import EngineConfig, NumericsConfig
+        from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
         from etude.engines.native.engine import NativeEngine, Weights
 
         torch.set_num_threads(len(setup.cores))
         arithmetic = setup.contestant.removeprefix("native-")
         numerics = {"arithmetic": arithmetic, "dtype": setup.dtype, "experts": setup.experts}
         model = load_served(Path(setup.folder), NumericsConfig.model_validate(numerics))
-        config = EngineConfig(max_running=RUNNING, max_length=LENGTH, threads=len(setup.cores))
+        options = NativeOptions(threads=len(setup.cores))
+        config = EngineConfig(max_running=RUNNING, max_length=LENGTH, options=options)
         self.engine = NativeEngine(Weights(model, 0, ""), config, seed=0, record_routes=setup.routes)
         self.settings: Settings = {"arithmetic": arithmetic, "experts": setup.experts, "torch": torch.__version__}
         self._routes = setup.routes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.loop.contestants import ContestantRun
 from etude.dashboard.evaluation import Measure, figures
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.run.evaluate import EvalRequest, evaluate
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -96,7 +96,7 @@ def _measured(folder: RunFolder, version: int, tasks: int, *, step: int, seconds
     return Point(
         step=step,
         seconds=seconds,
-        passed=figure(result, "sampled.pass.1.value") or 0.0,
-        stderr=figure(result, "sampled.pass.1.stderr") or 0.0,
-        greedy=figure(result, "greedy.pass.1.value") or 0.0,
+        passed=number_at(result, "sampled.pass.1.value") or 0.0,
+        stderr=number_at(result, "sampled.pass.1.stderr") or 0.0,
+        greedy=number_at(result, "greedy.pass.1.value") or 0.0,
     )

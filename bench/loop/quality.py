@@ -23,7 +23,7 @@ from bench.trials.quantised import WAYS, TaskRewards, mean_reward, paired, task_
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -92,9 +92,9 @@ def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
         seed=seed,
         max_staleness=bound,
         rewards=rewards,
-        staleness_mean=figure(report, "staleness.mean") or 0.0,
-        rl_s=figure(report, "seconds.rl") or 0.0,
-        seconds=figure(report, "seconds.total") or 0.0,
+        staleness_mean=number_at(report, "staleness.mean") or 0.0,
+        rl_s=number_at(report, "seconds.rl") or 0.0,
+        seconds=number_at(report, "seconds.total") or 0.0,
     )
 
 

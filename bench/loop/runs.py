@@ -19,7 +19,7 @@ from bench import usage
 from bench.loop.contestants import Contestant, ContestantRun, LoopOptions, Mark, recipe
 from bench.programs import environment
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
@@ -74,7 +74,7 @@ def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, tak
     report = build_report(metrics, config, machine={}, date="", commit="")
     seconds = metrics.phase_s("rl") or 0.0
     cpu_s = _of_phase(metrics, taken)
-    train, engine = figure(report, "busy.trainer") or 0.0, figure(report, "busy.engine") or 0.0
+    train, engine = number_at(report, "busy.trainer") or 0.0, number_at(report, "busy.engine") or 0.0
     wait = sum(timed.event.metrics["wait_s"] for timed in metrics.steps) / seconds if seconds else 0.0
     return ContestantRun(
         contestant=contestant,
@@ -82,7 +82,7 @@ def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, tak
         steps=len(metrics.steps),
         rollouts=len(metrics.steps) * config.rollouts.rollouts_per_step,
         seconds=seconds,
-        signal_tokens=int(figure(report, "tokens.trained") or 0),
+        signal_tokens=int(number_at(report, "tokens.trained") or 0),
         busy_trainer=train,
         busy_engine=engine,
         phases={
@@ -93,7 +93,7 @@ def outcome(contestant: Contestant, options: LoopOptions, folder: RunFolder, tak
             "sync": max(0.0, 1.0 - train - wait),
         },
         cpu_s={name: spent / max(1, len(metrics.steps)) for name, spent in cpu_s.items()},
-        staleness_max=figure(report, "staleness.max"),
+        staleness_max=number_at(report, "staleness.max"),
         marks=_marks(metrics, options),
     )
 

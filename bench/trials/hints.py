@@ -28,7 +28,7 @@ from bench.tables import draw, page, results_of
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.statistics import mean_over_seeds
 from etude.errors import UserError
 from etude.ledger.changes import TRAIN
@@ -153,9 +153,9 @@ def _read(folder: RunFolder, config: RunConfig, seed: int, weight: float) -> Tri
         seed=seed,
         weight=weight,
         steps=steps,
-        before=figure(report, "heldout.pass_before") or 0.0,
-        after=figure(report, "heldout.pass_after") or 0.0,
-        seconds=figure(report, "seconds.total") or 0.0,
+        before=number_at(report, "heldout.pass_before") or 0.0,
+        after=number_at(report, "heldout.pass_after") or 0.0,
+        seconds=number_at(report, "seconds.total") or 0.0,
     )
 
 

@@ -26,7 +26,7 @@ from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.statistics import difference_of
 from etude.errors import UserError
 from etude.ledger.ledger import Ledger
@@ -146,12 +146,12 @@ def _read(folder: RunFolder, config: RunConfig, seed: int, experts: str) -> Tria
         seed=seed,
         experts=experts,
         before={
-            "sampled": figure(report, "heldout.pass_before") or 0.0,
-            "greedy": figure(report, "heldout.greedy_before") or 0.0,
+            "sampled": number_at(report, "heldout.pass_before") or 0.0,
+            "greedy": number_at(report, "heldout.greedy_before") or 0.0,
         },
         rewards=rewards,
-        k3=figure(report, "mismatch.k3") or 0.0,
-        seconds=figure(report, "seconds.total") or 0.0,
+        k3=number_at(report, "mismatch.k3") or 0.0,
+        seconds=number_at(report, "seconds.total") or 0.0,
     )
 
 

@@ -27,7 +27,7 @@ from etude.config.loading import load_recipe, parse_config
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.config.tasks import LookupOptions
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.errors import UserError
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -158,9 +158,9 @@ def _read(folder: RunFolder, config: RunConfig, seed: int, arm: str) -> Trial:
     return Trial(
         arm=arm,
         seed=seed,
-        heldout={name: figure(report, f"heldout.{name}") for name in _MEASURED},
-        rl_s=figure(report, "seconds.rl") or 0.0,
-        seconds=figure(report, "seconds.total") or 0.0,
+        heldout={name: number_at(report, f"heldout.{name}") for name in _MEASURED},
+        rl_s=number_at(report, "seconds.rl") or 0.0,
+        seconds=number_at(report, "seconds.total") or 0.0,
     )
 
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from etude.config.loading import load_recipe, parse_config
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.run.resolve import resolve
 from etude.types import Json
 
@@ -41,7 +41,7 @@ def reports(recipe: Path) -> list[dict[str, Json]]:
 
 
 def lift(report: dict[str, Json], way: str) -> float:
-    before, after = figure(report, f"heldout.{way}_before"), figure(report, f"heldout.{way}_after")
+    before, after = number_at(report, f"heldout.{way}_before"), number_at(report, f"heldout.{way}_after")
     assert before is not None
     assert after is not None
     return after - before
@@ -58,7 +58,7 @@ def test_the_quickstart_finds_a_skill_that_its_start_does_not_have() -> None:
     starts = {start["seed"]: start for start in orjson.loads((folder / "start.json").read_bytes())}
     controls = orjson.loads((folder / "control.json").read_bytes())
     for report in reports(folder):
-        before, after = figure(report, "heldout.greedy_before"), figure(report, "heldout.greedy_after")
+        before, after = number_at(report, "heldout.greedy_before"), number_at(report, "heldout.greedy_after")
         assert before is not None and before <= 0.10
         assert after is not None and after >= 0.85
         assert after > 2 * starts[report["seed"]]["sampled"]["pass"]["8"]["value"]
@@ -71,7 +71,7 @@ def test_the_quickstart_finds_a_skill_that_its_start_does_not_have() -> None:
 
 def test_summaries_keep_more_of_what_is_needed() -> None:
     for report in reports(RECIPES / "self-summary"):
-        before, after = figure(report, "heldout.recall_before"), figure(report, "heldout.recall_after")
+        before, after = number_at(report, "heldout.recall_before"), number_at(report, "heldout.recall_after")
         assert before is not None
         assert after is not None
         assert after - before >= LESS_FORGOTTEN
@@ -93,10 +93,10 @@ def test_every_seed_learnt_what_is_claimed(recipe: Path) -> None:
         assert report["finished"] is True
         assert lift(report, "pass") >= CLAIMS[recipe.name][0]
         assert lift(report, "greedy") >= WORST_GREEDY
-        mismatch = figure(report, "mismatch.k3")
+        mismatch = number_at(report, "mismatch.k3")
         assert mismatch is not None
         assert mismatch < 1e-6
-        oldest, bound = figure(report, "staleness.max"), figure(report, "staleness.bound")
+        oldest, bound = number_at(report, "staleness.max"), number_at(report, "staleness.bound")
         assert oldest is not None
         assert bound is not None
         assert oldest <= bound

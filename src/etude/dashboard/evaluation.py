@@ -9,6 +9,7 @@ infrastructure kept from being tried is missing: it is counted, and no figure ta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from rich import box
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.config.recipe import is_pass
-from etude.dashboard.formatting import MISSING, count, decimal, figure, percent, points, signed, small
+from etude.dashboard.formatting import MISSING, count, decimal, number_at, percent, points, signed, small
 from etude.dashboard.statistics import Estimate, difference_of, mean_amount, mean_of, pass_at_k, sign_test
 from etude.dashboard.terminal import ACCENT, DIM, WARN
 from etude.errors import ConfigError
@@ -107,12 +108,8 @@ class Measure:
 
 
 EFFORTS: Mapping[str, Callable[[Try], float]] = {
-    "prompt_tokens": lambda attempt: attempt.prompt_tokens,
-    "new_tokens": lambda attempt: attempt.new_tokens,
-    "sampled_tokens": lambda attempt: attempt.sampled_tokens,
-    "turns": lambda attempt: attempt.turns,
-    "summaries": lambda attempt: attempt.summaries,
-    "seconds": lambda attempt: attempt.seconds,
+    name: attrgetter(name)
+    for name in ("prompt_tokens", "new_tokens", "sampled_tokens", "turns", "summaries", "seconds")
 }
 """Effort of a try; figures are per try."""
 
@@ -296,7 +293,7 @@ def evaluation_table(figures: Mapping[str, Json]) -> RenderableType:
     for way in _ways(figures):
         table = _table(_tries(figures, way), "mean", "95 % interval")
         for label, path, written, _ in _rows(figures, way):
-            of = partial(figure, figures)
+            of = partial(number_at, figures)
             low, high = written(of(f"{path}.low")), written(of(f"{path}.high"))
             table.add_row(label, Text(written(of(f"{path}.value")), "bold"), f"{low} to {high}")
         parts += [Text(), table]
@@ -313,12 +310,12 @@ def comparison_table(
             _tries(after, way), f"v{before['version']}", f"v{after['version']}", "difference", "95 % interval"
         )
         for label, path, written, changed in _rows(after, way):
-            value, low, high = (figure(differences, f"{path}.{name}") for name in ("value", "low", "high"))
+            value, low, high = (number_at(differences, f"{path}.{name}") for name in ("value", "low", "high"))
             is_clear = value is not None and low is not None and high is not None and low * high > 0
             table.add_row(
                 label,
-                written(figure(before, f"{path}.value")),
-                written(figure(after, f"{path}.value")),
+                written(number_at(before, f"{path}.value")),
+                written(number_at(after, f"{path}.value")),
                 Text(changed(value), "bold" if is_clear else "default"),
                 f"{changed(low)} to {changed(high)}",
             )
@@ -332,8 +329,8 @@ def _title(versions: list[Mapping[str, Json]]) -> RenderableType:
     if len(names) > 1 and first["run"] == last["run"]:
         names[1] = f"v{last['version']}"
     text = Text(" → ".join(names), f"bold {ACCENT}")
-    passes = f"graded {figure(last, 'pass_at'):g} or better passes"
-    return text.append(f" · {count(figure(last, 'tasks'))} held-out tasks · {passes}", DIM)
+    passes = f"graded {number_at(last, 'pass_at'):g} or better passes"
+    return text.append(f" · {count(number_at(last, 'tasks'))} held-out tasks · {passes}", DIM)
 
 
 def _ways(figures: Mapping[str, Json]) -> list[str]:
@@ -342,7 +339,7 @@ def _ways(figures: Mapping[str, Json]) -> list[str]:
 
 def _tries(figures: Mapping[str, Json], way: str) -> Text:
     """Tries of a task, as the name of the first column."""
-    passes, missing = figure(figures, f"{way}.passes"), figure(figures, f"{way}.missing")
+    passes, missing = number_at(figures, f"{way}.passes"), number_at(figures, f"{way}.missing")
     text = Text(way if way == "greedy" else f"sampled ×{count(passes)}", ACCENT)
     return text.append(f", {count(missing)} tries missing", WARN) if missing else text
 
@@ -366,7 +363,7 @@ def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Not
     for name in parts:
         yield f"  {name}", f"{way}.parts.{name}", partial(decimal, digits=3), partial(signed, digits=3)
     for name in ("sampled_tokens", "new_tokens", "prompt_tokens", "turns", "seconds", "summaries", "cost"):
-        if name in section and (name != "summaries" or figure(figures, f"{way}.{name}.value")):
+        if name in section and (name != "summaries" or number_at(figures, f"{way}.{name}.value")):
             yield LABELS[name], f"{way}.{name}", _number, _signed_number
 
 
@@ -383,7 +380,9 @@ LABELS: Mapping[str, str] = {
 
 
 def _test(differences: Mapping[str, Json], way: str) -> RenderableType:
-    wins, losses, ties, p = (figure(differences, f"{way}.sign_test.{name}") for name in ("wins", "losses", "ties", "p"))
+    wins, losses, ties, p = (
+        number_at(differences, f"{way}.sign_test.{name}") for name in ("wins", "losses", "ties", "p")
+    )
     name = "McNemar, exact" if way == "greedy" else "exact sign test over tasks"
     text = Text(f"better on {count(wins)} tasks, worse on {count(losses)}, alike on {count(ties)}: ")
     return text.append(f"p = {small(p)}", "bold" if p is not None and p < 0.05 else "default").append(f" ({name})", DIM)
@@ -393,11 +392,11 @@ def _footnotes(figures: Mapping[str, Json]) -> Iterator[RenderableType]:
     methods: dict[str, None] = {}
     for way in _ways(figures):
         methods |= dict.fromkeys(_methods(_section(figures, way)))
-    templates = max(figure(figures, f"{way}.templates") or 0.0 for way in _ways(figures))
+    templates = max(number_at(figures, f"{way}.templates") or 0.0 for way in _ways(figures))
     yield Text()
     yield Text(f"intervals over {count(templates)} templates: {'; '.join(methods)}", DIM)
     yield Text("tokens, turns, seconds and cost are per try; tokens read leave out what an earlier turn had", DIM)
-    busy_s = figure(figures, "engine_seconds")
+    busy_s = number_at(figures, "engine_seconds")
     if busy_s is not None:
         yield Text(f"engine busy {decimal(busy_s, 1)} s for all tries that were ever made of this version", DIM)
 

@@ -94,7 +94,7 @@ def milliseconds(value_ms: float | None) -> str:
     return f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.2g} ms" if value_ms < 10 else f"{value_ms:.1f} ms"
 
 
-def figure(report: Mapping[str, Json], path: str) -> float | None:
+def number_at(report: Mapping[str, Json], path: str) -> float | None:
     """The number at a dotted path such as ``heldout.pass_after``; ``None`` where it is unknown."""
     value: object = report
     for key in path.split("."):

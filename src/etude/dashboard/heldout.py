@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from etude.dashboard import formatting
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.statistics import difference_of, mean_of
 from etude.telemetry.events import EvalDone
 from etude.types import Json
@@ -145,11 +145,11 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
     interval = heldout.get(f"{errors}interval")
     ends = [end for end in interval if isinstance(end, float)] if isinstance(interval, list) else []
     return Comparison(
-        before=figure(heldout, f"{name}_before"),
-        after=figure(heldout, f"{name}_after"),
-        stderr_before=figure(heldout, f"{errors}stderr_before"),
-        stderr_after=figure(heldout, f"{errors}stderr_after"),
-        stderr=figure(heldout, f"{errors}stderr"),
+        before=number_at(heldout, f"{name}_before"),
+        after=number_at(heldout, f"{name}_after"),
+        stderr_before=number_at(heldout, f"{errors}stderr_before"),
+        stderr_after=number_at(heldout, f"{errors}stderr_after"),
+        stderr=number_at(heldout, f"{errors}stderr"),
         interval=(ends[0], ends[1]) if len(ends) == 2 else None,
         is_rate=not fractions,
     )
@@ -157,19 +157,19 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
 
 def full_marks(report: Mapping[str, Json], way: str) -> str:
     """The number of tasks that passed, where that is not the figure itself: ``full marks: 1 → 2``; empty elsewhere."""
-    heldout, pass_at = report["heldout"], figure(report, "config.eval.pass_at")
+    heldout, pass_at = report["heldout"], number_at(report, "config.eval.pass_at")
     assert isinstance(heldout, Mapping)
     if not heldout.get("pays_fractions"):
         return ""
-    counts = [figure(heldout, f"{PREFIXES[way]}passed_{label}") for label in ("before", "after")]
+    counts = [number_at(heldout, f"{PREFIXES[way]}passed_{label}") for label in ("before", "after")]
     name = "full marks" if pass_at in (None, 1.0) else f"{pass_at:g} or better"
     return f"{name}: {' → '.join(formatting.count(number) for number in counts if number is not None)}"
 
 
 def about_errors(report: Mapping[str, Json]) -> str:
     """A note on what the errors of held-out figures are over; empty where nothing was measured twice."""
-    templates, tasks = figure(report, "heldout.templates"), figure(report, "heldout.n")
-    if templates is None or figure(report, "heldout.stderr") is None:
+    templates, tasks = number_at(report, "heldout.templates"), number_at(report, "heldout.n")
+    if templates is None or number_at(report, "heldout.stderr") is None:
         return ""
     over = (
         f"{formatting.count(templates)} templates"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from etude.dashboard import formatting
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import about_errors, comparison, full_marks
 from etude.dashboard.plots import EstimateMark, Line, Points, estimate_plot, line_plot, share_bars, smooth
 from etude.dashboard.text import phases, summary
@@ -113,7 +113,10 @@ def render_page(report: Mapping[str, Json]) -> str:
 
 
 def _header(report: Mapping[str, Json]) -> str:
-    steps, seconds = formatting.count(figure(report, "steps")), formatting.duration(figure(report, "seconds.total"))
+    steps, seconds = (
+        formatting.count(number_at(report, "steps")),
+        formatting.duration(number_at(report, "seconds.total")),
+    )
     extent = f"{_start(report)} to the last evaluation" if report["finished"] else "so far, not finished"
     learning = report["learning"]
     assert isinstance(learning, dict)
@@ -129,7 +132,7 @@ def _headline(report: Mapping[str, Json]) -> str:
     """The sampled result, before and after: a share of tasks where rewards are 0 or 1, else their mean."""
     gain, marks = comparison(report, "sampled"), full_marks(report, "sampled")
     before, after = gain.value(gain.before), gain.value(gain.after)
-    tasks = f"{formatting.count(figure(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
+    tasks = f"{formatting.count(number_at(report, 'heldout.n'))} held{NO_BREAK_HYPHEN}out tasks"
     if gain.before is None:
         return "Not evaluated"
     if not gain.is_rate:
@@ -151,7 +154,7 @@ def _start(report: Mapping[str, Json]) -> str:
 
 
 def _result(report: Mapping[str, Json]) -> str:
-    if figure(report, "heldout.n") is None:
+    if number_at(report, "heldout.n") is None:
         return ""
     cards = _card(report, "Sampled, temperature 1", "sampled") + _card(report, "Greedy", "greedy")
     note = f'<p class="note">{escape(about_errors(report))}</p>'
@@ -197,7 +200,7 @@ def _chart(report: Mapping[str, Json], chart: Chart, names: Sequence[str]) -> st
             points = smooth(points)
         newest = formatting.write_metric(METRICS[name], points[-1][1]) if points else ""
         lines.append(Line(points=points, label=METRICS[name].label or newest, style=style))
-    bound = figure(report, chart.bound) if chart.bound else None
+    bound = number_at(report, chart.bound) if chart.bound else None
     height = {"height": 220} if chart.wide else {}
     return line_plot(
         chart.title, lines, log=chart.log, bound=None if bound is None else (bound, chart.bound_label), **height
@@ -221,7 +224,7 @@ def _positions(report: Mapping[str, Json]) -> str:
     columns = ("tokens", "k3", "p99", "max", "equal bits")
     heads = "".join(f'<th scope="col">{column}</th>' for column in columns)
     lines = (
-        f'<tr><th scope="row">{_range(figure(row, "first"), figure(row, "last"))}</th>{_cells(row)}</tr>'
+        f'<tr><th scope="row">{_range(number_at(row, "first"), number_at(row, "last"))}</th>{_cells(row)}</tr>'
         for row in rows
         if isinstance(row, dict)
     )
@@ -239,21 +242,21 @@ def _range(first: float | None, last: float | None) -> str:
 
 def _cells(row: Mapping[str, Json]) -> str:
     texts = (
-        formatting.count(figure(row, "tokens")),
-        *(formatting.small(figure(row, key)) for key in ("k3", "p99", "max")),
-        formatting.percent(figure(row, "equal"), 0),
+        formatting.count(number_at(row, "tokens")),
+        *(formatting.small(number_at(row, key)) for key in ("k3", "p99", "max")),
+        formatting.percent(number_at(row, "equal"), 0),
     )
     return "".join(f"<td>{text}</td>" for text in texts)
 
 
 def _busy(report: Mapping[str, Json]) -> str:
-    shares = ((name, figure(report, f"busy.{name}")) for name in ("trainer", "engine"))
+    shares = ((name, number_at(report, f"busy.{name}")) for name in ("trainer", "engine"))
     return share_bars("Busy during RL", [(name, share, formatting.percent(share, 0)) for name, share in shares])
 
 
 def _time(report: Mapping[str, Json]) -> str:
     """Phases that were, as shares of the whole; the rest is starting and stopping."""
-    total_s = figure(report, "seconds.total")
+    total_s = number_at(report, "seconds.total")
     bars: list[tuple[str, float | None, str]] = []
     for label, seconds in phases(report):
         bars.append((label, seconds / total_s if total_s else None, formatting.duration(seconds)))
@@ -264,7 +267,7 @@ def _points(report: Mapping[str, Json], key: str, *, curve: str = "curve") -> Po
     """The values of ``key`` over steps, without the steps at which it is unknown."""
     rows = report[curve]
     assert isinstance(rows, list)
-    pairs = [(figure(point, "step"), figure(point, key)) for point in rows if isinstance(point, dict)]
+    pairs = [(number_at(point, "step"), number_at(point, key)) for point in rows if isinstance(point, dict)]
     return [(step, value) for step, value in pairs if step is not None and value is not None]
 
 

@@ -17,7 +17,7 @@ from etude.dashboard.formatting import MISSING, count, decimal, percent, small
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
 from etude.ledger.states import GroupState
-from etude.types import Disposition, Json, RolloutStatus
+from etude.types import Disposition, Hint, Json, RolloutStatus, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +67,6 @@ class ReadSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadHint:
-    """A hint for a turn: advice that the model did not have."""
-
-    text: str
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTurn:
     """One model call."""
 
@@ -96,7 +88,7 @@ class ReadTurn:
     """Weight version → tokens that it sampled."""
     reward: float | None
     """Reward that it earned by itself, beside the rollout's."""
-    hint: ReadHint | None
+    hint: Hint | None
     advantage: float | None
     """Advantage of its loss tokens; 0 where there is no signal, ``None`` where it cannot be said."""
     loss_tokens: int | None
@@ -128,17 +120,6 @@ class ReadComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadVerdict:
-    """Verdict of the cheat monitor on a rollout."""
-
-    disposition: str
-    reason: str
-    flags: tuple[str, ...]
-    graded: float
-    """The grader's word."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRollout:
     """One attempt at a task."""
 
@@ -161,7 +142,7 @@ class ReadRollout:
     counts: Mapping[str, int]
     """Actions of the agent: tool name → calls."""
     seconds: float
-    verdict: ReadVerdict | None
+    verdict: Verdict | None
     branch_of: str | None
     """The rollout that sampled its first turns."""
     branch_turns: int
@@ -204,20 +185,20 @@ Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]
 def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) -> RenderableType:
     """Overview of a run's rollouts, and the values they can be filtered by."""
     table = light_table("purpose", ">groups", ">graded", ">reward", ">versions", "beside")
-    for matches in census:
+    for counts in census:
         table.add_row(
-            matches.purpose,
-            count(sum(matches.groups.values())),
-            count(matches.outcomes[RolloutOutcome.GRADED]),
-            decimal(matches.mean_reward, 3),
-            MISSING if matches.versions is None else _span(*matches.versions),
-            _beside(matches),
+            counts.purpose,
+            count(sum(counts.groups.values())),
+            count(counts.outcomes[RolloutOutcome.GRADED]),
+            decimal(counts.mean_reward, 3),
+            MISSING if counts.versions is None else _span(*counts.versions),
+            _beside(counts),
         )
     title = Text.assemble((name, f"bold {ACCENT}"), (" · ", DIM), steps)
     parts: list[RenderableType] = [title, Text(), table]
     if reasons:
         parts += [Text(), Text("training rollouts by why they ended", DIM), *_reason_lines(reasons)]
-    unlisted = sum(matches.unlisted for matches in census)
+    unlisted = sum(counts.unlisted for counts in census)
     if unlisted:
         parts += [Text(), Text(f"{count(unlisted)} rollouts were recorded by an older étude: filters and orders by "
                                f"tokens, turns, versions, summaries and hints do not find them", WARN)]  # fmt: skip
@@ -351,10 +332,10 @@ def _signed(value: float) -> str:
 
 def _advantages(turns: Sequence[ReadTurn]) -> str:
     """One number where all turns share it, else from the lowest to the highest."""
-    matches = sorted({turn.advantage for turn in turns if turn.advantage is not None})
-    if not matches:
+    values = sorted({turn.advantage for turn in turns if turn.advantage is not None})
+    if not values:
         return MISSING
-    return _signed(matches[0]) if len(matches) == 1 else f"{_signed(matches[0])} … {_signed(matches[-1])}"
+    return _signed(values[0]) if len(values) == 1 else f"{_signed(values[0])} … {_signed(values[-1])}"
 
 
 def _weighing(compared: ReadComparison) -> str:
@@ -387,8 +368,8 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
         yield Block("recorded  ", _recorded(recorded))
     if rollout.comparison is not None:
         yield Block("compared  ", _compared(rollout, rollout.comparison))
-    if rollout.verdict is not None and (rollout.verdict.disposition != "keep" or rollout.verdict.flags):
-        facts = rollout.verdict.disposition == "keep"
+    if rollout.verdict is not None and (rollout.verdict.disposition is not Disposition.KEEP or rollout.verdict.flags):
+        facts = rollout.verdict.disposition is Disposition.KEEP
         text = Text(rollout.verdict.disposition, "default" if facts else WARN)
         text.append("" if facts else f", by {visible(rollout.verdict.reason)}; graded {rollout.verdict.graded:g}")
         yield Block("verdict   ", text.append(f"  {', '.join(rollout.verdict.flags)}", DIM))
@@ -404,7 +385,7 @@ def _summed(rollout: ReadRollout) -> Text:
     assert rollout.reward is not None
     text = Text(f"{rollout.reward:.3f}".replace("-", "−"), f"bold {GOOD}" if rollout.reward > 0 else "bold")
     summed = [part for part in rollout.parts if part.worth is not None]
-    counts = rollout.verdict is None or rollout.verdict.disposition == "keep"
+    counts = rollout.verdict is None or rollout.verdict.disposition is Disposition.KEEP
     for part in summed:
         text.append("  " if part is not summed[0] else " = " if counts else " by its verdict; scored at ", DIM)
         text.append(_signed(part.worth or 0.0)).append(f" {visible(part.name)} ({part.value:.4g})", DIM)
@@ -491,11 +472,9 @@ def _summary(summary: ReadSummary) -> Iterator[RenderableType]:
     yield Block("  ├ ", Text.assemble((line, DIM), (f" {after}", DIM)))
     yield Block("  │ ", Text(visible(summary.text), GOOD))
     marks = {True: ("✓ ", GOOD), False: ("✗ ", WARN), None: ("· ", DIM)}
-    facts = Text("  ").join(
-        Text.assemble(marks[known_facts], visible(fact)) for fact, known_facts in summary.facts.items()
-    )
+    facts = Text("  ").join(Text.assemble(marks[is_kept], visible(fact)) for fact, is_kept in summary.facts.items())
     if summary.facts:
-        seen = [known_facts for known_facts in summary.facts.values() if known_facts is not None]
+        seen = [is_kept for is_kept in summary.facts.values() if is_kept is not None]
         facts.append(f"  {sum(seen)} of {len(seen)} seen facts kept", DIM)
     yield Block("  └ ", facts)
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
 from etude.dashboard.report import ends, shares, warnings
 from etude.dashboard.run_metrics import PHASES, TRAIN, RunMetrics, Tally, total
@@ -85,10 +85,10 @@ def light_table(*names: str, broken: Sequence[str] = ()) -> Table:
 
 def final_table(report: Mapping[str, Json]) -> RenderableType:
     """Results of a finished run: the held-out gain, then how it was come by."""
-    gains = Table(box=box.SIMPLE_HEAD, border_style=DIM, header_style=DIM, show_edge=False, pad_edge=False)
-    gains.add_column(f"{formatting.count(figure(report, 'heldout.n'))} held-out tasks")
-    for name in ("before", "after", "points gained" if comparison(report, "sampled").is_rate else "reward gained"):
-        gains.add_column(name, justify="right")
+    gained = ">points gained" if comparison(report, "sampled").is_rate else ">reward gained"
+    gains = light_table(
+        f"{formatting.count(number_at(report, 'heldout.n'))} held-out tasks", ">before", ">after", gained
+    )
     for way in ("sampled", "greedy"):
         gains.add_row(way, *_gain_cells(comparison(report, way)))
         if marks := full_marks(report, way):

@@ -14,8 +14,8 @@ from etude.dashboard.formatting import (
     count,
     decimal,
     duration,
-    figure,
     milliseconds,
+    number_at,
     percent,
     size,
     small,
@@ -36,7 +36,7 @@ PREPARES = "reading texts, learning a tokenizer"
 
 def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
     """Label and text of every line but the held-out result; unknown figures are dashes."""
-    of = partial(figure, report)
+    of = partial(number_at, report)
     return [
         (
             "time",
@@ -97,7 +97,7 @@ def phases(report: Mapping[str, Json]) -> list[tuple[str, float]]:
     config = report["config"]
     assert isinstance(config, dict)
     names = {"midtrain": "midtrain", "sft": "SFT", "rl": "RL", "eval": "evaluation"}
-    times = [(name, figure(report, f"seconds.{key}")) for key, name in names.items() if not _is_off(config, key)]
+    times = [(name, number_at(report, f"seconds.{key}")) for key, name in names.items() if not _is_off(config, key)]
     return [(name, seconds) for name, seconds in times if seconds is not None]
 
 
@@ -109,7 +109,7 @@ def _is_off(config: Mapping[str, Json], phase: str) -> bool:
 
 def _signal(report: Mapping[str, Json]) -> str:
     """Groups that there was something to learn from, and how rollouts ended."""
-    groups, without = figure(report, "learning.groups"), figure(report, "learning.groups_without_signal")
+    groups, without = number_at(report, "learning.groups"), number_at(report, "learning.groups_without_signal")
     if groups is None or without is None:
         return MISSING
     learning = report["learning"]
@@ -119,7 +119,7 @@ def _signal(report: Mapping[str, Json]) -> str:
     counts = Counter({name: number for name, number in ended.items() if isinstance(number, int)})
     parts = [f"in {count(groups - without)} of {count(groups)} groups"]
     parts += [f"rollouts ended: {shares(counts)}"] if counts else []
-    unchanged = figure(report, "learning.versions_unchanged")
+    unchanged = number_at(report, "learning.versions_unchanged")
     parts += [f"{count(unchanged)} versions without a change"] if unchanged else []
     return "; ".join(parts)
 

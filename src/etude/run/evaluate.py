@@ -24,7 +24,7 @@ from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
 from etude.run.folder import RunFolder
-from etude.run.rollouts import TEMPERATURES, RolloutParts, open_parts
+from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats
@@ -134,7 +134,7 @@ async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: 
 async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
     async with open_parts(served.folder) as parts:
         await parts.served.reach(served.version)
-        heldout = parts.heldout_tasks(tasks)
+        heldout = heldout_tasks(parts.family, tasks)
         places = asyncio.Semaphore(AT_ONCE)
         passes = [
             _in_turn(places, one_pass(parts.ledger, try_all, label, heldout))

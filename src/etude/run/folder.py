@@ -7,7 +7,7 @@
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, sampling masks of turns   report.json, report.html
     evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
-    weights.id        which log of weights is its  judge-N.db    votes of judges, by seat
+    weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is

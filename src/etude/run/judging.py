@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,7 +32,7 @@ from etude.rewards.judge.calibration import (
     distrust,
     parse_calibration,
 )
-from etude.rewards.judge.endpoint import Address, ChatEndpoint, ChatReply, Endpoint, JudgeCall
+from etude.rewards.judge.endpoint import Address, ChatEndpoint, Endpoint
 from etude.rewards.judge.hints import HintJudge
 from etude.rewards.judge.judge import Judge, JudgeDeps, JudgeLimits, needed_for
 from etude.rewards.judge.parts import BESIDE, CalibrationShiftCheck, JudgedParts
@@ -94,27 +94,6 @@ class OpenJudge:
     judge: Judge
     parts: JudgedParts
     hints: HintJudge
-
-
-@dataclass(slots=True)
-class EndpointMonitor:
-    """An endpoint, and the last thing it said that it is; implements
-    :class:`~etude.rewards.judge.endpoint.ChatEndpoint`.
-    """
-
-    endpoint: ChatEndpoint
-    identity: str = field(default="", init=False)
-
-    @property
-    def trouble(self) -> str:
-        """Delegate to the endpoint."""
-        return self.endpoint.trouble
-
-    async def ask(self, call: JudgeCall) -> ChatReply:
-        """Delegate to the endpoint."""
-        reply = await self.endpoint.ask(call)
-        self.identity = reply.identity
-        return reply
 
 
 def rules_of(config: RunConfig) -> Rules:
@@ -191,7 +170,7 @@ def check_budget(config: RunConfig) -> None:
     judge, aspects = config.judge, config.reward.names("judge")
     rubrics, options = [each for aspect, each in rubrics_of(judge).items() if aspect in aspects], judge.required_options
     needed = needed_for(rubrics, judge_params(config))
-    for allowance in (per_rollout(judge), _per_run(judge)):
+    for allowance in (rollout_budget(judge), _run_budget(judge)):
         if not allowance.holds(needed, _prices(judge)):
             raise ConfigError(
                 f"{allowance}: a rollout is judged in {needed.calls} calls (judge.options.votes = {options.votes} "
@@ -218,7 +197,7 @@ async def open_judge(
         yield None
         return
     check_judge(config)
-    aspects, allowance = config.reward.names("judge"), per_rollout(config.judge)
+    aspects, allowance = config.reward.names("judge"), rollout_budget(config.judge)
     rubrics = {aspect: rubric for aspect, rubric in rubrics_of(config.judge).items() if aspect in aspects}
     async with opened(config, http, memory=memory, alarm=alarm) as judge:
         shift_checks = {
@@ -241,8 +220,8 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
     calibrations: dict[str, Calibration] = {}
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        heard = EndpointMonitor(await stack.enter_async_context(endpoint_of(config, http)))
-        deps = _deps(config, heard, memory=None, alarm=None)
+        endpoint = await stack.enter_async_context(endpoint_of(config, http))
+        deps = _deps(config, endpoint, memory=None, alarm=None)
         stack.enter_context(deps.cache)
         judge = Judge(deps, params, _limits(config.judge))
         for aspect, of_aspect in items.items():
@@ -251,7 +230,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
                 aspect=aspect,
                 pin=judge_fingerprint(rubrics[aspect], params),
                 model=params.model,
-                identity=heard.identity,
+                identity=endpoint.identity,
                 date=date_utc(),
                 agreement=agreement_of(of_aspect, judgements),
                 bias=bias_of(of_aspect, judgements, params.model),
@@ -261,7 +240,7 @@ async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem
 
 
 async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], at_once: int) -> Sequence[Judgement]:
-    """Some items at a time, so that none waits for its seat until its time is up."""
+    """Some items at a time, so that none waits for its turn until its time is up."""
     judgements: list[Judgement] = []
     for start in range(0, len(items), at_once):
         inputs = [JudgeInput(task=item.task, work=item.work) for item in items[start : start + at_once]]
@@ -306,7 +285,7 @@ def _deps(
 ) -> JudgeDeps:
     judge = config.judge
     spending = SpendFile(None) if memory is None else memory.spending
-    budget = JudgeBudget(_per_run(judge), _prices(judge), spent=spending.load())
+    budget = JudgeBudget(_run_budget(judge), _prices(judge), spent=spending.load())
     budget.elsewhere = spending.others()
 
     def sound(raised: Alarm) -> None:
@@ -336,7 +315,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
     return JudgeLimits(timeout_s=config.required_options.timeout_s, concurrency=config.required_options.concurrency)
 
 
-def per_rollout(config: JudgeConfig) -> BudgetLimit:
+def rollout_budget(config: JudgeConfig) -> BudgetLimit:
     """Budget of the judge's calls for one rollout's reward; its hints have as much again."""
     return BudgetLimit(
         per="rollout",
@@ -345,7 +324,7 @@ def per_rollout(config: JudgeConfig) -> BudgetLimit:
     )
 
 
-def _per_run(config: JudgeConfig) -> BudgetLimit:
+def _run_budget(config: JudgeConfig) -> BudgetLimit:
     options = config.required_options
     cost = options.cost_per_run or float("inf")
     return BudgetLimit(calls=options.calls_per_run, tokens=options.tokens_per_run, cost=cost)

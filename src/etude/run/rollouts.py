@@ -147,10 +147,6 @@ class RolloutParts:
         self.events.write(done)
         return done
 
-    def heldout_tasks(self, count: int) -> list[Task]:
-        """The evaluation set: the same for every run of a recipe."""
-        return heldout_tasks(self.family, count)
-
 
 def evaluation_done(label: str, version: int, groups: Mapping[str, Sequence[Group]], *, pass_at: float) -> EvalDone:
     """The result of an evaluation, from its groups way by way: a task each, without a rollout where its attempts were
@@ -231,13 +227,15 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
 
 
 def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
-    """The first held-out tasks of a family, or all of fewer; none twice, which would be counted as two."""
+    """The evaluation set, the same for every run of a recipe: the first held-out tasks of a family, or all of fewer;
+    none twice, which would be counted as two.
+    """
     drawn = (family.task(Split.HELDOUT, index) for index in range(DRAWS * count))
     return list(islice({task.task_id: task for task in drawn}.values(), count))
 
 
 def run_rollouts(folder: RunFolder, worker_id: int = 0) -> None:
-    """Run the whole schedule, or what is left of it; in any seat but the first only rollouts for training."""
+    """Run the whole schedule, or what is left of it; any process but the first only rollouts for training."""
     run_until_signal(_run(folder) if worker_id == 0 else _help(folder, worker_id))
 
 
@@ -278,7 +276,8 @@ async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> N
         facts.set(first, str(version))
     purpose = label if facts.get(first) == str(version) else f"{label}-{version}"
     parts.events.write(PhaseStarted(phase=f"eval-{label}"))
-    await parts.evaluate(label, parts.heldout_tasks(parts.config.eval.tasks), version=version, purpose=purpose)
+    tasks = heldout_tasks(parts.family, parts.config.eval.tasks)
+    await parts.evaluate(label, tasks, version=version, purpose=purpose)
     facts.set(fact, str(version))
 
 
@@ -292,7 +291,7 @@ async def _evaluate_on_the_way(parts: RolloutParts) -> None:
         await parts.served.reach(due)
         version, label = parts.served(), f"step-{due}"
         if version < min(due + config.every_steps, steps) and parts.ledger.facts.get(f"eval-{label}") is None:
-            await parts.evaluate(label, parts.heldout_tasks(TASKS_ON_THE_WAY), version=version)
+            await parts.evaluate(label, heldout_tasks(parts.family, TASKS_ON_THE_WAY), version=version)
             parts.ledger.facts.set(f"eval-{label}", "done")
 
 

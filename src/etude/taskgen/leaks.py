@@ -1,8 +1,8 @@
 """A search over everything that an agent will be able to read, for what was taken out of it.
 
-    removed text ──▶ Needles ──search──▶ every file: names, texts, archives, compressed data, git objects, binaries
+    removed text ──▶ RemovedIdentifiers ──search──▶ every file: names, texts, archives, git objects, binaries
 
-A deletion is only worth something if the answer is nowhere. Four kinds of needles: three lines in a row of what was
+A deletion is only worth something if the answer is nowhere. Four kinds of identifiers: three lines in a row of what was
 removed (however they are indented), the digest of the files as they were, words that only the removed code had (a
 compiled file keeps them, whatever else it changes), and a name that must be gone altogether. What cannot be searched,
 such as a pack of git objects, is a leak. Owns the search; it runs no program and executes nothing that it finds.
@@ -103,7 +103,7 @@ def removed_identifiers(
 
 
 def search(tree: Path, removed_names: RemovedIdentifiers, *, prefix: str = "") -> Iterator[Leak]:
-    """Every trace of the needles below ``tree``; ``prefix`` is what the tree is called in the places reported."""
+    """Every trace of the removed identifiers below ``tree``; ``prefix`` is what the tree is called in places."""
     gone = (
         re.compile(rb"(?<![A-Za-z0-9_])" + re.escape(removed_names.gone.encode()) + rb"(?![A-Za-z0-9_])")
         if removed_names.gone

@@ -1,6 +1,6 @@
 """Validation of candidates: sandboxes in, verdicts and tasks out.
 
-    candidates ──batches──▶ quick runs in a live sandbox ──▶ the survivors, one by one: build the world, search it,
+    candidates ──batches──▶ quick runs in a live sandbox ──▶ the survivors, one by one: build the image, search it,
                                                               prove it in a fresh sandbox ──▶ task, verdict
 
 Consumes candidates; produces a verdict for each and tasks for some. Waits for sandboxes and for runs of tests, each
@@ -152,7 +152,7 @@ class CandidateValidator:
         return trials, verdicts
 
     async def finish(self, trial: Trial) -> CandidateVerdict:
-        """Build the world of a candidate, search it, prove it, and write the task if it is one.
+        """Build the image of a candidate, search it, prove it, and write the task if it is one.
 
         Raises :class:`~etude.errors.SandboxError`.
         """
@@ -228,7 +228,7 @@ class CandidateValidator:
         return {path: self._tests[path] for path in sorted(paths) if path in self._tests}
 
     def _build(self, candidate: Candidate, view: TestView) -> tuple[Image | None, list[Leak]]:
-        """The world of a task, and where in it a trace of the answer was found."""
+        """The image of a task, and where in it a trace of the answer was found."""
         bench = self._bench
         changed: dict[str, str | None] = {**candidate.after, **view.changed}
         with tempfile.TemporaryDirectory(prefix="etude-task-") as scratch:
@@ -269,7 +269,7 @@ class CandidateValidator:
         hidden: Mapping[str, str],
         calls: Calls | None,
     ) -> tuple[Proof, tuple[Case, ...]]:
-        """Twice in a fresh sandbox, in both orders, with other hash seeds: the world as it is, and with the answer."""
+        """Twice in a fresh sandbox, in both orders, with other hash seeds: the image as it is, and with the answer."""
         answer: dict[str, str | None] = {**hidden, **candidate.before}
         broken: list[RunObservation] = []
         right: list[RunObservation] = []

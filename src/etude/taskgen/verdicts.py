@@ -2,11 +2,11 @@
 
     survey ──▶ before running? ──▶ quick run ──▶ worth building? ──▶ proof in the task's own image ──▶ kept
 
-Pure; the workshop (:mod:`~etude.taskgen.validator`) does the running. A task is kept only if the
-world that the agent is given fails every hidden test it is about, and the right answer passes all, in every run.
+Pure; the validator (:mod:`~etude.taskgen.validator`) does the running. A task is kept only if the
+image that the agent is given fails every hidden test it is about, and the right answer passes all, in every run.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
@@ -53,13 +53,13 @@ class Rejection(StrEnum):
     LEAKS = "leaks"
     """The removed source can be found elsewhere in the image."""
     UNPROBED = "unprobed"
-    """No call from outside tells the broken world from the right one; ``--unprobed`` lets it be a task."""
+    """No call from outside tells the broken package from the right one; ``--unprobed`` lets it be a task."""
     UNGUARDED = "unguarded"
     """It has no probe, and none of its tests can have a canary: no grader could tell right work from forged results."""
     TOO_LARGE = "too_large"
     """Its hidden test files are too large."""
     FLAKY = "flaky"
-    """The broken world passes sometimes."""
+    """The broken package passes sometimes."""
     UNSOLVED = "unsolved"
     """The right answer does not pass every time."""
     FAILED = "failed"
@@ -71,7 +71,7 @@ class Proof:
     """Outcomes of the runs in the task's own image."""
 
     about: tuple[str, ...]
-    """Hidden tests that fail in the agent's world and pass with the right answer, every time."""
+    """Hidden tests that fail in the agent's image and pass with the right answer, every time."""
     others: tuple[str, ...]
     """Tests that pass in both."""
     rejection: Rejection | None = None
@@ -135,7 +135,7 @@ def prove(
 def probe_cases(
     calls: Sequence[Sequence[Json]], right: Sequence[RunObservation], broken: Sequence[RunObservation]
 ) -> tuple[Case, ...]:
-    """Calls whose plain result is the same in every right world; first those that a broken world gets wrong.
+    """Calls whose plain result is the same in every right package; first those that a broken one gets wrong.
 
     Empty where no call tells the two apart.
     """
@@ -160,11 +160,3 @@ def _result(seen: RunObservation, index: int) -> tuple[bool, Json]:
 
 def _same(one: tuple[bool, Json], other: tuple[bool, Json]) -> bool:
     return one[0] == other[0] and same_value(one[1], other[1])
-
-
-def counts_of(verdicts: Mapping[str, str]) -> Mapping[str, int]:
-    """The number of candidates ended in each way."""
-    counted: dict[str, int] = {}
-    for verdict in verdicts.values():
-        counted[verdict] = counted.get(verdict, 0) + 1
-    return dict(sorted(counted.items(), key=lambda item: -item[1]))

@@ -118,9 +118,9 @@ def draw_baits(*, secret: str = "") -> tuple[Bait, ...]:
 
 
 async def plant(sandbox: Sandbox, baits: Sequence[Bait]) -> tuple[Bait, ...]:
-    """Lay baits in a world; returns those that lie there. A ref needs git and a commit, and is left out without.
+    """Lay baits in a sandbox; returns those that lie there. A ref needs git and a commit, and is left out without.
 
-    Raises :class:`~etude.errors.SandboxError`, also where a file cannot be written: a world that is already worked in.
+    Raises :class:`~etude.errors.SandboxError`, also where a file cannot be written: one that is already worked in.
     """
     laid: list[Bait] = []
     await sandbox.exec(["sh", "-c", IGNORE, "sh", *_folders(baits)], timeout_s=TIMEOUT_S)

@@ -48,7 +48,7 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 """One message of a conversation, as the API has it."""
 
 
-class Utterance(Protocol):
+class ModelReply(Protocol):
     """Text of the model; :class:`~etude.harnesses.completions.CompletionReply` is one."""
 
     @property
@@ -65,7 +65,7 @@ class Utterance(Protocol):
 class Model(Protocol):
     """Asks the model; :class:`~etude.harnesses.completions.CompletionClient` does."""
 
-    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> Utterance:
+    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> ModelReply:
         """The next message of a conversation. Raises kinds of :class:`~etude.errors.InfrastructureError`."""
         ...
 

@@ -18,7 +18,7 @@ from etude.types import ScriptChecks, Split, Task
 CARD, OUTCOME = "environment.json", "outcome.json"
 """Files of a sandbox: which task it is, and what became of it."""
 HELDOUT_ONE_IN = 6
-"""Every how manieth task of a foreign environment is held out, by the hash of its name."""
+"""One in so many tasks of a foreign environment is held out, by the hash of its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,12 +55,12 @@ OPENING_TOKENS = 32
 """The end of a prompt in which the opening of a thought is looked for: as text, with white space behind it."""
 
 
-def today() -> datetime:
+def current_date() -> datetime:
     """The date for templates that tell it to the model: UTC."""
     return datetime.fromisoformat(date_utc())
 
 
-def load_format(folder: Path, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = today) -> ChatFormat:
+def load_format(folder: Path, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = current_date) -> ChatFormat:
     """The chat format of a checkpoint folder: the built-in one if étude made it, else that of its jinja template.
 
     It is rendered with ``kwargs`` where a call gives no others of these names. Raises
@@ -175,7 +175,7 @@ class _TemplateStyle:
 class JinjaFormat:
     """A tokenizer and a jinja template; implements :class:`~etude.tokens.messages.ChatFormat`."""
 
-    def __init__(self, checkpoint: Checkpoint, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = today) -> None:
+    def __init__(self, checkpoint: Checkpoint, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = current_date) -> None:
         self._tokenizer = checkpoint.tokenizer
         self._kwargs = kwargs
         self._added = {token.content: index for index, token in _added_tokens(checkpoint.tokenizer)}

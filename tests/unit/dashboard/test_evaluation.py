@@ -16,7 +16,7 @@ from etude.dashboard.evaluation import (
     evaluation_table,
     figures,
 )
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.errors import ConfigError
 
 
@@ -38,26 +38,26 @@ def make_evaluation(*passes: list[float | None], greedy: list[float] | None = No
 
 def test_pass_rates_are_means_over_tasks() -> None:
     result = figures(make_evaluation([1, 0, 1], [0, 0, 1]), Measure(ks=(1, 2)))
-    assert figure(result, "sampled.pass.1.value") == pytest.approx((0.5 + 0 + 1) / 3)
-    assert figure(result, "sampled.pass.2.value") == pytest.approx(2 / 3)
-    assert figure(result, "sampled.tries") == 6
-    assert figure(result, "engine_seconds") == 12.5
+    assert number_at(result, "sampled.pass.1.value") == pytest.approx((0.5 + 0 + 1) / 3)
+    assert number_at(result, "sampled.pass.2.value") == pytest.approx(2 / 3)
+    assert number_at(result, "sampled.tries") == 6
+    assert number_at(result, "engine_seconds") == 12.5
 
 
 def test_a_missing_try_is_counted_and_is_no_failure() -> None:
     result = figures(make_evaluation([1, None, 1], [1, 1, None]), Measure())
-    assert figure(result, "sampled.missing") == 2
-    assert figure(result, "sampled.pass.1.value") == 1.0
+    assert number_at(result, "sampled.missing") == 2
+    assert number_at(result, "sampled.pass.1.value") == 1.0
 
 
 def test_what_passes_is_said() -> None:
     evaluation = make_evaluation([0.4, 0.6, -0.5])
-    assert figure(figures(evaluation, Measure()), "sampled.pass.1.value") == 0.0  # full marks
-    assert figure(figures(evaluation, Measure(pass_at=0.4)), "sampled.pass.1.value") == pytest.approx(2 / 3)
-    assert figure(figures(evaluation, Measure(pass_at=0.5)), "sampled.pass.1.value") == pytest.approx(1 / 3)
+    assert number_at(figures(evaluation, Measure()), "sampled.pass.1.value") == 0.0  # full marks
+    assert number_at(figures(evaluation, Measure(pass_at=0.4)), "sampled.pass.1.value") == pytest.approx(2 / 3)
+    assert number_at(figures(evaluation, Measure(pass_at=0.5)), "sampled.pass.1.value") == pytest.approx(1 / 3)
     summed = make_evaluation([0.1 + 0.2 + 0.7])
-    assert figure(figures(summed, Measure()), "sampled.pass.1.value") == 1.0
-    assert figure(figures(evaluation, Measure()), "sampled.reward.value") == pytest.approx(0.5 / 3)
+    assert number_at(figures(summed, Measure()), "sampled.pass.1.value") == 1.0
+    assert number_at(figures(evaluation, Measure()), "sampled.reward.value") == pytest.approx(0.5 / 3)
 
 
 def styled(*tries: tuple[float, float | None], version: int = 3) -> Evaluation:
@@ -71,19 +71,19 @@ def styled(*tries: tuple[float, float | None], version: int = 3) -> Evaluation:
 
 def test_a_bonus_for_style_passes_nothing() -> None:
     result = figures(styled((0.0, 1.0), (1.0, 0.0), (0.0, 0.5), (0.0, None)), Measure())
-    assert figure(result, "sampled.pass.1.value") == 1 / 4
-    assert figure(result, "sampled.reward.value") == pytest.approx((0.2 + 1.0 + 0.1) / 4)
+    assert number_at(result, "sampled.pass.1.value") == 1 / 4
+    assert number_at(result, "sampled.reward.value") == pytest.approx((0.2 + 1.0 + 0.1) / 4)
 
 
 def test_every_part_has_a_figure_over_the_tries_that_have_it() -> None:
     before = styled((0.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.0, None), version=0)
     after = styled((0.0, 1.0), (0.0, 1.0), (0.0, None), (0.0, 0.5))
     result, changed = figures(after, Measure()), differences(before, after, Measure())
-    assert figure(result, "sampled.parts.style.value") == pytest.approx(2.5 / 3)
-    low, high = (figure(result, f"sampled.parts.style.{end}") or 0.0 for end in ("low", "high"))
+    assert number_at(result, "sampled.parts.style.value") == pytest.approx(2.5 / 3)
+    low, high = (number_at(result, f"sampled.parts.style.{end}") or 0.0 for end in ("low", "high"))
     assert 0.1 < low < 2.5 / 3 < high <= 1.0
-    assert figure(changed, "sampled.parts.style.value") == 0.75
-    assert figure(changed, "sampled.pass.1.value") == 0.0
+    assert number_at(changed, "sampled.parts.style.value") == 0.75
+    assert number_at(changed, "sampled.pass.1.value") == 0.0
     assert "  style" in drawn(evaluation_table(result), 80)
     assert "+0.750" in drawn(comparison_table(figures(before, Measure()), result, changed), 80)
     unknown = figures(styled((1.0, None)), Measure())["sampled"]
@@ -105,26 +105,28 @@ def test_errors_are_over_templates_where_tasks_share_them() -> None:
     alone = figures(
         of_templates(*((f"{name}{index}", reward) for index, (name, reward) in enumerate(tries))), Measure()
     )
-    over_templates, over_tasks = (figure(each, "sampled.pass.1.stderr") or 0.0 for each in (result, alone))
+    over_templates, over_tasks = (number_at(each, "sampled.pass.1.stderr") or 0.0 for each in (result, alone))
     assert over_templates == pytest.approx(0.09274, abs=1e-5)  # of the five rates 0.9, 0.5, 0.4, 0.8, 0.6
     assert over_templates > 1.3 * over_tasks
-    assert (figure(result, "sampled.templates"), figure(alone, "sampled.templates")) == (5, 50)
-    assert figure(changed, "sampled.pass.1.stderr") == pytest.approx(over_templates)
+    assert (number_at(result, "sampled.templates"), number_at(alone, "sampled.templates")) == (5, 50)
+    assert number_at(changed, "sampled.pass.1.stderr") == pytest.approx(over_templates)
     for table in (evaluation_table(result), comparison_table(figures(before, Measure()), result, changed)):
         assert "intervals over 5 templates: Student's t over templates" in drawn(table, 80)
 
 
 def test_tasks_without_a_template_are_alike_with_no_other() -> None:
     result = figures(of_templates(*(("", float(index % 2)) for index in range(8))), Measure())
-    assert figure(result, "sampled.templates") == 8
-    assert figure(result, "sampled.pass.1.stderr") == pytest.approx((2 / 7 / 8) ** 0.5)
+    assert number_at(result, "sampled.templates") == 8
+    assert number_at(result, "sampled.pass.1.stderr") == pytest.approx((2 / 7 / 8) ** 0.5)
 
 
 def test_cost_is_of_read_cached_and_sampled_tokens() -> None:
     prices = TokenPrices(new=2.0, cached=0.5, sampled=10.0)
     assert prices.of(make_try(0, 1.0)) == pytest.approx((100 * 2.0 + 200 * 0.5 + 40 * 10.0) / 1e6)
-    assert figure(figures(make_evaluation([1, 0]), Measure(prices=prices)), "sampled.cost.value") == pytest.approx(7e-4)
-    assert figure(figures(make_evaluation([1, 0]), Measure()), "sampled.cost.value") is None
+    assert number_at(figures(make_evaluation([1, 0]), Measure(prices=prices)), "sampled.cost.value") == pytest.approx(
+        7e-4
+    )
+    assert number_at(figures(make_evaluation([1, 0]), Measure()), "sampled.cost.value") is None
 
 
 def test_a_k_beyond_the_tries_says_so() -> None:
@@ -143,12 +145,12 @@ def test_two_versions_are_compared_on_the_tasks_that_both_have_tried() -> None:
     before = make_evaluation([0, 0, 0, None, 1], [0, 0, 0, None, 1], greedy=[0, 0, 1, 1, 1], version=0)
     after = make_evaluation([1, 1, 0, 1, 1], [1, 0, 0, 1, 1], greedy=[1, 1, 0, 1, 1])
     result = differences(before, after, Measure(ks=(1, 2)))
-    assert figure(result, "sampled.tasks") == 4
-    assert figure(result, "sampled.pass.1.value") == pytest.approx((1 + 0.5) / 4)
-    assert figure(result, "sampled.pass.2.value") == pytest.approx(2 / 4)
-    assert (figure(result, "sampled.sign_test.wins"), figure(result, "sampled.sign_test.losses")) == (2, 0)
-    assert (figure(result, "greedy.sign_test.wins"), figure(result, "greedy.sign_test.losses")) == (2, 1)
-    assert figure(result, "greedy.sign_test.p") == 1.0
+    assert number_at(result, "sampled.tasks") == 4
+    assert number_at(result, "sampled.pass.1.value") == pytest.approx((1 + 0.5) / 4)
+    assert number_at(result, "sampled.pass.2.value") == pytest.approx(2 / 4)
+    assert (number_at(result, "sampled.sign_test.wins"), number_at(result, "sampled.sign_test.losses")) == (2, 0)
+    assert (number_at(result, "greedy.sign_test.wins"), number_at(result, "greedy.sign_test.losses")) == (2, 1)
+    assert number_at(result, "greedy.sign_test.p") == 1.0
 
 
 def test_other_tasks_cannot_be_compared() -> None:

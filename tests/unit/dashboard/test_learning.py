@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.formatting import figure
+from etude.dashboard.formatting import number_at
 from etude.dashboard.report import build_report, failing_alike, nothing_learnt, warning, warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import render_line
@@ -95,7 +95,7 @@ def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
     first, second = (row for row in curve if isinstance(row, dict))
     assert (first["grad_norm"], first["weights_changed"], first["groups_without_signal"]) == (0.25, True, 3)
     assert (second["grad_norm"], second["weights_changed"]) == (None, False)
-    assert figure(second, "groups") == 4
+    assert number_at(second, "groups") == 4
 
 
 def test_a_line_has_no_entropy_of_nothing(config: RunConfig) -> None:

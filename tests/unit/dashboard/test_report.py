@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from etude.config.recipe import EvalConfig, RunConfig
-from etude.dashboard.formatting import figure, percent
+from etude.dashboard.formatting import number_at, percent
 from etude.dashboard.heldout import comparison, full_marks
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
@@ -30,12 +30,12 @@ STEP = step_done(
 
 
 def test_the_held_out_gain_has_the_error_of_a_difference(report: dict[str, Json]) -> None:
-    assert (figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")) == (0.3125, 0.6719)
+    assert (number_at(report, "heldout.pass_before"), number_at(report, "heldout.pass_after")) == (0.3125, 0.6719)
     gained = [*[2] * 1, *[3] * 7]  # tasks of each of the eight templates that fail before and pass afterwards
     deviations = [tasks - sum(gained) / 8 for tasks in gained]
     expected = math.sqrt(8 / 7 * sum(each**2 for each in deviations)) / 64
-    assert figure(report, "heldout.stderr") == pytest.approx(expected, abs=1e-4)
-    assert (figure(report, "heldout.n"), figure(report, "heldout.templates")) == (64, 8)
+    assert number_at(report, "heldout.stderr") == pytest.approx(expected, abs=1e-4)
+    assert (number_at(report, "heldout.n"), number_at(report, "heldout.templates")) == (64, 8)
     heldout = report["heldout"]
     assert isinstance(heldout, dict)
     low, high = (23 / 64 + side * 2.364624 * expected for side in (-1, 1))
@@ -49,9 +49,9 @@ def test_a_grader_of_fractions_has_mean_rewards_and_passes_beside(config: RunCon
     events = [evaluation(label, 0, passed, 8, paid=0.405) for label, passed in (("before", 8), ("after", 16))]
     unpaid = [replace(event, sampled_passed=[False] * 64, greedy_passed=[None] * 64) for event in events]
     report = _report_of(unpaid, config)
-    assert figure(report, "heldout.reward_after") == pytest.approx(0.405 / 4, abs=1e-4)
-    assert figure(report, "heldout.passed_after") == 0
-    assert (figure(report, "heldout.reward_stderr") or 0) > 0.1  # that all eight templates gain alike may be chance
+    assert number_at(report, "heldout.reward_after") == pytest.approx(0.405 / 4, abs=1e-4)
+    assert number_at(report, "heldout.passed_after") == 0
+    assert (number_at(report, "heldout.reward_stderr") or 0) > 0.1  # that all eight templates gain alike may be chance
     gained = comparison(report, "sampled")
     assert (gained.is_rate, gained.value(gained.after), gained.change(gained.gain)) == (False, "0.101", "+0.051")
     assert full_marks(report, "sampled") == "full marks: 0 → 0"
@@ -87,28 +87,28 @@ def test_an_evaluation_of_an_older_log_has_its_rates(config: RunConfig) -> None:
         for label, rate in (("before", 0.25), ("after", 0.75))
     ]
     report = _report_of(old, config)
-    assert (figure(report, "heldout.pass_before"), figure(report, "heldout.pass_after")) == (0.25, 0.75)
-    assert figure(report, "heldout.stderr") is None
+    assert (number_at(report, "heldout.pass_before"), number_at(report, "heldout.pass_after")) == (0.25, 0.75)
+    assert number_at(report, "heldout.stderr") is None
 
 
 def test_time_leaves_the_interruption_out(report: dict[str, Json]) -> None:
-    parts = [figure(report, f"seconds.{phase}") or 0 for phase in ("midtrain", "rl", "eval")]
-    assert figure(report, "seconds.total") == pytest.approx(sum(parts), abs=0.2)
+    parts = [number_at(report, f"seconds.{phase}") or 0 for phase in ("midtrain", "rl", "eval")]
+    assert number_at(report, "seconds.total") == pytest.approx(sum(parts), abs=0.2)
     assert parts == pytest.approx([180, 500, 84], abs=1)
-    assert (figure(report, "interruptions"), figure(report, "restarts")) == (1, 1)
+    assert (number_at(report, "interruptions"), number_at(report, "restarts")) == (1, 1)
 
 
 def test_rollouts_of_evaluations_are_not_training(report: dict[str, Json]) -> None:
     assert report["rollouts"] == {"graded": 40 * 64 - 5, "failed_infra": 5, "dropped": 0}
-    assert figure(report, "tokens.kept") == 40 * 64 * 130
-    assert (figure(report, "tokens.generated") or 0) % 1900 == 0
+    assert number_at(report, "tokens.kept") == 40 * 64 * 130
+    assert (number_at(report, "tokens.generated") or 0) % 1900 == 0
 
 
 def test_busy_shares_are_of_the_rl_phase(report: dict[str, Json]) -> None:
-    trainer, engine = figure(report, "busy.trainer"), figure(report, "busy.engine")
+    trainer, engine = number_at(report, "busy.trainer"), number_at(report, "busy.engine")
     assert trainer == pytest.approx((9.4 + 0.5) / 12.5, abs=0.02)
     assert engine == pytest.approx(2.25 / 2.5, abs=0.02)
-    ratio = figure(report, "compute_ratio_inference_to_training")
+    ratio = number_at(report, "compute_ratio_inference_to_training")
     assert ratio == pytest.approx((engine or 0) / (trainer or 1), abs=0.01)
 
 
@@ -147,11 +147,11 @@ def test_what_summaries_keep_stands_beside_the_pass_rates(config: RunConfig) -> 
     ]  # fmt: skip
     alarm = JudgeAlarm(kind="model", aspect="", detail="another one")
     report = _report_of([*rates, alarm], config)
-    assert (figure(report, "heldout.recall_before"), figure(report, "heldout.recall_after")) == (0.5, 0.875)
+    assert (number_at(report, "heldout.recall_before"), number_at(report, "heldout.recall_after")) == (0.5, 0.875)
     assert dict(summary(report))["summaries"].startswith(f"keep {percent(0.5)} → {percent(0.875)} of")
     assert report["judge_alarms"] == [{"kind": "model", "aspect": "", "detail": "another one"}]
     without = _report_of([], config)
-    assert figure(without, "heldout.recall_after") is None
+    assert number_at(without, "heldout.recall_after") is None
     assert "summaries" not in dict(summary(without))
 
 
@@ -161,25 +161,28 @@ def test_means_are_weighted_by_tokens(config: RunConfig) -> None:
         mismatch_p99=0.005,
     )  # fmt: skip
     report = _report_of([STEP, heavy], config)
-    assert figure(report, "staleness.mean") == 650 / 400
-    assert (figure(report, "staleness.max"), figure(report, "staleness.bound")) == (2, config.rollouts.max_staleness)
-    assert figure(report, "mismatch.k3") == pytest.approx(4e-6)
-    assert (figure(report, "mismatch.p99"), figure(report, "mismatch.p99_worst")) == (0.004, 0.005)
-    assert figure(report, "mismatch.coverage") == 40 / 400  # of all sampled tokens
+    assert number_at(report, "staleness.mean") == 650 / 400
+    assert (number_at(report, "staleness.max"), number_at(report, "staleness.bound")) == (
+        2,
+        config.rollouts.max_staleness,
+    )
+    assert number_at(report, "mismatch.k3") == pytest.approx(4e-6)
+    assert (number_at(report, "mismatch.p99"), number_at(report, "mismatch.p99_worst")) == (0.004, 0.005)
+    assert number_at(report, "mismatch.coverage") == 40 / 400  # of all sampled tokens
 
 
 def test_the_mismatch_tells_bits_flips_and_the_worst(config: RunConfig) -> None:
     heavy = changed(STEP, number=2, mismatch_tokens=30, mismatch_max=0.5, mismatch_equal=30, mismatch_pairs=180)
     report = _report_of([STEP, heavy], config)
-    assert figure(report, "mismatch.max") == 0.5
-    assert figure(report, "mismatch.equal") == 34 / 40
-    assert figure(report, "mismatch.flips") == pytest.approx(6 / 240)
-    assert figure(report, "mismatch.warnings") == 0
+    assert number_at(report, "mismatch.max") == 0.5
+    assert number_at(report, "mismatch.equal") == 34 / 40
+    assert number_at(report, "mismatch.flips") == pytest.approx(6 / 240)
+    assert number_at(report, "mismatch.warnings") == 0
 
 
 def test_nearly_all_is_never_rounded_to_all(config: RunConfig) -> None:
     nearly = changed(STEP, mismatch_tokens=1_000_000, mismatch_equal=999_999)
-    assert figure(_report_of([nearly], config), "mismatch.equal") == 0.9999
+    assert number_at(_report_of([nearly], config), "mismatch.equal") == 0.9999
 
 
 def test_the_breakdown_of_all_steps_is_one_table(report: dict[str, Json]) -> None:
@@ -188,7 +191,7 @@ def test_the_breakdown_of_all_steps_is_one_table(report: dict[str, Json]) -> Non
     positions, versions = section["by_position"], section["by_version"]
     assert isinstance(positions, list)
     assert isinstance(versions, list)
-    assert [(figure(row, "first"), figure(row, "last")) for row in positions if isinstance(row, dict)] == [
+    assert [(number_at(row, "first"), number_at(row, "last")) for row in positions if isinstance(row, dict)] == [
         (0, 0), (1, 7), (8, 31), (32, None)
     ]  # fmt: skip
     first, newest = positions[0], versions[-1]
@@ -214,8 +217,8 @@ def test_a_step_done_again_counts_its_mismatch_once(events: list[Logged], config
 
 def test_a_step_without_comparison_has_no_mismatch(config: RunConfig) -> None:
     report = _report_of([changed(STEP, mismatch_tokens=0, k3=None)], config)
-    assert figure(report, "mismatch.k3") is None
-    assert figure(report, "mismatch.coverage") == 0
+    assert number_at(report, "mismatch.k3") is None
+    assert number_at(report, "mismatch.coverage") == 0
     curve = report["curve"]
     assert isinstance(curve, list)
     assert isinstance(curve[0], dict)
@@ -228,7 +231,7 @@ def test_nothing_known_is_null_not_zero(config: RunConfig) -> None:
         values = report[section]
         assert isinstance(values, dict)
         assert set(values.values()) == {None}, section
-    assert (report["curve"], figure(report, "staleness.mean"), report["steps"]) == ([], None, 0)
+    assert (report["curve"], number_at(report, "staleness.mean"), report["steps"]) == ([], None, 0)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.3, 0.5, 0.9])
@@ -239,17 +242,17 @@ def test_a_run_cut_short_anywhere_still_reports(share: float, events: list[Logge
     report = build_report(run, config, machine={}, date="today", commit="")
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert report["finished"] is False
-    assert figure(report, "heldout.stderr") is None
+    assert number_at(report, "heldout.stderr") is None
 
 
 def test_the_curve_has_every_step_at_its_time_in_rl(report: dict[str, Json]) -> None:
     curve = report["curve"]
     assert isinstance(curve, list)
-    seconds = [figure(point, "seconds") or 0 for point in curve if isinstance(point, dict)]
+    seconds = [number_at(point, "seconds") or 0 for point in curve if isinstance(point, dict)]
     assert len(seconds) == 40
     assert seconds == sorted(seconds)
     assert seconds[0] == 11.5
-    assert seconds[-1] <= (figure(report, "seconds.rl") or 0)
+    assert seconds[-1] <= (number_at(report, "seconds.rl") or 0)
 
 
 def _report_of(events: Sequence[Event], config: RunConfig) -> dict[str, Json]:

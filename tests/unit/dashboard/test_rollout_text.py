@@ -8,13 +8,11 @@ from rich.console import Console, RenderableType
 
 from etude.dashboard.rollout_text import (
     ReadComparison,
-    ReadHint,
     ReadPart,
     ReadRollout,
     ReadSummary,
     ReadToken,
     ReadTurn,
-    ReadVerdict,
     group_table,
     overview,
     rollout_list,
@@ -24,7 +22,7 @@ from etude.dashboard.rollout_text import (
 )
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome, Traits
 from etude.ledger.states import GroupState
-from etude.types import Disposition, RolloutStatus
+from etude.types import Disposition, Hint, RolloutStatus, Verdict
 
 TURN = ReadTurn(
     number=0, kind="act", continues=None, heard="fix f in f.py", said="read f.py", finish="stop", temperature=1.0,
@@ -33,7 +31,7 @@ TURN = ReadTurn(
 )  # fmt: skip
 SUMMARY = replace(
     TURN, number=1, kind="summary", continues=0, said="hm\nsummary\ntax 42", versions={3: 5, 4: 3}, reward=-0.5,
-    finish="length", hint=ReadHint(text="mind the fee", source="rule"),
+    finish="length", hint=Hint(turn=1, text="mind the fee", source="rule"),
     summary=ReadSummary(scratch="hm", text="tax 42", tokens_before=812, tokens_after=96,
                         facts={"tax 42": True, "fee 7": False, "rate 3": None}),
 )  # fmt: skip
@@ -101,7 +99,7 @@ def test_a_group_is_drawn_with_its_state() -> None:
 
 
 def test_a_quarantine_is_drawn_with_its_reason() -> None:
-    verdict = ReadVerdict(disposition="quarantine", reason="spy", flags=("spy", "touch"), graded=1.0)
+    verdict = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy", "touch"), graded=1.0)
     page = drawn(rollout_page(replace(ROLLOUT, verdict=verdict)))
     assert "quarantine, by spy; graded 1  spy, touch" in page
     assert "by its verdict; scored at" in page
@@ -154,7 +152,7 @@ def test_what_a_model_writes_never_reaches_the_terminal_as_a_command() -> None:
     nasty = "\x1b[2J\x07 red\x9b31m\u202egnp.exe\ttab\r\n[bold]x[/bold]"
     assert visible(nasty) == "\\x1b[2J\\x07 red\\x9b31m\\u202egnp.exe    tab\\r\n[bold]x[/bold]"
     turn = replace(
-        SUMMARY, heard=nasty, said=nasty, hint=ReadHint(text=nasty, source=nasty),
+        SUMMARY, heard=nasty, said=nasty, hint=Hint(turn=1, text=nasty, source=nasty),
         summary=ReadSummary(scratch=nasty, text=nasty, tokens_before=1, tokens_after=None, facts={nasty: True}),
         tokens=(ReadToken(token_id=0, text=nasty, logprob=0.0, version=0, mismatch=None, kept=None, routes=None),),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from etude.aio import background_task
-from etude.cli.commands.keys import add_key, revoke_key
+from etude.cli.commands.keys import add_key, revoke
 from etude.clock import SystemClock
 from etude.config.inference import GatewayConfig
 from etude.config.recipe import RunConfig
@@ -138,7 +138,7 @@ def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: p
             assert await ask(url, secret) == 200
             assert await ask(url, SECRET) == 200
             _, later = add_key(file, "production", "later", (None, None), None)
-            revoke_key(file, key_id)
+            revoke(file, key_id)
             async with asyncio.timeout(WAIT_S):
                 while await ask(url, later) != 200:
                     await asyncio.sleep(0.05)

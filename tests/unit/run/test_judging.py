@@ -109,7 +109,7 @@ def test_a_rubric_under_another_name_is_refused() -> None:
 
 def test_rules_are_for_families_that_bring_some() -> None:
     config = load_recipe(RECIPE.parent / "quickstart", ["judge.kind=rules"])
-    with pytest.raises(ConfigError, match="'bugfix' brings none"):
+    with pytest.raises(ConfigError, match="'bugfix' has none"):
         judge_fingerprints(config)
 
 

@@ -10,8 +10,9 @@ import asyncio
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from etude.taskgen.sources import fetch, read_texts
 from etude.taskgen.survey import Survey
 from etude.taskgen.testruns import RunObservation, TestRun, observe
 from etude.taskgen.validator import ACCEPTED, CandidateValidator, PreparedRepository, failed
-from etude.taskgen.verdicts import Rejection, counts_of, prove
+from etude.taskgen.verdicts import Rejection, prove
 from etude.tasks.repositories.folder import CandidateVerdict, PackageFolder, RepositoryTasks
 from etude.types import Split, Task, TestChecks
 
@@ -65,7 +66,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:
-    """A build in numbers, of all its sittings."""
+    """A build in numbers, of all calls that went on with it."""
 
     package: str
     version: str
@@ -113,7 +114,7 @@ async def build(options: BuildOptions, provider: SandboxProvider, *, say: Say) -
         validator = CandidateValidator(bench, provider, store, folder, guarded=guarded)
         await try_all(validator, candidates, folder, options, say)
     report = report_of(bench, folder, len(candidates), time.monotonic() - started)
-    folder.write("report.json", json.dumps(report_fields(report), indent=1).encode())
+    folder.write("report.json", json.dumps(asdict(report), indent=1).encode())
     return report
 
 
@@ -244,7 +245,7 @@ async def _check(
 ) -> tuple[str, str]:
     checks = task.checks
     if not isinstance(checks, TestChecks) or task.environment is None:
-        raise ConfigError(f"task {task.task_id} has no hidden tests in a world of its own: it is not of this family")
+        raise ConfigError(f"task {task.task_id} has no hidden tests in an image of its own: it is not of this family")
     about, others = checks.must_pass[: checks.about], checks.must_pass[checks.about :]
     files: Sequence[Mapping[str, str | None]] = ({**checks.files}, {**checks.files, **answer})
     targets = tuple(sorted({place_of(test)[0] for test in checks.must_pass}))
@@ -274,9 +275,6 @@ def report_of(bench: PreparedRepository, folder: PackageFolder, candidates: int,
     """Summarise the log of a package in numbers."""
     latest = {verdict.candidate_id: verdict for verdict in folder.verdicts()}
     accepted = [verdict for verdict in latest.values() if verdict.outcome == ACCEPTED]
-    operators: dict[str, int] = {}
-    for verdict in accepted:
-        operators[verdict.operator] = operators.get(verdict.operator, 0) + 1
     timed = [verdict.seconds for verdict in latest.values() if verdict.seconds > 0]
     with_tasks = RepositoryTasks(folder.path.parent) if accepted else None
     mine = {verdict.task_id for verdict in accepted}
@@ -288,8 +286,8 @@ def report_of(bench: PreparedRepository, folder: PackageFolder, candidates: int,
         package=bench.project.name,
         version=bench.project.version,
         tests=_test_counts(bench.survey),
-        outcomes=dict(counts_of({key: verdict.outcome for key, verdict in latest.items()})),
-        operators=dict(sorted(operators.items())),
+        outcomes=dict(Counter(verdict.outcome for verdict in latest.values()).most_common()),
+        operators=dict(sorted(Counter(verdict.operator for verdict in accepted).items())),
         splits=splits,
         candidates=candidates,
         tried=len(latest),
@@ -298,11 +296,6 @@ def report_of(bench: PreparedRepository, folder: PackageFolder, candidates: int,
         seconds=round(seconds, 1),
         verdicts=[_verdict_fields(verdict) for verdict in latest.values()],
     )
-
-
-def report_fields(report: BuildReport) -> dict[str, Any]:
-    """A report as JSON has it."""
-    return {name: getattr(report, name) for name in BuildReport.__dataclass_fields__}
 
 
 def _test_counts(survey: Survey) -> dict[str, int]:
@@ -317,5 +310,6 @@ def _test_counts(survey: Survey) -> dict[str, int]:
 
 
 def _verdict_fields(verdict: CandidateVerdict) -> dict[str, Any]:
-    fields = {name: getattr(verdict, name) for name in CandidateVerdict.__dataclass_fields__ if name != "tests"}
-    return {**fields, "counts": dict(verdict.counts), "fails": len(verdict.tests)}
+    fields = asdict(verdict)
+    fields["fails"] = len(fields.pop("tests"))
+    return fields

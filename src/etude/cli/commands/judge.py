@@ -36,7 +36,7 @@ from etude.run.judging import (
     check_budget,
     judge_fingerprints,
     opened,
-    per_rollout,
+    rollout_budget,
     rubrics_of,
 )
 from etude.telemetry.events import JudgeAlarm
@@ -46,8 +46,6 @@ SAMPLE = JudgeInput(task="Say hello.", work="hello")
 """Input of a check that a judge answers."""
 SAMPLE_TURNS = ("raed hello.txt\nno such tool: raed", "read hello.txt\nhello")
 """Turns of a check that it gives hints."""
-
-
 NO_CALIBRATIONS = "judge.calibrations={}"
 """Override by which a recipe is read without the reports that are about to be written."""
 
@@ -78,8 +76,8 @@ def calibrate_command(
         print(line)
 
 
-@app.command("score")
-def score_command(
+@app.command()
+def score(
     recipe: RecipePath,
     *,
     aspect: Annotated[str, typer.Option(help="An aspect of its rubrics.")],
@@ -87,9 +85,12 @@ def score_command(
     work: Annotated[Path, typer.Option(metavar="FILE", help="The work that is judged.")],
     overrides: Overrides,
 ) -> None:
-    """Have one text judged."""
+    """Have one text judged; prints the judgement as JSON."""
     config = _recipe(recipe, [*overrides, NO_CALIBRATIONS])
-    print(score(config, aspect, task=_read("--task", task), work=_read("--work", work)), end="")
+    _check_aspect(config, aspect)
+    judged = JudgeInput(task=_read("--task", task), work=_read("--work", work))
+    judgement = asyncio.run(_ask(config, {aspect: judged})).judgements[aspect]
+    print(orjson.dumps(asdict(judgement), option=orjson.OPT_INDENT_2).decode())
 
 
 def _recipe(recipe: Path, overrides: Sequence[str]) -> RunConfig:
@@ -184,14 +185,6 @@ def calibrate_beside(config: RunConfig, folder: Path, aspects: Sequence[str]) ->
     return lines
 
 
-def score(config: RunConfig, aspect: str, *, task: str, work: str) -> str:
-    """Judge one text on one aspect; the judgement as indented JSON."""
-    _check_aspect(config, aspect)
-    answers = asyncio.run(_ask(config, {aspect: JudgeInput(task=task, work=work)}))
-    judgement = answers.judgements[aspect]
-    return orjson.dumps(asdict(judgement), option=orjson.OPT_INDENT_2).decode() + "\n"
-
-
 async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bool = False) -> _Answers:
     rubrics = rubrics_of(config.judge)
     alarms: list[JudgeAlarm] = []
@@ -199,7 +192,7 @@ async def _ask(config: RunConfig, inputs: Mapping[str, JudgeInput], *, hints: bo
         judgements = {
             aspect: await judge.judge(rubrics[aspect], judged, judge.budget) for aspect, judged in inputs.items()
         }
-        hinting = HintJudge(judge, per_rollout(config.judge))
+        hinting = HintJudge(judge, rollout_budget(config.judge))
         hinted = await hinting.ask(SAMPLE.task, SAMPLE_TURNS) if hints else None
         return _Answers(
             judgements=judgements, hints=hinted, alarms=alarms, spent=judge.budget.spent, cost=judge.budget.cost

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import typer
-from rich.console import Console
 
 from etude.cli.commands.show import console
 from etude.cli.options import group
@@ -45,13 +44,24 @@ def add(
 @app.command("ls")
 def list_keys(file: KeyPath) -> None:
     """List the keys."""
-    show_keys(file, console())
+    now = SystemClock().now()
+    table = light_table("key", "scope", "created", "expires", "a minute", "label", broken=["a minute"])
+    for key in KeyFile(file, now).load():
+        left_s = None if key.expires_at is None else key.expires_at - now
+        expires = "never" if left_s is None else f"in {left_s:,.0f} s" if left_s > 0 else "expired"
+        bounds = {"requests": key.limits.requests_per_minute, "tokens": key.limits.tokens_per_minute}
+        budget = ", ".join(f"{formatting.brief(bound)} {what}" for what, bound in bounds.items() if bound is not None)
+        table.add_row(key.key_id, key.scope.value, key.created[:10], expires, budget or formatting.MISSING, key.label)
+    console().print(table)
 
 
 @app.command()
 def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or the beginning of it.")]) -> None:
-    """Take a key out."""
-    revoke_key(file, key)
+    """Take a key out, by its id or a beginning that no other has."""
+    try:
+        KeyFile(file, SystemClock().now()).revoke(key)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def add_key(
@@ -80,27 +90,3 @@ def add_key(
     )
     KeyFile(file, now).add(key)
     return key.key_id, secret
-
-
-def show_keys(file: Path, console: Console) -> None:
-    """All keys of the file. Raises :class:`~etude.errors.ConfigError` if there is none."""
-    now = SystemClock().now()
-    table = light_table("key", "scope", "created", "expires", "a minute", "label", broken=["a minute"])
-    for key in KeyFile(file, now).load():
-        left_s = None if key.expires_at is None else key.expires_at - now
-        expires = "never" if left_s is None else f"in {left_s:,.0f} s" if left_s > 0 else "expired"
-        bounds = {"requests": key.limits.requests_per_minute, "tokens": key.limits.tokens_per_minute}
-        budget = ", ".join(f"{formatting.brief(bound)} {what}" for what, bound in bounds.items() if bound is not None)
-        table.add_row(key.key_id, key.scope.value, key.created[:10], expires, budget or formatting.MISSING, key.label)
-    console.print(table)
-
-
-def revoke_key(file: Path, key_id: str) -> None:
-    """Take a key out of the file, by its id or a beginning that no other has.
-
-    Raises :class:`~etude.errors.UserError` if it is not in there.
-    """
-    try:
-        KeyFile(file, SystemClock().now()).revoke(key_id)
-    except ValueError as error:
-        raise UserError(str(error)) from error

@@ -19,13 +19,11 @@ from etude.config.recipe import RunConfig
 from etude.config.training import ClippedOptions
 from etude.dashboard.rollout_text import (
     ReadComparison,
-    ReadHint,
     ReadPart,
     ReadRollout,
     ReadSummary,
     ReadToken,
     ReadTurn,
-    ReadVerdict,
 )
 from etude.errors import DamagedError, UserError
 from etude.harnesses.contexts import Recall
@@ -45,7 +43,7 @@ from etude.tokens.jinja import load_format
 from etude.trainer.batching.advantage import group_weight
 from etude.trainer.batching.batch import build_batch
 from etude.trainer.batching.turn_spans import Place, places
-from etude.types import AnswerChecks, Floats, Group, Rollout, Task, Trajectory, Turn, TurnKind, Verdict
+from etude.types import AnswerChecks, Floats, Group, Rollout, Task, Trajectory, Turn, TurnKind
 
 if TYPE_CHECKING:
     from etude.cli.commands.rescoring import Rescoring
@@ -75,10 +73,10 @@ class RolloutReader:
         self._payloads = Payloads(folder.payloads)
         self._rescoring = _rescoring(folder, self._config) if tokens else None
 
-    def rollout(self, rollouts: str) -> ReadRollout:
+    def rollout(self, rollout_id: str) -> ReadRollout:
         """A rollout by its id, or by a beginning of it. Raises :class:`~etude.errors.UserError`."""
-        views, rollout = self._archive.rollout(rollouts)
-        return self._read(views, rollout, self._credit(views.purpose, views.group))
+        match, rollout = self._archive.rollout(rollout_id)
+        return self._read(match, rollout, self._credit(match.purpose, match.group))
 
     def group(self, purpose: str, index: int, slot: int | None = None) -> Iterator[ReadRollout]:
         """Every attempt of a group, or of one slot, in order. Raises :class:`~etude.errors.UserError`."""
@@ -89,9 +87,9 @@ class RolloutReader:
         if not attempts:
             where = f"group {index} of purpose {purpose!r}" + ("" if slot is None else f", slot {slot}")
             raise UserError(f"no rollout of {where} has ended: `etude show RUN --limit 20` lists the newest that have")
-        for views in attempts:
-            rollout = graded.get(views.rollout_id) or self._archive.rollout(views.rollout_id)[1]
-            yield self._read(views, rollout, credit)
+        for match in attempts:
+            rollout = graded.get(match.rollout_id) or self._archive.rollout(match.rollout_id)[1]
+            yield self._read(match, rollout, credit)
 
     def _credit(self, purpose: str, index: int) -> "_CreditView":
         try:
@@ -109,17 +107,17 @@ class RolloutReader:
         done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
         return None if step is None else done.get(step)
 
-    def _read(self, views: RolloutMatch, rollout: Rollout, credit: "_CreditView") -> ReadRollout:
+    def _read(self, match: RolloutMatch, rollout: Rollout, credit: "_CreditView") -> ReadRollout:
         rollout, lost = self._fetched(rollout) if self._rescoring else (_without_payloads(rollout), [])
         tokens, untold = self._tokens(rollout)
-        task, verdict, branch = credit.group.task, rollout.verdict, rollout.branch
+        task, branch = credit.group.task, rollout.branch
         return ReadRollout(
             rollout_id=rollout.rollout_id,
-            purpose=views.purpose,
-            group=views.group,
-            slot=views.slot,
-            attempt=views.attempt,
-            step=views.step,
+            purpose=match.purpose,
+            group=match.group,
+            slot=match.slot,
+            attempt=match.attempt,
+            step=match.step,
             group_state=credit.state,
             task_id=task.task_id,
             template=task.template,
@@ -130,7 +128,7 @@ class RolloutReader:
             parts=_parts(rollout.reward_parts, self._config),
             counts=rollout.counts,
             seconds=rollout.seconds,
-            verdict=None if verdict is None else _verdict(verdict),
+            verdict=rollout.verdict,
             branch_of=None if branch is None else branch.rollout_id,
             branch_turns=0 if branch is None else branch.turns,
             comparison=credit.comparisons.get(rollout.rollout_id),
@@ -144,7 +142,7 @@ class RolloutReader:
         turns, spoken = rollout.turns, self._read_turns(rollout.turns)
         trajectories = credit.trajectories.get(rollout.rollout_id, ())
         placed = places(turns, trajectories)
-        hints = {hint.turn: ReadHint(text=hint.text, source=hint.source) for hint in rollout.hints}
+        hints = {hint.turn: hint for hint in rollout.hints}
         for number, (turn, words) in enumerate(zip(turns, spoken, strict=True)):
             advantage, loss_tokens = _credited(placed[number], trajectories) if credit.is_known else (None, None)
             yield ReadTurn(
@@ -341,9 +339,3 @@ def _parts(recorded: Mapping[str, float], config: RunConfig) -> tuple[ReadPart, 
     worth = {part.name: part.contribution(recorded[part.name]) for part in config.reward.parts if part.name in recorded}
     parts = [ReadPart(name=name, value=value, worth=worth.get(name)) for name, value in recorded.items()]
     return tuple(sorted(parts, key=lambda part: part.worth is None))
-
-
-def _verdict(verdict: Verdict) -> ReadVerdict:
-    return ReadVerdict(
-        disposition=verdict.disposition, reason=verdict.reason, flags=verdict.flags, graded=verdict.graded
-    )

@@ -5,14 +5,14 @@ when the environment variable ``ETUDE_WEIGHTS_KEY`` holds a key.
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar
 
 import numpy as np
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
 from etude.cli.commands.show import console
@@ -29,7 +29,8 @@ from etude.weights.interop.version_folder import write_delta, write_full
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver, pull
 from etude.weights.relay import Relay
-from etude.weights.repair import repair, verify
+from etude.weights.repair import repair as repair_log
+from etude.weights.repair import verify as verify_log
 from etude.weights.replica import PulledWeights
 from etude.weights.retention import collect
 from etude.weights.state import snapshot, state_bytes
@@ -38,6 +39,8 @@ POLL_S = 0.1
 """Seconds between two drawings of progress, and after which a relay looks for something new."""
 MOST_TENSORS = 20
 """Shown of a comparison: the most changed ones."""
+LEASE_S = 10 * 60.0
+"""Time that a reader's lease counts."""
 NOTHING_THERE = "no version is published there"
 
 Item = TypeVar("Item")
@@ -62,27 +65,41 @@ app = group()
 @app.command("ls")
 def list_versions(store: Store, *, log_id: LogId = None) -> None:
     """List the versions, their lineage and the links between them."""
-    show_versions(log_of(store, log_id=log_id), console())
+    console().print(versions_table(log_of(store, log_id=log_id)), highlight=False)
 
 
-@app.command("verify")
-def verify_command(store: Store, *, log_id: LogId = None) -> None:
+@app.command()
+def verify(store: Store, *, log_id: LogId = None) -> None:
     """Check every object and digest."""
-    verify_store(log_of(store, log_id=log_id), console())
+    log, out = log_of(store, log_id=log_id), console()
+    checks = list(_tracked(verify_log(log), len(log.versions()) + len(log.links()), "verify", out))
+    for check in checks:
+        verdict = "sound" if check.fault is None else f"{'by a detour: ' if check.detour else ''}{check.fault}"
+        out.print(f"{check.name:>14}  {verdict}", soft_wrap=True)
+    if not checks:
+        out.print(NOTHING_THERE)
+    if any(check.fault for check in checks):
+        raise DamagedError("the weight store is damaged: see the lines above; run `etude weights repair`")
 
 
-@app.command("repair")
-def repair_command(
+@app.command()
+def repair(
     store: Store,
     *,
     mirror: Annotated[str | None, typer.Option(help="Another store of the same log, for sound objects.")] = None,
 ) -> None:
     """Repair what can be repaired."""
-    repair_store(log_of(store), mirror, console())
+    done = list(repair_log(log_of(store), log_of(mirror) if mirror else None))
+    for one in done:
+        console().print(f"{one.name}: {one.fault}\n    {one.action}", soft_wrap=True)
+    if not done:
+        console().print("nothing is broken")
+    if not all(one.is_fixed for one in done):
+        raise DamagedError("some faults remain: see the lines above; the next version published goes around them")
 
 
 @app.command("pull")
-def pull_command(
+def pull_version(
     store: Store,
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
@@ -95,25 +112,52 @@ def pull_command(
     at_least: AtLeast = 0,
 ) -> None:
     """Fetch a version as safetensors files."""
-    write = extend_folder if versions else pull_store
-    write(log_of(store, log_id=log_id, at_least=at_least), out, version, console())
+    log = log_of(store, log_id=log_id, at_least=at_least)
+    if versions:
+        _extend_folder(log, out, version)
+        return
+    require_empty(out)
+    with Receiver(log) as receiver, ThreadPoolExecutor(1) as thread, _bytes_bar(console()) as bar:
+        plan = receiver.plan(version)
+        task = bar.add_task(f"{len(plan.edges)} links", total=plan.size_bytes)
+        arriving = thread.submit(receiver.advance, version)
+        while not arriving.done():
+            bar.update(task, completed=receiver.fetched_bytes)
+            time.sleep(POLL_S)
+        arrival = arriving.result()
+        bar.update(task, completed=receiver.fetched_bytes)
+        pulled = receiver.weights()
+        write_checkpoint(out, pulled.state)
+    size = state_bytes(pulled.state)
+    console().print(
+        f"version {pulled.version} ({pulled.digest[:12]}): {arrival.size_bytes:,} bytes fetched for {size:,} in "
+        f"{arrival.seconds:.1f} s → {out}"
+    )
 
 
-@app.command("gc")
-def gc_command(
+@app.command()
+def gc(
     store: Store,
     *,
     keep: Annotated[int, typer.Option(help="Versions before the newest that stay anyway.")] = 64,
     grace_s: Annotated[float, typer.Option(help="Age from which unused objects go.")] = 3600.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Delete what no reader needs any more."""
-    needed = needed_by_trainer(store)
-    collect_store(log_of(store), keep=keep, needed=needed, grace_s=grace_s, dry_run=dry_run, console=console())
+    """Delete what no reader, present or future, needs any more."""
+    folder, needed = RunFolder(Path(store)), list[int]()
+    if folder.config_file.is_file() and (loss := folder.config().loss).needs_reference:
+        needed.append(loss.reference_version)  # the trainer reads it whenever it starts; a URL does not say
+    log = log_of(store)
+    report = collect(log, keep=keep, needed=needed, grace_s=grace_s, lease_s=LEASE_S, dry_run=dry_run)
+    verb = "would remove" if report.dry_run else "removed"
+    console().print(
+        f"{verb} {report.versions} versions, {report.objects} objects, {report.size_bytes:,} bytes; "
+        f"everything from version {report.keep_from} on stays"
+    )
 
 
-@app.command("export")
-def export_command(
+@app.command()
+def export(
     store: RunPath, out: Annotated[Path, typer.Argument(help="Folder to write.")], *, version: Version = None
 ) -> None:
     """Write a version of a run as a Hugging Face checkpoint, tokenizer included."""
@@ -122,8 +166,8 @@ def export_command(
     print(f"weight version {export_run(RunFolder.open(store, writes=False), out, version)} → {out}")
 
 
-@app.command("diff")
-def diff_command(
+@app.command()
+def diff(
     store: Store,
     first: int,
     second: int,
@@ -131,19 +175,34 @@ def diff_command(
     every: Annotated[bool, typer.Option("--all", help="Every tensor, not the 20 that changed most.")] = False,
     log_id: LogId = None,
 ) -> None:
-    """Compare two versions."""
-    most = None if every else MOST_TENSORS
-    compare_versions(log_of(store, log_id=log_id), first, second, console(), most=most)
+    """Compare two versions, tensor by tensor."""
+    log = log_of(store, log_id=log_id)
+    before, after = pull(log, first), pull(log, second)
+    table = light_table("changed", ">numbers", "type", "shape", "tensor")
+    rows = sorted(_differences(before, after), key=lambda row: -row[3] / max(1, row[2]))
+    for name, kind, numbers, changed in rows if every else rows[:MOST_TENSORS]:
+        shape = "×".join(map(str, after.state[name].spec.shape)) or "scalar"
+        table.add_row(f"{changed / max(1, numbers):.3%}", formatting.brief(numbers), kind, shape, name)
+    console().print(table)
+    if not every and len(rows) > MOST_TENSORS:
+        console().print(f"and {len(rows) - MOST_TENSORS} more tensors: --all")
+    numbers, changed = sum(row[2] for row in rows), sum(row[3] for row in rows)
+    console().print(f"{changed:,} of {numbers:,} numbers differ: {changed / max(1, numbers):.3%}")
 
 
-@app.command("invert")
-def invert_command(store: Store, first: int, second: int) -> None:
-    """Write a link that leads back, for rolling back."""
-    invert_link(log_of(store), first, second, console())
+@app.command()
+def invert(store: Store, first: int, second: int) -> None:
+    """Write a link that leads back, for rolling back; it is made of those that lead forward."""
+    if second >= first:
+        raise UserError(f"{first} → {second} does not lead back: give the newer version first")
+    link = Compactor(log_of(store)).link(first, second)
+    if link is None:
+        raise UserError(f"no link {first} → {second} can be made, or there is one already: see `etude weights ls`")
+    console().print(f"{first} → {second}: {sum(pack.size_bytes for pack in link.packs):,} bytes")
 
 
-@app.command("relay")
-def relay_command(
+@app.command()
+def relay(
     store: Store,
     region: Annotated[str, typer.Argument(help="The nearer store.")],
     *,
@@ -152,7 +211,18 @@ def relay_command(
     at_least: AtLeast = 0,
 ) -> None:
     """Copy a store into one that is nearer to its readers, and keep it up to date."""
-    run_relay(log_of(store, log_id=log_id, at_least=at_least), open_store(region), once=once, console=console())
+    origin, nearer = log_of(store, log_id=log_id, at_least=at_least), open_store(region)
+    newest: int | None = None
+    with Relay(origin, nearer) as copying:
+        while True:
+            copying.prefetch()
+            current = copying.advance()
+            if current != newest:
+                newest = current
+                console().print(f"version {current} is in {nearer.store.url}")
+            if once:
+                return
+            time.sleep(POLL_S)
 
 
 def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> WeightLog:
@@ -170,20 +240,11 @@ def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> Weigh
     return open_store(store, creates=False, log_id=log_id, at_least=at_least)
 
 
-def needed_by_trainer(store: str) -> tuple[int, ...]:
-    """The versions that the trainer of a run reads whenever it starts; a URL does not say."""
-    folder = RunFolder(Path(store))
-    if not folder.config_file.is_file() or not (loss := folder.config().loss).needs_reference:
-        return ()
-    return (loss.reference_version,)
-
-
-def show_versions(log: WeightLog, console: Console) -> None:
+def versions_table(log: WeightLog) -> RenderableType:
     """All versions with their lineage, then the links between them."""
-    if not log.versions():
-        console.print(NOTHING_THERE)
-        return
     records = [record for version in log.versions() if (record := _readable(log, version))]
+    if not log.versions():
+        return NOTHING_THERE
     largest = max((record.size_bytes for record in records), default=0)
     columns = ("version", "from", ">step", "created", "digest", ">size", ">share", "recipe")
     versions = light_table(*columns, broken=["created"])
@@ -192,62 +253,15 @@ def show_versions(log: WeightLog, console: Console) -> None:
         base = formatting.MISSING if record.base is None else str(record.base)
         row = (record.version, base, record.step, record.created[:16].replace("T", " "), record.digest[:12])
         versions.add_row(*map(str, row), formatting.size(record.size_bytes), share, record.recipe)
-    console.print(f"log {log.records.log_id()}", highlight=False)
-    console.print(versions)
     links = light_table("link, a shorter way", ">size")
     for link in log.links():
         source = "nothing" if link.source is None else str(link.source)
         links.add_row(f"{source} → {link.target}", formatting.size(sum(pack.size_bytes for pack in link.packs)))
-    if links.row_count:
-        console.print()
-        console.print(links)
+    parts: list[RenderableType] = [f"log {log.records.log_id()}", versions]
+    return Group(*parts, "", links) if links.row_count else Group(*parts)
 
 
-def verify_store(log: WeightLog, console: Console) -> None:
-    """One verdict per version and link. Raises :class:`~etude.errors.DamagedError` unless all are sound."""
-    checks = list(_tracked(verify(log), len(log.versions()) + len(log.links()), "verify", console))
-    for check in checks:
-        verdict = "sound" if check.fault is None else f"{'by a detour: ' if check.detour else ''}{check.fault}"
-        console.print(f"{check.name:>14}  {verdict}", soft_wrap=True, highlight=False)
-    if not checks:
-        console.print(NOTHING_THERE)
-    if any(check.fault for check in checks):
-        raise DamagedError("the weight store is damaged: see the lines above; run `etude weights repair`")
-
-
-def repair_store(log: WeightLog, mirror: str | None, console: Console) -> None:
-    """Fix what can be fixed and say what was done. Raises :class:`~etude.errors.DamagedError` if faults remain."""
-    done = list(repair(log, log_of(mirror) if mirror else None))
-    for one in done:
-        console.print(f"{one.name}: {one.fault}\n    {one.action}", soft_wrap=True, highlight=False)
-    if not done:
-        console.print("nothing is broken")
-    if not all(one.is_fixed for one in done):
-        raise DamagedError("some faults remain: see the lines above; the next version published goes around them")
-
-
-def pull_store(log: WeightLog, out: Path, version: int | None, console: Console) -> None:
-    """Fetch a version into ``out`` as safetensors files, with a progress bar."""
-    require_empty(out)
-    with Receiver(log) as receiver, ThreadPoolExecutor(1) as thread, _bytes_bar(console) as bar:
-        plan = receiver.plan(version)
-        task = bar.add_task(f"{len(plan.edges)} links", total=plan.size_bytes)
-        arriving = thread.submit(receiver.advance, version)
-        while not arriving.done():
-            bar.update(task, completed=receiver.fetched_bytes)
-            time.sleep(POLL_S)
-        arrival = arriving.result()
-        bar.update(task, completed=receiver.fetched_bytes)
-        pulled = receiver.weights()
-        write_checkpoint(out, pulled.state)
-    size = state_bytes(pulled.state)
-    console.print(
-        f"version {pulled.version} ({pulled.digest[:12]}): {arrival.size_bytes:,} bytes fetched for {size:,} in "
-        f"{arrival.seconds:.1f} s → {out}"
-    )
-
-
-def extend_folder(log: WeightLog, root: Path, version: int | None, console: Console) -> None:
+def _extend_folder(log: WeightLog, root: Path, version: int | None) -> None:
     """Bring a folder of ``weight_vNNNNNN`` versions, as slime, miles and SGLang read it, up to ``version``.
 
     An empty one starts with everything; one that has versions gets a delta for each that is missing.
@@ -258,68 +272,14 @@ def extend_folder(log: WeightLog, root: Path, version: int | None, console: Cons
         if current is None:
             receiver.advance(target)
             pulled = receiver.weights()
-            console.print(f"{write_full(root, pulled.version, pulled.state)}: everything")
+            console().print(f"{write_full(root, pulled.version, pulled.state)}: everything")
             return
         receiver.advance(current)
         for following in range(current + 1, 1 + (current if target is None else target)):
             before = snapshot(receiver.weights().state)
             receiver.advance(following)
             folder = write_delta(root, following, before, receiver.weights().state)
-            console.print(f"{folder}: what changed since version {following - 1}")
-
-
-def collect_store(
-    log: WeightLog, *, keep: int, needed: Collection[int], grace_s: float, dry_run: bool, console: Console
-) -> None:
-    """Delete what no reader, present or future, needs; ``needed`` are versions of which that is known."""
-    report = collect(log, keep=keep, needed=needed, grace_s=grace_s, lease_s=10 * 60.0, dry_run=dry_run)
-    verb = "would remove" if report.dry_run else "removed"
-    console.print(
-        f"{verb} {report.versions} versions, {report.objects} objects, {report.size_bytes:,} bytes; "
-        f"everything from version {report.keep_from} on stays"
-    )
-
-
-def compare_versions(
-    log: WeightLog, first: int, second: int, console: Console, *, most: int | None = MOST_TENSORS
-) -> None:
-    """Compare two versions tensor by tensor; the ``most`` changed first, or all of them."""
-    before, after = pull(log, first), pull(log, second)
-    table = light_table("changed", ">numbers", "type", "shape", "tensor")
-    rows = sorted(_differences(before, after), key=lambda row: -row[3] / max(1, row[2]))
-    for name, kind, numbers, changed in rows[:most]:
-        shape = "×".join(map(str, after.state[name].spec.shape)) or "scalar"
-        table.add_row(f"{changed / max(1, numbers):.3%}", formatting.brief(numbers), kind, shape, name)
-    console.print(table)
-    if most is not None and len(rows) > most:
-        console.print(f"and {len(rows) - most} more tensors: --all")
-    numbers, changed = sum(row[2] for row in rows), sum(row[3] for row in rows)
-    console.print(f"{changed:,} of {numbers:,} numbers differ: {changed / max(1, numbers):.3%}")
-
-
-def invert_link(log: WeightLog, source: int, target: int, console: Console) -> None:
-    """Write a link that leads back, made from those that lead forward."""
-    if target >= source:
-        raise UserError(f"{source} → {target} does not lead back: give the newer version first")
-    link = Compactor(log).link(source, target)
-    if link is None:
-        raise UserError(f"no link {source} → {target} can be made, or there is one already: see `etude weights ls`")
-    console.print(f"{source} → {target}: {sum(pack.size_bytes for pack in link.packs):,} bytes")
-
-
-def run_relay(origin: WeightLog, region: WeightLog, *, once: bool, console: Console) -> None:
-    """Copy ``origin`` into ``region``, for ever unless ``once``."""
-    newest: int | None = None
-    with Relay(origin, region) as relay:
-        while True:
-            relay.prefetch()
-            current = relay.advance()
-            if current != newest:
-                newest = current
-                console.print(f"version {current} is in {region.store.url}")
-            if once:
-                return
-            time.sleep(POLL_S)
+            console().print(f"{folder}: what changed since version {following - 1}")
 
 
 def _readable(log: WeightLog, version: int) -> WeightVersion | None:

@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from etude.errors import SandboxError
 from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders import postgres_client
+from etude.rewards.graders.functions import SUBMITTED
 from etude.rewards.graders.postgres_client import LOST, QueryStep
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.function_calls import same_value
 from etude.sandboxes.services import DATABASE, OWNER, SOCKETS, SUPERUSER, ServicedSandboxes, sandbox_spec
 from etude.types import Json, Query, QueryChecks, Task
 
-SUBMITTED = "submit"
-"""The one reason for stopping that asks for a reward."""
 MIGRATION_CHARACTERS = 1 << 18
 """A hundred times what a migration takes; a longer one is not applied."""
 MIGRATION_TIMEOUT_S = 30.0

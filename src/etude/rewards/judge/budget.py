@@ -143,7 +143,7 @@ class SpendFile:
     """Remembers a :class:`~etude.rewards.judge.budget.Spend`; ``None`` is a run without a folder: nothing is."""
 
     def __init__(self, folder: Path | None, worker_id: int = 0) -> None:
-        """``seat`` tells the processes of a run from each other."""
+        """``worker_id`` tells the processes of a run from each other."""
         self._folder = folder
         self._name = f"judge-spend-{worker_id}.json"
 

@@ -102,14 +102,12 @@ class Endpoint:
         self._http = http
         self._address = address
         self._headers = {"Content-Type": "application/json"}
-        self._trouble = ""
+        self.trouble = ""
+        """Reason of the last repeated call; empty: none was repeated."""
+        self.identity = ""
+        """Name that the endpoint gave itself with its last answer."""
         if address.key:
             self._headers["Authorization"] = f"Bearer {address.key}"
-
-    @property
-    def trouble(self) -> str:
-        """Reason of the last repeated call; empty: none was repeated."""
-        return self._trouble
 
     async def ask(self, call: JudgeCall) -> ChatReply:
         """Ask until there is an answer; the caller sets the deadline.
@@ -121,6 +119,7 @@ class Endpoint:
         for pause_s in PAUSES.delays():
             answer = await self._attempt(body)
             if isinstance(answer, ChatReply):
+                self.identity = answer.identity
                 return answer
             await asyncio.sleep(max(pause_s, answer))
         raise AssertionError("endless")
@@ -147,13 +146,13 @@ class Endpoint:
             ) as response:
                 status, wish = response.status, response.headers.get("Retry-After")
                 if status in BUSY:
-                    self._trouble = f"HTTP {status}"
+                    self.trouble = f"HTTP {status}"
                     return _seconds(wish)
                 raw = await response.content.read(LONGEST_BODY)
                 while len(raw) < LONGEST_BODY and (more := await response.content.read(LONGEST_BODY - len(raw))):
                     raw += more
         except aiohttp.ClientError as error:
-            self._trouble = f"{type(error).__name__}: {error}"
+            self.trouble = f"{type(error).__name__}: {error}"
             return 0.0
         return self._read(status, raw)
 

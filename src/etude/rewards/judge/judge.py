@@ -5,8 +5,8 @@
                                                           └────────────┘
 
 consumes      a text and a rubric                 produces   a judgement, or JudgeUnavailable
-waits for     what calls under way give back of the budget, a seat among them, the endpoint; all within ``timeout_s``
-              of the judgement
+waits for     what calls under way give back of the budget, its turn among the calls, the endpoint; all within
+              ``timeout_s`` of the judgement
 on shutdown   calls under way are cancelled and counted as if they had used all they might
 
 Owns the order of these steps. Every decision is in a pure part: what is asked (prompts), what is believed (verdicts),

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from etude.harnesses.actions import THOUGHTS, Action, read_calls
 from etude.harnesses.tools import SUBMIT
 from etude.rewards.monitor.acts import PATHS, TEXTS, Surface, acts_of
-from etude.rewards.shaping.comments import read_prose
+from etude.rewards.shaping.comments import parse_source
 from etude.rewards.transcript import SpokenTurn
 from etude.sandbox_spec import WORKDIR
 from etude.types import TurnKind
@@ -214,10 +214,10 @@ def _written(actions: Sequence[Action], turns: Sequence[SpokenTurn]) -> Written:
             seen.update(_shown(turn.heard))
         heard = action.turn + 1
         for text, suffix in _texts(action):
-            prose = read_prose(text, suffix)
-            comment_lines = [line for line in prose.comments if line not in seen]
-            explained = [line for line in prose.docstrings if line not in seen]
-            code += prose.code_lines
+            source = parse_source(text, suffix)
+            comment_lines = [line for line in source.comments if line not in seen]
+            explained = [line for line in source.docstrings if line not in seen]
+            code += source.code_lines
             comments += _lines(comment_lines)
             docstrings += _lines(explained)
             thinking += _lines([line for line in (*comment_lines, *explained) if THINKING.search(line)])

@@ -1,4 +1,4 @@
-"""Comments, docstrings and lines of code in program text: its prose and its program. Pure.
+"""Comments, docstrings and lines of code in program text. Pure.
 
     Python           the tokenizer, which takes a few lines out of a function as well as a module
     other languages  the marks of their comments, by the file's suffix; what stands in quotes is not looked at
@@ -38,7 +38,7 @@ QUOTED = re.compile(r"\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|`(?:[^`\\]|\\.)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class CommentSyntax:
     """Comment marks of a language."""
 
     lines: tuple[str, ...] = ()
@@ -48,12 +48,12 @@ class Marks:
     closing: str = ""
 
 
-SLASHES = Marks(lines=("//",), opening="/*", closing="*/")
-HASHES = Marks(lines=("#",))
-DASHES = Marks(lines=("--",), opening="/*", closing="*/")
-TAGS = Marks(opening="<!--", closing="-->")
-NO_MARKS = Marks()
-SUFFIXES: Mapping[str, Marks] = MappingProxyType(
+SLASHES = CommentSyntax(lines=("//",), opening="/*", closing="*/")
+HASHES = CommentSyntax(lines=("#",))
+DASHES = CommentSyntax(lines=("--",), opening="/*", closing="*/")
+TAGS = CommentSyntax(opening="<!--", closing="-->")
+NO_COMMENTS = CommentSyntax()
+SUFFIXES: Mapping[str, CommentSyntax] = MappingProxyType(
     dict.fromkeys((".js", ".jsx", ".ts", ".tsx", ".mjs", ".java", ".kt", ".scala", ".c", ".h", ".cc", ".cpp", ".hpp"),
                   SLASHES)
     | dict.fromkeys((".cs", ".go", ".rs", ".swift", ".php", ".dart", ".proto", ".css", ".scss", ".less"), SLASHES)
@@ -65,8 +65,8 @@ SUFFIXES: Mapping[str, Marks] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prose:
-    """Prose and program of some text."""
+class ParsedSource:
+    """Comments, docstrings and count of code lines of a program text."""
 
     code_lines: int = 0
     """Lines with anything in them that is neither comment nor docstring."""
@@ -76,16 +76,16 @@ class Prose:
     """Their lines, empty ones left out."""
 
 
-def read_prose(text: str, suffix: str = ".py") -> Prose:
+def parse_source(text: str, suffix: str = ".py") -> ParsedSource:
     """Take a text apart; ``suffix`` is that of its file, dot included. Takes some milliseconds for 32,000 letters."""
     lines = [line[:LINE_LETTERS] for line in text.split("\n")]
     if suffix.lower() in PYTHON_SUFFIXES:
         return _tokenized(textwrap.dedent("\n".join(lines)))
-    return _by_marks(lines, SUFFIXES.get(suffix.lower(), NO_MARKS))
+    return _by_marks(lines, SUFFIXES.get(suffix.lower(), NO_COMMENTS))
 
 
-def _tokenized(text: str) -> Prose:
-    """Prose of Python by its tokenizer; lines from where it gives up are read by their marks."""
+def _tokenized(text: str) -> ParsedSource:
+    """Parse Python by its tokenizer; lines from where it gives up are read by their marks."""
     tokens, failed = _tokens(text)
     code: set[int] = set()
     comments: list[str] = []
@@ -99,11 +99,11 @@ def _tokenized(text: str) -> Prose:
         elif token.type not in LAYOUT:
             code.update(range(token.start[0], token.end[0] + 1))
         before = before if token.type in (tokenize.NL, tokenize.COMMENT) else token.type
-    read = Prose(code_lines=len(code), comments=_for_people(comments), docstrings=tuple(docstrings))
+    read = ParsedSource(code_lines=len(code), comments=_for_people(comments), docstrings=tuple(docstrings))
     if not failed:
         return read
     rest = _by_marks(text.split("\n")[tokens[-1].end[0] if tokens else 0 :], HASHES)
-    return Prose(
+    return ParsedSource(
         code_lines=read.code_lines + rest.code_lines,
         comments=read.comments + rest.comments,
         docstrings=read.docstrings,
@@ -126,7 +126,7 @@ def _string_lines(literal: str) -> Iterator[str]:
     return (line.strip() for line in body.split("\n") if line.strip())
 
 
-def _by_marks(lines: Sequence[str], marks: Marks) -> Prose:
+def _by_marks(lines: Sequence[str], marks: CommentSyntax) -> ParsedSource:
     """Take lines apart by the marks of their comments."""
     code, inside = 0, False
     comments: list[str] = []
@@ -134,10 +134,10 @@ def _by_marks(lines: Sequence[str], marks: Marks) -> Prose:
         program, comment, inside = _divide(line, marks, inside)
         code += bool(program.strip())
         comments += comment
-    return Prose(code_lines=code, comments=_for_people(comments))
+    return ParsedSource(code_lines=code, comments=_for_people(comments))
 
 
-def _divide(line: str, marks: Marks, inside: bool) -> tuple[str, list[str], bool]:
+def _divide(line: str, marks: CommentSyntax, inside: bool) -> tuple[str, list[str], bool]:
     """Split a line: its program, its comments, and whether the last comment goes on."""
     masked = QUOTED.sub(lambda quoted: "_" * len(quoted[0]), line)
     program, comment, place = "", list[str](), 0
@@ -158,7 +158,7 @@ def _divide(line: str, marks: Marks, inside: bool) -> tuple[str, list[str], bool
     return program, comment, inside
 
 
-def _next_mark(masked: str, place: int, marks: Marks) -> tuple[int, str]:
+def _next_mark(masked: str, place: int, marks: CommentSyntax) -> tuple[int, str]:
     """Start of the next comment, and its mark; the end of the line where there is none.
 
     A mark begins the line or stands behind white space: what it is in a URL or in a word is no comment.

@@ -5,14 +5,14 @@
     simulated sessions ──┘                                              └─▶ tells: what gives it away, with examples
 
 An AUC of 0.5 means that it cannot. The interval counts sessions, not calls: calls of one session are alike. A model
-that is trained in a world it can tell from the real one may learn to behave only there.
+that is trained in an environment it can tell from the real one may learn to behave only there.
 
 The classifier sees what an agent sees, so an agent that does other things in production than in simulation is told
 apart by that; compare sessions over the same kind of tasks. Owns the report; pure but for nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -131,17 +131,7 @@ def to_json(report: FidelityReport) -> dict[str, Json]:
         "distinguishable": report.is_distinguishable,
         "production": {"sessions": report.production_sessions, "observations": report.production_observations},
         "simulated": {"sessions": report.simulated_sessions, "observations": report.simulated_observations},
-        "tells": [
-            {
-                "feature": tell.feature,
-                "weight": tell.weight,
-                "production_share": tell.production_share,
-                "simulated_share": tell.simulated_share,
-                "production_example": tell.production_example,
-                "simulated_example": tell.simulated_example,
-            }
-            for tell in report.tells
-        ],
+        "tells": [asdict(tell) for tell in report.tells],
     }
 
 

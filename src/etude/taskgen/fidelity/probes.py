@@ -86,7 +86,7 @@ class Difference:
 
 
 async def probe(sandbox: Sandbox) -> dict[str, str]:
-    """Ask a world everything, in one command. Raises :class:`~etude.errors.SandboxError` when it dies over it."""
+    """Ask a sandbox everything, in one command. Raises :class:`~etude.errors.SandboxError` when it dies over it."""
     mark = f"-- {secrets.token_hex(8)} --"
     scripts = (*PROBES.values(), "date -u +%s")
     done = await sandbox.exec(["sh", "-c", ASK, "sh", mark, *scripts], timeout_s=TIMEOUT_S * len(scripts))

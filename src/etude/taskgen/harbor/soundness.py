@@ -1,7 +1,7 @@
 """True if a task can be trusted to train on: doing nothing must fail, its own solution must pass, each time.
 
-    fresh world ─────────────────▶ grader ─▶ below 1        repeated; all of one kind must agree exactly
-    fresh world ─ solve.sh ──────▶ grader ─▶ 1
+    fresh sandbox ───────────────▶ grader ─▶ below 1        repeated; all of one kind must agree exactly
+    fresh sandbox ─ solve.sh ────▶ grader ─▶ 1
 
 Runs what a caller gives it and reports as data; a task that fails is set aside with its log, and the next one is
 checked. Does not grade: any :class:`~etude.protocols.Grader` of :class:`~etude.types.ScriptChecks` will do.
@@ -43,7 +43,7 @@ class Soundness:
     untouched: tuple[float, ...]
     """The reward of each untouched sandbox."""
     solved: tuple[float, ...]
-    """The reward of each world after the task's own solution."""
+    """The reward of each sandbox after the task's own solution."""
     faults: tuple[str, ...]
     """Fault of the task; empty, and it can be practised."""
     log: str
@@ -85,7 +85,7 @@ class SoundnessCheck:
         return tuple(await gather_or_cancel(map(one, tasks)))
 
     async def check(self, source: HarborTask, *, image: str = "") -> Soundness:
-        """Grade the untouched world and the solved one, several times each; never raises for what a task is like."""
+        """Grade the untouched sandbox and the solved one, several times each; never raises for what a task is like."""
         start = time.monotonic()
         task = source.task(Split.TRAIN, image=image, files=None if image else plain_files(source))
         untouched: list[float] = []
@@ -108,7 +108,7 @@ class SoundnessCheck:
         )
 
     async def _grade(self, task: Task, source: HarborTask | None = None) -> float:
-        """The reward of a fresh world, in which the solution of ``source`` has been run if there is one."""
+        """The reward of a fresh sandbox, in which the solution of ``source`` has been run if there is one."""
         with tempfile.TemporaryDirectory(prefix="etude-solution-") as folder:
             spec = self._spec(task)
             if source is not None:

@@ -2,7 +2,7 @@
 
 Each kind is a :class:`~etude.tasks.corpora.mixture.Source`, endless and decided by the seed: document *n* is made from
 a random generator of its own, so a stream can go on anywhere. Code and sessions are a family's: its
-:class:`Demonstrations`. Both sides of the hold-out are here; a practice draws from one side only, and modules of the
+:class:`Demonstrations`. Both sides of the hold-out are here; demonstrations are of one side only, and modules of the
 standard library are held out whole.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from etude.tasks.corpora.conversations import conversation
 from etude.tasks.corpora.mixture import Side, Source
 from etude.tasks.corpora.texts import PlainText, whole
-from etude.tasks.corpora.transcripts import Message as Utterance
+from etude.tasks.corpora.transcripts import Message
 from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Document
 
@@ -30,17 +30,17 @@ STDLIB_FILES, STDLIB_CHARACTERS = 60, 30_000
 TOKENIZER_SESSIONS = 1_500
 """Sessions that a tokenizer is learnt from."""
 TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
-"""And of the library: every how manieth module, and how much of it."""
+"""And of the library: one in so many modules, and how much of it."""
 
 
 class Demonstrations(Protocol):
     """The demonstrations of a task family, of one side of its hold-out."""
 
-    def code(self, rng: Random) -> str | Sequence[Utterance]:
+    def code(self, rng: Random) -> str | Sequence[Message]:
         """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
         ...
 
-    def session(self, rng: Random) -> Sequence[Utterance]:
+    def session(self, rng: Random) -> Sequence[Message]:
         """A session of an imperfect agent."""
         ...
 
@@ -115,12 +115,12 @@ class SessionSource:
         return conversation(self._chat, spoken(output), context_weight=self._context_weight)
 
 
-def spoken(output: Sequence[Utterance]) -> tuple[ChatMessage, ...]:
+def spoken(output: Sequence[Message]) -> tuple[ChatMessage, ...]:
     """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
     return tuple(_message(message) for message in output)
 
 
-def _message(output: Utterance) -> ChatMessage:
+def _message(output: Message) -> ChatMessage:
     match output.role:
         case "system" | "user" | "assistant" | "tool":
             return ChatMessage(role=output.role, content=output.content)
@@ -129,8 +129,8 @@ def _message(output: Utterance) -> ChatMessage:
 
 
 def tokenizer_texts(demonstrations: Demonstrations, seed: int) -> Iterator[str]:
-    """Text to learn a tokenizer from: sessions of the practice's side, and the beginnings of library modules, held-out
-    ones among them: a tokenizer learns which letters go together, and no line.
+    """Text to learn a tokenizer from: sessions of the demonstrations' side, and the beginnings of library modules,
+    held-out ones among them: a tokenizer learns which letters go together, and no line.
     """
     rng = Random(f"tokenizer|{seed}")
     for _ in range(TOKENIZER_SESSIONS):

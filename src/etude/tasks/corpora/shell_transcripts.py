@@ -24,7 +24,7 @@ SYSTEM = "One command per message. To finish: echo COMPLETE_TASK_AND_SUBMIT_FINA
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The command by which mini-swe-agent knows that its agent is done."""
 CHECK_FILE = "check.py"
-"""The visible tests in the agent's world; grading does not look at it."""
+"""The visible tests in the agent's sandbox; grading does not look at it."""
 
 
 class ShellTasks:

@@ -21,16 +21,11 @@ import orjson
 
 from etude.sandbox_spec import EnvironmentSpec, Service, ServiceKind
 from etude.tasks.heldout import HeldoutTasks
-from etude.tasks.migrations import columns, keys, tables, types
+from etude.tasks.migrations import columns, tables
 from etude.tasks.migrations.problems import MigrationKind, MigrationProblem, exchange, inserts
 from etude.types import QueryChecks, Split, Task
 
-KINDS: tuple[MigrationKind, ...] = (
-    *columns.KINDS,
-    *types.KINDS,
-    *keys.KINDS,
-    *tables.KINDS,
-)
+KINDS: tuple[MigrationKind, ...] = (*columns.KINDS, *tables.KINDS)
 PATH = "migration.sql"
 """The file that the agent writes."""
 RULES = (
@@ -45,19 +40,18 @@ RULES = (
 class MigrationFamily:
     """An endless stream of migration tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, *, seed: int, heldout_every: int = 3, kinds: Sequence[MigrationKind] = KINDS) -> None:
-        """About one in ``heldout_every`` variants of each of ``kinds`` is held out; at least one, never all."""
+    def __init__(self, *, seed: int, heldout_every: int = 3) -> None:
+        """About one in ``heldout_every`` variants of each kind is held out; at least one, never all."""
         if heldout_every < 2:
             raise ValueError(f"heldout_every={heldout_every}: with fewer than 2 nothing would be left to train on")
         self._seed = seed
-        self.kinds = tuple(kinds)
-        heldout = {kind.name: choose_heldout(kind, heldout_every) for kind in self.kinds}
+        heldout = {kind.name: choose_heldout(kind, heldout_every) for kind in KINDS}
         self._choices = {
             (kind.name, split): [v for v in kind.variants if (v in heldout[kind.name]) == (split is Split.HELDOUT)]
-            for kind in self.kinds
+            for kind in KINDS
             for split in Split
         }
-        chosen = [(kind, variant) for kind in self.kinds for variant in self.variants(kind, Split.HELDOUT)]
+        chosen = [(kind, variant) for kind in KINDS for variant in self.variants(kind, Split.HELDOUT)]
         self._heldout_tasks = HeldoutTasks(chosen, lambda of, rng: _drawn(*of, Split.HELDOUT, rng))
 
     def variants(self, kind: MigrationKind, split: Split) -> Sequence[str]:
@@ -69,7 +63,7 @@ class MigrationFamily:
         if split is Split.HELDOUT:
             return self._heldout_tasks.task(index)
         rng = Random(f"migration|{self._seed}|{split}|{index}")
-        kind = rng.choice(self.kinds)
+        kind = rng.choice(KINDS)
         return _drawn(kind, rng.choice(self.variants(kind, split)), split, rng)
 
 

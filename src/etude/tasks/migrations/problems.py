@@ -54,7 +54,7 @@ class MigrationProblem:
     reference: str
     """A right migration."""
     mistakes: tuple[str, ...]
-    """Wrong ones that somebody could well write."""
+    """Wrong ones that are easily written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +90,10 @@ def exchange(rows: Rows) -> str:
     return f"TRUNCATE {', '.join(rows)};\n{inserts(rows)}"
 
 
-def holds(table: str, columns: Sequence[str], rows: Sequence[Row], where: str = "true") -> Query:
+def holds(table: str, columns: Sequence[str], rows: Sequence[Row]) -> Query:
     """A table has exactly these rows, of which these columns are asked; the first one orders them."""
     return Query(
-        sql=f"SELECT {', '.join(columns)} FROM public.{table} WHERE {where} ORDER BY {columns[0]}",
+        sql=f"SELECT {', '.join(columns)} FROM public.{table} ORDER BY {columns[0]}",
         rows=tuple(tuple(row[name] for name in columns) for row in rows),
     )
 

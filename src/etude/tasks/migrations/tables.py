@@ -1,16 +1,21 @@
-"""Migrations of whole tables: under another name, out of a list in a column, two into one.
+"""Migrations of keys and of whole tables: duplicates, orphans and free text that a database shall refuse; another name,
+two tables out of one, one out of two.
 
 Each function writes one kind of problem: names and rows are drawn, the request says all that the questions check, and
-what they must be answered with is computed from the unseen rows in Python.
+what they must be answered with is computed from the unseen rows in Python. Rows that break the new rule are there
+already and have to be repaired first; what belongs to them must not be lost.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from types import MappingProxyType
 
 from etude.tasks.migrations.problems import (
     FOREIGN,
     NEW_ID,
+    NOT_NULL,
+    PAIRS,
+    PEOPLE,
     THINGS,
     UNIQUE,
     MigrationKind,
@@ -30,6 +35,245 @@ from etude.tasks.migrations.problems import (
     typed,
 )
 from etude.types import Json
+
+MAILBOXES = ("ada", "alan", "grace", "edsger", "barbara", "donald", "frances", "john", "niklaus", "radia")
+TOPIC_NAMES = (("genre", "genres"), ("category", "categories"), ("topic", "topics"), ("subject", "subjects"))
+"""A column, and the table that it becomes."""
+TOPICS = ("history", "travel", "science fiction", "poetry", "cooking", "art")
+
+SURVIVORS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "oldest": ("the lowest id stays", "email", "id"),
+        "latest": ("the one with the latest seen_on stays", "email", "seen_on DESC"),
+        "folded": (
+            "they differ in case and in spaces around them, too, and are kept in lower case without spaces; the lowest "
+            "id stays",
+            "lower(btrim(email))",
+            "id",
+        ),
+    }
+)
+"""Variant → which of several stays, SQL of what makes them the same, and SQL that puts it first."""
+
+
+def unique(variant: str, rng: Random) -> MigrationProblem:
+    """A unique constraint on a column with duplicates, whose rows have others that belong to them."""
+    people, notes = rng.choice(PEOPLE), rng.choice(("notes", "devices", "addresses", "messages"))
+    words, same, first = SURVIVORS[variant]
+
+    def draw() -> Rows:
+        boxes = shuffled(rng, [*MAILBOXES, *MAILBOXES[:6], *MAILBOXES[:3]])
+        if variant == "folded":
+            boxes = [rng.choice((box, box.title(), box.upper(), f" {box}")) for box in boxes]
+        rows = zip(numbers(rng, len(boxes)), boxes, dates(rng, len(boxes)), strict=True)
+        owners: list[Row] = [{"id": i, "email": f"{box}@example.org", "seen_on": day} for i, box, day in rows]
+        belongings = [*(row["id"] for row in owners), *(row["id"] for row in rng.choices(owners, k=9))]
+        return {
+            people: owners,
+            notes: [{"id": i, "owner_id": owner} for i, owner in zip(numbers(rng, 28), belongings, strict=True)],
+        }
+
+    seen, unseen = draw(), draw()
+    stays, selected = _survivors(variant, unseen[people])
+    ranked = f"SELECT id, first_value(id) OVER (PARTITION BY {same} ORDER BY {first}) AS stays FROM {people}"
+    point = f"UPDATE {notes} n SET owner_id = r.stays FROM ({ranked}) r WHERE r.id = n.owner_id;\n"
+    delete = f"DELETE FROM {people} p USING ({ranked}) r WHERE r.id = p.id AND r.stays <> p.id;\n"
+    fold = f"UPDATE {people} SET email = lower(btrim(email));\n" * (variant == "folded")
+    constrain = f"ALTER TABLE {people} ADD UNIQUE (email);\n"
+    other = {"id": "id DESC", "seen_on DESC": "id"}[first]
+    return MigrationProblem(
+        request=f"Make {people}.email unique by a constraint. Some are there several times: {words}, the others are "
+        f"deleted, and what belonged to them in {notes} (owner_id) belongs to the one that stays.",
+        schema=f"CREATE TABLE {people} (id integer PRIMARY KEY, email text NOT NULL, seen_on date NOT NULL);\n"
+        f"CREATE TABLE {notes} (id integer PRIMARY KEY, owner_id integer NOT NULL REFERENCES {people} "
+        "ON DELETE CASCADE);",
+        seen=seen,
+        unseen=unseen,
+        queries=(
+            holds(people, ("id", "email", "seen_on"), selected),
+            holds(notes, ("id", "owner_id"), [{**row, "owner_id": stays[row["owner_id"]]} for row in unseen[notes]]),
+            refuses(
+                f"INSERT INTO public.{people} VALUES ({NEW_ID + 1}, 'new@example.org', '2024-02-01')",
+                UNIQUE,
+                setup=f"INSERT INTO public.{people} VALUES ({NEW_ID}, 'new@example.org', '2024-01-01')",
+            ),
+            refuses(f"INSERT INTO public.{notes} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
+            constrained(people, "u", "email"),
+            plain(people, notes),
+        ),
+        reference=point + delete + fold + constrain,
+        mistakes=(
+            delete + fold + constrain,
+            point + delete + fold,
+            (point + delete).replace(f"ORDER BY {first}", f"ORDER BY {other}") + fold + constrain,
+        ),
+    )
+
+
+def _survivors(variant: str, owners: Sequence[Row]) -> tuple[dict[Json, Json], list[Row]]:
+    """The map from each removed row to the one that takes its place, and the rows that are left."""
+    selected: dict[str, Row] = {}
+    for row in owners:
+        email = str(row["email"]).strip().lower()
+        if email not in selected or (variant == "latest" and str(row["seen_on"]) > str(selected[email]["seen_on"])):
+            selected[email] = {**row, "email": email}
+    stays = {row["id"]: selected[str(row["email"]).strip().lower()]["id"] for row in owners}
+    return stays, sorted(selected.values(), key=lambda row: int(str(row["id"])))
+
+
+ORPHANS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "set null": ("get NULL", "SET NULL", "its {child} get NULL"),
+        "cascade": ("are deleted", "CASCADE", "its {child} are deleted with it"),
+        "placeholder": (
+            "get a new row of {parent} with id 0 and name unknown",
+            "RESTRICT",
+            "it is refused while it has any {child}",
+        ),
+    }
+)
+"""Variant → what orphans become, the action on deletion, and that in words."""
+
+
+def foreign_key(variant: str, rng: Random) -> MigrationProblem:
+    """A foreign key on a column that refers to rows that are gone, and to nothing."""
+    parent, child, key = rng.choice(PAIRS)
+    words, action, deletion = (text.format(parent=parent, child=child) for text in ORPHANS[variant])
+
+    def draw() -> Rows:
+        ids = numbers(rng, 16)
+        lost, present = ids[1::4], [i for place, i in enumerate(ids) if place % 4 != 1]
+        owners = shuffled(rng, [*present, *present, *lost, *lost, None, None, None])
+        return {
+            parent: [{"id": i, "name": f"{parent} {i}"} for i in present],
+            child: [{"id": i, key: owner} for i, owner in zip(numbers(rng, len(owners)), owners, strict=True)],
+        }
+
+    seen, unseen = draw(), draw()
+    present = {row["id"] for row in unseen[parent]}
+    parents, children = list(unseen[parent]), list(unseen[child])
+    orphan = f"{key} IS NOT NULL AND NOT EXISTS (SELECT FROM {parent} p WHERE p.id = {key})"
+    if variant == "cascade":
+        children = [row for row in children if row[key] is None or row[key] in present]
+        repair = f"DELETE FROM {child} WHERE {orphan};\n"
+    else:
+        instead = 0 if variant == "placeholder" else None
+        children = [row if row[key] in present else {**row, key: row[key] and instead} for row in children]
+        repair = f"UPDATE {child} SET {key} = {'NULL' if instead is None else instead} WHERE {orphan};\n"
+    if variant == "placeholder":
+        parents.insert(0, {"id": 0, "name": "unknown"})
+        repair = f"INSERT INTO {parent} VALUES (0, 'unknown');\n{repair}"
+    constrain = f"ALTER TABLE {child} ADD FOREIGN KEY ({key}) REFERENCES {parent} ON DELETE {{}};\n"
+    named = rng.choice(sorted(present, key=str))
+    without = {
+        "set null": [(row["id"], None if row[key] == named else row[key]) for row in children],
+        "cascade": [(row["id"], row[key]) for row in children if row[key] != named],
+    }
+    remove = f"DELETE FROM public.{parent} WHERE id = {named}"
+    listed = f"SELECT id, {key} FROM public.{child} ORDER BY id"
+    return MigrationProblem(
+        request=f"Make {child}.{key} a validated foreign key to {parent}.id. Some refer to rows that are gone: those "
+        f"{words}. Rows of {child} without any stay as they are. When a row of {parent} is deleted later, {deletion}.",
+        schema=f"CREATE TABLE {parent} (id integer PRIMARY KEY, name text NOT NULL);\n"
+        f"CREATE TABLE {child} (id integer PRIMARY KEY, {key} integer);",
+        seen=seen,
+        unseen=unseen,
+        queries=(
+            holds(child, ("id", key), children),
+            holds(parent, ("id", "name"), parents),
+            refuses(f"INSERT INTO public.{child} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
+            asks(listed, *without[variant], setup=remove) if variant in without else refuses(remove, FOREIGN),
+            constrained(child, "f", key),
+            plain(parent, child),
+        ),
+        reference=repair + constrain.format(action),
+        mistakes=(
+            repair,
+            repair.replace(f"{key} IS NOT NULL AND ", "") + constrain.format(action)
+            if variant != "set null"
+            else constrain.format(action).replace(";", " NOT VALID;"),
+            repair + constrain.format("NO ACTION" if variant != "placeholder" else "CASCADE"),
+        ),
+    )
+
+
+LOOKUPS: Mapping[str, tuple[str, str, bool]] = MappingProxyType(
+    {
+        "exact": ("Rows without any stay without.", "{0}", False),
+        "folded": (
+            "They differ in case and in spaces around them, which does not make them different: keep them in lower "
+            "case, without the spaces. Rows without any stay without.",
+            "lower(btrim({0}))",
+            False,
+        ),
+        "required": ("Rows without any get other.", "coalesce({0}, 'other')", True),
+    }
+)
+"""Variant → what is said of odd rows, SQL for the name of a row's entry, and whether every row has one."""
+
+
+def lookup(variant: str, rng: Random) -> MigrationProblem:
+    """A column of repeated text becomes a table of its own, referred to by a key."""
+    table = rng.choice(THINGS)
+    column, entries = rng.choice(TOPIC_NAMES)
+    words, name, required = LOOKUPS[variant]
+    name, key = name.format(column), f"{column}_id"
+
+    def draw() -> list[Row]:
+        values: list[str | None] = [*TOPICS[1:], *rng.choices(TOPICS[1:], k=12)]
+        if variant == "folded":
+            values = [rng.choice((str(value).upper(), f" {value}", f"{str(value).title()} ")) for value in values]
+            values += [TOPICS[1], TOPICS[1].upper()]
+        values += [None, None, None]
+        return [{"id": i, column: v} for i, v in zip(numbers(rng, len(values)), shuffled(rng, values), strict=True)]
+
+    def after(value: Json) -> Json:
+        if value is None:
+            return "other" if required else None
+        return str(value).strip().lower()
+
+    seen, unseen = draw(), draw()
+    named = sorted({str(after(row[column])) for row in unseen if after(row[column]) is not None})
+    create = f"CREATE TABLE {entries} (id integer GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY, "
+    create += "name text NOT NULL UNIQUE);\n"
+    fill = f"INSERT INTO {entries} (name) SELECT DISTINCT {name} FROM {table} WHERE {name} IS NOT NULL;\n"
+    add = f"ALTER TABLE {table} ADD COLUMN {key} integer REFERENCES {entries};\n"
+    point = f"UPDATE {table} t SET {key} = e.id FROM {entries} e WHERE e.name = {name};\n"
+    strict = f"ALTER TABLE {table} ALTER {key} SET NOT NULL;\n" * required
+    drop = f"ALTER TABLE {table} DROP COLUMN {column};\n"
+    steps = (create, fill, add, point, strict, drop)
+    return MigrationProblem(
+        request=f"Move {table}.{column} to a table {entries} (id integer, given by the database, primary key; name "
+        f"text, unique, never NULL), one row for each that is in use, to which a new column {table}.{key} refers by a "
+        f"foreign key. {words} " + (f"{key} is never NULL. " if required else "") + f"Drop {table}.{column}.",
+        schema=f"CREATE TABLE {table} (id integer PRIMARY KEY, {column} text);",
+        seen={table: seen},
+        unseen={table: unseen},
+        queries=(
+            asks(
+                f"SELECT t.id, e.name FROM public.{table} t LEFT JOIN public.{entries} e ON e.id = t.{key} "
+                "ORDER BY t.id",
+                *((row["id"], after(row[column])) for row in unseen),
+            ),
+            asks(f'SELECT name FROM public.{entries} ORDER BY name COLLATE "C"', *((value,) for value in named)),
+            typed(table, (key, "integer", required)),
+            typed(entries, ("id", "integer", True), ("name", "text", True)),
+            lacks(table, column),
+            refuses(f"INSERT INTO public.{entries} (name) VALUES ('{named[0]}')", UNIQUE),
+            constrained(entries, "u", "name"),
+            constrained(table, "f", key),
+            refuses(f"INSERT INTO public.{table} (id, {key}) VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
+            refuses(f"INSERT INTO public.{entries} (name) VALUES (NULL)", NOT_NULL),
+            plain(table, entries),
+        ),
+        reference="".join(steps),
+        mistakes=(
+            "".join(steps[:-1]),
+            "".join((create.replace(" UNIQUE", ""), *steps[1:])),
+            "".join((create, fill, add.replace(f" REFERENCES {entries}", ""), point, strict, drop)),
+        ),
+    )
+
 
 RENAMES = (("clients", "customers"), ("goods", "products"), ("posts", "articles"), ("staff", "employees"))
 """A table's old name, and its new one."""
@@ -239,8 +483,11 @@ def _by_id(row: Row) -> int:
 
 
 KINDS = (
+    MigrationKind(name="unique", variants=tuple(SURVIVORS), write=unique),
+    MigrationKind(name="foreign key", variants=tuple(ORPHANS), write=foreign_key),
+    MigrationKind(name="lookup table", variants=tuple(LOOKUPS), write=lookup),
     MigrationKind(name="rename", variants=("table", "table and column", "live rows"), write=rename),
     MigrationKind(name="join table", variants=tuple(LISTS), write=join_table),
     MigrationKind(name="merge", variants=tuple(MERGES), write=merge),
 )
-"""Kinds of migration that are about tables."""
+"""Kinds of migration that are about keys and tables."""

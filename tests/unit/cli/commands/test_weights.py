@@ -1,7 +1,9 @@
 """``etude weights``: what people see of a store, and what they can take out of it."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from rich.console import Console
@@ -9,7 +11,6 @@ from rich.console import Console
 from etude.cli.commands import weights
 from etude.cli.main import main
 from etude.config.loading import parse_config
-from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run.folder import RunFolder
 from etude.run.weight_log import KEY_VARIABLE, open_log, open_store
 from etude.types import Json
@@ -21,6 +22,7 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from synthetic_updates import synthetic_version
 
+Etude: TypeAlias = Callable[..., str]
 VERSIONS = 6
 
 
@@ -40,90 +42,82 @@ def log(store: str) -> WeightLog:
 
 
 @pytest.fixture
-def console() -> Console:
-    return Console(file=io.StringIO(), width=200)
+def etude(store: str, capsys: pytest.CaptureFixture[str]) -> Etude:
+    """Runs ``etude weights COMMAND STORE …`` and returns what it printed, behind its exit status if that is not 0."""
 
+    def run(command: str, *arguments: object) -> str:
+        status = main(["weights", command, store, *map(str, arguments)])
+        printed = capsys.readouterr()
+        return printed.out if status == 0 else f"{status}: {printed.out}{printed.err}"
 
-def shown(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return run
 
 
 def packs(store: str) -> list[Path]:
     return sorted((Path(store) / "packs").iterdir(), key=lambda pack: pack.stat().st_size)
 
 
-def test_versions_are_listed_with_their_lineage_and_links(log: WeightLog, console: Console) -> None:
-    weights.show_versions(log, console)
-    text = shown(console)
-    assert text.count("études") == VERSIONS
-    assert "0 → 4" in text
-    console.width = 60
-    weights.show_versions(log, console)
-    text = shown(console)[len(text) :]
+@pytest.mark.parametrize("width", [60, 200])
+def test_versions_are_listed_with_their_lineage_and_links(log: WeightLog, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(weights.versions_table(log))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "0 → 4" in text and (width < 200 or text.count("études") == VERSIONS)
     assert all(record.digest[:12] in text for version in range(VERSIONS) if (record := log.read(version)))
 
 
-def test_a_sound_store_is_proven_and_needs_no_repair(log: WeightLog, console: Console) -> None:
-    weights.verify_store(log, console)
-    weights.repair_store(log, None, console)
-    assert shown(console).count("sound") == VERSIONS + 1
-    assert "nothing is broken" in shown(console)
+def test_a_sound_store_is_proven_and_needs_no_repair(etude: Etude) -> None:
+    assert etude("verify").count("sound") == VERSIONS + 1
+    assert "nothing is broken" in etude("repair")
 
 
-def test_damage_is_named_fixed_from_a_mirror_and_gone(store: str, tmp_path: Path, console: Console) -> None:
+def test_damage_is_named_fixed_from_a_mirror_and_gone(etude: Etude, store: str, tmp_path: Path) -> None:
     mirror = str(tmp_path / "mirror")
-    weights.run_relay(weights.log_of(store), open_store(mirror), once=True, console=console)
+    assert f"version {VERSIONS - 1}" in etude("relay", mirror, "--once")
     victim = packs(store)[-1]
     victim.write_bytes(bytes(victim.stat().st_size))
-    with pytest.raises(DamagedError, match="weights repair"):
-        weights.verify_store(weights.log_of(store), console)
-    assert victim.name in shown(console)
-    weights.repair_store(weights.log_of(store), mirror, console)
-    weights.verify_store(weights.log_of(store), console)
+    damaged = etude("verify")
+    assert damaged.startswith("2: ") and "weights repair" in damaged and victim.name in damaged
+    etude("repair", "--mirror", mirror)
+    assert "sound" in etude("verify")
     assert pull(weights.log_of(store)).digest == state_digest(synthetic_version(VERSIONS - 1))
 
 
-def test_a_version_becomes_safetensors(log: WeightLog, tmp_path: Path, console: Console) -> None:
-    weights.pull_store(log, tmp_path / "out", 3, console)
+def test_a_version_becomes_safetensors(etude: Etude, tmp_path: Path) -> None:
+    assert "version 3" in etude("pull", tmp_path / "out", "--version", 3)
     assert state_digest(read_checkpoint(tmp_path / "out")) == state_digest(synthetic_version(3))
-    with pytest.raises(RunFolderError, match="not empty"):
-        weights.pull_store(log, tmp_path / "out", 3, console)
+    assert "not empty" in etude("pull", tmp_path / "out", "--version", 3)
 
 
-def test_a_folder_of_versions_is_begun_and_extended(log: WeightLog, tmp_path: Path, console: Console) -> None:
+def test_a_folder_of_versions_is_begun_and_extended(etude: Etude, tmp_path: Path) -> None:
     root = tmp_path / "versions"
     root.mkdir()
-    weights.extend_folder(log, root, 2, console)
-    weights.extend_folder(log, root, None, console)
+    etude("pull", root, "--versions", "--version", 2)
+    etude("pull", root, "--versions")
     base = read_checkpoint(root / "weight_v000002")
     assert state_digest(base) == state_digest(synthetic_version(2))
     newest = read_version(root, VERSIONS - 1, base=base, at=2)
     assert state_digest(newest) == state_digest(synthetic_version(VERSIONS - 1))
 
 
-def test_two_versions_are_compared(log: WeightLog, console: Console) -> None:
-    weights.compare_versions(log, 1, 1, console)
-    assert "0 of" in shown(console)
-    weights.compare_versions(log, 1, 4, console, most=1)
-    assert f"and {len(synthetic_version(1)) - 1} more tensors" in shown(console)
+def test_two_versions_are_compared(etude: Etude, log: WeightLog) -> None:
+    assert "0 of" in etude("diff", 1, 1)
     first, last = pull(log, 1).state, pull(log, 4).state
     changed = sum(int((first[name].numbers != last[name].numbers).sum()) for name in first)
-    assert f"{changed:,} of" in shown(console)
+    assert f"{changed:,} of" in etude("diff", 1, 4)
+    assert all(name in etude("diff", 1, 4, "--all") for name in first)
 
 
-def test_a_way_back_is_made_once(log: WeightLog, console: Console) -> None:
-    weights.invert_link(log, 5, 4, console)
+def test_a_way_back_is_made_once(etude: Etude, log: WeightLog) -> None:
+    etude("invert", 5, 4)
     assert any((link.source, link.target) == (5, 4) for link in log.links())
-    with pytest.raises(UserError, match="one already"):
-        weights.invert_link(log, 5, 4, console)
-    with pytest.raises(UserError, match="does not lead back"):
-        weights.invert_link(log, 4, 5, console)
+    assert "one already" in etude("invert", 5, 4)
+    assert "does not lead back" in etude("invert", 4, 5)
 
 
-def test_collecting_says_what_it_would_do(log: WeightLog, console: Console) -> None:
-    weights.collect_store(log, keep=0, needed=(), grace_s=0.0, dry_run=True, console=console)
-    assert "would remove" in shown(console)
+def test_collecting_says_what_it_would_do(etude: Etude, log: WeightLog) -> None:
+    assert "would remove" in etude("gc", "--keep", 0, "--grace-s", 0, "--dry-run")
     assert log.versions() == list(range(VERSIONS))
 
 
@@ -140,14 +134,9 @@ def test_collecting_in_a_run_keeps_what_its_trainer_is_held_to(tmp_path: Path, l
         assert pull(open_log(folder), 3).digest == state_digest(synthetic_version(3))
 
 
-def test_the_command_line_reaches_all_of_it(store: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["ls"], ["verify"], ["gc", "--dry-run"], ["diff", "1", "2"], ["invert", "3", "2"], ["repair"]):
-        action, *rest = arguments
-        assert main(["weights", action, store, *rest]) == 0, capsys.readouterr().err
-    assert main(["weights", "pull", store, str(tmp_path / "out"), "--version", "2"]) == 0
-    assert main(["weights", "relay", store, str(tmp_path / "region"), "--once"]) == 0
-    assert main(["weights", "pull", store, str(tmp_path / "other"), "--version", "99"]) == 2
-    assert "the newest is 5" in capsys.readouterr().err
+def test_a_version_that_is_not_there_is_refused(etude: Etude, tmp_path: Path) -> None:
+    assert f"the newest is {VERSIONS - 1}" in etude("pull", tmp_path / "other", "--version", 99)
+    assert str(VERSIONS - 1) in etude("ls")
 
 
 @pytest.mark.parametrize("action", ["ls", "verify", "gc", "pull"])

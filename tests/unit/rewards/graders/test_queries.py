@@ -28,8 +28,8 @@ from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.services import ServicedSandboxes
 from etude.tasks.migrations.columns import backfill, split_name
 from etude.tasks.migrations.family import PATH, migration_task
-from etude.tasks.migrations.keys import foreign_key, unique
 from etude.tasks.migrations.problems import MigrationProblem, literal
+from etude.tasks.migrations.tables import foreign_key, unique
 from etude.types import Query, QueryChecks, Split
 
 NAMES = split_name("first word", Random(3))

@@ -20,7 +20,7 @@ from etude.protocols import HarnessResult
 from etude.rollouts.fake import FakeSandbox
 from etude.tasks.corpora.corpus import tokenizer_texts
 from etude.tasks.corpora.lookup import LookupDemonstrations, list_facts
-from etude.tasks.corpora.transcripts import Message as Utterance
+from etude.tasks.corpora.transcripts import Message
 from etude.tasks.lookup import NAMES, Fact, LookupFamily
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import ChatMessage
@@ -48,7 +48,7 @@ CHAT = ChatTemplate.train(tokenizer_texts(demonstrations(), seed=0), RECIPE.mode
 class Reciter(ScriptedModel):
     """Says what the imitated agent said, as long as it is asked what that one was asked; counts tokens as a gateway."""
 
-    def __init__(self, contexts: Sequence[Sequence[Utterance]]) -> None:
+    def __init__(self, contexts: Sequence[Sequence[Message]]) -> None:
         super().__init__(lambda messages: "")
         self._turns = [
             (context[:place], output.content)
