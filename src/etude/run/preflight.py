@@ -76,7 +76,7 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
         harness_mounts(config.harness.options.mounts)
     tasks = check_tasks(config)
     check_texts(config)
-    words = ", ".join(f"{task.split} {task.task_id} ({task.template})" for task in tasks)
+    words = ", ".join(f"{task.split} {task.template or task.task_id}" for task in tasks)
     yield MachineFinding(name="tasks", words=f"{config.tasks.family}: {words}")
     yield check_session(config, tasks[0])
 

@@ -15,7 +15,7 @@ import typer
 
 from etude.cli.commands.build_tasks import SOUND, BuildOptions, BuildReport, build, check
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
-from etude.cli.options import Json, Split, group
+from etude.cli.options import All, Json, Split, group
 from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import MachineKind, SandboxConfig, TaskConfig
@@ -30,6 +30,7 @@ from etude.taskgen.harbor.export import export_task
 from etude.taskgen.harbor.soundness import SoundnessCheck
 from etude.taskgen.installer import InstallerOptions
 from etude.taskgen.preparation import Settings
+from etude.taskgen.verdicts import Rejection
 from etude.tasks.harbor.family import read_tasks
 from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import HarborImages
@@ -81,8 +82,9 @@ def build_command(
     if as_json:
         OUT.out(json.dumps(asdict(report), indent=1))
         return
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
-    OUT.out(f"{report.package} {report.version}: {report.kept} tasks of {report.tried} candidates ({outcomes})")
+    OUT.out(f"{report.package} {report.version}: {report.kept} tasks of {report.tried} candidates")
+    for outcome, count in report.outcomes.items():
+        OUT.out(f"{count:>6} {outcome}{meaning_of(outcome)}")
     OUT.out(f'train on them with tasks.family = "repository" and tasks.folder = "{out}"')
 
 
@@ -96,13 +98,16 @@ def check_command(
     ] = None,
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
+    every: All = False,
     as_json: Json = False,
 ) -> int:
     """Verify tasks again, or compare recorded sessions with production's."""
     if folder is not None and fidelity is None:
         checking = _check_harbor if _is_harbor(folder) else _check_repository
         return (
-            0 if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), as_json)) else ExitCode.USER_ERROR
+            0
+            if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), every, as_json))
+            else ExitCode.USER_ERROR
         )
     if fidelity is None or folder is not None:
         raise ConfigError("check what? give a folder of tasks, or --fidelity PRODUCTION SIMULATED")
@@ -204,17 +209,25 @@ async def _build(options: BuildOptions, sandboxes: SandboxConfig) -> BuildReport
         return await build(options, provider, say=log)
 
 
-async def _check_repository(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
+async def _check_repository(folder: Path, sandboxes: SandboxConfig, every: bool, as_json: bool) -> bool:
     async with opened_provider(sandboxes) as provider:
-        results = await check(folder, provider, say=log)
+        results = await check(folder, provider, say=log if every else lambda _: None)
     if as_json:
         OUT.out(json.dumps([asdict(result) for result in results], indent=1))
     sound = sum(result.outcome == SOUND for result in results)
+    for result in [] if every else results:
+        if result.outcome != SOUND:
+            log(f"{result.task_id} {result.template}: {result.outcome} {result.detail}{meaning_of(result.outcome)}")
     log(f"{sound} of {len(results)} tasks are sound")
     return sound == len(results)
 
 
-async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
+def meaning_of(outcome: str) -> str:
+    """The meaning of a rejection behind its name; empty for what explains itself."""
+    return f" ({Rejection(outcome).meaning})" if outcome in set(Rejection) else ""
+
+
+async def _check_harbor(folder: Path, sandboxes: SandboxConfig, every: bool, as_json: bool) -> bool:
     store = image_store(sandboxes, TaskConfig(family="harbor", folder=str(folder)))
     reading = read_tasks(folder)
     async with opened_provider(sandboxes) as provider:
@@ -227,7 +240,9 @@ async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -
     for name, reason in reading.refused.items():
         log(f"{name}: set aside: {reason}")
     for result in results:
-        log(f"{result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
+        if every or not result.is_sound:
+            log(f"{result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
+    log(f"{sum(result.is_sound for result in results)} of {len(results) + len(reading.refused)} tasks are sound")
     return not reading.refused and all(result.is_sound for result in results)
 
 
