@@ -50,7 +50,7 @@ test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 ru
 	@echo "about $(TEST_MINUTES) minutes on two cores"
 	@$(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: .venv/dev.stamp $(VLLM) $(HARNESS) base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
+test-all: .venv/dev.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
@@ -71,7 +71,7 @@ pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt ag
 	      --no-header -; } > $$file.new && mv $$file.new $$file; done
 
 clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -138,6 +138,14 @@ sizes:
 	@$(call install_torch,.venv-trl/bin/pip)
 	@.venv-trl/bin/pip $(QUIET) $(PINNED) -r constraints-trl.txt
 	@.venv-trl/bin/pip $(QUIET) download --no-deps --require-hashes -d .venv-trl -r constraints-verl.txt
+	@touch $@
+
+# The Tinker SDK and the loops of its cookbook, which a test runs against `etude tinker`.
+.venv-tinker/stamp: constraints-tinker.txt constraints-torch.txt | $(BIN)/python
+	@echo "installing the Tinker SDK and its cookbook, which a test runs against étude's server"
+	@$(PYTHON) -m venv --clear .venv-tinker
+	@$(call install_torch,.venv-tinker/bin/pip)
+	@.venv-tinker/bin/pip $(QUIET) $(PINNED) -r constraints-tinker.txt
 	@touch $@
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.

@@ -2,6 +2,8 @@
 
 No HTTP, no ledger, no weight store, no asynchrony between trainer and engine: what is left is the loop itself. The
 real run does the same with every arrow durable and every box a process of its own (`etude run recipes/quickstart`).
+The recipe is the public API's (docs/python.md); the boxes are étude's own modules, opened up here to be read and
+changed, and they may change.
 
     python examples/rl_loop.py          about a minute on a laptop
 """
@@ -11,15 +13,14 @@ import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from etude.config.imitation import MidtrainConfig
-from etude.config.inference import EngineConfig
-from etude.config.recipe import RunConfig
+import etude
 from etude.config.rollouts import CodingOptions
 from etude.config.tasks import BugfixOptions
-from etude.config.training import LossConfig, ModelShape
+from etude.config.training import ModelShape
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.harnesses import tools
 from etude.harnesses.coding import observe
@@ -48,11 +49,17 @@ HELDOUT_TASKS = 64
 LEARNING_RATE = 5e-4
 PASS_TOKENS = 8_000
 
-TASKS = BugfixOptions(kinds=("arith",))
-MIDTRAIN = MidtrainConfig(tokens=700_000, batch_tokens=2_000)
-HARNESS = CodingOptions(max_turns=6)
-ENGINE = EngineConfig(max_running=64, max_length=512)
-LOSS = LossConfig()
+RECIPE = etude.Recipe(
+    {
+        "tasks": {"options": {"kinds": ["arith"]}},
+        "midtrain": {"tokens": 700_000, "batch_tokens": 2_000},
+        "harness": {"options": {"max_turns": 6}},
+        "engine": {"max_running": 64, "max_length": 512},
+    }
+).config
+TASKS = cast(BugfixOptions, RECIPE.tasks.options)
+HARNESS = cast(CodingOptions, RECIPE.harness.options)
+SHAPE = cast(ModelShape, RECIPE.model.shape)
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,7 @@ def train_step(model: Decoder, optimiser: torch.optim.Optimizer, batch: Batch) -
             advantages_N=tokens.advantages_N,
             trajectories_N=tokens.trajectories_N,
         )
-        policy_loss(of_loss, LOSS, totals).loss.backward()
+        policy_loss(of_loss, RECIPE.loss, totals).loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
 
@@ -141,16 +148,18 @@ def mid_train(family: BugfixFamily) -> tuple[ChatTemplate, Decoder]:
     """From random weights to an agent that knows the tools and works badly."""
     demonstrations = BugfixDemonstrations(family, BugfixOptions())
     chat = ChatTemplate.train(tokenizer_texts(demonstrations, SEED), vocab_size=512)
-    model = Decoder(spec_from_shape(ModelShape(), chat.vocab_size))
+    model = Decoder(spec_from_shape(SHAPE, chat.vocab_size))
     model.initialise(SEED)
     side = Side(seed=SEED, one_in=20)
-    sources = demonstration_sources(demonstrations, PlainText(chat), side, context_weight=MIDTRAIN.context_weight)
-    stream = BatchStream(mixture=Mixture(shares=MIDTRAIN.shares, tokens=MIDTRAIN.tokens), sources=sources)
-    steps = MIDTRAIN.tokens // MIDTRAIN.batch_tokens
-    trainer = ImitationTrainer(optimisation_of(model, RunConfig(), MIDTRAIN, steps=steps))
+    sources = demonstration_sources(
+        demonstrations, PlainText(chat), side, context_weight=RECIPE.midtrain.context_weight
+    )
+    stream = BatchStream(mixture=Mixture(shares=RECIPE.midtrain.shares, tokens=RECIPE.midtrain.tokens), sources=sources)
+    steps = RECIPE.midtrain.tokens // RECIPE.midtrain.batch_tokens
+    trainer = ImitationTrainer(optimisation_of(model, RECIPE, RECIPE.midtrain, steps=steps))
     cursor = Cursor()
     for step in range(1, steps + 1):
-        documents, cursor = stream.batch(cursor, until=step * MIDTRAIN.batch_tokens)
+        documents, cursor = stream.batch(cursor, until=step * RECIPE.midtrain.batch_tokens)
         loss = trainer.step(step, [documents])
         print(f"  {step}/{steps} loss {loss.mean:.2f}", end="\r")
     return chat, model
@@ -164,7 +173,7 @@ async def main() -> None:
     chat, model = mid_train(family)
     print(f"\nmid-trained after {time.perf_counter() - started_s:.0f} s")
 
-    engine = NativeEngine(Weights(copy.deepcopy(model), 0, ""), ENGINE, seed=SEED)
+    engine = NativeEngine(Weights(copy.deepcopy(model), 0, ""), RECIPE.engine, seed=SEED)
     stepping = asyncio.create_task(engine.run())
     components = Components(chat, engine, LocalSandboxes())
     heldout = [family.task(Split.HELDOUT, index) for index in range(HELDOUT_TASKS)]

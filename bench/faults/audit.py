@@ -50,6 +50,7 @@ class GroupFact:
 
     index: int
     task_id: str
+    epoch: int
     size: int
     state: str
     step: int | None
@@ -145,7 +146,7 @@ class Evidence:
 
     terms: Terms
     snapshot: LedgerSnapshot
-    drawn: tuple[str, ...]
+    drawn: tuple[tuple[str, int], ...]
     """Task ids that the dataset's cursor has passed."""
     endings: tuple[Ending, ...]
     closings: tuple[Closing, ...]
@@ -167,7 +168,8 @@ def compare(before: LedgerSnapshot, after: LedgerSnapshot) -> list[Finding]:
 
 
 def _group_changes(before: GroupFact, after: GroupFact | None) -> Iterator[Finding]:
-    if after is None or after.task_id != before.task_id or STATES.get(after.state, -1) < STATES.get(before.state, -1):
+    is_other = after is None or (after.task_id, after.epoch) != (before.task_id, before.epoch)
+    if after is None or is_other or STATES.get(after.state, -1) < STATES.get(before.state, -1):
         yield Finding(Wrong.LOST, f"{before} became {after}")
     elif before.step is not None and after.step != before.step:
         yield Finding(Wrong.DOUBLE_TRAINED, f"group {before.index} was step {before.step}'s and became {after.step}'s")
@@ -201,16 +203,16 @@ def _steps(snapshot: LedgerSnapshot, terms: Terms) -> Iterator[Finding]:
             yield Finding(Wrong.DOUBLE_TRAINED, f"step {step} has {sizes[step]} groups of {terms.groups_per_step}")
 
 
-def _prompts(snapshot: LedgerSnapshot, drawn: Sequence[str]) -> Iterator[Finding]:
-    """Every prompt that was drawn is admitted, once, and every admitted one has come somewhere."""
+def _prompts(snapshot: LedgerSnapshot, drawn: Sequence[tuple[str, int]]) -> Iterator[Finding]:
+    """Every task that was drawn in an epoch is admitted, once, and every admitted one has come somewhere."""
     for index in sorted(set(range(len(snapshot.groups))) - set(snapshot.groups)):
         yield Finding(Wrong.LOST, f"group {index} was admitted and is gone")
-    admitted = Counter(group.task_id for group in snapshot.groups.values())
-    for task_id, times in admitted.items():
+    admitted = Counter((group.task_id, group.epoch) for group in snapshot.groups.values())
+    for (task_id, epoch), times in admitted.items():
         if times > 1:
-            yield Finding(Wrong.DOUBLE_TRAINED, f"task {task_id} was admitted {times} times")
-    for task_id in sorted(set(drawn) - set(admitted)):
-        yield Finding(Wrong.LOST, f"task {task_id} was drawn and never admitted")
+            yield Finding(Wrong.DOUBLE_TRAINED, f"task {task_id} was admitted {times} times in epoch {epoch}")
+    for task_id, epoch in sorted(set(drawn) - set(admitted)):
+        yield Finding(Wrong.LOST, f"task {task_id} was drawn in epoch {epoch} and never admitted")
     for group in snapshot.groups.values():
         if group.state not in STATES or group.state == "claimed":
             yield Finding(Wrong.LOST, f"group {group.index} is {group.state!r} at the end of the run")

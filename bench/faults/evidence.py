@@ -26,15 +26,15 @@ from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.models.checkpoint import load_spec
+from etude.rollouts.task_order import TaskOrder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state, training_model
 from etude.run.task_families import open_family
 from etude.run.trainer_group import optimisation_of
 from etude.run.weight_log import open_log
-from etude.telemetry.events import RolloutClosed, StepDone
-from etude.telemetry.log import EventReader, Logged
+from etude.telemetry.events import Logged, RolloutClosed, StepDone
+from etude.telemetry.log import EventReader
 from etude.trainer.checkpoint import Checkpoints
-from etude.types import Split
 from etude.weights.digest import state_digest
 from etude.weights.repair import verify
 from etude.weights.tensors import to_stored
@@ -42,7 +42,7 @@ from etude.weights.tensors import to_stored
 BUSY_S = 5.0
 """How long a reading waits where a reader has to."""
 QUESTIONS = (
-    "SELECT group_index, task_id, size, state, step, reason FROM groups WHERE purpose = 'train'",
+    "SELECT group_index, task_id, epoch, size, state, step, reason FROM groups WHERE purpose = 'train'",
     "SELECT rollout_id, group_index, slot, attempt, status, reward FROM rollouts WHERE purpose = 'train'",
     "SELECT step FROM steps WHERE state = 'done'",
 )
@@ -57,8 +57,10 @@ def read_snapshot(folder: RunFolder) -> LedgerSnapshot | None:
     groups, rollouts, steps = answers
     return LedgerSnapshot(
         groups={
-            index: GroupFact(index=index, task_id=task_id, size=size, state=state, step=step, reason=reason)
-            for index, task_id, size, state, step, reason in groups
+            index: GroupFact(
+                index=index, task_id=task_id, epoch=epoch, size=size, state=state, step=step, reason=reason
+            )
+            for index, task_id, epoch, size, state, step, reason in groups
         },
         rollouts={
             rollout_id: RolloutFact(
@@ -141,11 +143,12 @@ def _read_file(file: str) -> list[list[tuple[Any, ...]]] | None:
         return None
 
 
-def _drawn(folder: RunFolder, config: RunConfig) -> tuple[str, ...]:
-    family = open_family(config)
+def _drawn(folder: RunFolder, config: RunConfig) -> tuple[tuple[str, int], ...]:
+    order = TaskOrder(open_family(config), seed=config.seed)
     with Ledger.open(folder.ledger) as ledger:
         drawn = ledger.progress().drawn
-    return tuple(family.task(Split.TRAIN, index).task_id for index in range(drawn))
+    draws = (order.draw(position) for position in range(drawn))
+    return tuple((draw.task.task_id, draw.epoch) for draw in draws)
 
 
 def _endings(folder: RunFolder) -> Iterator[Ending]:

@@ -95,7 +95,7 @@ def recipe(contestant: Contestant, options: LoopOptions) -> RunConfig:
     """The quickstart's sizes for everybody. The mismatch probe is off: what it computes, others do not."""
     tree: dict[str, dict[str, object]] = {
         "rollouts": {"max_staleness": contestant.max_staleness, "concurrency": 128},
-        "engine": {"max_running": 128, "threads": contestant.threads},
+        "engine": {"max_running": 128, "options": {"threads": contestant.threads}},
         "trainer": {"steps": options.steps, "threads": contestant.threads, "mismatch_share": 0.0},
         "eval": {"enabled": False, "tasks": options.tasks},
     }

@@ -62,7 +62,7 @@ def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, ou
     folder = RunFolder.create(out, config)
     start_from(start, folder)
     with CpuWatch() as watch:
-        run_local(folder, resumed=False, out=sys.stderr)
+        run_local(folder, out=sys.stderr)
     return outcome(contestant, options, folder, watch.taken)
 
 

@@ -19,7 +19,6 @@ from typing import cast, final
 
 from bench.loop.contestants import Contestant, ContestantRun, LoopOptions, Mark, recipe
 from bench.trl_environment import open_rival, trl_python
-from etude.cli.commands.export import export_run
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError, UserError
@@ -28,6 +27,8 @@ from etude.harnesses.coding import observe
 from etude.models.checkpoint import load_checkpoint
 from etude.protocols import HarnessResult, Sandbox
 from etude.rewards.graders.functions import SUBMITTED, HiddenTests
+from etude.rollouts.task_order import TaskOrder
+from etude.run.export import export_run
 from etude.run.folder import RunFolder, start_from
 from etude.run.publishing import WeightPublishing
 from etude.run.task_families import open_family
@@ -35,7 +36,7 @@ from etude.run.weight_log import open_log
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.log import EventLog
 from etude.trainer.optimisation import RateSchedule
-from etude.types import Json, Split, Task
+from etude.types import Json, Task
 
 SILENCE_S = 900.0
 """How long TRL may take for what it does between two messages, its longest step included."""
@@ -144,14 +145,14 @@ async def _run(contestant: Contestant, options: LoopOptions, start: RunFolder, o
 
 
 def training_tasks(config: RunConfig) -> list[Task]:
-    """The tasks of all steps in the order in which étude admits them: those of the family, none twice.
+    """The tasks of all steps in the order in which étude admits them, none twice.
 
     Raises :class:`~etude.errors.UserError` where the family has not as many.
     """
-    family, drawn = open_family(config), dict[str, Task]()
+    order, drawn = TaskOrder(open_family(config), seed=config.seed), dict[str, Task]()
     expected = config.trainer.steps * config.rollouts.groups_per_step
     for index in range(DRAWS * expected):
-        task = family.task(Split.TRAIN, index)
+        task = order.draw(index).task
         drawn.setdefault(task.task_id, task)
         if len(drawn) == expected:
             return list(drawn.values())

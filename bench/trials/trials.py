@@ -16,10 +16,9 @@ from etude.types import Json
 
 def finished_run(path: Path, begin: Callable[[], RunFolder]) -> RunFolder:
     """The run at ``path``, at its end: made by ``begin`` if there is none, gone on with if it was interrupted."""
-    begun = path.exists()
-    folder = RunFolder.open(path) if begun else begin()
+    folder = RunFolder.open(path) if path.exists() else begin()
     if not folder.report_json.exists():
-        run_local(folder, resumed=begun, out=sys.stderr)
+        run_local(folder, out=sys.stderr)
     return folder
 
 

@@ -3,9 +3,10 @@
 Stages import these, never each other; ``run/`` picks one leaf per protocol and wires them.
 """
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -263,11 +264,35 @@ class Images(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyContext:
+    """The run that a task family is made for, beside its own options."""
+
+    seed: int
+    heldout_every: int
+    """One template in so many is held out."""
+    texts_heldout_every: int
+    """One module of the standard library in so many is held out, as for mid-training."""
+    folder: Path
+    """``tasks.folder``."""
+    images: Path | None
+    """Folder of images of base systems; ``None``: the user's."""
+
+
 class TaskFamily(Protocol):
-    """An endless, reproducible stream of tasks."""
+    """A reproducible set of tasks on either side of the hold-out, or an endless stream of them.
+
+    One is made by calling what ``tasks.family`` names with its options and a :class:`FamilyContext`.
+    """
+
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split; ``None`` where new ones are made for as long as they are asked for."""
+        ...
 
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split; the same arguments always give the same task."""
+        """Task number ``index`` of a split, below its size if it has one; the same arguments always give the same
+        task.
+        """
         ...
 
 
@@ -317,6 +342,23 @@ class Grade:
     value: float
     parts: Mapping[str, float]
     """The named figures that ``value`` comes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardInput:
+    """A finished rollout, as a reward function sees it."""
+
+    task: Task
+    grade: Grade
+    result: HarnessResult
+    turns: Sequence[Turn]
+    """The turns in tokens."""
+    transcript: str
+    """The whole conversation as text, every line behind its speaker."""
+
+
+RewardFunction: TypeAlias = Callable[[RewardInput], float | Awaitable[float]]
+"""One part of the reward; a plain function runs in a thread. Where it raises, the part's value is missing."""
 
 
 class Grader(Protocol):

@@ -530,6 +530,8 @@ class Group:
     admitted_version: int
     """The newest published weight version when the group was admitted."""
     rollouts: tuple[Rollout, ...]
+    epoch: int = 1
+    """Time, from 1, that the task is admitted for training in this run."""
     lost: int = 0
     """Slots given up to infrastructure: so many rollouts more were planned."""
 

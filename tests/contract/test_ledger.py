@@ -10,10 +10,10 @@ import pytest
 
 from etude.errors import FencedError
 from etude.ledger.changes import TRAINER
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.ledger.states import GroupState
-from etude.types import Rollout, RolloutStatus, Split, Task
-from ledgers import NewPlace, fill, holding, rollout, task
+from etude.types import Rollout, RolloutStatus, Split
+from ledgers import NewPlace, fill, holding, new_task, rollout, task
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_facts_are_remembered(ledger: Ledger, place: str) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.types import Case, FunctionChecks, Split, Task
 
 folder, place, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -225,9 +225,9 @@ def test_processes_may_create_and_write_one_ledger_at_the_same_time(tmp_path: Pa
         assert sorted(int(group.task.task_id) for group in ledger.groups(TRAIN)) == list(range(30))
 
 
-def draw(position: int) -> Task:
+def draw(position: int) -> TaskDraw:
     """Training data in which every task comes twice in a row."""
-    return task(position // 2)
+    return TaskDraw(task=task(position // 2))
 
 
 def test_a_drawn_task_its_cursor_and_its_group_are_one(ledger: Ledger, place: str) -> None:
@@ -253,21 +253,32 @@ def test_no_group_is_admitted_beyond_the_window_and_a_dropped_one_makes_room(led
 def test_a_task_drawn_by_another_process_meanwhile_is_drawn_by_no_other(ledger: Ledger, place: str) -> None:
     drawn: list[int] = []
 
-    def slowly(position: int) -> Task:
+    def slowly(position: int) -> TaskDraw:
         if not drawn:
             with Ledger.open(place) as faster:
-                assert faster.admit_next(task, size=1, version=0, kept_below=9)
+                assert faster.admit_next(new_task, size=1, version=0, kept_below=9)
         drawn.append(position)
-        return task(position)
+        return new_task(position)
 
     assert ledger.admit_next(slowly, size=1, version=0, kept_below=9)
     assert drawn == [0, 1]
     assert [group.task.task_id for group in ledger.groups(TRAIN)] == ["0", "1"]
 
 
+def test_a_task_is_admitted_once_an_epoch(ledger: Ledger) -> None:
+    def three_epochs_of_two_tasks(position: int) -> TaskDraw:
+        return TaskDraw(task=task(position % 2), epoch=1 + position // 4)  # each task is drawn twice an epoch
+
+    for _ in range(6):
+        assert ledger.admit_next(three_epochs_of_two_tasks, size=1, version=0, kept_below=9)
+    groups = [(group.task.task_id, group.epoch) for group in ledger.groups(TRAIN)]
+    assert groups == [("0", 1), ("1", 1), ("0", 2), ("1", 2), ("0", 3), ("1", 3)]
+    assert ledger.progress().drawn == 10
+
+
 def test_held_out_data_is_not_admitted_by_drawing_it_either(ledger: Ledger) -> None:
     with pytest.raises(ValueError, match="nothing held out"):
-        ledger.admit_next(lambda _: task("secret", Split.HELDOUT), size=1, version=0, kept_below=9)
+        ledger.admit_next(lambda _: TaskDraw(task=task("secret", Split.HELDOUT)), size=1, version=0, kept_below=9)
     assert ledger.progress().drawn == 0
 
 
@@ -350,7 +361,7 @@ def test_only_the_holder_of_the_lease_trains_and_a_zombie_never_commits(ledger: 
 def test_rollouts_processes_fill_their_own_groups_and_inherit_those_of_the_dead(place: str) -> None:
     with holding(place, "rollouts-0", "a") as dead, holding(place, "rollouts-1", "b") as heir:
         for ledger in (dead, heir, dead):
-            assert ledger.admit_next(task, size=1, version=0, kept_below=9)
+            assert ledger.admit_next(new_task, size=1, version=0, kept_below=9)
         assert [slot.group_index for slot in dead.open_slots(TRAIN)] == [0, 2]
         assert [slot.group_index for slot in heir.open_slots(TRAIN)] == [1]
         with pytest.raises(FencedError, match="group 0 of 'train' belongs to 'rollouts-0' now, not to 'rollouts-1'"):

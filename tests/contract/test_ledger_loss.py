@@ -19,7 +19,7 @@ from etude.ledger.postgres import PostgresDatabase
 from etude.ledger.schema import NEWEST
 from etude.ledger.sqlite import SqliteDatabase
 from etude.ledger.transactions import Transactions
-from ledgers import fill, rollout, task
+from ledgers import fill, new_task, rollout, task
 
 HASTY = LedgerConfig(retry_timeout_s=0.3)
 SERVER_PID = "SELECT pg_backend_pid()"
@@ -89,7 +89,7 @@ def test_a_commit_whose_reply_is_lost_counts_once(postgres: Server, when: str, s
         severed.when = when
         assert ledger.record(rollout(0, 0, reward=None), "before") == 1
         severed.when = when
-        assert ledger.admit_next(task, size=1, version=0, kept_below=1)
+        assert ledger.admit_next(new_task, size=1, version=0, kept_below=1)
         assert severed.settled == [stored] * 3
         assert [slot.attempt for slot in ledger.open_slots("before")] == [1, 0]
         assert (ledger.progress("before").admitted, ledger.progress().admitted, ledger.progress().drawn) == (1, 1, 1)
@@ -108,7 +108,7 @@ class Worker:
     def _work(self) -> None:
         with Ledger.open(self._place, LedgerConfig(retry_timeout_s=60.0)) as ledger:
             while not self._reports.is_set():
-                (slot,) = ledger.admit_next(task, size=1, version=0, kept_below=10**6) or []
+                (slot,) = ledger.admit_next(new_task, size=1, version=0, kept_below=10**6) or []
                 ledger.record(rollout(slot.group_index, 0), TRAIN)
                 self.done += 1
 

@@ -18,10 +18,9 @@ from etude.config.recipe import LedgerConfig
 from etude.errors import FencedError
 from etude.ledger.changes import TRAINER
 from etude.ledger.leases import BEATS_PER_TERM
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.ledger.states import GroupState, quorum
-from etude.types import Task
-from ledgers import NewPlace, rollout, task
+from ledgers import NewPlace, new_task, rollout, task
 
 GROUP_SIZE = 3
 WORKERS = ("rollouts-0", "rollouts-1")
@@ -34,9 +33,10 @@ SOME = settings(
 CONFIG = LedgerConfig(lease_s=20.0)
 
 
-def draw(position: int) -> Task:
-    """Training data in which every second task is known."""
-    return task(position // 2)
+def draw(position: int) -> TaskDraw:
+    """Training data in which every second task is known; after six of them they come again, in the next epoch."""
+    epoch, place = divmod(position, 12)
+    return TaskDraw(task=task(place // 2), epoch=epoch + 1)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -181,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_zombie_wakes(self, data: st.DataObject, act: int) -> None:
         zombie = data.draw(st.sampled_from(self.zombies))
         attempts: list[Callable[[], object]] = [
-            lambda: zombie.admit_next(lambda _: task(f"z{next(self.names)}"), size=1, version=0, kept_below=10**6),
+            lambda: zombie.admit_next(new_task, size=1, version=0, kept_below=10**6),
             lambda: zombie.record(rollout(0, 0, name=f"z{next(self.names)}"), TRAIN),
             lambda: zombie.lose_slot(TRAIN, 0, 0, "infra"),
             lambda: zombie.drop_group(TRAIN, 0, "infra"),

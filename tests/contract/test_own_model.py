@@ -4,24 +4,18 @@ The weights are random, so nothing is learnt; every process, and who reads a run
 not make.
 """
 
-import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from chat_formats import TEMPLATES, make_tokenizer
 from etude.errors import ExitCode
-from etude.models.checkpoint import save_checkpoint, state_of
-from etude.models.decoder import Decoder
-from etude.models.spec import TINY
 from etude.run.supervision import THREADING
 from etude.tokens.jinja import load_format
+from own_checkpoint import make_checkpoint
 
-END = "<|im_end|>"
 RECIPE = """
 name = "own-model"
 [model]
@@ -49,21 +43,6 @@ tasks = 2
 """
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """A tiny model with Qwen's template and a tokenizer to go with it."""
-    tokenizer = make_tokenizer()
-    spec = replace(TINY, vocab_size=tokenizer.get_vocab_size())
-    model = Decoder(spec)
-    model.initialise(0)
-    end_id = tokenizer.token_to_id(END)
-    assert end_id is not None
-    save_checkpoint(folder, spec, state_of(model), end_id=end_id, pad_id=end_id)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": END, "chat_template": (TEMPLATES / "qwen.jinja").read_text()}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def etude(*arguments: object, status: int = 0) -> str:

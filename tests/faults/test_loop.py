@@ -15,6 +15,8 @@ from pathlib import Path
 import orjson
 import pytest
 
+from etude.api.run import open_run
+from etude.api.training import train
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
@@ -331,3 +333,20 @@ def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:
     assert victim.name[:12] in done.stderr
     assert "Traceback" not in done.stderr
     assert etude("weights", "verify", folder.path).returncode == 2
+
+
+def test_a_python_program_follows_a_run_stops_it_and_goes_on(folder: RunFolder) -> None:
+    run = open_run(folder.path)
+    with train(run) as training:
+        seen = [next(iter(training)).step]
+        processes = [*started(folder).values()]
+    assert all(not Path(f"/proc/{pid}").exists() for pid in processes)
+    with exclusive(folder, "supervisor"):  # nobody has it any more
+        committed = len(run.steps())
+    assert 1 <= committed < STEPS
+    with train(run) as training:
+        seen += range(2, committed + 1)
+        seen += [step.step for step in training]
+    assert seen == list(range(1, STEPS + 1))
+    check_nothing_lost_or_doubled(folder)
+    assert run.report()["interruptions"] == 1

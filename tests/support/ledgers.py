@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from databases import Server
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.types import Case, Finish, FunctionChecks, Rollout, RolloutStatus, Split, Task, Turn
 
 ONE = np.ones(1, np.int32)
@@ -30,6 +30,11 @@ def new_places(database: str, folder: Path, server: Server | None) -> NewPlace:
 
 def task(name: str | int, split: Split = Split.TRAIN) -> Task:
     return Task(task_id=str(name), family="fake", template="t", split=split, prompt="", files={}, checks=CHECKS)
+
+
+def new_task(position: int) -> TaskDraw:
+    """Training data in which every task is new."""
+    return TaskDraw(task=task(position))
 
 
 def rollout(group: int, slot: int, attempt: int = 0, reward: float | None = 1.0, name: str = "") -> Rollout:

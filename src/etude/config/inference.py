@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
+from etude.config.plugins import Registry
 from etude.config.section import OptionsOf, Section
 
 Swap: TypeAlias = Literal["keep", "recompute", "drain"]
@@ -42,14 +43,22 @@ class VllmOptions(Section):
     """Effect of new weights on turns in progress, as of the native engine."""
 
 
-ENGINE_OPTIONS = OptionsOf("engine", "kind", {"native": NativeOptions, "vllm": VllmOptions})
+ENGINES = Registry(
+    "engine.kind",
+    "engine",
+    {"native": "etude.engines.native.opener:open_native", "vllm": "etude.engines.vllm.opener:open_vllm"},
+)
+"""Engines by name: each is an :data:`etude.engines.kinds.Opener`."""
+ENGINE_OPTIONS = OptionsOf("engine", "kind", {"native": NativeOptions, "vllm": VllmOptions}, names=ENGINES)
 
 
 class EngineConfig(Section):
     """``[engine]``: inference."""
 
-    kind: Literal["native", "vllm"] = "native"
-    """Our own engine, or a vLLM server in a Python environment of its own."""
+    kind: Annotated[str, AfterValidator(ENGINES)] = "native"
+    """Our own engine, or a vLLM server in a Python environment of its own. Or an engine of yours
+    (``docs/extending.md``).
+    """
     max_running: int = Field(default=96, ge=1)
     """Sequences decoded together."""
     max_length: int = Field(default=640, ge=64)
@@ -58,14 +67,14 @@ class EngineConfig(Section):
     """``auto``: a GPU where torch finds one."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port."""
-    options: Annotated[SerializeAsAny[NativeOptions | VllmOptions], PlainValidator(ENGINE_OPTIONS)] = Field(
+    options: Annotated[SerializeAsAny[Section], PlainValidator(ENGINE_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
     """``[engine.options]``: keys of the kind alone."""
 
     @property
     def native(self) -> NativeOptions:
-        """Options of our own engine, of which alone this may be asked."""
+        """Options of our own engine, or of one that is built on it, of which alone this may be asked."""
         assert isinstance(self.options, NativeOptions), self.kind
         return self.options
 

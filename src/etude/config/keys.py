@@ -12,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, PlainValidator
 from pydantic.fields import FieldInfo
 
+from etude.config.plugins import Registry
 from etude.config.recipe import RunConfig
 from etude.config.section import OptionsOf
 
@@ -127,7 +128,9 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
         for bound, phrase in BOUNDS.items()
         if (limit := getattr(constraint, bound, None)) is not None
     ]
-    takes = ", ".join([_type(field.annotation), *bounds])
+    names = next((rule.func for rule in field.metadata if isinstance(getattr(rule, "func", None), Registry)), None)
+    kind = _type(field.annotation) if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
+    takes = ", ".join([kind, *bounds])
     default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
     return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
 

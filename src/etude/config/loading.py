@@ -2,13 +2,14 @@
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError
 
+from etude.config import plugins
 from etude.config.keys import suggestion
 from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed
@@ -16,6 +17,17 @@ from etude.errors import ConfigError
 
 FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
 """Paths of tables whose texts may lie in files beside the recipe."""
+NAMES = (
+    ("tasks", "family"),
+    ("reward", "parts", "source"),
+    ("telemetry", "sinks", "kind"),
+    ("loss", "kind"),
+    ("loss", "baseline"),
+    ("harness", "kind"),
+    ("sandboxes", "kind"),
+    ("engine", "kind"),
+)
+"""Paths of keys that name a class or a function, which may be in a file beside the recipe; of arrays, each table's."""
 
 
 def is_recipe(path: Path) -> bool:
@@ -27,6 +39,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
 
     Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
+    """
+    tree, file = read_tree(path, overrides)
+    changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
+    return parse_config(tree, source=" --set ".join([str(file), *changed]))
+
+
+def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Path]:
+    """Read the plain values of a recipe, not yet checked, and name its file; texts that lie in files are read, too.
+
+    Raises :class:`~etude.errors.ConfigError`.
     """
     file = path / "run.toml" if path.is_dir() else path
     if not file.is_file():
@@ -41,8 +63,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         _apply_override(tree, override)
     for table in FILE_TABLES:
         _read_files(tree, table, file)
-    changed = [override.partition("=")[0] for override in overrides]  # a value may be secret
-    return parse_config(tree, source=" --set ".join([str(file), *changed]))
+    _change_names(tree, lambda name: plugins.absolute(name, file.parent))
+    return tree, file
 
 
 def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
@@ -66,6 +88,28 @@ def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
 def dump_toml(config: RunConfig) -> str:
     """The resolved configuration as TOML that :func:`load_recipe` reads back to an equal value."""
     return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def dump_run(config: RunConfig, folder: Path) -> str:
+    """The resolved configuration as TOML for the folder of a run, which gets copies of the files that it names.
+
+    Raises ``OSError`` for a file that cannot be copied.
+    """
+    tree: dict[str, Any] = config.model_dump(mode="json")
+    _change_names(tree, lambda name: plugins.keep(name, folder))
+    return tomli_w.dumps(tree)
+
+
+def _change_names(tree: dict[str, Any], change: Callable[[str], str]) -> None:
+    """Replace the names of classes and functions in a tree."""
+    for *parents, key in NAMES:
+        tables: list[Any] = [tree]
+        for parent in parents:
+            inner = [table.get(parent) for table in tables if isinstance(table, dict)]
+            tables = [each for some in inner for each in (some if isinstance(some, list | tuple) else [some])]
+        for table in tables:
+            if isinstance(table, dict) and isinstance(table.get(key), str):
+                table[key] = change(table[key])
 
 
 def _read_files(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> None:
@@ -92,12 +136,20 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    *parents, leaf = key.strip().split(".")
+    try:
+        set_key(tree, key.strip(), value)
+    except ConfigError as error:
+        raise ConfigError(f"--set {override!r}: {error}") from None
+
+
+def set_key(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set ``section.key`` of a tree, which is changed. Raises :class:`~etude.errors.ConfigError`."""
+    *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"--set {override!r}: {parent!r} is a value, not a section")
+            raise ConfigError(f"{parent!r} is a value, not a section")
     node[leaf] = value
 
 

@@ -21,13 +21,14 @@ from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, 
 from etude.config.section import Section
 from etude.config.tasks import (
     ASKING,
+    OF_MACHINES,
     TOOL_HABITS,
-    WITHOUT_MACHINES,
     BugfixOptions,
     CheatingConfig,
     SandboxConfig,
     TaskConfig,
 )
+from etude.config.telemetry import TelemetryConfig
 from etude.config.training import EffortConfig, LossConfig, ModelConfig, OptimiserConfig, ParallelConfig, TrainerConfig
 
 
@@ -81,6 +82,8 @@ class EvalConfig(Section):
     """One text file, module or conversation in so many is held out, by its hash."""
 
 
+OF_TURNS = ("mean", "leave_one_out")
+"""Baselines that values of single turns are compared by, too."""
 ROUNDING = 1e-9
 """By which a sum of a grader's fractions may miss what it stands for."""
 
@@ -142,6 +145,8 @@ class RunConfig(Section):
     """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks that take its steps together."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Sinks of events."""
     ledger: LedgerConfig = LedgerConfig()
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
@@ -167,7 +172,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _housed(self) -> Self:
-        if self.tasks.family not in WITHOUT_MACHINES and self.sandboxes.kind == "local":
+        if self.tasks.family in OF_MACHINES and self.sandboxes.kind == "local":
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} needs a machine around its files: set sandboxes.kind = 'ns'"
             )
@@ -175,16 +180,16 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
-        if self.engine.kind == "vllm" and self.numerics.experts != "plain":
+        if self.engine.kind != "native" and self.numerics.experts != "plain":
             raise ValueError(
-                f"numerics.experts = {self.numerics.experts!r} with engine.kind = 'vllm', which would be told of a "
-                f"plain model: leave engine.kind out, or have plain experts"
+                f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
+                f"told of a plain model: leave engine.kind out, or have plain experts"
             )
         return self
 
     @model_validator(mode="after")
     def _answerable(self) -> Self:
-        if self.tasks.family in ASKING and self.harness.kind != "coding":
+        if self.tasks.family in ASKING and self.harness.kind == "command":
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} asks for an answer, which harness.kind = {self.harness.kind!r} "
                 f"has no way to give: leave harness.kind out"
@@ -215,11 +220,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _credited(self) -> Self:
         credit, size = self.credit, self.rollouts.group_size
-        if credit.is_by_turn and self.loss.baseline == "mean_std":
+        if credit.is_by_turn and self.loss.baseline not in OF_TURNS:
             raise ValueError(
-                f"credit.kind = {credit.kind!r} does not go with loss.baseline = 'mean_std' (loss.kind = "
-                f"{self.loss.kind!r}), which divides by the deviation of the group's rewards: values of single turns "
-                f"have others; set loss.baseline to another one"
+                f"credit.kind = {credit.kind!r} does not go with loss.baseline = {self.loss.baseline!r} (loss.kind = "
+                f"{self.loss.kind!r}), which looks at the rewards of whole rollouts: values of single turns have "
+                f"others; set loss.baseline to one of {', '.join(OF_TURNS)}"
             )
         if credit.branches > 1 and (size % credit.branches or size == credit.branches):
             raise ValueError(

@@ -5,6 +5,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
+from etude.config.plugins import Registry, entry_point
 from etude.config.section import Section
 
 SOURCES = ("grader", "behaviour", "measure", "judge")
@@ -16,6 +17,8 @@ EXCUSED = {
 """Kind of source → why its values may be missing in a run that is in order, and what to do about it."""
 OF_HARNESS = ("malformed_calls", "open_todos")
 """Terms of behaviour that take what only the built-in harness counts."""
+FUNCTIONS = Registry("reward.parts: source", "reward function", {})
+"""Functions by name: each is called with a :class:`~etude.protocols.RewardInput`."""
 RESERVED = ("clipped", "assumed")
 """Names of the totals in the record of the parts."""
 
@@ -32,7 +35,8 @@ class PartConfig(Section):
     """Under which its value, before weight and range, is recorded with every rollout."""
     source: str
     """``grader``, the reward of the task's grader; ``grader.NAME``, one of its parts; ``behaviour.NAME``;
-    ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric.
+    ``measure.NAME`` of the harness; ``judge.NAME`` of a rubric; or a function of your own, ``module:name`` or
+    ``@file.py:name`` (``docs/extending.md``).
     """
     version: int = Field(ge=1)
     """Version of the source. A behaviour's is checked; raise it when you change a grader or harness, and no run goes
@@ -48,6 +52,11 @@ class PartConfig(Section):
     """Reaction to a value that is not there: the run stops, the rollout is tried again or is not trained on; or a
     number stands for it.
     """
+
+    @property
+    def is_function(self) -> bool:
+        """True if the source is a function by name."""
+        return ":" in self.source or bool(entry_point(self.source))
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -67,9 +76,11 @@ class PartConfig(Section):
         where = f"reward.parts: {self.name!r}"
         if kind == "effort":
             raise ValueError(f"{where}: effort is taken off where rewards are compared: set it in [effort]")
-        if kind not in SOURCES or bool(dot) != bool(name) or not (name or kind == "grader"):
+        if self.is_function:
+            FUNCTIONS.find(self.source)
+        elif kind not in SOURCES or bool(dot) != bool(name) or not (name or kind == "grader"):
             raise ValueError(f"{where} has source = {self.source!r}: expected grader or one of "
-                             f"{', '.join(f'{kind}.NAME' for kind in SOURCES)}")  # fmt: skip
+                             f"{', '.join(f'{kind}.NAME' for kind in SOURCES)}, or module:function")  # fmt: skip
         if self.name in RESERVED or self.name.startswith("cheat_"):
             raise ValueError(f"{where} has a name that means something else in the record; choose another")
         if (self.missing == "error" and kind in EXCUSED) or (isinstance(self.missing, float) and kind == "judge"):

@@ -3,8 +3,9 @@
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
+from etude.config.plugins import Registry
 from etude.config.section import OptionsOf, Section
 
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
@@ -95,15 +96,26 @@ class CommandOptions(Section):
         return self
 
 
-HARNESS_OPTIONS = OptionsOf("harness", "kind", {"coding": CodingOptions, "command": CommandOptions})
+HARNESSES = Registry(
+    "harness.kind",
+    "harness",
+    {
+        "coding": "etude.harnesses.coding:CodingHarness.open",
+        "command": "etude.harnesses.command:CommandHarness.open",
+    },
+)
+"""Harnesses by name: each is called with its options and a :class:`~etude.harnesses.completions.HarnessContext`."""
+HARNESS_OPTIONS = OptionsOf("harness", "kind", {"coding": CodingOptions, "command": CommandOptions}, names=HARNESSES)
 
 
 class HarnessConfig(Section):
     """``[harness]``: who drives the model."""
 
-    kind: Literal["coding", "command"] = "coding"
-    """The built-in coding agent, or any program that talks to a model over HTTP."""
-    options: Annotated[SerializeAsAny[CodingOptions | CommandOptions], PlainValidator(HARNESS_OPTIONS)] = Field(
+    kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
+    """The built-in coding agent, or any program that talks to a model over HTTP. Or a harness of your own
+    (``docs/extending.md``).
+    """
+    options: Annotated[SerializeAsAny[Section], PlainValidator(HARNESS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
     """``[harness.options]``: limits of one session, and what else the kind alone has."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo
 
+from etude.config.plugins import Registry
+
 
 class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys and loose types."""
@@ -38,14 +40,16 @@ class OptionsOf:
     key: str
     """The key that chooses: ``kind`` or ``family``."""
     classes: Mapping[str, type[Section]]
-    """Choice → its options; other choices have none."""
+    """Registry → its options; other choices have none."""
     table: str = "options"
     """Name of the table."""
+    names: Registry | None = None
+    """The names of the choice, where others than built-in ones are taken: they bring a class ``Options`` along."""
 
     def __call__(self, given: object, info: ValidationInfo) -> Section:
         """The options of the choice that was made. Raises ``ValueError`` for a key that it does not have."""
         choice = info.data.get(self.key)  # absent where it was refused itself
-        options = Section if choice is None else self.classes.get(choice, Section)
+        options = Section if choice is None else self._class_of(choice)
         if type(given) in (options, Section):
             return given if isinstance(given, options) else options()
         if isinstance(given, Section):
@@ -55,6 +59,15 @@ class OptionsOf:
                 raise ValueError(f"unknown key '{self.section}.{self.table}.{name}': "
                                  f"{self._advice(name, choice, options)}")  # fmt: skip
         return options.model_validate(given)
+
+    def _class_of(self, choice: str) -> type[Section]:
+        """The options of a choice; those of a class that is no built-in one are its ``Options``."""
+        if self.names is None or choice in self.names.builtins:
+            return self.classes.get(choice, Section)
+        options = getattr(self.names.find(choice), "Options", Section)
+        if not (isinstance(options, type) and issubclass(options, Section)):
+            raise ValueError(f"{self.section}.{self.key} = {choice!r}: its Options are no {Section.__module__}.Section")
+        return options
 
     def _advice(self, name: str, choice: str, options: type[Section]) -> str:
         chosen = f"with {self.section}.{self.key} = {choice!r}"

@@ -2,14 +2,17 @@
 
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
+from etude.config.plugins import Registry
 from etude.config.section import OptionsOf, Section
 
 IN_FOLDERS = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
-WITHOUT_MACHINES = ("bugfix", "lookup", "nextedit", "summaries")
-"""Families whose tasks are a few files, and no program has to be there to work on them."""
+OF_MACHINES = ("repository", "migrations", "harbor")
+"""Families whose tasks need a machine around their files; those of others say so one by one."""
+ENDLESS = ("bugfix", "migrations", "lookup", "nextedit")
+"""Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
 ASKING = ("lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
 OF_ONE_ANSWER = {
@@ -85,6 +88,20 @@ class NextEditOptions(Section):
     """Demonstrations: probability that a suggestion is the right one."""
 
 
+FAMILIES = Registry(
+    "tasks.family",
+    "task family",
+    {
+        "bugfix": "etude.tasks.bugfix:BugfixFamily.open",
+        "repository": "etude.tasks.repositories.family:open_repositories",
+        "migrations": "etude.tasks.migrations.family:MigrationFamily.open",
+        "harbor": "etude.tasks.harbor.family:HarborTasks.open",
+        "lookup": "etude.tasks.lookup:LookupFamily.open",
+        "nextedit": "etude.tasks.nextedit:NextEditFamily.open",
+        "summaries": "etude.tasks.summaries:SummariesFamily.open",
+    },
+)
+"""Families by name: each is called with its options and a :class:`~etude.protocols.FamilyContext`."""
 FAMILY_OPTIONS = OptionsOf(
     "tasks",
     "family",
@@ -94,23 +111,29 @@ FAMILY_OPTIONS = OptionsOf(
         "lookup": LookupOptions,
         "nextedit": NextEditOptions,
     },
+    names=FAMILIES,
 )
 
 
 class TaskConfig(Section):
     """``[tasks]``: the family of tasks, and what is held out of it."""
 
-    family: Literal["bugfix", "repository", "migrations", "harbor", "lookup", "nextedit", "summaries"] = "bugfix"
+    family: Annotated[str, AfterValidator(FAMILIES)] = "bugfix"
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
     PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
-    library to be continued; functions of it to be summarised in a line.
+    library to be continued; functions of it to be summarised in a line. Or a family of your own
+    (``docs/extending.md``).
     """
     folder: str = ""
-    """Folder with the tasks of a ``repository`` or ``harbor`` family."""
+    """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own."""
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
     """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
     heldout_every: int = Field(default=6, ge=2, le=50)
     """One template in so many is held out."""
+    epochs: int = Field(default=0, ge=0)
+    """Times that each training task may be trained on, in an order of its own each time; 0: as often as the steps
+    need. A run that needs more is refused before it starts.
+    """
     options: Annotated[SerializeAsAny[Section], PlainValidator(FAMILY_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -118,13 +141,15 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if (self.family in IN_FOLDERS) != bool(self.folder):
+        if self.family in FAMILIES.builtins and (self.family in IN_FOLDERS) != bool(self.folder):
             has = "needs tasks.folder, where its tasks are" if not self.folder else "has no tasks.folder; leave it out"
             raise ValueError(f"tasks.family = {self.family!r} {has}")
         if self.impossible_share and self.family in OF_ONE_ANSWER:
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
+        if self.family in ENDLESS:
+            self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'nextedit'")
         return self
@@ -146,7 +171,19 @@ class RemoteOptions(Section):
     """URL of the server; its key is in ``ETUDE_SANDBOXES_KEY``."""
 
 
-PROVIDER_OPTIONS = OptionsOf("sandboxes", "kind", {"local": LocalOptions, "remote": RemoteOptions})
+PROVIDERS = Registry(
+    "sandboxes.kind",
+    "sandbox provider",
+    {
+        "local": "etude.sandboxes.providers:open_local",
+        "ns": "etude.sandboxes.providers:open_namespaces",
+        **dict.fromkeys(("crun", "gvisor"), "etude.sandboxes.providers:open_oci"),
+        "qemu": "etude.sandboxes.providers:open_qemu",
+        "remote": "etude.sandboxes.providers:open_remote",
+    },
+)
+"""Providers by name: each is called with its options and a :class:`~etude.sandboxes.providers.ProviderContext`."""
+PROVIDER_OPTIONS = OptionsOf("sandboxes", "kind", {"local": LocalOptions, "remote": RemoteOptions}, names=PROVIDERS)
 
 
 LentKind: TypeAlias = Literal["ns", "crun", "gvisor", "qemu"]
@@ -160,10 +197,10 @@ SandboxKind: TypeAlias = Literal["local", MachineKind]
 class SandboxConfig(Section):
     """``[sandboxes]``: the machines on which agents' commands run."""
 
-    kind: SandboxKind = "local"
+    kind: Annotated[str, AfterValidator(PROVIDERS)] = "local"
     """``local`` forks short programs over a folder, thousands a minute; ``ns`` is a small machine of namespaces over an
     image, ``crun`` a container over one; ``gvisor`` and ``qemu`` have a kernel of their own; ``remote`` is somewhere
-    else.
+    else. Or a provider of your own (``docs/extending.md``).
     """
     images: str = ""
     """Folder of images; empty: ``ETUDE_IMAGES``, else the user's cache."""

@@ -2,10 +2,11 @@
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
-from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
+from etude.config.plugins import Registry
 from etude.config.section import OptionsOf, Section
 
 
@@ -66,9 +67,19 @@ MaskKind: TypeAlias = Literal["none", "ratio", "geometric", "off_policy"]
 """Masks of whole trajectories."""
 
 
-Baseline: TypeAlias = Literal["mean", "mean_std", "leave_one_out"]
-"""Baselines of a reward; :mod:`etude.trainer.batching.advantage` has their equations."""
-BASELINES: dict[LossKind, Baseline] = {
+ADVANTAGES = Registry(
+    "loss.baseline",
+    "baseline",
+    {
+        "mean": "etude.trainer.batching.advantage:around_mean",
+        "mean_std": "etude.trainer.batching.advantage:standardised",
+        "leave_one_out": "etude.trainer.batching.advantage:leave_one_out",
+    },
+)
+"""Baselines of a reward by name: each is a function of a group's rewards and penalties that gives its advantages."""
+Baseline: TypeAlias = str
+"""A name of one."""
+BASELINES: Mapping[str, Baseline] = {
     "policy_gradient": "mean",
     "rloo": "leave_one_out",
     "grpo": "mean_std",
@@ -83,7 +94,7 @@ BASELINES: dict[LossKind, Baseline] = {
 
 Aggregation: TypeAlias = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 """Averages over tokens, by verl's names for it (``loss_agg_mode``)."""
-AGGREGATIONS: dict[LossKind, Aggregation] = {
+AGGREGATIONS: Mapping[str, Aggregation] = {
     "policy_gradient": "token_mean",
     "rloo": "seq_mean_token_sum",
     "grpo": "seq_mean_token_mean",
@@ -104,11 +115,15 @@ UNCLIPPED: tuple[LossKind, ...] = ("policy_gradient", "rloo")
 """Kinds without a ratio of their own."""
 
 
-def corrections(kind: LossKind, old_policy: OldPolicy = "engine") -> tuple[CorrectionKind, ...]:
+def corrections(kind: str, old_policy: OldPolicy = "engine") -> tuple[CorrectionKind, ...]:
     """The corrections that go with a kind of loss, the default first.
 
     A ratio to the engine is in a clipped loss by itself: another weight for the same ratio would count it twice.
+
+    One of your own may do without, or with any of them.
     """
+    if kind not in BASELINES:
+        return get_args(CorrectionKind)
     return WEIGHTS if kind in UNCLIPPED or old_policy == "recomputed" else ("none", "decoupled")
 
 
@@ -221,6 +236,18 @@ class OffPolicyMaskOptions(Section):
     """Nats per token by which the policy may have left a trajectory whose advantage is negative."""
 
 
+LOSSES = Registry(
+    "loss.kind",
+    "loss",
+    {
+        **dict.fromkeys(("policy_gradient", "rloo"), "etude.trainer.losses:policy_gradient"),
+        **dict.fromkeys(("grpo", "dr_grpo", "ppo_clip"), "etude.trainer.losses:clipped"),
+        "cispo": "etude.trainer.losses:cispo",
+        "gspo": "etude.trainer.losses:gspo",
+        "dppo": "etude.trainer.losses:dppo",
+    },
+)
+"""Losses by name: functions of a :class:`~etude.trainer.losses.LossInput`, or classes that make one from options."""
 LOSS_OPTIONS = OptionsOf(
     "loss",
     "kind",
@@ -230,6 +257,7 @@ LOSS_OPTIONS = OptionsOf(
         "cispo": CispoOptions,
         "dppo": DppoOptions,
     },
+    names=LOSSES,
 )
 AGGREGATION_OPTIONS = OptionsOf(
     "loss", "aggregation", {"seq_mean_token_sum_norm": SumNormOptions}, "aggregation_options"
@@ -255,14 +283,18 @@ MASK_OPTIONS = OptionsOf(
 class LossConfig(Section):
     """``[loss]``: how rewards become a gradient. Options that are left out are what the chosen paper has."""
 
-    kind: LossKind = "policy_gradient"
-    """The loss; it brings ``baseline`` and ``aggregation`` along unless these are set (``docs/losses.md``)."""
+    kind: Annotated[str, AfterValidator(LOSSES)] = "policy_gradient"
+    """The loss; it brings ``baseline`` and ``aggregation`` along unless these are set (``docs/losses.md``). Or one of
+    your own (``docs/extending.md``).
+    """
     options: Annotated[SerializeAsAny[Section], PlainValidator(LOSS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
     """``[loss.options]``: bounds of the kind."""
-    baseline: Baseline = "mean"
-    """Baseline of a reward: the group's mean, that over the group's deviation, or the mean of the others."""
+    baseline: Annotated[Baseline, AfterValidator(ADVANTAGES)] = "mean"
+    """Baseline of a reward: the group's mean, that over the group's deviation, or the mean of the others. Or a function
+    of your own (``docs/extending.md``).
+    """
     aggregation: Aggregation = "token_mean"
     """Average over tokens: all alike; by trajectory, then over these; as sums of trajectories, or those over a
     constant.
@@ -325,9 +357,9 @@ class LossConfig(Section):
             return given
         filled = dict(given)
         kind = filled.get("kind", "policy_gradient")
-        if isinstance(kind, str) and kind in BASELINES:
-            filled["baseline"] = filled.get("baseline") or BASELINES[kind]
-            filled["aggregation"] = filled.get("aggregation") or AGGREGATIONS[kind]
+        if isinstance(kind, str):
+            filled["baseline"] = filled.get("baseline") or BASELINES.get(kind, "mean")
+            filled["aggregation"] = filled.get("aggregation") or AGGREGATIONS.get(kind, "token_mean")
             options = filled.get("options", {})
             recomputed = isinstance(options, Mapping | Section) and dict(options).get("old_policy") == "recomputed"
             filled.setdefault("correction", corrections(kind, "recomputed" if recomputed else "engine")[0])

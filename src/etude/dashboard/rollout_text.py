@@ -16,6 +16,7 @@ from rich.text import Text
 from etude.dashboard.formatting import MISSING, count, decimal, percent, small
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
+from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Hint, Json, RolloutStatus, Verdict
 
@@ -133,6 +134,8 @@ class ReadRollout:
     group_state: str
     """State of its group on the way to the trainer (:class:`~etude.ledger.states.GroupState`)."""
     task_id: str
+    epoch: int
+    """Time, from 1, that its task was admitted; 1 of an evaluation."""
     template: str
     prompt: str
     status: str
@@ -237,6 +240,7 @@ def group_table(rollouts: Sequence[ReadRollout]) -> RenderableType:
         (f"{first.purpose} group {first.group}", f"bold {ACCENT}"),
         (" · ", DIM),
         visible(first.template),
+        (f" · epoch {first.epoch}" if first.purpose == TRAIN else "", DIM),
         (" · ", DIM),
         (first.group_state, WARN if first.group_state in (GroupState.OPEN, GroupState.DROPPED) else "default"),
     )

@@ -23,6 +23,7 @@ from etude.telemetry.events import (
     HeldoutLoss,
     ImitationProgress,
     JudgeAlarm,
+    Logged,
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
@@ -37,7 +38,6 @@ from etude.telemetry.events import (
     WeightsSwapped,
 )
 from etude.telemetry.hacks import HackRates, Judged
-from etude.telemetry.log import Logged
 from etude.types import RolloutStatus
 
 PHASES = ("midtrain", "sft", "eval-before", "rl", "eval-after")

@@ -4,8 +4,8 @@
                                               updater ◀── stage, swap ── weight follower
                                               tasks ──▶ background
 
-A kind is a file with an opener, a row of ``run/engine.py:ENGINES`` and a value of ``engine.kind``. The log of weights,
-retries, leases, events and the HTTP server are the process's, the same for all kinds.
+A kind is an opener that ``engine.kind`` names, a row of ``config/inference.py:ENGINES`` where it is built in. The log
+of weights, retries, leases, events and the HTTP server are the process's, the same for all kinds.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence

@@ -15,7 +15,7 @@ import aiohttp
 from etude.config.rollouts import CodingOptions
 from etude.errors import AgentFault, OutOfTime
 from etude.harnesses import tools
-from etude.harnesses.completions import CompletionClient, CompletionReply, Message
+from etude.harnesses.completions import CompletionClient, CompletionReply, HarnessContext, Message
 from etude.harnesses.contexts import Context, Recall, Step, TodoList, Window
 from etude.harnesses.summaries import KeptState, open_again, read_summary
 from etude.protocols import HarnessResult, Sandbox, Session
@@ -50,6 +50,11 @@ class CodingHarness:
             http, max_tokens=config.max_tokens_per_summary, timeout_s=config.turn_timeout_s, kind=TurnKind.SUMMARY
         )
         self._models = {Step.ACT: actor, Step.SUMMARISE: summariser}
+
+    @classmethod
+    def open(cls, options: CodingOptions, context: HarnessContext) -> "CodingHarness":
+        """The harness of a recipe."""
+        return cls(options, context.http)
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
         """Work until ``submit``, the last turn (``turns``), a cut turn (``length``), a full context (``context``), or a

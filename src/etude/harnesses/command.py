@@ -15,8 +15,9 @@ import orjson
 
 from etude.config.rollouts import PLACEHOLDERS, CommandOptions
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
-from etude.harnesses.completions import MODEL
+from etude.harnesses.completions import MODEL, HarnessContext
 from etude.protocols import ExecResult, HarnessResult, Sandbox, Session
+from etude.sandbox_spec import WORKDIR
 from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES
 from etude.types import Task
 
@@ -46,6 +47,11 @@ class CommandHarness:
         self._config = config
         self._http = http
         self._workdir = workdir
+
+    @classmethod
+    def open(cls, options: CommandOptions, context: HarnessContext) -> "CommandHarness":
+        """The harness of a recipe."""
+        return cls(options, context.http, workdir=WORKDIR)
 
     async def check(self, sandbox: Sandbox) -> None:
         """Raise :class:`~etude.errors.ConfigError` unless the program is there to be run."""

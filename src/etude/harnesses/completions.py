@@ -60,6 +60,14 @@ class Trouble:
     """Pause that the gateway asks for, if it does."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarnessContext:
+    """The run that a harness is made for, beside its own options."""
+
+    http: aiohttp.ClientSession
+    """Shared by all sessions; stays the caller's to close."""
+
+
 class CompletionClient:
     """Asks for completions of one ``kind``; each call has ``timeout_s``, repetitions and pauses included."""
 

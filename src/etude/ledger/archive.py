@@ -11,14 +11,15 @@ asked of these does not find them (``Census.unlisted`` says how many). Only :met
 :meth:`Archive.group` decode records, and those only that are asked for.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 from etude.config.recipe import LedgerConfig
-from etude.errors import UserError
+from etude.errors import ConfigError, UserError
 from etude.ledger import rows
 from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
@@ -32,6 +33,19 @@ ALIKE_CHARACTERS = 60
 """Reasons that have so many in common at their beginning are counted as one."""
 Comparison: TypeAlias = Literal["<", "<=", "=", ">=", ">", "!="]
 """Comparison of a reward with a bound."""
+COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")
+
+
+def parse_comparison(text: str) -> tuple[Comparison, float]:
+    """``>=0.5`` as a comparison and a bound. Raises :class:`~etude.errors.ConfigError`."""
+    match = COMPARISON.fullmatch(text)
+    try:
+        if match:
+            comparison: Comparison = next(each for each in get_args(Comparison) if each == match[1])
+            return comparison, float(match[2])
+    except ValueError:
+        pass
+    raise ConfigError(f"reward {text!r}: expected a comparison with a number, such as '>=0.5', '<0' or '=1'")
 
 
 class RolloutOutcome(StrEnum):
@@ -203,6 +217,10 @@ class Archive(LedgerConnection):
         """The number of groups of a purpose that were ever admitted."""
         return self._db.read(lambda db: rows.next_index(db, purpose))
 
+    def epoch(self) -> int:
+        """The newest epoch of which a group was admitted for training; 0 before there is any."""
+        return self._db.read(rows.last_epoch)
+
     def fact(self, key: str) -> str | None:
         """The fact that the run last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
@@ -217,6 +235,7 @@ def read_group(db: Database, purpose: str, index: int) -> Group:
         admitted_version=group.admitted_version,
         rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
         lost=len(rows.slots(db, purpose, group).lost),
+        epoch=group.epoch,
     )
 
 

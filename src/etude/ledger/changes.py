@@ -1,9 +1,10 @@
 """Every change of the ledger: what is done together in one transaction, and whether it may be done at all.
 
-Owns the rules that make a run lose and repeat nothing: a prompt is trained once, batches follow admission order, a
-group is consumed by exactly one step, a slot is filled by the worker that holds its group. Each function runs inside of
-one transaction, with no other writer beside it (:mod:`etude.ledger.transactions`), and may be run again when that is
-interrupted. The statements are :mod:`etude.ledger.rows`', the lives of groups and steps :mod:`etude.ledger.states`'.
+Owns the rules that make a run lose and repeat nothing: a task is trained on once an epoch, batches follow admission
+order, a group is consumed by exactly one step, a slot is filled by the worker that holds its group. Each function runs
+inside of one transaction, with no other writer beside it (:mod:`etude.ledger.transactions`), and may be run again when
+that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of groups and steps
+:mod:`etude.ledger.states`'.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +34,12 @@ class NotAdmitted(StrEnum):
     MOVED = "moved"
     """Another process drew in the meantime: nothing changed."""
     TRAINED = "known"
-    """It was admitted before; the cursor is past it."""
+    """It was admitted in this epoch before; the cursor is past it."""
 
 
 def admit_group(db: Database, task: Task, purpose: str, group: rows.GroupRow) -> int | None:
-    """Add an open group; ``None`` when its task may not be admitted again."""
-    if purpose == TRAIN and rows.is_trained_on(db, task.task_id):
+    """Add an open group; ``None`` when its task may not be admitted again in that epoch."""
+    if purpose == TRAIN and rows.is_trained_on(db, task.task_id, group.epoch):
         return None
     index = rows.next_index(db, purpose)
     rows.insert_group(db, purpose, task.task_id, group._replace(group_index=index))
@@ -57,9 +58,11 @@ def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int)
     return NotAdmitted.TRAINED if index is None else index
 
 
-def new_group(task: Task, size: int, version: int, worker: str, position: int | None = None) -> rows.GroupRow:
+def new_group(
+    task: Task, size: int, version: int, worker: str, position: int | None = None, epoch: int = 1
+) -> rows.GroupRow:
     """A group that is about to be admitted; its index is found when it is."""
-    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, worker, position)
+    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, worker, position, epoch)
 
 
 def record(db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str) -> int | None:

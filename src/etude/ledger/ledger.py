@@ -1,9 +1,9 @@
 """The durable state of a run: which groups exist, what became of them, which step trained on them.
 
-Owns every decision that must survive ``kill -9`` of any process: a prompt is trained once, batches follow admission
-order, a group is consumed by exactly one optimiser step, and the dataset cursor commits with it. One database, shared
-by all processes of a run; each call is one short transaction (well under a millisecond where it is embedded), so the
-calls are synchronous. A call is kept once or not at all, whatever happens to the connection.
+Owns every decision that must survive ``kill -9`` of any process: a task is trained on once an epoch, batches follow
+admission order, a group is consumed by exactly one optimiser step, and the dataset cursor commits with it. One
+database, shared by all processes of a run; each call is one short transaction (well under a millisecond where it is
+embedded), so the calls are synchronous. A call is kept once or not at all, whatever happens to the connection.
 
 Does not own how many groups to admit (:mod:`etude.rollouts.admission`) or what is made of them
 (:mod:`etude.trainer.batching`). What is done in each transaction is in :mod:`etude.ledger.changes`.
@@ -32,7 +32,16 @@ from etude.protocols import Clock
 from etude.types import Group, Rollout, RolloutStatus, Split, Task
 
 MAX_REPEATS = 10_000
-"""Tasks in a row that were all trained before: the family has nothing new to offer."""
+"""Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDraw:
+    """A training task as it is drawn: the ledger admits each pair of these once."""
+
+    task: Task
+    epoch: int = 1
+    """Time, from 1, that the task is drawn in this run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +117,7 @@ class Ledger(LedgerConnection):
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:
         """Open a group of ``size`` slots and return its index; ``None`` if the task was admitted for training before.
+        A task for training is admitted in its first epoch.
 
         ``version`` is the newest weight version that every engine serves at this moment.
         """
@@ -116,9 +126,9 @@ class Ledger(LedgerConnection):
         return self._db.write(lambda db: changes.admit_group(db, task, purpose, group))
 
     def admit_next(
-        self, draw: Callable[[int], Task], *, size: int, version: int, kept_below: int
+        self, draw: Callable[[int], TaskDraw], *, size: int, version: int, kept_below: int
     ) -> list[OpenSlot] | None:
-        """Admit the next training task that is new, and return its slots; ``None`` while the window is full.
+        """Admit the next training task that is new in its epoch; return its slots, ``None`` while the window is full.
 
         ``draw`` gives the task at a position of the training data; it is called outside of the transaction that then
         checks the window, moves the cursor and opens the group, all or nothing. So of several processes none admits
@@ -127,18 +137,18 @@ class Ledger(LedgerConnection):
         """
         for _ in range(MAX_REPEATS):
             position = self._db.read(lambda db: rows.cursor(db, TRAIN)).drawn
-            task = draw(position)
-            _check_trainable(task, TRAIN)
-            group = changes.new_group(task, size, version, self.leases.worker, position)
-            admitted = self._db.write(partial(_admit, task, group, kept_below))
+            drawn = draw(position)
+            _check_trainable(drawn.task, TRAIN)
+            group = changes.new_group(drawn.task, size, version, self.leases.worker, position, drawn.epoch)
+            admitted = self._db.write(partial(_admit, drawn.task, group, kept_below))
             if admitted is NotAdmitted.FULL:
                 return None
             if not isinstance(admitted, NotAdmitted):
-                opened = partial(OpenSlot, task=task, group_index=admitted, attempt=0, admitted_version=version)
+                opened = partial(OpenSlot, task=drawn.task, group_index=admitted, attempt=0, admitted_version=version)
                 return [opened(slot=slot) for slot in range(size)]
         raise ConfigError(
-            f"the last {MAX_REPEATS} training tasks were all trained before: the family has too few different tasks "
-            f"for this run; lower trainer.steps or rollouts.groups_per_step, or widen [tasks]"
+            f"the last {MAX_REPEATS} training tasks were all drawn before: the family, which makes tasks for as long "
+            f"as it is asked, has no others; lower trainer.steps or rollouts.groups_per_step, or widen [tasks]"
         )
 
     def open_slots(self, purpose: str) -> list[OpenSlot]:

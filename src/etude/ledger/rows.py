@@ -25,6 +25,8 @@ class GroupRow(NamedTuple):
     """The lease under which its slots are being filled; empty: free."""
     position: int | None
     """Position in the training data at which its task was drawn; ``None``: it was not drawn."""
+    epoch: int
+    """Time, from 1, that its task is admitted; 1 of an evaluation."""
 
 
 class DataCursor(NamedTuple):
@@ -36,18 +38,25 @@ class DataCursor(NamedTuple):
     """Every draw before it was trained on in a committed step, dropped for a reason or passed over."""
 
 
-GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position"
+GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch"
 
 
 def insert_group(db: Database, purpose: str, task_id: str, group: GroupRow) -> None:
     """Add a group."""
-    sql = f"INSERT INTO groups (purpose, task_id, {GROUP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    sql = f"INSERT INTO groups (purpose, task_id, {GROUP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     db.execute(sql, purpose, task_id, *group)
 
 
-def is_trained_on(db: Database, task_id: str) -> bool:
-    """Return true if a task was ever admitted for training; spelled so that the index ``trained_once`` answers it."""
-    return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'train' AND task_id = ?", task_id))
+def is_trained_on(db: Database, task_id: str, epoch: int) -> bool:
+    """Return true if a task was admitted for training in an epoch; spelled so that ``trained_once`` answers it."""
+    sql = "SELECT 1 FROM groups WHERE purpose = 'train' AND task_id = ? AND epoch = ?"
+    return bool(db.execute(sql, task_id, epoch))
+
+
+def last_epoch(db: Database) -> int:
+    """The newest epoch of which a group was admitted for training; 0 before there is any."""
+    ((epoch,),) = db.execute("SELECT coalesce(max(epoch), 0) FROM groups WHERE purpose = 'train'")
+    return int(epoch)
 
 
 def next_index(db: Database, purpose: str) -> int:
@@ -301,5 +310,5 @@ def get_fact(db: Database, key: str) -> str | None:
 
 
 def _group_row(row: Row) -> GroupRow:
-    group_index, task, size, admitted_version, state, worker, position = row
-    return GroupRow(group_index, task, size, admitted_version, GroupState(state), worker, position)
+    group_index, task, size, admitted_version, state, worker, position, epoch = row
+    return GroupRow(group_index, task, size, admitted_version, GroupState(state), worker, position, epoch)

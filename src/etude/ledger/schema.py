@@ -133,6 +133,11 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
             SELECT rollout_id, purpose, group_index, slot, attempt, status, reward, reason FROM rollouts
         """,
     ),
+    7: (  # a task is admitted once an epoch, not once a run
+        "ALTER TABLE groups ADD COLUMN epoch INTEGER NOT NULL DEFAULT 1",
+        "DROP INDEX trained_once",
+        "CREATE UNIQUE INDEX trained_once ON groups (task_id, epoch) WHERE purpose = 'train'",
+    ),
 }
 """Version → the statements that make it from the one before."""
 

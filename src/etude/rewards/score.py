@@ -42,7 +42,7 @@ from etude.types import Disposition, Rollout, Verdict
 GRADER = "grader"
 """The grade, as a source of parts and in the record of a reward that has parts."""
 MEASURE = "measure."
-"""Prefix of sources that the harness measured: they are recorded by their own name."""
+"""Prefix of sources that the harness measured: they are recorded by their own name, and functions by their part's."""
 CHEAT_PART = "cheat_"
 """Prefix of a grade's parts by which a grader says that it was cheated; 1 is yes."""
 IMPOSSIBLE_PASSED = "impossible_passed"
@@ -150,7 +150,7 @@ def _sum_of_parts(
     recorded = {
         **grade.parts,
         GRADER: grade.value,
-        **{source: value for source, value in values.items() if not source.startswith(MEASURE)},
+        **{source: value for source, value in values.items() if not (source.startswith(MEASURE) or ":" in source)},
         **counted,
         "clipped": float(clipped),
         "assumed": float(len(assumed)),

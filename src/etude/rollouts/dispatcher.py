@@ -4,7 +4,8 @@
                 ▲                                                                                       │
                 └──────────────────── weight version served, rollouts in flight ◀───────────────────────┘
 
-- consumes: training tasks in the family's order, or the tasks of an evaluation; the weight version being served
+- consumes: training tasks in their order (:mod:`etude.rollouts.task_order`), or the tasks of an evaluation; the weight
+  version being served
 - produces: groups and ended rollouts in the ledger, one ``RolloutClosed`` event per attempt
 - waits for: a place in the staleness window and in the concurrency limit; rollouts, each of which is bounded
 - woken by: the end of a rollout; every ``POLL_S``, because versions advance in another process; every ``LOOK_S``,
@@ -15,16 +16,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from etude.config.rollouts import RolloutConfig
-from etude.ledger.ledger import TRAIN, Ledger
-from etude.protocols import TaskFamily
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.rollouts.admission import Admission
 from etude.rollouts.runner import RolloutRunner
 from etude.rollouts.worker import RolloutContext
 from etude.telemetry.log import EventLog
-from etude.types import Split, Task
+from etude.types import Task
 
 POLL_S = 0.02
 """Longest delay until a new weight version is noticed; far below the time of a rollout."""
@@ -37,8 +36,9 @@ TRAIN_TEMPERATURE = 1.0
 class Dispatcher:
     """Runs the rollouts of one run.
 
-    ``serving_version`` says which weight version every engine serves at least, right now; staleness is bounded
-    against that number, so it must never be ahead of an engine.
+    ``draw`` gives the training task at a position of the training data. ``serving_version`` says which weight version
+    every engine serves at least, right now; staleness is bounded against that number, so it must never be ahead of an
+    engine.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Dispatcher:
         config: RolloutConfig,
         *,
         ledger: Ledger,
-        family: TaskFamily,
+        draw: Callable[[int], TaskDraw],
         context: RolloutContext,
         events: EventLog,
         serving_version: Callable[[], int],
     ) -> None:
         self._config = config
         self._ledger = ledger
-        self._family = family
+        self._draw = draw
         self._context = context
         self._events = events
         self._serving_version = serving_version
@@ -101,7 +101,7 @@ class Dispatcher:
         """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
         for _ in range(admission.groups_to_admit(version=version, admitted=admitted, in_flight=len(runner))):
             slots = self._ledger.admit_next(
-                partial(self._family.task, Split.TRAIN),
+                self._draw,
                 size=self._config.group_size,
                 version=version,
                 kept_below=admission.window(version),

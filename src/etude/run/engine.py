@@ -4,27 +4,22 @@ weight store ──WeightFollower──▶ engine of the recipe's kind ──▶
 """
 
 import asyncio
-from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
-from types import MappingProxyType
+from typing import cast
 
+from etude.config.inference import ENGINES
 from etude.config.recipe import RunConfig
 from etude.engines.http import engine_app
 from etude.engines.kinds import EngineContext, Opener
-from etude.engines.native.opener import open_native
-from etude.engines.vllm.opener import open_vllm
 from etude.models.checkpoint import load_spec
+from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.numerics import largest_state, load_published, serving_model
 from etude.run.serving import listening, run_until_signal, tell_person
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
 from etude.run.weight_log import open_log
-from etude.telemetry.log import EventLog
-
-ENGINES: Mapping[str, Opener] = MappingProxyType({"native": open_native, "vllm": open_vllm})
-"""Value of ``engine.kind`` → opener."""
 
 
 def run_engine(folder: RunFolder) -> None:
@@ -34,9 +29,9 @@ def run_engine(folder: RunFolder) -> None:
 
 async def serve(folder: RunFolder, config: RunConfig) -> None:
     """Serve until cancelled, or until a background task of the engine fails."""
-    spec = load_spec(folder.model)
+    spec, opener = load_spec(folder.model), cast("Opener", ENGINES.find(config.engine.kind))
     with (
-        EventLog(folder.events, "engine") as events,
+        open_events(folder, config, "engine") as events,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
         closing(await asyncio.to_thread(WeightFollower, open_log(folder, outages), largest_state(spec))) as follower,
         outages,  # ends before the follower, whose calls wait for it
@@ -52,7 +47,7 @@ async def serve(folder: RunFolder, config: RunConfig) -> None:
         )
         weights = await asyncio.to_thread(follower.start)
         async with (
-            ENGINES[config.engine.kind](context, weights) as served,
+            opener(context, weights) as served,
             listening(engine_app(served.engine), folder.endpoints.port("engine")),
             asyncio.TaskGroup() as tasks,
         ):

@@ -9,7 +9,7 @@
     evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
     weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
-    .NAME.beat        its last sign of life
+    .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
 
 Owns names and the first checks; what is inside each file belongs to its own module.
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.config.loading import dump_toml, load_recipe
+from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
@@ -64,7 +64,7 @@ class RunFolder:
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
                 (path / LEDGER_URL).write_text(place + "\n", encoding="utf-8")
-            folder.config_file.write_text(dump_toml(resolved), encoding="utf-8")
+            folder.config_file.write_text(dump_run(resolved, path), encoding="utf-8")
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"
@@ -178,6 +178,12 @@ def start_from(start: RunFolder, folder: RunFolder) -> None:
     shutil.copy(start.path / LOG_ID, folder.path)
 
 
+def require_empty(out: Path) -> None:
+    """Raise :class:`~etude.errors.RunFolderError` where something would be overwritten."""
+    if out.exists() and any(out.iterdir()):
+        raise RunFolderError(f"{out} is not empty: choose another folder, nothing is overwritten")
+
+
 POLL_S = 0.1
 """Interval at which a lock in use is tried again."""
 
@@ -199,6 +205,13 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_unbegun(folder: RunFolder) -> None:
+    """Remove a run that has not begun, unless another process is at it: a corrected recipe finds its place free."""
+    with contextlib.suppress(RunFolderError), exclusive(folder, "supervisor"):
+        if not folder.has_begun:
+            shutil.rmtree(folder.path)
 
 
 def holder(folder: RunFolder) -> str:

@@ -46,11 +46,11 @@ from etude.ledger.payloads import Payloads
 from etude.protocols import Clock, Engine
 from etude.run.connections import Connections
 from etude.run.endpoints import PUBLIC
+from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
-from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
 from etude.types import RouteSpace
@@ -141,7 +141,7 @@ async def _serve_run(folder: RunFolder) -> None:
             )
             await stack.enter_async_context(public)
         tell_person(f"gateway at {folder.endpoints.url('gateway')}, admin key in {folder.path / 'admin.key'}")
-        events = stack.enter_context(EventLog(folder.events, "gateway", lossy=True))
+        events = stack.enter_context(open_events(folder, config, "gateway", lossy=True))
         outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s, events))
         announcing = asyncio.create_task(
             supervised("announcements", partial(announce, open_log(folder, outages), parts.pool.announce))

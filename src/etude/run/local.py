@@ -20,6 +20,7 @@ from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.ledger.ledger import Ledger
+from etude.run.events import open_events
 from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
@@ -33,6 +34,8 @@ from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
 
+SUPERVISOR = "supervisor"
+"""Name of this process: of its lock and its event log."""
 POLL_S = 0.1
 """Interval at which the processes are checked."""
 LEDGER_S = 5.0
@@ -43,19 +46,19 @@ LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
 """The processes of the asynchronous phase, by their command."""
 
 
-def run_local(folder: RunFolder, *, resumed: bool, out: TextIO = sys.stdout) -> dict[str, Json]:
+def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
     """Run what is left of a recipe, showing progress on ``out``; returns the report, also written to the run folder.
 
     Raises ``KeyboardInterrupt`` on Ctrl-C, and whatever else ends it, after every process has stopped; the folder can
     then be resumed, and has the report of what was done so far.
     """
-    config = folder.config()
+    config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(folder, "supervisor"))
+        stack.enter_context(exclusive(folder, SUPERVISOR))
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
-        events = stack.enter_context(EventLog(folder.events, "supervisor", lossy=True))
+        events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         try:
             with ProgressDisplay(folder.events, config, out) as progress:

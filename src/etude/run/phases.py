@@ -26,6 +26,7 @@ from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
+from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
@@ -86,7 +87,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
     with (
-        EventLog(folder.events, phase) as events,
+        open_events(folder, config, phase) as events,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         if open_log(folder, outages).latest() is not None:

@@ -3,7 +3,7 @@
     recipe ──▶ devices ──▶ ports ──▶ model ──▶ disk, memory ──▶ tasks ──▶ texts ──▶ a session on a fake engine ──▶ ready
 
 What costs nothing comes first. Owns the looking; what is looked for is explained by the sections of the recipe. A
-recipe alone says nothing of it, so ``--dry-run`` does not ask.
+recipe alone says nothing of it, so ``--dry-run`` does not ask, but for the tasks (:mod:`etude.run.task_plan`).
 """
 
 import asyncio
@@ -15,12 +15,11 @@ from pathlib import Path
 
 import torch
 
-from etude.aio import background_task
+from etude.aio import background_task, without_event_loop
 from etude.clock import SystemClock
 from etude.config.imitation import FILE_SOURCES
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
-from etude.config.tasks import IN_FOLDERS
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
 from etude.engines.fake import FakeEngine
@@ -31,12 +30,15 @@ from etude.models.spec import ModelSpec
 from etude.protocols import Completion
 from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import probe_ports
+from etude.run.folder import RunFolder
+from etude.run.judging import check_judge
 from etude.run.memory_need import check_memory
 from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
 from etude.run.task_families import open_demonstrations, open_family
+from etude.run.task_plan import plan_tasks
 from etude.storage import free_bytes
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import call_support, load_format
@@ -69,15 +71,18 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 
     Raises :class:`~etude.errors.UserError` for the first that is missing: the message names value, key and fix.
     """
+    RunFolder.check_new(out)
+    check_judge(config)
     yield from check_machine(config)
     yield from check_model(config)
     yield from check_room(config, out)
     if isinstance(config.harness.options, CommandOptions):
         harness_mounts(config.harness.options.mounts)
-    tasks = check_tasks(config)
+    plan = plan_tasks(config)
+    plan.check()
+    tasks = first_tasks(config)
     check_texts(config)
-    words = ", ".join(f"{task.split} {task.template or task.task_id}" for task in tasks)
-    yield MachineFinding(name="tasks", words=f"{config.tasks.family}: {words}")
+    yield MachineFinding(name="tasks", words="; ".join(plan.describe()))
     yield check_session(config, tasks[0])
 
 
@@ -149,19 +154,10 @@ def check_texts(config: RunConfig) -> None:
             raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or leave it out")
 
 
-def check_tasks(config: RunConfig) -> list[Task]:
-    """One task of each side that a recipe needs, the one of training first.
-
-    Raises :class:`~etude.errors.ConfigError`.
-    """
-    try:
-        family = open_family(config)
-        sides = [Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN]
-        return [family.task(split, 0) for split in sides]
-    except UserError as error:
-        if config.tasks.family not in IN_FOLDERS:
-            raise
-        raise ConfigError(f"tasks.folder: {error}") from error
+def first_tasks(config: RunConfig) -> list[Task]:
+    """One task of each side that a recipe needs, the one of training first."""
+    family = open_family(config)
+    return [family.task(split, 0) for split in ([Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN])]
 
 
 def check_session(config: RunConfig, task: Task) -> MachineFinding:
@@ -178,7 +174,9 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
 
     with tempfile.TemporaryDirectory(prefix="etude-check-") as scratch:
         stage = Stage(config=config, chat=chat, engine=engine, folder=Path(scratch), max_length=max_length)
-        ended = asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls)))
+        ended = without_event_loop(
+            lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls)))
+        )
     if ended is not None and ended.status is not RolloutStatus.GRADED:
         raise ConfigError(f"{_harness_key(config)}: a session with task {task.task_id} fails: {ended.reason}")
     if not calls:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from types import MappingProxyType
 
-from etude.config.loading import dump_toml, load_recipe
+from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.fsync import sync
@@ -96,7 +96,7 @@ def change(folder: RunFolder, config: RunConfig) -> None:
     """
     with exclusive(folder, "supervisor"):
         partial = folder.config_file.with_suffix(".partial")
-        partial.write_text(dump_toml(config), encoding="utf-8")
+        partial.write_text(dump_run(config, folder.path), encoding="utf-8")
         sync(partial)
         partial.replace(folder.config_file)
         sync(folder.path)

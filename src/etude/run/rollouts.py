@@ -8,10 +8,11 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -19,12 +20,13 @@ import aiohttp
 from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
-from etude.config.rollouts import CodingOptions, CommandOptions
+from etude.config.rollouts import HARNESSES, CommandOptions
+from etude.config.section import Section
 from etude.config.tasks import LocalOptions
 from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
-from etude.harnesses.coding import CodingHarness
 from etude.harnesses.command import CommandHarness
+from etude.harnesses.completions import HarnessContext
 from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
@@ -36,13 +38,15 @@ from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
+from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
-from etude.run.task_families import open_family
+from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,
     PlainTaskSandboxes,
@@ -50,7 +54,7 @@ from etude.run.task_sandboxes import (
     image_store,
     open_provider,
 )
-from etude.sandbox_spec import WORKDIR, Capability, SandboxSpec
+from etude.sandbox_spec import Capability, SandboxSpec
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.events import EvalDone, PhaseStarted
@@ -58,6 +62,8 @@ from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, Split, Task
 
+MakeHarness: TypeAlias = Callable[[Section, HarnessContext], Harness]
+"""The type of a thing that ``harness.kind`` names."""
 POLL_S = 0.05
 """Interval of requests for the served weight version."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -201,7 +207,7 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         lease = leased(folder.ledger, config.ledger, name=name, holder=holder(folder))
         ledger = stack.enter_context(lease)
-        events = stack.enter_context(EventLog(folder.events, name))
+        events = stack.enter_context(open_events(folder, config, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
         context = await stack.enter_async_context(_rollout_context(folder, config, http, events, worker_id))
         family = open_family(config)
@@ -210,7 +216,7 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
-            family=family,
+            draw=TaskOrder(family, seed=config.seed).draw,
             context=context,
             events=events,
             serving_version=served,
@@ -229,8 +235,13 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
 def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
     """The evaluation set, the same for every run of a recipe: the first held-out tasks of a family, or all of fewer;
     none twice, which would be counted as two.
+
+    Raises :class:`~etude.errors.ConfigError` where nothing is held out.
     """
-    drawn = (family.task(Split.HELDOUT, index) for index in range(DRAWS * count))
+    size = family.size(Split.HELDOUT)
+    if size == 0:
+        raise ConfigError(NOTHING_HELD_OUT)
+    drawn = (family.task(Split.HELDOUT, index) for index in range(min(DRAWS * count, size or DRAWS * count)))
     return list(islice({task.task_id: task for task in drawn}.values(), count))
 
 
@@ -354,30 +365,33 @@ async def open_stage(
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
-    options, harness = config.sandboxes.options, config.harness.options
-    if isinstance(options, LocalOptions) and isinstance(harness, CodingOptions):
+    options, harness = config.sandboxes.options, _open_harness(config, http)
+    if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
         await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
         grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
-        return PlainTaskSandboxes(local), grader, CodingHarness(harness, http)
+        return PlainTaskSandboxes(local), grader, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
-    beside = SandboxSpec() if isinstance(harness, CodingOptions) else _beside_tasks(folder, gateway_url, harness)
+    external = config.harness.options
+    beside = _beside_tasks(folder, gateway_url, external) if isinstance(external, CommandOptions) else SandboxSpec()
     provider = open_provider(sandboxes, base_store(sandboxes))
     task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(task_sandboxes.close)
     await check_sandboxes(task_sandboxes.sandboxes, config)
-    grader = task_sandboxes.grader(config.rollouts.grading_timeout_s)
-    if isinstance(harness, CodingOptions):
-        return task_sandboxes, grader, CodingHarness(harness, http)
-    command = CommandHarness(harness, http, workdir=WORKDIR)
-    probe = await task_sandboxes.open_empty()
-    await command.check(probe)
-    await probe.close()
-    return task_sandboxes, grader, command
+    if isinstance(harness, CommandHarness):
+        probe = await task_sandboxes.open_empty()
+        await harness.check(probe)
+        await probe.close()
+    return task_sandboxes, task_sandboxes.grader(config.rollouts.grading_timeout_s), harness
+
+
+def _open_harness(config: RunConfig, http: aiohttp.ClientSession) -> Harness:
+    make = cast("MakeHarness", HARNESSES.find(config.harness.kind))
+    return make(config.harness.options, HarnessContext(http=http))
 
 
 def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:

@@ -5,25 +5,27 @@
               ├───▶ behaviour ──────────────────────┤
               ├───▶ effort (recorded only) ─────────┼──▶ score ──▶ ScoredRollout
     grade, harness's measures ──────────────────────┤                   ▲
-    a judge, where a part asks for one ─────────────┘     hints, rewards of single turns
+    functions that parts name ──────────────────────┤     hints, rewards of single turns
+    a judge, where a part asks for one ─────────────┘
 
 Wiring only: terms, rules, rubrics, detectors and the score are :mod:`etude.rewards`'s, baits :mod:`etude.tasks`'s.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import orjson
 
 from etude.clock import SystemClock
 from etude.config.recipe import RunConfig
-from etude.config.reward import RewardConfig
+from etude.config.reward import FUNCTIONS, RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.harnesses.actions import THOUGHTS, Finding, Severity, read_actions
 from etude.ledger.ledger import Facts
-from etude.protocols import Clock, HarnessResult, Sandbox
+from etude.protocols import Clock, HarnessResult, RewardFunction, RewardInput, Sandbox
 from etude.rewards.monitor.monitor import inspect, scene_of
 from etude.rewards.score import BY_SEVERITY, ScorePolicy, score
 from etude.rewards.shaping.behaviour import measure, observe
@@ -41,6 +43,10 @@ from etude.tasks.impossible import is_impossible
 from etude.tokens.messages import ChatFormat
 from etude.types import AnswerChecks, Disposition, Ids, Task, Turn, TurnKind
 
+logger = logging.getLogger(__name__)
+
+FUNCTION_S = 60.0
+"""Time that a reward function may take: one that asks a service sets a limit of its own below it."""
 REWARD_FACT, REWARD_SPEC_FACT = "reward", "reward_made_of"
 """Keys of the ledger for the digest of a run's reward, and for what it is the digest of."""
 
@@ -66,6 +72,8 @@ class RewardScorer:
     """The token that ends a turn's thinking; −1: the model does not think."""
     judge: PartJudge | None = None
     hints: HintFinder | None = None
+    functions: Mapping[str, RewardFunction] = field(default_factory=dict)
+    """Source of a part → the function that it names."""
     rewards_turns: bool = False
     """True where single turns have rewards of their own."""
     clock: Clock = field(default_factory=SystemClock)
@@ -107,7 +115,27 @@ class RewardScorer:
             "measure": result.measures,
             "effort": asdict(effort),
         }
-        return {f"{kind}.{name}": value for kind, values in kinds.items() for name, value in values.items()}
+        by_source = {f"{kind}.{name}": value for kind, values in kinds.items() for name, value in values.items()}
+        return {**by_source, **await self._called(rollout, spoken)} if self.functions else by_source
+
+    async def _called(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
+        """The values of functions; none of one that raises or takes too long, which the log says."""
+        shown = RewardInput(
+            task=rollout.task,
+            grade=rollout.grade,
+            result=rollout.result,
+            turns=rollout.turns,
+            transcript=transcript_of(spoken),
+        )
+        values: dict[str, float] = {}
+        for source, function in self.functions.items():
+            try:
+                async with asyncio.timeout(FUNCTION_S):
+                    value = await asyncio.to_thread(function, shown)
+                    values[source] = float(await value if isinstance(value, Awaitable) else value)
+            except Exception:  # somebody else's code may raise anything
+                logger.exception("reward function %s", source)
+        return values
 
     async def _judged(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
         """The judge's values, where a part asks for them; none while it is out of reach and no part waits for it, or
@@ -198,6 +226,11 @@ def open_scorer(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) ->
         bare_shell=config.harness.kind == "command",
         thinking_end_id=config.effort.thinking_end_id,
         judge=None if judge is None else judge.parts,
+        functions={
+            part.source: cast("RewardFunction", FUNCTIONS.find(part.source))
+            for part in config.reward.parts
+            if part.is_function
+        },
         hints=open_hints(config, chat, judge.hints if judge is not None and config.hints.judge else None),
         rewards_turns=config.credit.kind == "shaped",
         outage_s=config.rollouts.outage_s,

@@ -1,32 +1,36 @@
 """The task family of a recipe, and the demonstrations that mid-training shows of it."""
 
-import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias, cast
 
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
-from etude.config.tasks import BugfixOptions, LookupOptions, NextEditOptions, RepositoryOptions
+from etude.config.section import Section
+from etude.config.tasks import FAMILIES, BugfixOptions, LookupOptions, NextEditOptions, RepositoryOptions
 from etude.errors import ConfigError
-from etude.protocols import TaskFamily
-from etude.run.task_sandboxes import image_store
-from etude.sandboxes.images.store import ImageStore
+from etude.protocols import FamilyContext, TaskFamily
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.corpus import Demonstrations
 from etude.tasks.corpora.lookup import LookupDemonstrations
 from etude.tasks.corpora.nextedit import NextEditDemonstrations
 from etude.tasks.corpora.shell_transcripts import SHELL, ShellTasks
 from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
-from etude.tasks.harbor.family import HarborTasks
 from etude.tasks.impossible import WithImpossible
 from etude.tasks.lookup import LookupFamily
-from etude.tasks.migrations.family import MigrationFamily
 from etude.tasks.nextedit import NextEditFamily
 from etude.tasks.repositories.family import BriefTasks, RepairDemonstrations
-from etude.tasks.repositories.folder import RepositoryTasks
 from etude.tasks.summaries import SummariesFamily, SummaryDemonstrations
 from etude.types import Split
 
-logger = logging.getLogger(__name__)
+MakeFamily: TypeAlias = Callable[[Section, FamilyContext], TaskFamily]
+"""The type of a thing that ``tasks.family`` names."""
+
+NOTHING_HELD_OUT = (
+    "no task is held out, so that nothing can be measured: hold out more (a smaller tasks.heldout_every), name some in "
+    "their own metadata (metadata.etude.split = 'heldout' in task.toml), or measure nothing (eval.enabled = false)"
+)
+"""Error of a family without held-out tasks."""
 
 
 def open_family(config: RunConfig) -> TaskFamily:
@@ -38,35 +42,16 @@ def open_family(config: RunConfig) -> TaskFamily:
 
 
 def _family(config: RunConfig) -> TaskFamily:
-    tasks, folder, seed, every = config.tasks, Path(config.tasks.folder), config.seed, config.tasks.heldout_every
-    match tasks.options:
-        case BugfixOptions() as options:
-            return BugfixFamily(options, seed=seed, heldout_every=every)
-        case LookupOptions() as options:
-            return LookupFamily(options, seed=seed, heldout_every=every)
-        case NextEditOptions():
-            return NextEditFamily(seed=seed, one_in=config.eval.heldout_every)
-        case RepositoryOptions() as options:
-            repository = RepositoryTasks(folder)
-            if (unprobed := repository.unprobed) and not options.unprobed:
-                raise ConfigError(
-                    f"tasks.folder = {tasks.folder!r}: {len(unprobed)} tasks have no probe, so that code which forges "
-                    f"the results of its tests meets canaries alone: delete them ({', '.join(unprobed[:3])} …, each "
-                    f"*/tasks/ID.json), or set tasks.options.unprobed = true"
-                )
-            return BriefTasks(repository, ImageStore(repository.images)) if options.brief else repository
-    match tasks.family:
-        case "harbor":
-            harbor = HarborTasks(folder, seed=seed, images=image_store(config.sandboxes, tasks), heldout_every=every)
-            for name, reason in harbor.refused.items():
-                logger.warning("task %s is set aside: %s", name, reason)
-            return harbor
-        case "migrations":
-            return MigrationFamily(seed=seed, heldout_every=every)
-        case "summaries":
-            return SummariesFamily(seed=seed, heldout_every=every)
-        case family:
-            raise AssertionError(f"tasks.family = {family!r} has options")
+    tasks, images = config.tasks, config.sandboxes.images
+    make = cast("MakeFamily", FAMILIES.find(tasks.family))
+    context = FamilyContext(
+        seed=config.seed,
+        heldout_every=tasks.heldout_every,
+        texts_heldout_every=config.eval.heldout_every,
+        folder=Path(tasks.folder),
+        images=Path(images) if images else None,
+    )
+    return make(tasks.options, context)
 
 
 def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demonstrations:

@@ -5,12 +5,13 @@
 Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
 """
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias, cast
 
-from etude.config.tasks import RemoteOptions, SandboxConfig, TaskConfig
+from etude.config.section import Section
+from etude.config.tasks import PROVIDERS, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, Sandbox, SandboxProvider
 from etude.rewards.graders.functions import AnswerGrader, FreshGrader, GraderByKind, HiddenTests
@@ -19,17 +20,13 @@ from etude.rewards.graders.queries import QueryGrader
 from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
-from etude.sandboxes.ns.provider import NamespaceSandboxes
-from etude.sandboxes.oci.provider import OciSandboxes
-from etude.sandboxes.oci.runtimes import RUNTIMES
-from etude.sandboxes.qemu.provider import QemuSandboxes
-from etude.sandboxes.remote.client import RemoteSandboxes
+from etude.sandboxes.providers import ProviderContext
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
-KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
-"""Holds the key of a remote server of sandboxes."""
+MakeProvider: TypeAlias = Callable[[Section, ProviderContext], SandboxProvider]
+"""The type of a thing that ``sandboxes.kind`` names."""
 NOTHING = SandboxSpec()
 """Mounts and places beside a task's environment."""
 IMAGES = "images"
@@ -53,25 +50,18 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     Raises :class:`~etude.errors.ConfigError` for one that this machine does not have, and for ``local``, which has no
     machine around its files.
     """
-    provider: SandboxProvider
-    match config.kind:
-        case "ns":
-            provider = NamespaceSandboxes(bases=store.bases)
-        case "crun" | "gvisor":
-            provider = OciSandboxes(RUNTIMES[config.kind], bases=store.bases)
-        case "qemu":
-            provider = QemuSandboxes(store=store)
-        case "remote":
-            key = os.environ.get(KEY_VARIABLE, "")
-            if not key:
-                raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
-            assert isinstance(config.options, RemoteOptions), "the kind decides"
-            provider = RemoteSandboxes(config.options.url, key)
-        case "local":
-            raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
+    if config.kind == "local":
+        raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
+    provider = open_kind(config, store)
     if config.pool_size:
         return SandboxPool(provider, WarmPoolLimits(live=config.pool_size))
     return provider
+
+
+def open_kind(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
+    """The provider of ``sandboxes.kind`` alone, without a warm pool. Raises :class:`~etude.errors.ConfigError`."""
+    make = cast("MakeProvider", PROVIDERS.find(config.kind))
+    return make(config.options, ProviderContext(kind=config.kind, store=store))
 
 
 class PlainTaskSandboxes:

@@ -31,6 +31,7 @@ from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.run.distillation import DistillationBatcher
+from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
@@ -124,6 +125,7 @@ class TrainerProcess:
             busy_s = time.perf_counter() - started_s
             ended = stop_reasons(groups)
             metrics |= batch_metrics(batch) | group_metrics(groups, ended) | mismatch_metrics(mismatch)
+            metrics["epoch"] = max(group.epoch for group in groups)
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
@@ -376,7 +378,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
     config = folder.config()
     lease = leased(folder.ledger, config.ledger, name=TRAINER, holder=holder(folder))
     with (
-        EventLog(folder.events, "trainer") as events,
+        open_events(folder, config, "trainer") as events,
         lease as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):

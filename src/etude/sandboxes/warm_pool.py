@@ -334,7 +334,7 @@ class SandboxPool:
         if not lease.urgent:
             room = min(room, self._plan.ordinary_room())
         if room < count:
-            raise SandboxesBusy(f"no room for {count} copies of a sandbox: raise sandboxes.warm")
+            raise SandboxesBusy(f"no room for {count} copies of a sandbox: raise sandboxes.pool_size")
         self._plan.lending[lease.urgent] += count
         try:
             copies = await lease.inner.fork(count)
@@ -386,7 +386,7 @@ class SandboxPool:
                 self._plan.lending[request.urgent] -= 1
                 self._remove(granted[0])
             if isinstance(error, TimeoutError):
-                words = f"no sandbox became free within {self._limits.wait_s:g} s: raise sandboxes.warm"
+                words = f"no sandbox became free within {self._limits.wait_s:g} s: raise sandboxes.pool_size"
                 raise SandboxesBusy(words) from None
             raise
         trouble = "its caller gave up"

@@ -18,6 +18,7 @@ from random import Random
 import orjson
 
 from etude.config.tasks import BugfixOptions
+from etude.protocols import FamilyContext
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.programs import FUNCTION_NAMES, KINDS, Lines, Naming, Parts, ProgramKind
 from etude.types import Case, FunctionChecks, Json, Split, Task
@@ -63,6 +64,11 @@ class Problem:
 class BugfixFamily:
     """An endless stream of planted-bug tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
+    @classmethod
+    def open(cls, options: BugfixOptions, context: FamilyContext) -> "BugfixFamily":
+        """The family of a recipe."""
+        return cls(options, seed=context.seed, heldout_every=context.heldout_every)
+
     def __init__(self, options: BugfixOptions, *, seed: int, heldout_every: int = 6) -> None:
         self._seed = seed
         self.kinds: tuple[ProgramKind, ...] = tuple(KINDS[name] for name in options.kinds)
@@ -84,6 +90,10 @@ class BugfixFamily:
     def templates(self, kind: ProgramKind, split: Split) -> Sequence[Parts]:
         """The templates of one kind on one side of the hold-out."""
         return [parts for parts in kind.templates if ((kind.name, parts) in self._heldout) == (split is Split.HELDOUT)]
+
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""

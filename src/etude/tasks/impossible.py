@@ -42,6 +42,10 @@ class WithImpossible:
         self._share = share
         self._seed = seed
 
+    def size(self, split: Split) -> int | None:
+        """The family's."""
+        return self._family.size(split)
+
     def task(self, split: Split, index: int) -> Task:
         """The family's own task, or one made impossible of it; a task that cannot be made so stays as it is."""
         task = self._family.task(split, index)

@@ -32,6 +32,7 @@ import orjson
 
 from etude.config.tasks import LookupOptions
 from etude.errors import ConfigError
+from etude.protocols import FamilyContext
 from etude.tasks.heldout import HeldoutTasks
 from etude.types import AnswerChecks, Split, Task
 
@@ -117,6 +118,11 @@ class Inquiry:
 class LookupFamily:
     """An endless stream of lookup tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
+    @classmethod
+    def open(cls, options: LookupOptions, context: FamilyContext) -> "LookupFamily":
+        """The family of a recipe."""
+        return cls(options, seed=context.seed, heldout_every=context.heldout_every)
+
     def __init__(self, options: LookupOptions, *, seed: int, heldout_every: int = 6) -> None:
         """Raises :class:`~etude.errors.ConfigError` for a material with more facts than names, and for askable names
         of which all sets are held out, or none.
@@ -132,6 +138,10 @@ class LookupFamily:
         self.askable = self._askable() if options.question_names else NAMES
         """Names that are ever asked for."""
         self._heldout_tasks = HeldoutTasks(self._heldout_sets(), self._heldout_task)
+
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""

@@ -29,6 +29,8 @@ from pathlib import Path
 from random import Random
 from typing import TypeAlias
 
+from etude.config.tasks import NextEditOptions
+from etude.protocols import FamilyContext
 from etude.tasks.corpora.corpus import STDLIB_CHARACTERS
 from etude.tasks.corpora.mixture import Side
 from etude.tasks.heldout import HeldoutTasks
@@ -93,6 +95,11 @@ class LineEdit:
 class NextEditFamily:
     """An endless stream of edits to be gone on with; implements :class:`~etude.protocols.TaskFamily`."""
 
+    @classmethod
+    def open(cls, options: NextEditOptions, context: FamilyContext) -> "NextEditFamily":
+        """The family of a recipe."""
+        return cls(seed=context.seed, one_in=context.texts_heldout_every)
+
     def __init__(self, *, seed: int, one_in: int) -> None:
         """About one of ``one_in`` modules is held out."""
         self._seed = seed
@@ -111,6 +118,10 @@ class NextEditFamily:
         self._heldout_tasks = HeldoutTasks(
             sorted(by_name), lambda name, rng: _task(self._renamed(rng.choice(by_name[name]), rng), Split.HELDOUT)
         )
+
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""

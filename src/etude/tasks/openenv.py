@@ -104,9 +104,13 @@ class OpenEnvEnvironment:
                 f"no OpenEnv server answers at {self._url} ({type(error).__name__}: {error}): start it first"
             ) from error
 
+    def size(self, split: Split) -> int | None:
+        """``HELDOUT_SEEDS`` seeds are held out; the others have no end."""
+        return HELDOUT_SEEDS if split is Split.HELDOUT else None
+
     def task(self, split: Split, index: int) -> Task:
-        """Seed number ``index`` of a split; held-out seeds are ``HELDOUT_SEEDS`` many and then begin again."""
-        seed = index % HELDOUT_SEEDS if split is Split.HELDOUT else HELDOUT_SEEDS + index
+        """Seed number ``index`` of a split."""
+        seed = index if split is Split.HELDOUT else HELDOUT_SEEDS + index
         card = Card(environment=self._name, index=seed, name=f"seed {seed}", prompt=self._description)
         return card.task(FAMILY, split)
 

@@ -27,7 +27,9 @@ from textwrap import dedent
 
 import orjson
 
+from etude.config.section import Section
 from etude.harnesses.tools import ANSWER
+from etude.protocols import FamilyContext
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.heldout import in_turns
 from etude.types import AnswerChecks, Split, Task
@@ -66,22 +68,30 @@ class SummarisedFunction:
 
 
 class SummariesFamily:
-    """An endless stream of functions to be summed up; implements :class:`~etude.protocols.TaskFamily`."""
+    """Functions to be summed up, some hundred of them; implements :class:`~etude.protocols.TaskFamily`."""
 
-    def __init__(self, *, seed: int, heldout_every: int) -> None:
-        self._seed = seed
+    @classmethod
+    def open(cls, options: Section, context: FamilyContext) -> "SummariesFamily":
+        """The family of a recipe."""
+        return cls(heldout_every=context.heldout_every)
+
+    def __init__(self, *, heldout_every: int) -> None:
         matches = sorted(library(), key=lambda one: hashlib.sha256(one.text.encode()).digest())
-        self._functions: Mapping[Split, Sequence[SummarisedFunction]] = {
+        sides = {
             split: [one for one in matches if is_heldout(one.module, heldout_every) == (split is Split.HELDOUT)]
             for split in Split
         }
-        self._heldout = in_turns(self._functions[Split.HELDOUT], lambda one: one.module)
+        self._functions: Mapping[Split, Sequence[SummarisedFunction]] = {
+            split: in_turns(functions, lambda one: one.module) for split, functions in sides.items()
+        }
+
+    def size(self, split: Split) -> int | None:
+        """Number of functions of a split."""
+        return len(self._functions[split])
 
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split: drawn by the seed (training), or each once, modules in turns (held out)."""
-        if split is Split.HELDOUT:
-            return _task(self._heldout[index % len(self._heldout)], split)
-        return _task(self.function(split, Random(f"summaries|{self._seed}|{index}")), split)
+        """Task number ``index`` of a split, modules in turns."""
+        return _task(self._functions[split][index], split)
 
     def function(self, split: Split, rng: Random) -> SummarisedFunction:
         """Draw one."""

@@ -277,3 +277,13 @@ Event: TypeAlias = (
     | Outage
 )
 """Everything that can stand in a log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """An event with when and where it happened."""
+
+    at_s: float
+    """Unix time."""
+    process: str
+    event: Event

@@ -8,7 +8,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import get_args
 
@@ -17,36 +17,30 @@ import orjson
 from etude.closing import Closing
 from etude.errors import DamagedError
 from etude.storage import FULL
-from etude.telemetry.events import Event
+from etude.telemetry.events import Event, Logged
+from etude.telemetry.sinks import Sinks
 
 EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 """Event name in the log → its class."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
-    """An event with when and where it happened."""
-
-    at_s: float
-    """Unix time."""
-    process: str
-    event: Event
-
-
 class EventLog(Closing):
     """Writes this process's events."""
 
-    def __init__(self, folder: Path, process: str, *, lossy: bool = False) -> None:
-        """``lossy``: rather go on without an event than end on a full disk."""
+    def __init__(self, folder: Path, process: str, *, lossy: bool = False, sinks: Sinks | None = None) -> None:
+        """``lossy``: rather go on without an event than end on a full disk. ``sinks`` are closed with this."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._process, self._lossy = process, lossy
+        self._process, self._lossy, self._sinks = process, lossy, sinks
         file = folder / f"{process}.jsonl"
         _drop_unfinished_line(file)
         self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, event: Event) -> None:
         """Append one event, whole or not at all."""
-        line = {"at_s": time.time(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
+        at_s = time.time()
+        if self._sinks is not None:
+            self._sinks.put(Logged(at_s=at_s, process=self._process, event=event))
+        line = {"at_s": at_s, "writer": self._process, "event": type(event).__name__, **asdict(event)}
         data = orjson.dumps(line) + b"\n"
         try:
             written = os.write(self._descriptor, data)
@@ -62,6 +56,8 @@ class EventLog(Closing):
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
+        if self._sinks is not None:
+            self._sinks.close()
 
 
 class EventReader:

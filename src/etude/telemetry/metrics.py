@@ -102,6 +102,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "groups": _count("groups of the batch", "groups"),
         "groups_without_signal": _count("groups in which every advantage is 0", "groups"),
+        "epoch": _count("newest epoch of the training tasks among them", "epochs"),
         "cut_short": Metric(title="share of rollouts that a limit ended", chart=SIGNAL_CHART, label="cut short"),
         "signal_share": Metric(title="share of groups with a signal", chart=SIGNAL_CHART, label="signal"),
         "grad_norm": Metric(

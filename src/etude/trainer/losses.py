@@ -21,11 +21,12 @@ Shape legend: N loss tokens of a micro-batch, S its trajectories.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from etude.config.training import Aggregation, ClippedOptions, DualClippedOptions, LossConfig, LossKind
+from etude.config.training import LOSSES, Aggregation, ClippedOptions, DualClippedOptions, LossConfig
 from etude.trainer.corrections import Correction, correct, trajectory_means
 
 LARGEST_LOG_RATIO = 20.0
@@ -107,7 +108,7 @@ def policy_loss(tokens: LossTokens, config: LossConfig, totals: Totals) -> Polic
     correction = correct(log_ratios_N, gaps_N, tokens.advantages_N, tokens.trajectories_N, config)
     has_anchor = config.correction == "decoupled" or config.old_policy == "recomputed"
     anchors_N = proximal_N if has_anchor else tokens.engine_logprobs_N
-    surrogate = SURROGATES[config.kind](LossInput(tokens, anchors_N, correction, config))
+    surrogate = loss_of(config)(LossInput(tokens, anchors_N, correction, config))
     terms_N = surrogate.terms_N
     if config.kl_coef:
         terms_N = terms_N - config.kl_coef * divergence_terms(tokens, config)
@@ -206,6 +207,10 @@ class Surrogate:
     """True where a clip took the gradient."""
 
 
+Loss: TypeAlias = Callable[[LossInput], Surrogate]
+"""A kind of loss; :mod:`etude.config.training` has the names, and the advantage and the average that go with each."""
+
+
 def policy_gradient(x: LossInput) -> Surrogate:
     """The score function, w_t · A_t · log π_θ(y_t): the kinds ``policy_gradient`` and ``rloo``.
 
@@ -273,17 +278,11 @@ def dppo(x: LossInput) -> Surrogate:
     return Surrogate(terms_N, capped_N=torch.zeros_like(outside_N), clipped_N=outside_N)
 
 
-SURROGATES: dict[LossKind, Callable[[LossInput], Surrogate]] = {
-    "policy_gradient": policy_gradient,
-    "rloo": policy_gradient,
-    "grpo": clipped,
-    "dr_grpo": clipped,
-    "ppo_clip": clipped,
-    "cispo": cispo,
-    "gspo": gspo,
-    "dppo": dppo,
-}
-"""Kind → its function; :mod:`etude.config.training` has the advantage and the average that go with it."""
+def loss_of(config: LossConfig) -> Loss:
+    """The loss that a recipe names: a function, or what a class makes of its options."""
+    named = LOSSES.find(config.kind)
+    made = named(config.options) if isinstance(named, type) else named
+    return cast("Loss", made)
 
 
 def _ratios(x: LossInput) -> Tensor:

@@ -22,6 +22,7 @@ from etude.run.resolve import resolve_device
 from etude.tasks.harbor.family import read_tasks
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventReader
+from harbor_folders import write_folder
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 QUICKSTART = RECIPES / "quickstart"
@@ -240,7 +241,9 @@ def test_an_empty_store_has_nothing_to_export(capsys: pytest.CaptureFixture[str]
 
 def test_tasks_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "ls", str(QUICKSTART), "--split", "heldout", "--count", "2"]) == 0
-    assert capsys.readouterr().out.count("── heldout task") == 2
+    text = capsys.readouterr().out
+    assert text.count("── heldout task") == 2
+    assert text.endswith("\nno end of training tasks, no end of held-out tasks\n")
 
 
 def test_the_doctor_compares_engine_and_trainer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,9 +294,16 @@ def test_a_shell_gets_completions() -> None:
     assert answer.stdout.split() == ["weights"]
 
 
-def test_tasks_of_a_folder_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tasks", "ls", str(Path(__file__).parents[3] / "examples" / "tasks")]) == 0
-    assert "etude/greeting: Write the line" in capsys.readouterr().out
+def test_tasks_of_a_folder_are_listed_with_their_side(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, side in (("a", "train"), ("b", "heldout"), ("c", "train")):
+        write_folder(tmp_path / name, {"task.toml": f"[task]\nname = '{name}'\n[metadata.etude]\nsplit = '{side}'"})
+    listed = {}
+    for side in ("train", "heldout"):
+        assert main(["tasks", "ls", str(tmp_path), "--split", side, "--count", "9"]) == 0
+        listed[side] = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in listed["train"][:-1]] == ["train a", "train c"]
+    assert [line.partition(":")[0] for line in listed["heldout"][:-1]] == ["heldout b"]
+    assert listed["train"][-1] == "2 training tasks, 1 held-out tasks, with tasks.heldout_every = 6"
 
 
 @pytest.mark.parametrize(

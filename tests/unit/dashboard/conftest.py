@@ -15,6 +15,7 @@ from etude.telemetry.events import (
     EngineStats,
     Event,
     ImitationProgress,
+    Logged,
     MismatchMeasured,
     MismatchWarned,
     PhaseStarted,
@@ -24,7 +25,6 @@ from etude.telemetry.events import (
     WeightsPublished,
     WeightsSwapped,
 )
-from etude.telemetry.log import Logged
 from etude.types import Json
 from evaluations import evaluation
 from steps import step_done

@@ -9,8 +9,7 @@ from etude.dashboard.formatting import number_at
 from etude.dashboard.report import build_report, failing_alike, nothing_learnt, warning, warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import render_line
-from etude.telemetry.events import PhaseStarted, RolloutClosed, StepDone, WeightsPublished
-from etude.telemetry.log import Logged
+from etude.telemetry.events import Logged, PhaseStarted, RolloutClosed, StepDone, WeightsPublished
 from steps import changed, step_done
 
 VAIN = step_done(

@@ -14,7 +14,7 @@ from etude.dashboard.plots import Line, line_plot, smooth
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import summary
-from etude.telemetry.log import Logged
+from etude.telemetry.events import Logged
 from etude.types import Json
 from evaluations import evaluation
 

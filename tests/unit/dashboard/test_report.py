@@ -13,8 +13,7 @@ from etude.dashboard.heldout import comparison, full_marks
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import summary
-from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, PhaseEnded
-from etude.telemetry.log import Logged
+from etude.telemetry.events import EvalDone, Event, HeldoutLoss, JudgeAlarm, Logged, PhaseEnded
 from etude.telemetry.metrics import METRICS
 from etude.types import Json
 from evaluations import evaluation

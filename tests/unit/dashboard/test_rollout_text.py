@@ -37,6 +37,7 @@ SUMMARY = replace(
 )  # fmt: skip
 ROLLOUT = ReadRollout(
     rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=0, step=5, group_state="consumed", task_id="a1b2",
+    epoch=2,
     template="off_by_one", prompt="fix f in f.py", status="graded", reason="submit", reward=0.85,
     parts=(ReadPart(name="tests", value=1.0, worth=1.0), ReadPart(name="todo_open", value=1.0, worth=-0.15),
            ReadPart(name="summaries", value=1.0, worth=None), ReadPart(name="asking", value=0.0, worth=None)),
@@ -93,7 +94,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 
 def test_a_group_is_drawn_with_its_state() -> None:
-    assert "train group 12 · off_by_one · open · 7 compared" in drawn(
+    assert "train group 12 · off_by_one · epoch 2 · open · 7 compared" in drawn(
         group_table([replace(ROLLOUT, group_state="open")])
     )
 

@@ -7,13 +7,13 @@ from etude.dashboard.run_metrics import PHASES, RunMetrics
 from etude.telemetry.events import (
     Event,
     ImitationProgress,
+    Logged,
     Outage,
     PhaseStarted,
     ProcessStarted,
     RolloutClosed,
     RunStarted,
 )
-from etude.telemetry.log import Logged
 from etude.types import RolloutStatus
 
 

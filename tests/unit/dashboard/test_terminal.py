@@ -12,8 +12,7 @@ from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import final_table, render, sparkline
 from etude.dashboard.text import render_line
-from etude.telemetry.events import StepDone
-from etude.telemetry.log import Logged
+from etude.telemetry.events import Logged, StepDone
 from etude.types import Json
 from steps import changed
 

@@ -8,10 +8,10 @@ import pytest
 
 from etude.errors import RunFolderError
 from etude.ledger.archive import Archive, Search
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.ledger.records import encode_rollout, encode_task
 from etude.ledger.schema import NEWEST
-from ledgers import rollout, task
+from ledgers import new_task, rollout, task
 
 VERSION_2 = """
 PRAGMA journal_mode = WAL;
@@ -82,8 +82,12 @@ def test_a_run_of_version_2_goes_on_where_it_was(old: Path) -> None:
         assert ledger.progress().committed == 2  # the open group was drawn there or later
         (slot,) = ledger.open_slots(TRAIN)
         ledger.record(rollout(slot.group_index, slot.slot), TRAIN)
-        (drawn,) = ledger.admit_next(task, size=1, version=0, kept_below=9) or []
+        (drawn,) = ledger.admit_next(new_task, size=1, version=0, kept_below=9) or []
         assert drawn.task.task_id == "5"
+        assert [group.epoch for group in ledger.groups(TRAIN)] == [1, 1, 1, 1]
+        again = TaskDraw(task=task(5), epoch=2)
+        assert ledger.admit_next(lambda _: again, size=1, version=0, kept_below=9)
+        ledger.drop_group(TRAIN, 4, "infra")
         assert ledger.claim_batch(3, 1)
         ledger.commit_step(3)
         assert ledger.progress().committed == 5

@@ -21,6 +21,7 @@ from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.rollouts.schedule import PAUSES
+from etude.rollouts.task_order import TaskOrder
 from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
@@ -35,6 +36,11 @@ class Numbers:
     """A family whose tasks are numbers; every third one repeats the one before, up to a last one."""
 
     different: int = 10**9
+    tasks: int | None = None
+    """Indices that it has; ``None``: any number of them."""
+
+    def size(self, split: Split) -> int | None:
+        return self.tasks
 
     def task(self, split: Split, index: int) -> Task:
         number = min(index - index // 3, self.different - 1)
@@ -72,7 +78,7 @@ class Bench:
         self.dispatcher = Dispatcher(
             self.config,
             ledger=self.ledger,
-            family=self.family,
+            draw=TaskOrder(self.family, seed=0).draw,
             context=self.fakes.context,
             events=self.log,
             serving_version=self.version,
@@ -104,7 +110,7 @@ class Bench:
     async def trainer(self, steps: int) -> list[int]:
         """Pretend to train; the highest staleness of each step."""
         staleness = []
-        for step in range(1, steps + 1):
+        for step in range(self.ledger.progress().steps_done + 1, steps + 1):
             while (groups := self.ledger.claim_batch(step, self.config.groups_per_step)) is None:
                 await asyncio.sleep(0.02)
             batch = build_batch(step, groups)
@@ -387,6 +393,26 @@ def test_a_rollout_that_was_cancelled_from_outside_stops_training(bench: MakeBen
     assert here.fakes.is_tidy
 
 
+def test_epochs_go_on_over_a_restart_and_each_task_is_trained_on_once_in_each(bench: MakeBench) -> None:
+    few, steps = Numbers(tasks=7), 9  # five different tasks, two groups a step: three epochs and more
+
+    async def interrupted(here: Bench, after: int) -> None:
+        running = [asyncio.create_task(here.dispatcher.train(steps)), asyncio.create_task(here.trainer(steps))]
+        while here.ledger.progress().steps_done < after:
+            await asyncio.sleep(0.001)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    first, second = bench(config(), family=few), bench(config(), family=few)
+    run_virtually(interrupted(first, after=4))
+    run_virtually(interrupted(second, after=steps))
+    trained = [(group.epoch, group.task.task_id) for group in second.ledger.groups(TRAIN)]
+    assert len(set(trained)) == len(trained) == 2 * steps
+    assert [epoch for epoch, _ in trained] == sorted(1 + number // 5 for number in range(2 * steps))
+    assert all(len({name for epoch, name in trained if epoch == number}) == 5 for number in (1, 2, 3))
+
+
 def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:
     async def hang_on_second(task: Task) -> None:
         if task.prompt == "1":
@@ -418,7 +444,7 @@ def test_a_fraction_is_a_pass_where_the_recipe_says_so(bench: MakeBench, pass_at
     dispatcher = Dispatcher(
         here.config,
         ledger=here.ledger,
-        family=here.family,
+        draw=TaskOrder(here.family, seed=0).draw,
         context=replace(here.fakes.context, pass_at=pass_at),
         events=here.log,
         serving_version=lambda: 0,

@@ -13,22 +13,14 @@ from etude.protocols import Session
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.telemetry.log import EventLog
-from etude.types import Finish, RolloutStatus, Split, Task, Turn
-from records import CHECKS
+from etude.types import Finish, RolloutStatus, Task, Turn
+from ledgers import new_task
 
 ONE = np.ones(1, np.int32)
 NEWEST = 99 * ONE
 """A weight version that is never too old."""
 TURN = Turn(prompt_ids=ONE, completion_ids=ONE, logprobs=-ONE.astype(np.float32), versions=NEWEST, finish=Finish.STOP)
 STEPS = 3
-
-
-class Tasks:
-    """Any number of them."""
-
-    def task(self, split: Split, index: int) -> Task:
-        name = f"{split}-{index}"
-        return Task(task_id=name, family="f", template="t", split=split, prompt="", files={}, checks=CHECKS)
 
 
 @pytest.mark.parametrize(("group_size", "groups_per_step"), [(16, 16), (64, 4), (128, 2)])
@@ -49,7 +41,7 @@ def test_hundreds_of_rollouts_in_flight_end_as_whole_groups_in_order(
         dispatcher = Dispatcher(
             config,
             ledger=ledger,
-            family=Tasks(),
+            draw=new_task,
             context=fakes.context,
             events=events,
             serving_version=lambda: ledger.progress().steps_done,

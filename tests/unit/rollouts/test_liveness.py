@@ -19,8 +19,8 @@ from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeSandbox, FakeSessions, RolloutFakes, run_virtually
 from etude.rollouts.sandbox import RolloutLimits
 from etude.telemetry.log import EventLog
-from etude.types import Finish, RolloutStatus, Split, Task, Turn
-from records import CHECKS
+from etude.types import Finish, RolloutStatus, Task, Turn
+from ledgers import new_task
 
 ONE = np.ones(1, np.int32)
 NEWEST = 99 * ONE
@@ -124,14 +124,6 @@ class Grounds:
         return await self.misery.open_environment(task)
 
 
-class Tasks:
-    """Any number of them."""
-
-    def task(self, split: Split, index: int) -> Task:
-        name = f"{split}-{index}"
-        return Task(task_id=name, family="f", template="t", split=split, prompt="", files={}, checks=CHECKS)
-
-
 async def _unused(task: Task, session: Session) -> str:
     raise NotImplementedError
 
@@ -150,7 +142,7 @@ async def _train(ledger: Ledger, events: EventLog, troubles: Iterator[Trouble]) 
     dispatcher = Dispatcher(
         CONFIG,
         ledger=ledger,
-        family=Tasks(),
+        draw=new_task,
         context=context,
         events=events,
         serving_version=lambda: ledger.progress().steps_done,
@@ -204,7 +196,7 @@ def test_a_short_group_does_not_overtake_a_long_one() -> None:
 
     async def play(task: Task, session: Session) -> str:
         fakes.sessions.capture(session, TURN)
-        await asyncio.sleep(100.0 if task.task_id == "train-0" else 1.0)
+        await asyncio.sleep(100.0 if task.task_id == "0" else 1.0)
         return "submit"
 
     fakes = RolloutFakes(play, lambda task: 1.0)
@@ -227,6 +219,6 @@ def test_a_short_group_does_not_overtake_a_long_one() -> None:
         EventLog(Path(folder) / "events", "rollouts") as events,
     ):
         dispatcher = Dispatcher(
-            config, ledger=ledger, family=Tasks(), context=fakes.context, events=events, serving_version=lambda: 0
+            config, ledger=ledger, draw=new_task, context=fakes.context, events=events, serving_version=lambda: 0
         )
         run_virtually(run(dispatcher, ledger))

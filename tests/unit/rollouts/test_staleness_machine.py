@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.config.rollouts import RolloutConfig
-from etude.ledger.ledger import TRAIN, Ledger, OpenSlot
+from etude.ledger.ledger import TRAIN, Ledger, OpenSlot, TaskDraw
 from etude.rollouts.admission import Admission
 from etude.rollouts.schedule import Place, place_of
 from etude.trainer.batching.batch import build_batch
-from etude.types import Finish, Rollout, RolloutStatus, Split, Task, Turn
-from records import CHECKS
+from etude.types import Finish, Rollout, RolloutStatus, Turn
+from ledgers import task
 
 MAX_FAILURES = 12
 """Attempts that fail in one history: finitely many, as liveness supposes."""
@@ -251,10 +251,10 @@ class Factory:
         )
 
 
-def draw(position: int) -> Task:
-    """Every fourth task repeats the one before."""
-    name = f"task-{position - position // 4}"
-    return Task(task_id=name, family="f", template="t", split=Split.TRAIN, prompt="", files={}, checks=CHECKS)
+def draw(position: int) -> TaskDraw:
+    """Every fourth task repeats the one before; after six of them they come again, in the next epoch."""
+    epoch, place = divmod(position, 8)
+    return TaskDraw(task=task(f"task-{place - place // 4}"), epoch=epoch + 1)
 
 
 @contextmanager

@@ -30,8 +30,9 @@ from etude.telemetry.events import RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.advantage import group_advantages, group_weight
 from etude.trainer.batching.batch import build_batch
-from etude.types import Finish, Group, Rollout, Split, Task, Turn
-from records import CHECKS, TASK, make_rollout
+from etude.types import Finish, Group, Rollout, Task, Turn
+from ledgers import new_task
+from records import TASK, make_rollout
 
 P_LONG = 0.1
 SUCCESS = {True: 0.8, False: 0.2}
@@ -74,14 +75,6 @@ class Coin:
         return Grade(value=float(self.random.random() < SUCCESS[bool(result.counts["long"])]), parts={})
 
 
-class Tasks:
-    """Any number of them."""
-
-    def task(self, split: Split, index: int) -> Task:
-        name = f"{split}-{index}"
-        return Task(task_id=name, family="f", template="t", split=split, prompt="", files={}, checks=CHECKS)
-
-
 @dataclass(frozen=True)
 class History:
     """What a run trained on, and every attempt that it made."""
@@ -121,7 +114,7 @@ def history(
             dispatcher = Dispatcher(
                 config,
                 ledger=ledger,
-                family=Tasks(),
+                draw=new_task,
                 context=replace(fakes.context, harness=coin, grader=coin),
                 events=events,
                 serving_version=lambda: ledger.progress().steps_done,

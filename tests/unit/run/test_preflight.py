@@ -25,8 +25,8 @@ from etude.run.preflight import (
     check_model,
     check_ready,
     check_session,
-    check_tasks,
     check_texts,
+    first_tasks,
 )
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_fits_is_told_of_and_answers_a_session(small_model: Pa
     config = default_recipe([f"model.checkpoint={small_model}", "midtrain.tokens=0"])
     (finding,) = check_model(config)
     assert finding.works and "are there and fit" in finding.words
-    (task, heldout) = check_tasks(config)
+    (task, heldout) = first_tasks(config)
     assert (task.split, heldout.split) == (Split.TRAIN, Split.HELDOUT)
     assert "coding harness on a fake engine" in check_session(config, task).words
 
@@ -187,17 +187,15 @@ def test_an_agent_that_cannot_work_is_found_out_by_one_session(command: list[str
     agent = f"harness.options.command={[*command, '{prompt}', '{temperature}']}"
     config = load_recipe(tmp_path, ["harness.kind=command", agent, "harness.options.timeout_s=60.0"])
     with pytest.raises(ConfigError, match=r"harness\.options\.command") as refused:
-        check_session(config, check_tasks(config)[0])
+        check_session(config, first_tasks(config)[0])
     assert words in str(refused.value)
 
 
-def test_tasks_of_one_side_alone_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_run_that_measures_nothing_needs_no_held_out_task(tmp_path: Path) -> None:
     split = "[metadata.etude]\nsplit = 'train'\n"
     write_folder(tmp_path / "tasks" / "one", {"task.toml": WHOLE["task.toml"] + split})
     settings = ["tasks.family=harbor", f"tasks.folder={tmp_path / 'tasks'}", "sandboxes.kind=ns"]
-    with pytest.raises(ConfigError, match=r"on the side 'heldout'.*metadata\.etude\.split.*eval\.enabled = false"):
-        check_tasks(default_recipe(settings))
-    (task,) = check_tasks(default_recipe([*settings, "eval.enabled=false"]))
+    (task,) = first_tasks(default_recipe([*settings, "eval.enabled=false"]))
     assert task.split is Split.TRAIN
 
 

@@ -44,12 +44,17 @@ def test_mounts_are_folders_of_this_machine(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Few:
-    """A family that has some tasks, over and over."""
+    """A family of some tasks, one of them twice; without a number of them it makes the same ones again and again."""
 
     tasks: int
+    is_endless: bool = False
+
+    def size(self, split: Split) -> int | None:
+        return None if self.is_endless else self.tasks
 
     def task(self, split: Split, index: int) -> Task:
-        name = f"{split.value}-{index % self.tasks}"
+        assert self.is_endless or index < self.tasks
+        name = f"{split.value}-{max(index % self.tasks, 1)}"
         return Task(
             task_id=name,
             family="few",
@@ -62,8 +67,11 @@ class Few:
 
 
 def test_no_heldout_task_is_counted_twice() -> None:
-    assert [task.task_id for task in heldout_tasks(Few(3), 8)] == ["heldout-0", "heldout-1", "heldout-2"]
+    for few in (Few(4), Few(4, is_endless=True)):
+        assert [task.task_id for task in heldout_tasks(few, 8)] == ["heldout-1", "heldout-2", "heldout-3"]
     assert len(heldout_tasks(Few(100), 8)) == 8
+    with pytest.raises(ConfigError, match=r"tasks\.heldout_every.*etude\.split.*eval\.enabled"):
+        heldout_tasks(Few(0), 8)
 
 
 def test_an_evaluation_tells_what_passed_template_by_template() -> None:

@@ -15,7 +15,7 @@ from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Ledger
-from etude.protocols import Grade, HarnessResult, Score
+from etude.protocols import Grade, HarnessResult, RewardInput, Score
 from etude.rewards.score import ScorePolicy
 from etude.rewards.shaping.parts import reward_spec
 from etude.rewards.transcript import SpokenTurn, read_turns
@@ -130,6 +130,31 @@ def test_a_judge_is_asked_where_a_part_wants_it_and_reads_all_of_it() -> None:
     assert shown.count(WORDS[0]) == 1
     scored(reward(TESTS), judge)
     assert len(judge.shown) == 1
+
+
+def count_turns(rollout: RewardInput) -> float:
+    return float(len(rollout.turns))
+
+
+async def count_turn_marks(rollout: RewardInput) -> float:
+    return float(rollout.transcript.count("turn "))
+
+
+def raises(rollout: RewardInput) -> float:
+    raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(("name", "value"), [("count_turns", 3.0), ("count_turn_marks", 6.0), ("raises", -7.0)])
+def test_a_part_may_be_a_function_and_one_that_raises_says_nothing(name: str, value: float) -> None:
+    source = f"{__name__}:{name}"
+    own = {**TESTS, "name": "own", "source": source, "range": (-9.0, 9.0), "missing": -7.0}
+    config = RunConfig(reward=reward(TESTS, own))
+    scorer = open_scorer(config, ChatTemplate.train(["a"], 300), None)
+    assert isinstance(scorer, RewardScorer)
+    score = asyncio.run(replace(scorer, read=read).score(ROLLOUT)).score
+    assert score.value == 1.0 + value
+    assert score.parts["own"] == value
+    assert source not in score.parts
 
 
 PROMPT = replace(TASK, checks=AnswerChecks(answer="42"))

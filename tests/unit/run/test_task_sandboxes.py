@@ -9,7 +9,6 @@ from etude.config.tasks import RemoteOptions, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.rollouts.fake import FakeSandboxes
 from etude.run.task_sandboxes import (
-    KEY_VARIABLE,
     EnvironmentTaskSandboxes,
     PlainTaskSandboxes,
     base_store,
@@ -18,6 +17,7 @@ from etude.run.task_sandboxes import (
 )
 from etude.sandbox_spec import EnvironmentSpec
 from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.providers import KEY_VARIABLE
 from etude.types import Split, Task
 from records import CHECKS
 

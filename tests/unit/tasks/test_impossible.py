@@ -46,6 +46,9 @@ class Same:
     def __init__(self) -> None:
         self._task = BUGFIX.task(Split.TRAIN, 0)
 
+    def size(self, split: Split) -> int | None:
+        return None
+
     def task(self, split: Split, index: int) -> Task:
         return self._task
 

@@ -241,8 +241,9 @@ def test_no_seed_is_on_both_sides(tmp_path: Path) -> None:
     async def tasks() -> None:
         async with aiohttp.ClientSession() as http:
             environment = OpenEnvEnvironment("http://x", http, CompletionClient(http, max_tokens=1, timeout_s=1))
-            sides = [{environment.task(split, index).task_id for index in range(2 * HELDOUT_SEEDS)} for split in Split]
-            assert not sides[0] & sides[1]
+            heldout = {environment.task(Split.HELDOUT, index).task_id for index in range(HELDOUT_SEEDS)}
+            assert environment.size(Split.HELDOUT) == len(heldout)
+            assert not heldout & {environment.task(Split.TRAIN, index).task_id for index in range(2 * HELDOUT_SEEDS)}
 
     asyncio.run(tasks())
 

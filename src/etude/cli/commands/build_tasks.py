@@ -216,6 +216,7 @@ class CheckResult:
 
     task_id: str
     template: str
+    split: Split
     outcome: str
     """``sound``, or what is wrong with it: a :class:`~etude.taskgen.verdicts.Rejection`."""
     detail: str = ""
@@ -235,8 +236,10 @@ async def check(folder: Path, provider: SandboxProvider, *, say: Say, repeats: i
             outcome, detail = await _check(task, tasks.answer(task), store, provider, repeats)
         except (ConfigError, DamagedError, SandboxError, AgentFault) as error:
             outcome, detail = str(Rejection.FAILED), str(error)
-        results.append(CheckResult(task_id=task.task_id, template=task.template, outcome=outcome, detail=detail))
-        say(f"{task.task_id} {task.template}: {outcome} {detail}".rstrip())
+        results.append(
+            CheckResult(task_id=task.task_id, template=task.template, split=task.split, outcome=outcome, detail=detail)
+        )
+        say(f"{task.split} {task.task_id} {task.template}: {outcome} {detail}".rstrip())
     return results
 
 

@@ -12,7 +12,6 @@ from etude.cli.options import Overrides, RecipePath, group
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
 from etude.dashboard.terminal import DIM, GOOD, WARN
-from etude.run.judging import check_judge
 from etude.run.local import default_out
 from etude.run.preflight import check_ready
 
@@ -23,7 +22,6 @@ app = group()
 def check(recipe: RecipePath, *, overrides: Overrides) -> None:
     """See if a recipe can run on this machine: all that `etude run` tries before it makes its folder."""
     config = load_recipe(recipe, overrides)
-    check_judge(config)
     show_ready(config, default_out(config), Console())
 
 

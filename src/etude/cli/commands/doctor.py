@@ -21,6 +21,7 @@ from rich.text import Text
 
 from etude.cli.options import Overrides, group
 from etude.config.loading import default_recipe, load_recipe
+from etude.config.tasks import PROVIDERS, SandboxConfig
 from etude.dashboard import formatting
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.models.invariant import InvariantArithmetic
@@ -30,14 +31,13 @@ from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine
 from etude.run.parity import DIM, GOOD, WARN
 from etude.run.preflight import MachineFinding, about_template
+from etude.run.task_sandboxes import base_store, open_kind
 from etude.sandbox_spec import Capability
-from etude.sandboxes.local.provider import LocalSandboxes
-from etude.sandboxes.ns.provider import NamespaceSandboxes
-from etude.sandboxes.oci.provider import OciSandboxes
-from etude.sandboxes.oci.runtimes import RUNTIMES
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.tokens.jinja import call_support
 
+NOT_TRIED = ("qemu", "remote")
+"""Kinds of sandbox that would boot a machine, or need a server."""
 SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESSES_APART)
 """Capabilities that programs of a model need around them."""
 
@@ -129,12 +129,11 @@ def _meminfo() -> list[str]:
 
 def _sandboxes() -> list[MachineFinding]:
     """Each kind of sandbox, tried; but no virtual machine is booted."""
-    kinds: dict[str, Callable[[], SandboxProvider]] = {
-        "local": lambda: LocalSandboxes(workers=1),
-        "ns": NamespaceSandboxes,
-        **{kind: partial(OciSandboxes, runtime) for kind, runtime in RUNTIMES.items()},
-    }
-    return [*(_tried(kind, make) for kind, make in kinds.items()), _virtual_machines()]
+    kinds = [SandboxConfig(kind=kind) for kind in PROVIDERS.builtins if kind not in NOT_TRIED]
+    return [
+        *(_tried(config.kind, partial(open_kind, config, base_store(config))) for config in kinds),
+        _virtual_machines(),
+    ]
 
 
 def _tried(kind: str, make: Callable[[], SandboxProvider]) -> MachineFinding:

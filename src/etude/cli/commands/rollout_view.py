@@ -120,6 +120,7 @@ class RolloutReader:
             step=match.step,
             group_state=credit.state,
             task_id=task.task_id,
+            epoch=credit.group.epoch,
             template=task.template,
             prompt=task.prompt,
             status=rollout.status,

@@ -1,7 +1,7 @@
 """`etude run`: the whole loop of a recipe on this machine, begun or continued."""
 
 import json
-import shutil
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,15 +12,18 @@ from rich.console import Console
 
 from etude.cli.options import Overrides, group, own_name
 from etude.config.loading import dump_toml, load_recipe
+from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
+from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
+from etude.run.task_plan import plan_tasks
 from etude.types import Json
 
 app = group()
@@ -56,15 +59,14 @@ def run(
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     config = load_recipe(recipe, [*overrides, *settings])
     about_reward = describe(config.reward)
-    check_judge(config)
     if dry_run:
+        check_judge(config)
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
-        return 0
+        return _print_tasks(config)
     from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
 
     out = out or default_out(config)
-    RunFolder.check_new(out)
     show_ready(config, out, Console())
     return start(RunFolder.create(out, config))
 
@@ -80,23 +82,39 @@ def go_on(folder: RunFolder, settings: Sequence[str]) -> int:
         return 0
     if settings:
         change(folder, config)
-    return run_folder(folder, resumed=True)
+    return run_folder(folder)
 
 
 def start(folder: RunFolder) -> int:
     """Run a new run; one that cannot begin leaves no folder, so that the corrected recipe finds its place free."""
     try:
-        return run_folder(folder, resumed=False)
+        return run_folder(folder)
     except EtudeError as error:
-        if not isinstance(error, InfrastructureError | RunFolderError) and not folder.has_begun:
-            shutil.rmtree(folder.path)
+        if not isinstance(error, InfrastructureError | RunFolderError):
+            remove_unbegun(folder)
         raise
 
 
-def run_folder(folder: RunFolder, *, resumed: bool) -> int:
-    """Run what is left of a run; when it is stopped, say how to continue."""
+def _print_tasks(config: RunConfig) -> int:
+    """Print how many tasks there are and how often each is needed. Raises as a start would where they are too few; a
+    folder that is not there yet is only told of.
+    """
     try:
-        report = run_local(folder, resumed=resumed)
+        plan = plan_tasks(config)
+    except ConfigError as error:
+        print(f"# {error}")
+        return 0
+    print("".join(f"# tasks: {line}\n" for line in plan.describe()), end="")
+    plan.check()
+    return 0
+
+
+def run_folder(folder: RunFolder) -> int:
+    """Run what is left of a run; when it is stopped, say how to continue."""
+    if SUPERVISOR_VARIABLE in os.environ:
+        die_with_parent()  # a program of the user's: `etude.train`
+    try:
+        report = run_local(folder)
     except (KeyboardInterrupt, SystemExit, InfrastructureError):
         print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.path}", file=sys.stderr)
         if folder.report_html.exists():

@@ -18,8 +18,9 @@ from etude.config.tasks import LentKind, MachineKind, SandboxConfig
 from etude.errors import ConfigError, ExitCode
 from etude.protocols import SandboxProvider
 from etude.run.serving import listening, run_until_signal
-from etude.run.task_sandboxes import KEY_VARIABLE, base_store, open_provider
+from etude.run.task_sandboxes import base_store, open_provider
 from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.providers import KEY_VARIABLE
 from etude.sandboxes.remote.principals import SandboxClient, parse_client, read_clients
 from etude.sandboxes.remote.server import SandboxServer
 from etude.taskgen.fidelity.probes import diff, probe, render_diff

@@ -7,11 +7,10 @@ drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -29,7 +28,7 @@ from etude.dashboard.rollout_text import (
 )
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
-from etude.ledger.archive import Archive, Comparison, Order, RolloutOutcome, Search
+from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
 from etude.ledger.changes import TRAIN
 from etude.run.folder import RunFolder
 from etude.types import Json as JsonValue
@@ -40,7 +39,6 @@ DEFAULT_LIMIT = 20
 """Rollouts of a list."""
 MOST_REASONS = 8
 """Shown in the overview: the most frequent ones."""
-COMPARISON = re.compile(rf"\s*({'|'.join(sorted(get_args(Comparison), key=len, reverse=True))})\s*(\S+)\s*")
 
 
 app = group()
@@ -138,18 +136,6 @@ def show(
             _show_overview(folder, archive, as_json)
 
 
-def parse_comparison(text: str) -> tuple[Comparison, float]:
-    """``>=0.5`` as a comparison and a bound. Raises :class:`~etude.errors.ConfigError`."""
-    match = COMPARISON.fullmatch(text)
-    try:
-        if match:
-            comparison: Comparison = next(each for each in get_args(Comparison) if each == match[1])
-            return comparison, float(match[2])
-    except ValueError:
-        pass
-    raise ConfigError(f"--reward {text!r}: expected a comparison with a number, such as '>=0.5', '<0' or '=1'")
-
-
 def console() -> Console:
     """Colours and its width on a terminal; plain text and whole lines in a pipe."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
@@ -181,13 +167,22 @@ def _show_list(archive: Archive, search: Search, as_json: bool) -> None:
 
 def _show_overview(folder: RunFolder, archive: Archive, as_json: bool) -> None:
     config, census, done = folder.config(), archive.census(), archive.steps_done()
-    steps = f"{done} of {config.trainer.steps} steps committed"
+    steps, epoch = f"{done} of {config.trainer.steps} steps committed", archive.epoch()
     if as_json:
         purposes: JsonValue = [asdict(each) for each in census]
         _print_json(
-            [{"run": str(folder.path), "steps_done": done, "steps": config.trainer.steps, "purposes": purposes}]
+            [
+                {
+                    "run": str(folder.path),
+                    "steps_done": done,
+                    "steps": config.trainer.steps,
+                    "epoch": epoch,
+                    "purposes": purposes,
+                }
+            ]
         )
         return
+    steps += f" · epoch {epoch}" * (epoch > 1)
     _print([overview(folder.path.name, steps, census, archive.reasons(TRAIN, MOST_REASONS)), _next(folder, archive)])
 
 

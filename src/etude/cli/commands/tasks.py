@@ -6,6 +6,7 @@ A task that cannot be made or verified is named with its reason and set aside; t
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import MachineKind, SandboxConfig, TaskConfig
 from etude.errors import ConfigError, ExitCode
+from etude.protocols import TaskFamily
 from etude.rewards.graders.script import ScriptGrader
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
@@ -31,18 +33,20 @@ from etude.taskgen.harbor.soundness import SoundnessCheck
 from etude.taskgen.installer import InstallerOptions
 from etude.taskgen.preparation import Settings
 from etude.taskgen.verdicts import Rejection
-from etude.tasks.harbor.family import read_tasks
+from etude.tasks.harbor.family import HELDOUT_ONE_IN, read_tasks, side_of
 from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import HarborImages
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, TestChecks
+from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
 from etude.types import Split as Side
 
 SOLVE = """#!/bin/bash
 cp -r "$(dirname "$0")/files/." .
 """
 """Script of a solution: runs in the working folder."""
+UNLESS_SAID = f", with tasks.heldout_every = {HELDOUT_ONE_IN}"
+"""Condition of the sides of Harbor's tasks, which a folder alone does not settle."""
 Sandbox: TypeAlias = Annotated[MachineKind, typer.Option(help="Where commands run.")]
 
 app = group()
@@ -124,11 +128,14 @@ def list_tasks(
     split: Split = "train",
     count: Annotated[int, typer.Option(help="Number of tasks.")] = 3,
 ) -> None:
-    """Print some tasks."""
+    """Print some tasks of a side of the hold-out, and how many there are on each."""
     if is_recipe(source):
-        print("\n".join(_task_lines(load_recipe(source), split, count)))
+        lines = _task_lines(load_recipe(source), split, count)
+    elif _is_harbor(source):
+        lines = _harbor_lines(source, split, count)
     else:
-        print("\n".join(_folder_lines(source, split, count)))
+        lines = _repository_lines(source, split, count)
+    print("\n".join(lines))
 
 
 @app.command("export")
@@ -143,7 +150,7 @@ def export_command(
     if is_recipe(source):
         config = load_recipe(source)
         family, images = open_family(config), image_store(config.sandboxes, config.tasks)
-        tasks = [family.task(Side(split), index) for index in range(count)]
+        tasks = list(_first(family, Side(split), count))
         answer = None
     else:
         repository = RepositoryTasks(source)
@@ -160,27 +167,50 @@ def export_command(
     return ExitCode.USER_ERROR if refused else 0
 
 
-def _folder_lines(folder: Path, split: str, count: int) -> list[str]:
-    """The tasks of a folder."""
-    if _is_harbor(folder):
-        reading = read_tasks(folder)
-        listed = [f"{task.name}: {task.instruction.splitlines()[0]}" for task in reading.tasks]
-        return listed[:count] + [f"set aside: {name}: {reason}" for name, reason in reading.refused.items()]
-    tasks = RepositoryTasks(folder).tasks(Side(split))
-    return [f"── {task.task_id} {task.template}\n{task.prompt}\n" for task in tasks[:count]]
+def _harbor_lines(folder: Path, split: str, count: int) -> Iterator[str]:
+    """The first ``count`` tasks of a side in a folder of Harbor's, by name, and those that cannot be read."""
+    reading = read_tasks(folder)
+    sides = {task.name: side_of(task) for task in reading.tasks}
+    for task in [task for task in reading.tasks if sides[task.name] == split][:count]:
+        yield f"{split} {task.name}: {task.instruction.splitlines()[0]}"
+    yield from (f"set aside: {name}: {reason}" for name, reason in reading.refused.items())
+    yield _sides(Counter(sides.values())) + UNLESS_SAID
+
+
+def _repository_lines(folder: Path, split: str, count: int) -> Iterator[str]:
+    """The first ``count`` tasks of a side in a folder that was built from repositories."""
+    tasks = RepositoryTasks(folder)
+    for task in tasks.tasks(Side(split))[:count]:
+        yield f"── {split} {task.task_id} {task.template}\n{task.prompt}\n"
+    yield _sides({side: len(tasks.tasks(side)) for side in Side})
+
+
+def _sides(sizes: Mapping[Side, int | None]) -> str:
+    """Number of tasks on each side of the hold-out."""
+    train, heldout = (
+        "no end of" if size is None else f"{size:,}"
+        for size in (sizes.get(side, 0) for side in (Side.TRAIN, Side.HELDOUT))
+    )
+    return f"{train} training tasks, {heldout} held-out tasks"
 
 
 def _task_lines(config: RunConfig, split: str, count: int) -> Iterator[str]:
     """The first ``count`` tasks of a split: prompt, files, and in a line what is asked for."""
     family = open_family(config)
-    for index in range(count):
-        task = family.task(Side(split), index)
+    for index, task in enumerate(_first(family, Side(split), count)):
         yield f"── {split} task {index}, {task.task_id}: {task.template}"
         yield task.prompt
         for path, text in task.files.items():
             yield f"{path}:"
             yield from (f"  {line}" for line in text.splitlines())
         yield _example(task.checks)
+    yield _sides({side: family.size(side) for side in Side})
+
+
+def _first(family: TaskFamily, side: Side, count: int) -> Iterator[Task]:
+    """The first ``count`` tasks of a side, or all of fewer."""
+    size = family.size(side)
+    return (family.task(side, index) for index in range(count if size is None else min(count, size)))
 
 
 def _example(checks: Checks) -> str:
@@ -217,8 +247,11 @@ async def _check_repository(folder: Path, sandboxes: SandboxConfig, every: bool,
     sound = sum(result.outcome == SOUND for result in results)
     for result in [] if every else results:
         if result.outcome != SOUND:
-            log(f"{result.task_id} {result.template}: {result.outcome} {result.detail}{meaning_of(result.outcome)}")
-    log(f"{sound} of {len(results)} tasks are sound")
+            log(
+                f"{result.split} {result.task_id} {result.template}: {result.outcome} {result.detail}"
+                f"{meaning_of(result.outcome)}"
+            )
+    log(f"{sound} of {len(results)} tasks are sound; {_sides(Counter(result.split for result in results))}")
     return sound == len(results)
 
 
@@ -239,10 +272,13 @@ async def _check_harbor(folder: Path, sandboxes: SandboxConfig, every: bool, as_
         OUT.out(json.dumps([asdict(result) for result in results], indent=1))
     for name, reason in reading.refused.items():
         log(f"{name}: set aside: {reason}")
+    sides = {task.name: side_of(task) for task in reading.tasks}
     for result in results:
         if every or not result.is_sound:
-            log(f"{result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
-    log(f"{sum(result.is_sound for result in results)} of {len(results) + len(reading.refused)} tasks are sound")
+            log(f"{sides[result.name]} {result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
+    sound = Counter(sides[result.name] for result in results if result.is_sound)
+    total = len(results) + len(reading.refused)
+    log(f"{sound.total()} of {total} tasks are sound; {_sides(sound)}{UNLESS_SAID}")
     return not reading.refused and all(result.is_sound for result in results)
 
 

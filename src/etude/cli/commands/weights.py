@@ -20,7 +20,7 @@ from etude.cli.options import All, RunPath, group
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, require_empty
 from etude.run.weight_log import log_id_of, open_store
 from etude.types import WeightVersion
 from etude.weights.compact import Compactor
@@ -161,7 +161,7 @@ def export(
     store: RunPath, out: Annotated[Path, typer.Argument(help="Folder to write.")], *, version: Version = None
 ) -> None:
     """Write a version of a run as a Hugging Face checkpoint, tokenizer included."""
-    from etude.cli.commands.export import export_run  # takes torch
+    from etude.run.export import export_run  # takes torch
 
     print(f"weight version {export_run(RunFolder.open(store, writes=False), out, version)} → {out}")
 
@@ -296,12 +296,6 @@ def _differences(before: PulledWeights, after: PulledWeights) -> Iterator[tuple[
         if other is not None and other.spec == tensor.spec:
             changed = int(np.count_nonzero(other.numbers != tensor.numbers))
             yield name, tensor.spec.dtype, len(tensor.numbers), changed
-
-
-def require_empty(out: Path) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` where something would be overwritten."""
-    if out.exists() and any(out.iterdir()):
-        raise RunFolderError(f"{out} is not empty: choose another folder, nothing is overwritten")
 
 
 def _tracked(items: Iterable[Item], total: int, text: str, console: Console) -> Iterator[Item]:

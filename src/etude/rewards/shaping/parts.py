@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import orjson
 
+from etude.config.plugins import portable
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError
 from etude.rewards.shaping.behaviour import TERMS
@@ -70,7 +71,8 @@ def reward_spec(config: RewardConfig, rubrics: Mapping[str, str]) -> RewardSpec:
     for part in config.parts:
         kind, _, name = part.source.partition(".")
         rubric = {"rubric": rubrics[name]} if kind == "judge" else {}
-        spec[part.name] = part.model_dump(mode="json", exclude={"name"}) | rubric
+        source = {"source": portable(part.source)}
+        spec[part.name] = part.model_dump(mode="json", exclude={"name"}) | source | rubric
     return spec
 
 

@@ -33,6 +33,10 @@ class ShellTasks:
     def __init__(self, family: TaskFamily) -> None:
         self._family = family
 
+    def size(self, split: Split) -> int | None:
+        """The family's."""
+        return self._family.size(split)
+
     def task(self, split: Split, index: int) -> Task:
         """The family's task, and a program that checks it."""
         task = self._family.task(split, index)

@@ -67,7 +67,7 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunInstruction:
     """Run a command as root."""
 
     line: int
@@ -76,7 +76,7 @@ class Run:
     environment: Mapping[str, str]
 
 
-Step: TypeAlias = ImageFolder | Copy | Run
+Step: TypeAlias = ImageFolder | Copy | RunInstruction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def _run(reading: _DockerfileState, line: int, rest: str) -> None:
         raise reading.fault(line, "RUN", "there is no command")
     words = _json_words(command)
     reading.steps.append(
-        Run(
+        RunInstruction(
             line=line,
             argv=words or (*reading.shell, _script(command)),
             workdir=reading.workdir,

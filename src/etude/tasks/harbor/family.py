@@ -1,15 +1,17 @@
-"""A folder of Harbor tasks as a stream of tasks to practise, with a hold-out that no seed changes.
+"""A folder of Harbor tasks as tasks to practise, with a hold-out that no seed changes.
 
 Reads every task folder once. A broken one, or one whose image is not there, is set aside with the reason and the rest
 goes on; a folder with nothing left to practise is refused. Builds nothing (:mod:`etude.tasks.harbor.images`).
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
+from etude.config.section import Section
+from etude.protocols import FamilyContext
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.harbor.folder import HarborTask, read_task, task_folders
 from etude.tasks.harbor.images import find_image, plain_files
@@ -17,6 +19,10 @@ from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.heldout import in_turns
 from etude.types import Split, Task
 
+logger = logging.getLogger(__name__)
+
+IMAGES = "images"
+"""Folder of images beside the tasks of a folder."""
 HELDOUT_ONE_IN = 6
 """Every how manieth task is held out, by its name's hash; one that says its side itself is on that side."""
 
@@ -32,21 +38,29 @@ class FolderContents:
 
 
 class HarborTasks:
-    """The tasks of one folder, again and again; implements :class:`~etude.protocols.TaskFamily`."""
+    """The tasks of one folder; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: Section, context: FamilyContext) -> "HarborTasks":
+        """The family of a recipe, whose images lie beside the tasks or with the base systems."""
+        beside = context.folder / IMAGES
+        images = ImageStore(beside if beside.is_dir() else context.images)
+        harbor = cls(context.folder, images=images, heldout_every=context.heldout_every)
+        for name, reason in harbor.refused.items():
+            logger.warning("task %s is set aside: %s", name, reason)
+        return harbor
 
     def __init__(
         self,
         folder: Path,
         *,
-        seed: int = 0,
         images: ImageStore | None = None,
         heldout_every: int = HELDOUT_ONE_IN,
         offline: bool = False,
     ) -> None:
         """Read the tasks whose images are in the store; without ``images``, those that need none.
 
-        ``seed`` orders the training side. Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` when no
-        task is left.
+        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` when no task is left.
         """
         reading = read_tasks(folder, offline=offline)
         matches, unbuilt = _find_images(reading.tasks, images)
@@ -56,33 +70,21 @@ class HarborTasks:
         if not ready:
             reasons = "\n  ".join(f"{name}: {reason}" for name, reason in self.refused.items())
             raise TaskFolderError(f"{folder}: none of its tasks can be used\n  {reasons}")
-        self._seed = seed
         self._tasks = {split: _on_side(ready, split, heldout_every) for split in Split}
         self._tasks[Split.HELDOUT] = in_turns(self._tasks[Split.HELDOUT], lambda task: task.template)
         self._images = matches
-        self._folder = folder
 
     def sources(self, split: Split) -> Sequence[HarborTask]:
         """The task folders on one side of the hold-out."""
         return self._tasks[split]
 
-    def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split: all of them in an order of the seed's, then all of them again, otherwise.
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split."""
+        return len(self._tasks[split])
 
-        Held-out tasks come in the order of their names, templates in turns. Raises
-        :class:`~etude.tasks.harbor.settings.TaskFolderError` for a side that has none.
-        """
-        tasks = self._tasks[split]
-        if not tasks:
-            raise TaskFolderError(
-                f"{self._folder}: no task is on the side {split.value!r}: add tasks, lower tasks.heldout_every, say "
-                f"metadata.etude.split = {split.value!r} in a task.toml, or set eval.enabled = false"
-            )
-        turn, place = divmod(index, len(tasks))
-        order = list(range(len(tasks)))
-        if split is Split.TRAIN:
-            Random(f"harbor|{self._seed}|{turn}").shuffle(order)
-        task = tasks[order[place]]
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split, in the order of their names; held-out templates take turns."""
+        task = self._tasks[split][index]
         image = self._images[task.name]
         return task.task(split, image=image, files=None if image else plain_files(task))
 

@@ -24,7 +24,7 @@ from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.images.layers import HOME
 from etude.sandboxes.images.store import ImageStore
-from etude.tasks.harbor.dockerfile import Copy, Dockerfile, ImageFolder, Run, Step
+from etude.tasks.harbor.dockerfile import Copy, Dockerfile, ImageFolder, RunInstruction, Step
 from etude.tasks.harbor.folder import LEFT_OUT, HarborTask, digest_files, is_program
 from etude.tasks.harbor.settings import TaskFolderError
 
@@ -245,7 +245,7 @@ def _chmod(step: Copy, path: str, *, folder: bool) -> str:
 async def _play(step: Step, sandbox: Sandbox, task: HarborTask, context: Path, left_s: float) -> float:
     """Carry out one step and say how many seconds it took."""
     place = f"{task.context / 'Dockerfile'}"
-    if isinstance(step, Run):
+    if isinstance(step, RunInstruction):
         what = f"{place}:{step.line}: RUN {step.argv[-1]!r}"
         argv, workdir, environment = step.argv, step.workdir, step.environment
     elif isinstance(step, Copy):

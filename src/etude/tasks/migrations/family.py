@@ -19,6 +19,8 @@ from random import Random
 
 import orjson
 
+from etude.config.section import Section
+from etude.protocols import FamilyContext
 from etude.sandbox_spec import EnvironmentSpec, Service, ServiceKind
 from etude.tasks.heldout import HeldoutTasks
 from etude.tasks.migrations import columns, tables
@@ -40,6 +42,11 @@ RULES = (
 class MigrationFamily:
     """An endless stream of migration tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
+    @classmethod
+    def open(cls, options: Section, context: FamilyContext) -> "MigrationFamily":
+        """The family of a recipe."""
+        return cls(seed=context.seed, heldout_every=context.heldout_every)
+
     def __init__(self, *, seed: int, heldout_every: int = 3) -> None:
         """About one in ``heldout_every`` variants of each kind is held out; at least one, never all."""
         if heldout_every < 2:
@@ -57,6 +64,10 @@ class MigrationFamily:
     def variants(self, kind: MigrationKind, split: Split) -> Sequence[str]:
         """The variants of one kind on one side of the hold-out."""
         return tuple(self._choices[kind.name, split])
+
+    def size(self, split: Split) -> int | None:
+        """None: new tasks are made for as long as they are asked for."""
+        return None
 
     def task(self, split: Split, index: int) -> Task:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""

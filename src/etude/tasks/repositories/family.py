@@ -16,6 +16,7 @@ from random import Random
 from etude.config.tasks import RepositoryOptions
 from etude.errors import ConfigError
 from etude.harnesses import tools
+from etude.protocols import FamilyContext, TaskFamily
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.corpora.transcripts import Message
 from etude.tasks.heldout import in_turns
@@ -54,6 +55,21 @@ class Repair:
         return tools.number_lines("\n".join(lines), self.first)
 
 
+def open_repositories(options: RepositoryOptions, context: FamilyContext) -> TaskFamily:
+    """The family of a recipe.
+
+    Raises :class:`~etude.errors.ConfigError` for tasks without probes, unless the recipe wants them.
+    """
+    repository = RepositoryTasks(context.folder)
+    if (unprobed := repository.unprobed) and not options.unprobed:
+        raise ConfigError(
+            f"tasks.folder = {str(context.folder)!r}: {len(unprobed)} tasks have no probe, so that code which forges "
+            f"the results of its tests meets canaries alone: delete them ({', '.join(unprobed[:3])} …, each "
+            f"*/tasks/ID.json), or set tasks.options.unprobed = true"
+        )
+    return BriefTasks(repository, ImageStore(repository.images)) if options.brief else repository
+
+
 class BriefTasks:
     """The tasks of a folder that one line can do, briefly asked; implements :class:`~etude.protocols.TaskFamily`."""
 
@@ -73,10 +89,13 @@ class BriefTasks:
         """All tasks of one side, in order."""
         return self._tasks[split]
 
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split."""
+        return len(self._tasks[split])
+
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split; after the last one comes the first."""
-        tasks = self._tasks[split]
-        return tasks[index % len(tasks)]
+        """Task number ``index`` of a split."""
+        return self._tasks[split][index]
 
 
 class RepairDemonstrations:

@@ -106,7 +106,7 @@ class PackageFolder:
 class RepositoryTasks:
     """The tasks of a folder as a family; implements :class:`~etude.protocols.TaskFamily`.
 
-    They come in a fixed order, mixed over packages, again and again; held-out templates take turns. A name at the top
+    They come in a fixed order, mixed over packages; held-out templates take turns. A name at the top
     of a module is on one side of the hold-out with all that was made of it, so that no function is in both.
     """
 
@@ -150,17 +150,13 @@ class RepositoryTasks:
         """All tasks of one side, in order."""
         return self._order[split]
 
-    def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split; after the last one comes the first.
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split."""
+        return len(self._order[split])
 
-        Raises :class:`~etude.errors.ConfigError` for a split that has none.
-        """
-        tasks = self._order[split]
-        if not tasks:
-            raise ConfigError(
-                f"none of the {len(self._tasks)} tasks in {self.folder} is of the split {split}: build more"
-            )
-        return tasks[index % len(tasks)]
+    def task(self, split: Split, index: int) -> Task:
+        """Task number ``index`` of a split."""
+        return self._order[split][index]
 
 
 def split_of(template: str) -> Split:

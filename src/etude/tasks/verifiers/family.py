@@ -114,12 +114,16 @@ class VerifiersEnvironment:
             reader.cancel()  # a process that has left the group may hold a pipe for ever
         await asyncio.gather(*self._readers, return_exceptions=True)
 
+    def size(self, split: Split) -> int | None:
+        """Number of tasks of a split."""
+        return len(self._cards.get(split, ()))
+
     def task(self, split: Split, index: int) -> Task:
-        """Task number ``index`` of a split, over and over. ``ValueError`` where a split has none."""
+        """Task number ``index`` of a split. ``ValueError`` where a split has none."""
         cards = self._cards.get(split, ())
         if not cards:
             raise ValueError(f"the environment {self._name!r} has no task on the side {split.value!r}: raise max_tasks")
-        return cards[index % len(cards)].task(FAMILY, split)
+        return cards[index].task(FAMILY, split)
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
         """Let the environment's own agent work with the session's model, and leave its reward in ``sandbox``.

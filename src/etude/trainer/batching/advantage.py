@@ -9,15 +9,17 @@ Array legend: G rollouts of a group.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from etude.config.training import Baseline
+from etude.config.training import ADVANTAGES, Baseline
 from etude.types import Floats
 
 Values: TypeAlias = npt.NDArray[np.float64]
+Advantage: TypeAlias = Callable[[Floats | Values, Values], Values]
+"""A baseline: a function of rewards and penalties that gives advantages, [G] each."""
 
 FEWEST_COMPARED = 2
 """Rollouts of a group, below which none has another to be compared with."""
@@ -35,7 +37,8 @@ def group_advantages(
     ``penalties_G`` is what is taken off each reward; none without it.
     """
     taken_G = np.zeros(len(rewards_G)) if penalties_G is None else penalties_G
-    advantages_G: Floats = ADVANTAGES[baseline](rewards_G, taken_G).astype(np.float32)
+    advantages_of = cast("Advantage", ADVANTAGES.find(baseline))
+    advantages_G: Floats = advantages_of(rewards_G, taken_G).astype(np.float32)
     return advantages_G
 
 
@@ -71,14 +74,6 @@ def leave_one_out(rewards_G: Floats | Values, penalties_G: Values) -> Values:
     return _centred(net_rewards(rewards_G, penalties_G)) * (size / max(1, size - 1))
 
 
-ADVANTAGES: dict[Baseline, Callable[[Floats | Values, Values], Values]] = {
-    "mean": around_mean,
-    "mean_std": standardised,
-    "leave_one_out": leave_one_out,
-}
-"""Name → the function, of rewards and penalties."""
-
-
 def net_rewards(rewards_G: Floats | Values, penalties_G: Values) -> Floats:
     """[G] float32 rewards less penalties: what is equal stays so, whatever float64 has behind the last digit."""
     net_G: Floats = (rewards_G.astype(np.float64) - penalties_G).astype(np.float32)
@@ -104,7 +99,8 @@ def group_weight(baseline: Baseline, *, compared: int, graded: int, lost: int) -
     mean as baseline and (K − 1) · g with the mean; of N graded and G planned ones it shall be G · K/N · g, and with the
     mean (G − 1)/G of that, the factor of a whole group. docs/control.md has the proof, and what g is. What the loss is
     divided by is that of a whole group likewise (``Batch.num_lost_tokens``). With the standard deviation it is the
-    mean's, as far as a deviation is estimated as well from fewer. 1 where too few are left to be compared.
+    mean's, as far as a deviation is estimated as well from fewer, and that is assumed of a baseline of one's own. 1
+    where too few are left to be compared.
     """
     if compared < FEWEST_COMPARED:
         return 1.0

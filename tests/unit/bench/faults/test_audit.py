@@ -29,7 +29,7 @@ Change = Callable[[Evidence], Evidence]
 
 def group(index: int, **changes: Any) -> GroupFact:
     fact = GroupFact(
-        index=index, task_id=f"task-{index}", size=SIZE, state="consumed", step=1 + index // GROUPS, reason=""
+        index=index, task_id=f"task-{index}", epoch=1, size=SIZE, state="consumed", step=1 + index // GROUPS, reason=""
     )
     return replace(fact, **changes)
 
@@ -56,7 +56,7 @@ def sound() -> Evidence:
         snapshot=LedgerSnapshot(
             groups=groups, rollouts={r.rollout_id: r for r in rollouts}, steps_done=frozenset({1, 2, 3})
         ),
-        drawn=tuple(f"task-{index}" for index in range(7)),
+        drawn=tuple((f"task-{index}", 1) for index in range(7)),
         endings=tuple(
             Ending(rollout_id=r.rollout_id, reason="submit", turns=2, last_finish=Finish.STOP)
             for r in rollouts
@@ -133,7 +133,7 @@ PLANTED: dict[str, tuple[Wrong, Change]] = {
     "a group is claimed for ever": (Wrong.LOST, with_group(6, state="claimed", step=4)),
     "a group is nowhere": (Wrong.LOST, with_group(6, state="forgotten", step=None)),
     "a group was dropped for no reason": (Wrong.LOST, with_group(6, state="dropped", step=None)),
-    "a drawn task was never admitted": (Wrong.LOST, lambda e: replace(e, drawn=(*e.drawn, "task-7"))),
+    "a drawn task was never admitted": (Wrong.LOST, lambda e: replace(e, drawn=(*e.drawn, ("task-7", 1)))),
     "a graded rollout is gone": (Wrong.LOST, without_rollout("r2.1.0")),
     "a slot was given up too early": (Wrong.LOST, lambda e: replace(without_rollout("r2.1.0")(e), closings=())),
     "a consumed group has no graded rollout": (
@@ -144,6 +144,7 @@ PLANTED: dict[str, tuple[Wrong, Change]] = {
     "a version cannot be had": (Wrong.LOST, with_weights(faults=("version 2: damaged",))),
     "the weights are others than the checkpoint's": (Wrong.LOST, with_weights(lineage="abd")),
     "a group is in a step too many": (Wrong.DOUBLE_TRAINED, with_group(0, step=2)),
+    "a group is of another epoch than its task was drawn in": (Wrong.LOST, with_group(1, epoch=2)),
     "a task was admitted twice": (Wrong.DOUBLE_TRAINED, with_group(1, task_id="task-0")),
     "a slot has two graded rollouts": (Wrong.DOUBLE_TRAINED, with_rollout(rollout(0, 0, 1))),
     "a step was redone on another batch": (

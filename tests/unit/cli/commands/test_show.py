@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from etude.cli.commands.show import parse_comparison
 from etude.cli.main import main
 from etude.config.loading import default_recipe
 from etude.errors import ConfigError
+from etude.ledger.archive import parse_comparison
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder
 from etude.tokens.chat import ChatTemplate
@@ -82,8 +82,8 @@ def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--reward", "high"], "--reward 'high': expected a comparison"),
-        (["--reward", ">=much"], "--reward '>=much'"),
+        (["--reward", "high"], "reward 'high': expected a comparison"),
+        (["--reward", ">=much"], "reward '>=much'"),
         (["--group", "0", "--limit", "3"], "--limit would have no effect"),
         (["--group", "0", "--has-hint"], "--has-hint would have no effect"),
         (["--rollout", "01", "--slot", "0"], "--rollout says which"),

@@ -111,7 +111,9 @@ def test_a_spent_budget_makes_the_judge_unavailable_and_does_not_open_the_circui
     judge(judging, "a")
     judge(judging, "b")
     for _ in range(9):
-        with pytest.raises(JudgeUnavailable, match=r"spent: judge\.calls_per_run = 2, .*; 2 calls and 30 tokens"):
+        with pytest.raises(
+            JudgeUnavailable, match=r"spent: judge\.options\.calls_per_run = 2, .*; 2 calls and 30 tokens"
+        ):
             judge(judging, "c")
     assert judging.deps.circuit.ask(0.0) == "closed"
     assert judging.spent[-1] == Spend(calls=2, prompt_tokens=20, completion_tokens=10)
@@ -131,7 +133,9 @@ def test_votes_that_could_be_afforded_are_kept_for_the_next_time() -> None:
 
 def test_what_it_may_cost_is_set_aside_before_the_call() -> None:
     endpoint = scoring(4)
-    with pytest.raises(JudgeUnavailable, match=r"judge\.tokens_per_run = 300; 0 calls .* may take 1[0-9]{3} tokens"):
+    with pytest.raises(
+        JudgeUnavailable, match=r"judge\.options\.tokens_per_run = 300; 0 calls .* may take 1[0-9]{3} tokens"
+    ):
         judge(court(endpoint, allowance=BudgetLimit(calls=9, tokens=300)))
     assert endpoint.calls == []
 
@@ -183,7 +187,7 @@ def test_rollouts_wait_for_one_another_s_calls_but_not_for_what_is_spent() -> No
 
     *judgements, turned_down = asyncio.run(scenario())
     assert [getattr(judgement, "score", judgement) for judgement in judgements] == [3, 3, 3]
-    assert "judge.calls_per_run = 3" in str(turned_down)
+    assert "judge.options.calls_per_run = 3" in str(turned_down)
     assert endpoint.most == 1
 
 

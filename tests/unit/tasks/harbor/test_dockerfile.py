@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.tasks.harbor.dockerfile import SEARCH_PATH, Copy, ImageFolder, Run, parse_dockerfile
+from etude.tasks.harbor.dockerfile import SEARCH_PATH, Copy, ImageFolder, RunInstruction, parse_dockerfile
 from etude.tasks.harbor.settings import TaskFolderError
 
 
@@ -35,7 +35,7 @@ CMD ["bash"]
     variables = {"TAG": "12", **environment}
     assert parsed.steps == (
         ImageFolder(path="/app"),
-        Run(
+        RunInstruction(
             line=8,
             argv=("/bin/sh", "-c", "echo $ONE &&      echo two"),
             workdir="/app",
@@ -44,7 +44,7 @@ CMD ["bash"]
         ImageFolder(path="/app/sub"),
         Copy(line=13, sources=("a.txt", "b c.txt"), target="/app/sub/", mode="755"),
         Copy(line=14, sources=("tree.tar.gz",), target="/", unpack=True),
-        Run(line=15, argv=("printf", "%s", "$ONE"), workdir="/app/sub", environment=variables),
+        RunInstruction(line=15, argv=("printf", "%s", "$ONE"), workdir="/app/sub", environment=variables),
     )
 
 
@@ -53,9 +53,9 @@ def test_here_documents_belong_to_their_command() -> None:
         'FROM x\nSHELL ["/bin/bash", "-ec"]\nRUN <<END\necho a\necho b\nEND\nRUN cat <<E > f\nhi\nE\nRUN echo $((1<<2))'
     )
     first, second, third = parse_dockerfile(text, source="d").steps
-    assert isinstance(first, Run)
-    assert isinstance(second, Run)
-    assert isinstance(third, Run)
+    assert isinstance(first, RunInstruction)
+    assert isinstance(second, RunInstruction)
+    assert isinstance(third, RunInstruction)
     assert first.argv == ("/bin/bash", "-ec", "echo a\necho b\n")
     assert second.argv[-1] == "cat <<E > f\nhi\nE"
     assert third.argv[-1] == "echo $((1<<2))"
@@ -95,7 +95,7 @@ def test_what_cannot_be_built_is_refused_with_its_line(text: str, words: str) ->
 def test_what_changes_no_file_is_passed_over() -> None:
     text = "FROM a\nLABEL x=1\nEXPOSE 80\nCMD ['x']\nRUN --mount=type=cache,target=/c --network=none true\nUSER root"
     [step] = parse_dockerfile(text, source="d").steps
-    assert isinstance(step, Run)
+    assert isinstance(step, RunInstruction)
     assert step.argv[-1] == "true"
 
 

@@ -80,7 +80,7 @@ def test_only_tasks_of_one_line_are_asked_for_in_a_line(folder: Path) -> None:
     tasks = brief(folder)
     assert [(task.task_id, task.prompt) for task in tasks.tasks(Split.TRAIN)] == [("t1", ask("first", PATH, 3))]
     assert [task.task_id for task in tasks.tasks(Split.HELDOUT)] == ["t2"]
-    assert tasks.task(Split.TRAIN, 5) == tasks.task(Split.TRAIN, 0)
+    assert [tasks.size(split) for split in Split] == [1, 1]
 
 
 def test_what_is_read_shows_the_code_behind_the_docstring(folder: Path) -> None:

@@ -7,7 +7,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
-from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.config.training import Baseline
+from etude.config.training import ADVANTAGES, Baseline
 from etude.trainer.batching.advantage import group_advantages, group_weight
 
 Vector = npt.NDArray[np.float64]
-BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+BASELINES = tuple(ADVANTAGES.builtins)
 POLICY = np.array([0.2, 0.5, 0.3])
 REWARDS = np.array([1.0, 0.25, 0.0], np.float32)
 SLOPE = POLICY * (REWARDS - POLICY @ REWARDS)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from etude.cli.commands.export import export_run
 from etude.config.loading import parse_config
 from etude.config.training import ModelShape
 from etude.models.checkpoint import save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
+from etude.run.export import export_run
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing

@@ -1,0 +1,61 @@
+"""`etude tinker`: a model that programs train step by step, over the Tinker API."""
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from etude.cli.options import group
+from etude.errors import ConfigError
+from etude.run.endpoints import HOST
+from etude.run.serving import listening, run_until_signal
+from etude.tinker.server import tinker_app
+from etude.tinker.service import TinkerOptions, TinkerService
+
+KEY_VARIABLE = "TINKER_API_KEY"
+"""Environment variable with the key, for server and clients alike."""
+KEY_PREFIX = "tml-"
+"""Begins every key that the SDK takes."""
+
+app = group()
+
+
+@app.command()
+def tinker(
+    *,
+    model: Annotated[Path, typer.Option(metavar="DIR", help="A Hugging Face checkpoint, with its tokenizer.")],
+    name: Annotated[str | None, typer.Option(help="What clients call it: base_model (default: DIR).")] = None,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where saved weights go.")] = Path("tinker"),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any that is free.")] = 8478,
+    device: Annotated[Literal["cpu", "cuda", "auto"], typer.Option(help="What it computes on.")] = "auto",
+    max_length: Annotated[int, typer.Option(min=64, help="Tokens of a prompt with its completion.")] = 2048,
+    clients: Annotated[int, typer.Option(min=1, help="Training clients at a time.")] = 4,
+) -> None:
+    """Let programs train a model step by step, over the Tinker API."""
+    key = os.environ.get(KEY_VARIABLE) or KEY_PREFIX + secrets.token_urlsafe(24)
+    if not key.startswith(KEY_PREFIX):
+        raise ConfigError(f"{KEY_VARIABLE} does not begin with {KEY_PREFIX!r}, without which the SDK refuses it")
+    options = TinkerOptions(
+        model=model,
+        name=name or str(model),
+        folder=folder,
+        device=device,
+        max_length=max_length,
+        max_clients=clients,
+    )
+    run_until_signal(_serve(TinkerService(options), key, host, port), cleanup_s=None)
+
+
+async def _serve(service: TinkerService, key: str, host: str, port: int) -> None:
+    try:
+        async with listening(tinker_app(service, key), port, host=host) as bound, asyncio.TaskGroup() as tasks:
+            tasks.create_task(service.jobs.run())
+            if KEY_VARIABLE not in os.environ:
+                print(f"export {KEY_VARIABLE}={key}", flush=True)
+            print(f"export TINKER_BASE_URL=http://{host}:{bound}", flush=True)
+    finally:
+        service.close()

@@ -1,0 +1,90 @@
+"""Plan of a run's training tasks: how many there are, how many epochs the steps need, how many tasks are held out.
+
+    33 training tasks, 4 a step: 8.25 steps an epoch; 100 steps are 12.1 epochs
+    7 held-out tasks
+
+Owns the arithmetic and what is refused before anything starts; the order of tasks is
+:mod:`etude.rollouts.task_order`'s.
+"""
+
+from dataclasses import dataclass
+
+from etude.config.recipe import RunConfig
+from etude.config.tasks import ENDLESS
+from etude.errors import ConfigError, UserError
+from etude.run.task_families import NOTHING_HELD_OUT, open_family
+from etude.types import Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlan:
+    """Numbers of a run's tasks."""
+
+    family: str
+    steps: int
+    groups_per_step: int
+    epochs: int
+    """Most epochs, as the recipe says; 0: as many as are needed."""
+    train: int | None
+    """Training tasks of an epoch; ``None``: without end."""
+    heldout: int | None
+    """Held-out tasks; ``None``: without end, or not needed."""
+
+    @property
+    def needed(self) -> int:
+        """Groups that the run trains on, a task each."""
+        return self.steps * self.groups_per_step
+
+    def describe(self) -> list[str]:
+        """The plan, a line each."""
+        steps, each = self.steps, self.groups_per_step
+        if self.train is None:
+            lines = [f"{self.family} makes new training tasks without end: {steps:,} steps × {each} = {self.needed:,}"]
+        elif self.train:
+            lines = [
+                f"{self.train:,} training tasks, {each} a step: {self.train / each:.3g} steps an epoch; "
+                f"{steps:,} steps are {self.needed / self.train:.3g} epochs"
+            ]
+        else:
+            lines = ["no training task"]
+        return lines if self.heldout is None else [*lines, f"{self.heldout:,} held-out tasks"]
+
+    def check(self) -> None:
+        """Raise :class:`~etude.errors.ConfigError` where tasks are missing, on either side, or epochs too few."""
+        if self.train == 0:
+            raise ConfigError(
+                "every task is held out, so that none is left to train on: hold out fewer (a larger "
+                "tasks.heldout_every), or add tasks"
+            )
+        if self.heldout == 0:
+            raise ConfigError(NOTHING_HELD_OUT)
+        available = self.epochs * (self.train or 0)
+        if self.train and self.epochs and available < self.needed:
+            raise ConfigError(
+                f"tasks.epochs = {self.epochs} of {self.train:,} training tasks are {available:,}, but trainer.steps = "
+                f"{self.steps:,} of rollouts.groups_per_step = {self.groups_per_step} need {self.needed:,}: lower "
+                f"trainer.steps to {available // self.groups_per_step:,}, raise tasks.epochs to "
+                f"{-(-self.needed // self.train)}, or leave it out"
+            )
+
+
+def plan_tasks(config: RunConfig) -> TaskPlan:
+    """The plan of a recipe; only a family that is not endless is opened for it.
+
+    Raises :class:`~etude.errors.ConfigError` for tasks that cannot be read.
+    """
+    sizes: dict[Split, int | None] = dict.fromkeys(Split)
+    if config.tasks.family not in ENDLESS:
+        try:
+            family = open_family(config)
+        except UserError as error:
+            raise ConfigError(f"tasks.folder: {error}" if config.tasks.folder else str(error)) from error
+        sizes = {split: family.size(split) for split in Split}
+    return TaskPlan(
+        family=config.tasks.family,
+        steps=config.trainer.steps,
+        groups_per_step=config.rollouts.groups_per_step,
+        epochs=config.tasks.epochs,
+        train=sizes[Split.TRAIN],
+        heldout=sizes[Split.HELDOUT] if config.eval.enabled else None,
+    )

@@ -1,0 +1,57 @@
+"""The providers that ``sandboxes.kind`` names, opened from a recipe's options."""
+
+import os
+from dataclasses import dataclass
+
+from etude.config.section import Section
+from etude.config.tasks import LocalOptions, RemoteOptions
+from etude.errors import ConfigError
+from etude.protocols import SandboxProvider
+from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import RUNTIMES
+from etude.sandboxes.qemu.provider import QemuSandboxes
+from etude.sandboxes.remote.client import RemoteSandboxes
+
+KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
+"""Holds the key of a remote server of sandboxes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProviderContext:
+    """The run that a provider is made for, beside its own options."""
+
+    kind: str
+    """``sandboxes.kind``."""
+    store: ImageStore
+    """The base systems."""
+
+
+def open_local(options: LocalOptions, context: ProviderContext) -> SandboxProvider:
+    """Short programs over a folder."""
+    return LocalSandboxes(workers=options.workers)
+
+
+def open_namespaces(options: Section, context: ProviderContext) -> SandboxProvider:
+    """Small machines of namespaces."""
+    return NamespaceSandboxes(bases=context.store.bases)
+
+
+def open_oci(options: Section, context: ProviderContext) -> SandboxProvider:
+    """Containers of the runtime that has the kind's name."""
+    return OciSandboxes(RUNTIMES[context.kind], bases=context.store.bases)
+
+
+def open_qemu(options: Section, context: ProviderContext) -> SandboxProvider:
+    """Virtual machines."""
+    return QemuSandboxes(store=context.store)
+
+
+def open_remote(options: RemoteOptions, context: ProviderContext) -> SandboxProvider:
+    """Sandboxes of a server. Raises :class:`~etude.errors.ConfigError` without its key."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if not key:
+        raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
+    return RemoteSandboxes(options.url, key)
