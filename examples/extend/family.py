@@ -1,7 +1,5 @@
 """A task family: sums to be answered. ``tasks.family = "@family.py:Sums"``."""
 
-from pydantic import Field
-
 from etude.config.section import Section
 from etude.protocols import FamilyContext
 from etude.types import AnswerChecks, Split, Task
@@ -10,7 +8,7 @@ from etude.types import AnswerChecks, Split, Task
 class SumOptions(Section):
     """Sums of two numbers."""
 
-    largest: int = Field(default=20, ge=5)
+    largest: int = 20
     """The largest number."""
 
 

@@ -1,4 +1,4 @@
-"""Work that goes on together and ends together."""
+"""Structured asyncio: groups of coroutines, background tasks, tasks that are restarted."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[None, None, T]]) -> list[T]:
-    """All of their results; when one fails, the others are cancelled and waited for, and its error is raised.
+    """Gather the results of coroutines; when one fails, cancel the others, wait for them, raise its error.
 
     ``asyncio.gather`` leaves them running, with resources that the caller goes on to close.
     """
@@ -37,7 +37,7 @@ async def gather_or_cancel(works: Iterable[Coroutine[None, None, T]]) -> list[T]
 
 @asynccontextmanager
 async def background_task(work: Coroutine[None, None, T]) -> AsyncIterator[asyncio.Task[T]]:
-    """Let something go on while the context is open; it has ended when the context is left.
+    """Run a background task while the context is open; cancel it and wait for it when the context is left.
 
     What it returns or raises is had by waiting for the task, inside. A task group would wrap what is raised there.
     """

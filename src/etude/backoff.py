@@ -1,4 +1,4 @@
-"""Delays between tries: they double from one failure to the next, up to a bound, less a random part.
+"""Delays between retries: doubled after each failure up to a bound, less a random part.
 
 Pure: who waits, by which clock, and when to give up is the caller's. The random part keeps clients that failed together
 from coming back together (Brooker, "Exponential Backoff and Jitter", 2015).

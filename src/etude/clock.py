@@ -22,7 +22,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """A clock that moves only when told to, for tests and simulation."""
+    """A clock that moves only when it is set, for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -44,7 +44,7 @@ class VirtualClock:
 
 
 def unix_s() -> float:
-    """The time of day in seconds since 1970, for records; it may jump, so nothing is measured with it."""
+    """The time of day in seconds since 1970, for records; it may jump, so never measure durations with it."""
     return time.time()
 
 

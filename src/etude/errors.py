@@ -1,4 +1,4 @@
-"""The errors étude raises on purpose, and who is to blame for each.
+"""Exceptions that étude raises on purpose, by who can fix each.
 
     EtudeError
     ├── UserError               the caller can fix it: one line, never a traceback
@@ -43,7 +43,7 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """Exit status of a command, which is also what the process of a run tells its supervisor; 143 is SIGTERM's."""
+    """Exit status of a command, also of a run's processes for their supervisor; 143 is SIGTERM's."""
 
     DONE = 0
     FAILED = 1
@@ -63,7 +63,7 @@ class EtudeError(Exception):
 
 
 class UserError(EtudeError):
-    """The caller can fix this; the message says how."""
+    """Error that the caller can fix; the message says how."""
 
 
 class ConfigError(UserError):
@@ -71,7 +71,7 @@ class ConfigError(UserError):
 
 
 class RunFolderError(UserError):
-    """A run folder cannot be used for what was asked."""
+    """A run folder cannot be used for the requested operation."""
 
 
 class PortInUseError(UserError):
@@ -83,7 +83,7 @@ class DamagedError(EtudeError):
 
 
 class FencedError(EtudeError):
-    """Another process took over what this one did: a weight version or a lease. The loser must stop."""
+    """Another process took over a weight version or a lease that this one held; this one must stop."""
 
 
 class MismatchError(EtudeError):
@@ -95,7 +95,7 @@ class DivergedError(EtudeError):
 
 
 class OutOfTime(EtudeError):
-    """An agent's commands have taken all the time they may; its work is graded as it stands. No fault."""
+    """An agent's commands have used up their time; its work is graded as it stands. No fault."""
 
     REASON: ClassVar[str] = "time"
     """Reason for which the agent stopped, beside those of harnesses."""
@@ -119,11 +119,11 @@ class EngineUnavailable(InfrastructureError):
 
 
 class EngineBusy(EngineUnavailable):
-    """The engine has as much waiting as it takes; ask again later, or another one."""
+    """The engine's queue is full; retry later, or on another engine."""
 
 
 class VersionPending(InfrastructureError):
-    """No engine serves the wanted weight version yet; ask again later."""
+    """No engine serves the requested weight version yet; retry later."""
 
     def __init__(self, required: int, newest: int) -> None:
         super().__init__(f"weight version {required} is not served yet, the newest is {newest}: try again later")
@@ -142,7 +142,7 @@ class SessionLost(InfrastructureError):
 
 
 class JudgeUnavailable(InfrastructureError):
-    """No judgement can be had: the judge is down or late. It is never a zero."""
+    """The judge is down or late, so there is no judgement; never scored as zero."""
 
 
 class JudgeLost(JudgeUnavailable):
@@ -152,7 +152,7 @@ class JudgeLost(JudgeUnavailable):
 
 
 class JudgeDeclined(JudgeLost):
-    """None can be had of this rollout: its own budget is spent, or the endpoint refuses the question."""
+    """No judgement of this rollout is possible: its own budget is spent, or the endpoint refuses the question."""
 
 
 class SandboxError(InfrastructureError):
@@ -160,7 +160,7 @@ class SandboxError(InfrastructureError):
 
 
 class Unsupported(SandboxError):
-    """A sandbox was asked for something that its provider does not claim; the message says what to use instead."""
+    """A sandbox spec needs a capability that its provider lacks; the message names an alternative."""
 
 
 def trace_of(error: BaseException) -> str:

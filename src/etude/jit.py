@@ -1,4 +1,4 @@
-"""Compiling loops with numba: at memory speed, on any processor, without a C compiler.
+"""Compilation of loops with numba: at memory speed, on any processor, without a C compiler.
 
 Owns how kernels are compiled and where the machine code is kept between processes. What is computed is written where it
 belongs: ``weights/`` for deltas, ``models/kernels/`` for arithmetic.
@@ -41,7 +41,7 @@ if not _SETTINGS.CACHE_DIR:
 
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile with numba: no GIL, no bounds checks, kept on disk between processes."""
+    """Compile with numba: no GIL, no bounds checks, cached on disk between processes."""
     jitted = njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")(function)
     return cast("Callable[P, R]", jitted)
 
@@ -58,11 +58,11 @@ def borrowing(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile with numba, to be called from kernels."""
+    """Compile with numba for inlining into kernels."""
     jitted = njit(nogil=True, inline="always", boundscheck=False, error_model="numpy")(function)
     return cast("Callable[P, R]", jitted)
 
 
 def vector(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make generated LLVM code callable from kernels; numba resolves its context, callers pass the rest."""
+    """Make an LLVM code generator callable from kernels; numba resolves its context, callers pass the rest."""
     return cast("Callable[..., Any]", intrinsic(function))

@@ -1,4 +1,4 @@
-"""The seams of étude on one screen: what each replaceable part must do.
+"""The protocols of étude's replaceable parts, and the types that they exchange.
 
 Stages import these, never each other; ``run/`` picks one leaf per protocol and wires them.
 """
@@ -95,7 +95,7 @@ class Completion:
 
 
 def turn_of(prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
-    """The turn in which an engine was given ``prompt_ids`` [P] and ``params`` and sampled ``completion``.
+    """Make the turn of a completion that an engine sampled for ``prompt_ids`` [P] with ``params``.
 
     Raises ``ValueError`` where the record does not fit the tokens, as :class:`~etude.types.Turn` does.
     """
@@ -113,7 +113,7 @@ def turn_of(prompt_ids: TokenIds, params: SamplingParams, completion: Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChunk:
-    """Some tokens of a completion in progress, [c] each."""
+    """A streamed part of a completion, [c] tokens."""
 
     token_ids: Ids
     logprobs: Floats
@@ -135,7 +135,7 @@ class EngineHealth:
 
 
 class Engine(Protocol):
-    """Samples tokens. Token ids in, token ids out; text never passes this seam."""
+    """Samples tokens: token ids in, token ids out, no text."""
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion; calls of one ``session`` may share a prefix cache.
@@ -172,7 +172,7 @@ class ExecResult:
 
 
 class Sandbox(Protocol):
-    """A place where an agent's files live and its commands run.
+    """An isolated environment with an agent's files, in which its commands run.
 
     A path is relative to the sandbox's working folder, or absolute inside of it where the provider is ``CONFINED``;
     one that would leave the sandbox is a ``ValueError``. Any method raises :class:`~etude.errors.SandboxError` when the
@@ -298,7 +298,7 @@ class TaskFamily(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A harness's way to the model: an OpenAI-compatible base URL and a key that is good for one rollout."""
+    """A harness's access to the model: an OpenAI-compatible base URL and a key for one rollout."""
 
     session_id: str
     base_url: str
@@ -307,7 +307,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessResult:
-    """Report of a harness at the end of its session."""
+    """Result of a harness at the end of its session."""
 
     reason: str
     """Reason for which it stopped: ``submit``, ``turns``, ``length``, ``context``, ``time``; an external command's
@@ -337,7 +337,7 @@ class Harness(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """A grader's opinion of one rollout's work."""
+    """A grader's result for one rollout's work."""
 
     value: float
     parts: Mapping[str, float]
@@ -362,7 +362,7 @@ RewardFunction: TypeAlias = Callable[[RewardInput], float | Awaitable[float]]
 
 
 class Grader(Protocol):
-    """Grades the files that an agent left behind, from outside of its sandbox."""
+    """Grades the files that an agent left behind, outside of the agent's sandbox."""
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade a finished rollout. Infrastructure trouble raises; bad work has a low grade."""

@@ -20,7 +20,7 @@ PLACE = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
 
 
 class Capability(StrEnum):
-    """A property that a provider of sandboxes holds to; the contract suite proves or refutes each.
+    """A property that a sandbox provider guarantees; the contract suite tests each.
 
     To run commands with deadlines and capped output, to carry files in and out, to count what is used, to be killed
     and to end by itself after its time to live is not in this list: every provider must.
@@ -56,7 +56,7 @@ class Capability(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """Directory trees that lie over a base system; what a sandbox's file system looks like at its start."""
+    """The initial file system of a sandbox: directory trees over a base system."""
 
     digest: str = ""
     """SHA-256 over the layers' digests and the settings; empty for one that is nowhere stored."""
@@ -73,7 +73,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """The most that one sandbox may use, all its processes together."""
+    """Resource limits of one sandbox, for all its processes together."""
 
     memory_bytes: int = 1 << 30
     disk_bytes: int = 1 << 30
@@ -90,7 +90,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """A request for a sandbox. A provider that cannot keep to it refuses; it never gives less."""
+    """The spec of a sandbox. A provider that cannot satisfy it refuses; it never gives less."""
 
     image: Image = Image()
     limits: SandboxLimits = SandboxLimits()
@@ -117,7 +117,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxStats:
-    """A sandbox's usage now; ``nan`` where its provider cannot tell."""
+    """A sandbox's current usage; ``nan`` where its provider cannot measure it."""
 
     memory_bytes: float
     disk_bytes: float
@@ -129,7 +129,7 @@ class SandboxStats:
 
 
 class ServiceKind(StrEnum):
-    """Servers that an environment can have inside."""
+    """Kinds of servers that an environment can have inside."""
 
     POSTGRES = "postgres"
     REDIS = "redis"
@@ -137,7 +137,7 @@ class ServiceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A server that is up before the agent starts, with a state of its own for every rollout."""
+    """A server in the sandbox, started before the agent, with separate state for every rollout."""
 
     kind: ServiceKind
     setup: str = ""

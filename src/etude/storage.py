@@ -1,4 +1,4 @@
-"""Failures of a machine's storage, in the words of whichever library met them first.
+"""Storage failures of a machine, recognised in any library's exception.
 
 Owns telling such an error from a bug of ours. What to do about it is the command line's and the supervisor's.
 """
@@ -30,7 +30,7 @@ _FULL_DATABASES = ("database or disk is full", "could not extend file", "No spac
 
 
 def storage_errno(error: BaseException | None) -> int | None:
-    """The system's number for a failure of storage, a key of :data:`FIXES`; ``None`` for any other error.
+    """The errno of a storage failure, a key of :data:`FIXES`; ``None`` for any other error.
 
     Libraries say it in their own types: safetensors, obstore and SQLite raise no ``OSError``. So do we, of whatever
     made us raise: causes are looked at as well.
@@ -50,7 +50,7 @@ def storage_errno(error: BaseException | None) -> int | None:
 
 
 def fullest(folders: Iterable[Path]) -> tuple[Path, int]:
-    """The folder whose disk has the least room, of these and the one for temporary files, and the bytes that are free.
+    """The folder, of these and the one for temporary files, whose disk has the least free space, and that space.
 
     A path that is not there yet counts as the folder that it will be made in.
     """
@@ -59,7 +59,7 @@ def fullest(folders: Iterable[Path]) -> tuple[Path, int]:
 
 
 def free_bytes(path: Path) -> int:
-    """The room on the disk of a path, which need not be there yet."""
+    """Free bytes on the disk of a path, which need not exist yet."""
     return shutil.disk_usage(_existing(path)).free
 
 

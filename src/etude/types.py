@@ -1,4 +1,4 @@
-"""The nouns of étude: what travels between stages.
+"""Data types that travel between étude's stages.
 
 Every noun is frozen and checks its own invariants once, at birth; everyone after that trusts them. Nothing here does
 I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens of a turn, L tokens of a trajectory.
@@ -39,12 +39,12 @@ SHA256_HEX = 64
 
 
 def as_list(token_ids: TokenIds) -> list[int]:
-    """A list of Python's own whole numbers, whatever held them."""
+    """Convert token ids of any container to a list of Python ints."""
     return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
 
 
 class Split(StrEnum):
-    """Side of the hold-out that a task is on; nothing held out is ever trained on."""
+    """Side of the held-out split; held-out tasks are never trained on."""
 
     TRAIN = "train"
     HELDOUT = "heldout"
@@ -52,7 +52,7 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One call of the function under test and what a right program returns: ``Case(arguments=([3],), expected=3)``."""
+    """A test case: a call of the function and its expected value, ``Case(arguments=([3],), expected=3)``."""
 
     arguments: tuple[Json, ...]
     expected: Json
@@ -60,7 +60,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionChecks:
-    """Checks by calls: calls of one function in one file.
+    """Checks by calls of one function in one file.
 
     ``visible`` cases may be shown to the agent; of ``hidden`` ones the arguments enter its world, once it is gone.
     """
@@ -77,7 +77,7 @@ class FunctionChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Calls of one function that are made from outside of the process it runs in: what it should give is not there.
+    """Calls of one function from outside of its process, which never learns the expected results.
 
     ``module`` is imported in the graded world, with the working folder and the image's ``PYTHONPATH`` to find it by.
     """
@@ -90,7 +90,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestChecks:
-    """Checks by hidden tests, run where the agent has never been, over the artefacts it left."""
+    """Checks by hidden tests on the agent's artefacts, in a sandbox that the agent never entered."""
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 
@@ -122,7 +122,7 @@ class TestChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptChecks:
-    """Checks by a program of the task's author that writes a reward file, in a world of its own (Harbor)."""
+    """Checks by the task author's program, which writes a reward file, in a sandbox of its own (Harbor)."""
 
     files: Mapping[str, str]
     """The verifier's files, relative to ``/tests``."""
@@ -147,7 +147,7 @@ class ScriptChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Query:
-    """One question to the task's database, and the rows it must answer with, as JSON."""
+    """One query of the task's database, and its expected rows, as JSON."""
 
     sql: str
     rows: tuple[tuple[Json, ...], ...]
@@ -159,7 +159,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryChecks:
-    """Checks of a database: the migration file is applied to a fresh copy of the database, which is then asked."""
+    """Checks of a database: the migration is applied to a fresh copy, which is then queried."""
 
     path: str
     """The SQL file that the agent leaves."""
@@ -174,7 +174,7 @@ class QueryChecks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChecks:
-    """Checks of an answer: the agent's last message is compared with the right ones, white space aside."""
+    """Checks of an answer: the agent's last message is compared with the expected ones, ignoring white space."""
 
     answer: str
     facts: tuple[str, ...] = ()
@@ -191,7 +191,7 @@ Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to be done, and how it will be graded."""
+    """One task for an agent, and how it is graded."""
 
     task_id: str
     """Digest of what is asked and of the right answer; the cases may differ between two tasks of one id."""
@@ -223,7 +223,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A token sequence to learn by heart: the unit of mid-training."""
+    """A token sequence to train on: the unit of mid-training."""
 
     token_ids: Ids
     """[L]"""
@@ -255,7 +255,7 @@ class TurnKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSpace:
-    """Routes that a model can have: what an engine's record of them is checked against before it is used."""
+    """The possible routes of a model, against which an engine's record is checked."""
 
     layers: int
     """Layers with experts."""
@@ -286,7 +286,7 @@ class RouteSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingMask:
-    """From which part of the vocabulary each token was drawn: what top-p and top-k left over.
+    """The sampling mask of each token: the part of the vocabulary that top-p and top-k left.
 
     Token t was drawn from ``token_ids[offsets[t]:offsets[t + 1]]``, ascending ids; an empty set stands for the whole
     vocabulary.
@@ -408,7 +408,7 @@ def _same_memory(one: Ids, other: Ids) -> bool:
 
 
 class RolloutStatus(StrEnum):
-    """End of a rollout; there is no fourth way."""
+    """Final status of a rollout."""
 
     GRADED = "graded"
     """It has a reward, be the model's output good, bad or malformed."""
@@ -419,7 +419,7 @@ class RolloutStatus(StrEnum):
 
 
 class Disposition(StrEnum):
-    """Treatment of a graded rollout, in order of weight."""
+    """Treatment of a graded rollout, in order of severity."""
 
     KEEP = "keep"
     QUARANTINE = "quarantine"
@@ -430,7 +430,7 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The judgement on one graded rollout by the policy against cheating."""
+    """The cheat policy's judgement of one graded rollout."""
 
     disposition: Disposition
     reason: str = ""
@@ -462,7 +462,7 @@ class Hint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Point at which a rollout left another one of its group: the turns before are the same ones, sampled once."""
+    """Point at which a rollout left another one of its group: earlier turns are shared, sampled once."""
 
     rollout_id: str
     """The one that sampled them."""
@@ -610,7 +610,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPack:
-    """One immutable object of the weight store: the frames of some chunks."""
+    """One immutable object of the weight store: frames of some chunks."""
 
     digest: str
     """SHA-256 of its bytes, in hex; it also names the object."""
@@ -622,7 +622,7 @@ class WeightPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """One published set of weights: a link of the chain, not the bytes."""
+    """The record of one published weight version: a link of the chain, without the bytes."""
 
     version: int
     base: int | None

@@ -141,7 +141,7 @@ class TurnRecord:
     kind: str
     """``act``, ``summary`` or what else the call was for."""
     reward: float | None
-    """That of the whole rollout."""
+    """Reward of the whole rollout."""
     new_text: str
     """Text of the context that no earlier turn had: the task, or the output of a tool."""
     completion: str

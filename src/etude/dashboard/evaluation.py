@@ -1,4 +1,4 @@
-"""Results of an evaluation: tries of held-out tasks, and the figures made of them.
+"""Results of an evaluation: attempts at held-out tasks, and the figures computed from them.
 
     tries ──▶ one value per task ──▶ figures of one version          two of them ──▶ figures of the difference
 
@@ -53,7 +53,7 @@ class Try:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPrices:
-    """Prices of a million tokens, in any one currency."""
+    """Prices of a million tokens, in one currency."""
 
     new: float
     """Prompt tokens that are read for the first time."""
@@ -70,7 +70,7 @@ class TokenPrices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One weight version, tried."""
+    """All evaluation attempts of one weight version."""
 
     run: str
     version: int
@@ -90,7 +90,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Rules by which figures are made of tries."""
+    """Rules by which figures are computed from attempts."""
 
     pass_at: float = 1.0
     """A try that was graded this or better passes."""
@@ -115,7 +115,7 @@ EFFORTS: Mapping[str, Callable[[Try], float]] = {
 
 
 def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
-    """One version as JSON. Raises :class:`~etude.errors.ConfigError` for a k beyond the tries of every task."""
+    """The figures of one version as JSON. Raises :class:`~etude.errors.ConfigError` for a k above all tries."""
     return {
         "run": evaluation.run,
         "version": evaluation.version,
@@ -128,7 +128,7 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
 
 
 def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict[str, Json]:
-    """``after`` − ``before`` as JSON, way by way, over the tasks that both have tried.
+    """Differences ``after`` − ``before`` as JSON, per sampling mode, over the tasks that both versions tried.
 
     Raises :class:`~etude.errors.ConfigError` where they were tried on other tasks.
     """
@@ -143,7 +143,7 @@ def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict
 
 
 def by_task(passes: Sequence[Sequence[Try | None]]) -> list[list[Try]]:
-    """The tries of each task."""
+    """Group attempts by task."""
     return [[attempt for attempt in tries if attempt is not None] for tries in zip(*passes, strict=True)]
 
 
@@ -288,7 +288,7 @@ Notation = Callable[[float | None], str]
 
 
 def evaluation_table(figures: Mapping[str, Json]) -> RenderableType:
-    """One version: what it passes, and what that takes."""
+    """Text table of one version: its pass rates, tokens, time and cost."""
     parts: list[RenderableType] = [_title([figures])]
     for way in _ways(figures):
         table = _table(_tries(figures, way), "mean", "95 % interval")
@@ -303,7 +303,7 @@ def evaluation_table(figures: Mapping[str, Json]) -> RenderableType:
 def comparison_table(
     before: Mapping[str, Json], after: Mapping[str, Json], differences: Mapping[str, Json]
 ) -> RenderableType:
-    """Two versions on the tasks that both have tried, and the difference."""
+    """Text table of two versions on the tasks that both tried, and their difference."""
     parts: list[RenderableType] = [_title([before, after])]
     for way in _ways(differences):
         table = _table(

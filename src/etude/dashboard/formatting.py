@@ -1,4 +1,4 @@
-"""Notation of quantities for people: one notation for the terminal and the page.
+"""Formatting of quantities: one notation for the terminal and the page.
 
 A missing quantity (``None``) is written as a dash, never as zero.
 """
@@ -43,7 +43,7 @@ def count(number: float | None) -> str:
 
 
 def brief(number: float | None) -> str:
-    """A large number with three digits: 1234567 → ``1.23M``."""
+    """A large number with three significant digits: 1234567 → ``1.23M``."""
     if number is None:
         return MISSING
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -68,7 +68,7 @@ def decimal(number: float | None, digits: int = 2) -> str:
 
 
 def small(number: float | None) -> str:
-    """A number of any magnitude with two digits: 0.0000031 → ``3.1×10⁻⁶``, 0.012 → ``0.012``."""
+    """A number of any magnitude with two significant digits: 0.0000031 → ``3.1×10⁻⁶``, 0.012 → ``0.012``."""
     if number is None:
         return MISSING
     if number == 0 or 1e-3 <= abs(number) < 1e3:
@@ -83,7 +83,7 @@ def small_percent(share: float | None) -> str:
 
 
 def superscript(number: int) -> str:
-    """An exponent: −6 → ``⁻⁶``."""
+    """An integer as superscript: −6 → ``⁻⁶``."""
     return str(number).translate(_SUPERSCRIPTS)
 
 
@@ -103,7 +103,7 @@ def number_at(report: Mapping[str, Json], path: str) -> float | None:
 
 
 def write_metric(metric: Metric, value: float | None, *, digits: int = 2) -> str:
-    """A metric's value in its notation; ``digits`` are those of a decimal one."""
+    """Format a metric's value in its notation; ``digits`` are those of a decimal one."""
     match metric.notation:
         case Notation.COUNT:
             return count(value)

@@ -27,7 +27,7 @@ Values: TypeAlias = Sequence[float | None]
 
 
 def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str, Json]:
-    """Rates, mean rewards and their differences for a report; what is not known is ``None``."""
+    """Rates, mean rewards and their differences for a report; unknown figures are ``None``."""
     newest = after or before
     section: dict[str, Json] = {
         "n": newest.tasks if newest else None,
@@ -53,7 +53,7 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
 
 
 def pays_fractions(done: EvalDone) -> bool:
-    """True where a reward was neither 0 nor 1, so that its mean is no share of tasks."""
+    """True where some reward was neither 0 nor 1, so that the mean reward is no pass rate."""
     return any(reward not in (None, 0, 1) for reward in (*done.sampled_rewards, *done.greedy_rewards))
 
 
@@ -102,7 +102,7 @@ def _ratio(value: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One figure before and after RL, as it is written for people."""
+    """One figure before and after RL, formatted for display."""
 
     before: float | None
     after: float | None
@@ -136,7 +136,7 @@ class Comparison:
 
 
 def comparison(report: Mapping[str, Json], way: str) -> Comparison:
-    """The figure by which one way is judged."""
+    """The headline figure of one sampling mode, before and after RL."""
     heldout = report["heldout"]
     assert isinstance(heldout, Mapping)
     fractions = bool(heldout.get("pays_fractions"))
@@ -156,7 +156,7 @@ def comparison(report: Mapping[str, Json], way: str) -> Comparison:
 
 
 def full_marks(report: Mapping[str, Json], way: str) -> str:
-    """The number of tasks that passed, where that is not the figure itself: ``full marks: 1 → 2``; empty elsewhere."""
+    """The number of passed tasks, where it is not the headline figure: ``full marks: 1 → 2``; else empty."""
     heldout, pass_at = report["heldout"], number_at(report, "config.eval.pass_at")
     assert isinstance(heldout, Mapping)
     if not heldout.get("pays_fractions"):
@@ -167,7 +167,7 @@ def full_marks(report: Mapping[str, Json], way: str) -> str:
 
 
 def about_errors(report: Mapping[str, Json]) -> str:
-    """A note on what the errors of held-out figures are over; empty where nothing was measured twice."""
+    """Explain what the standard errors of held-out figures cover; empty where nothing was measured twice."""
     templates, tasks = number_at(report, "heldout.templates"), number_at(report, "heldout.n")
     if templates is None or number_at(report, "heldout.stderr") is None:
         return ""

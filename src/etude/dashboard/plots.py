@@ -24,7 +24,7 @@ LABEL_GAP = 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One curve and the words at its end."""
+    """One curve and the label at its end."""
 
     points: Points
     label: str
@@ -52,7 +52,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateMark:
-    """A measured share, its standard error and its name."""
+    """A measured share, its standard error and its label."""
 
     label: str
     share: float | None
@@ -63,7 +63,7 @@ class EstimateMark:
 def line_plot(
     title: str, lines: Sequence[Line], *, height: int = 150, log: bool = False, bound: tuple[float, str] | None = None
 ) -> str:
-    """Curves over steps; empty where none has a point. ``bound`` is a level not to be passed, with its name."""
+    """Line plot over steps; empty where no line has a point. ``bound`` is a labelled threshold line."""
     drawn = [line for line in lines if line.points]
     if not drawn:
         return ""
@@ -114,7 +114,7 @@ def estimate_plot(title: str, estimates: Sequence[EstimateMark]) -> str:
 
 
 def share_bars(title: str, shares: Sequence[tuple[str, float | None, str]]) -> str:
-    """One bar per name and share, full width meaning all of it, with the words above its right end."""
+    """Bar chart of shares by name: full width is 100 %, the label is above the right end."""
     row, height = 40, 40 * len(shares)
     shapes = []
     for index, (label, share, words) in enumerate(shares):
@@ -130,7 +130,7 @@ def share_bars(title: str, shares: Sequence[tuple[str, float | None, str]]) -> s
 
 
 def smooth(points: Points, radius: int = 3) -> list[tuple[float, float]]:
-    """Mean of each value and its ``radius`` neighbours on both sides, fewer at the ends."""
+    """Moving average over ``radius`` neighbours on both sides, fewer at the ends."""
     windows = (points[max(0, index - radius) : index + radius + 1] for index in range(len(points)))
     return [(x, sum(y for _, y in near) / len(near)) for (x, _), near in zip(points, windows, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Rollouts in the terminal: what there is, a list, a group side by side, one of them turn by turn.
+"""Rollouts in the terminal: an overview, a list, a group side by side, one rollout turn by turn.
 
 Owns the layout for people; 100 columns, still whole at 80, in a pipe as wide as the text. Whatever a model or a program
 in a sandbox wrote is data: its control characters are shown, never sent to the terminal.
@@ -23,7 +23,7 @@ from etude.types import Disposition, Hint, Json, RolloutStatus, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPart:
-    """One of the named numbers that were recorded with a reward."""
+    """One named part of a recorded reward."""
 
     name: str
     value: float
@@ -34,7 +34,7 @@ class ReadPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadToken:
-    """One sampled token."""
+    """One sampled token, as it is shown."""
 
     token_id: int
     text: str
@@ -53,7 +53,7 @@ class ReadToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSummary:
-    """A self-summary and the context that it stands for."""
+    """A self-summary and the context that it replaced."""
 
     scratch: str
     """Reasoning before it, which is forgotten."""
@@ -69,7 +69,7 @@ class ReadSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTurn:
-    """One model call."""
+    """One model call, as it is shown."""
 
     number: int
     """From 0."""
@@ -122,7 +122,7 @@ class ReadComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRollout:
-    """One attempt at a task."""
+    """One rollout, as it is shown."""
 
     rollout_id: str
     purpose: str
@@ -172,7 +172,7 @@ Shown: TypeAlias = ReadRollout | RolloutMatch
 
 
 def to_json(rollout: Shown) -> dict[str, Json]:
-    """One object; its keys are the fields."""
+    """One of these objects as JSON; its keys are the fields."""
     fields: dict[str, Json] = orjson.loads(orjson.dumps(rollout, option=orjson.OPT_NON_STR_KEYS))
     return fields
 
@@ -209,7 +209,7 @@ def overview(name: str, steps: str, census: Sequence[Census], reasons: Reasons) 
 
 
 def rollout_list(matches: Sequence[RolloutMatch], total: int) -> RenderableType:
-    """Results of a search, a line each."""
+    """Rollouts that a search found, one line each."""
     if not matches:
         return Text("no rollout is like that", WARN)
     table = light_table("rollout", ">group", ">slot", ">step", ">reward", ">turns", ">sampled", ">versions", "ended")
@@ -234,7 +234,7 @@ def rollout_list(matches: Sequence[RolloutMatch], total: int) -> RenderableType:
 
 
 def group_table(rollouts: Sequence[ReadRollout]) -> RenderableType:
-    """The rollouts of a group side by side: what they are worth, and why."""
+    """The rollouts of a group side by side: their rewards and the parts of these."""
     first = rollouts[0]
     head = Text.assemble(
         (f"{first.purpose} group {first.group}", f"bold {ACCENT}"),
@@ -263,17 +263,17 @@ def group_table(rollouts: Sequence[ReadRollout]) -> RenderableType:
 
 
 def rollout_page(rollout: ReadRollout) -> RenderableType:
-    """One rollout, turn by turn."""
+    """One rollout as text, turn by turn."""
     return Group(*_head(rollout), *(part for turn in rollout.turns for part in _turn(turn, rollout.step)))
 
 
 def visible(text: str) -> str:
-    """Text whose every character can be seen: others are spelt, so that none moves a cursor or hides a word."""
+    """Escape invisible and control characters, so that none moves a cursor or hides a word."""
     return "".join(letter if letter.isprintable() or letter == "\n" else _spelt(letter) for letter in text)
 
 
 class Block:
-    """Text behind a mark, wrapped to the width there is."""
+    """Text with a mark in front, wrapped to the available width."""
 
     def __init__(self, mark: str, text: Text, style: str = DIM) -> None:
         self._mark, self._text, self._style = mark, text, style

@@ -1,4 +1,4 @@
-"""Facts and metrics of a run so far, folded from its events.
+"""Facts and metrics of a run, folded from its events.
 
 Owns the facts that people ask about: which phase, how long, how well, how stale. Does not read files (that is
 :class:`~etude.telemetry.log.EventReader`) and does not draw (:mod:`~etude.dashboard.terminal`,
@@ -65,7 +65,7 @@ class Timed(Generic[E]):
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the rollouts of one purpose, by how they ended."""
+    """Counts of rollouts by how they ended, for one purpose."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     """Status → rollouts."""
@@ -87,7 +87,7 @@ class Tally:
 
 @dataclass(slots=True)
 class TimelineSegment:
-    """A stretch in which the run was alive, from its first event to its last."""
+    """A period in which the run was alive, from its first event to its last."""
 
     start_s: float
     end_s: float
@@ -245,7 +245,7 @@ class RunMetrics:
 
 
 def total(steps: Iterable[StepDone], metric: str) -> float:
-    """A metric summed over steps; those that do not know it add nothing."""
+    """A metric summed over steps; steps without it add nothing."""
     return sum(step.metrics.get(metric, 0) for step in steps)
 
 

@@ -1,4 +1,4 @@
-"""Rates, means and differences with intervals, from tries of tasks.
+"""Rates, means and differences with confidence intervals, from repeated attempts at tasks.
 
     tasks ──▶ tries of each ──▶ one value per task ──▶ mean and interval          two versions ──▶ differences ──▶ …
 
@@ -30,7 +30,7 @@ HALVINGS = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean over tasks, with its interval."""
+    """A mean over tasks, with its confidence interval."""
 
     value: float
     low: float
@@ -55,7 +55,7 @@ class SignTest:
 
 
 def pass_at_k(tries: int, passed: int, k: int) -> float:
-    """The chance that one of ``k`` tries passes, without bias from ``tries`` ≥ ``k`` of which ``passed`` did.
+    """Unbiased pass@k: the chance that one of ``k`` tries passes, from ``tries`` ≥ ``k`` of which ``passed`` did.
 
     1 − C(n − c, k) / C(n, k): arXiv 2107.03374, equation 1. Raises ``ValueError`` for fewer tries than ``k``.
     """
@@ -65,7 +65,7 @@ def pass_at_k(tries: int, passed: int, k: int) -> float:
 
 
 def mean_of(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
-    """The mean of one value per task; ``clusters`` has the template of each.
+    """The mean of one value per task; ``clusters`` names the template of each.
 
     Clustered standard errors and Student's t. Rates stay within [0, 1]; those that are all one and the same have no
     spread to be seen, which does not make them certain: unlike ones are at most a share s, and the mean is as far from
@@ -75,7 +75,7 @@ def mean_of(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
 
 
 def mean_amount(values: Sequence[float], clusters: Sequence[str]) -> Estimate:
-    """The mean of one amount per task, which is no rate whatever its values."""
+    """The mean of one amount per task (tokens, seconds): never treated as a rate."""
     return _estimated(values, clusters, None)
 
 
@@ -130,7 +130,7 @@ def exact_interval(passed: int, tasks: int) -> tuple[float, float]:
 
 @cache
 def student(freedom: int) -> float:
-    """Half width of Student's interval of ``LEVEL`` in standard errors, by degrees of freedom from 1."""
+    """Half width of Student's interval of ``LEVEL``, in standard errors, by degrees of freedom from 1."""
     return _crossing(lambda width: _within(width, freedom), 13.0, LEVEL)
 
 

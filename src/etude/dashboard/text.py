@@ -1,4 +1,4 @@
-"""The report in words: the labelled lines that the terminal and the page both show.
+"""The report as labelled lines, which the terminal and the page both show.
 
 Owns the wording, not the layout and not the figures (:mod:`~etude.dashboard.report`).
 """
@@ -93,7 +93,7 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
 
 
 def phases(report: Mapping[str, Json]) -> list[tuple[str, float]]:
-    """The phases that were, in order, and the seconds that each took."""
+    """The phases that ran, in order, with the seconds of each."""
     config = report["config"]
     assert isinstance(config, dict)
     names = {"midtrain": "midtrain", "sft": "SFT", "rl": "RL", "eval": "evaluation"}
@@ -139,7 +139,7 @@ def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:
 
 
 def render_line(run: RunMetrics, config: RunConfig, now_s: float) -> str:
-    """A run's progress in a line of text, and what it waits for."""
+    """A run's progress, and what it waits for, in one line."""
     silence = silence_line(run, now_s)
     return "; ".join((_progress(run, config, now_s), *([silence] if silence else []), *outage_lines(run, now_s)))
 
@@ -151,7 +151,7 @@ def silence_line(run: RunMetrics, now_s: float) -> str:
 
 
 def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
-    """A line for each thing that a process waits for, since when and why."""
+    """One line for each outage that a process waits for: since when and why."""
     return [
         f"{process} waits for {what}, away for {now_s - outage.at_s:.0f} s: {outage.event.reason}"
         for (process, what), outage in run.outages.items()
@@ -225,6 +225,6 @@ def _step_progress(run: RunMetrics, config: RunConfig) -> str:
 
 
 def live(step: StepDone) -> list[str]:
-    """The metrics of a step that are shown while a run lives, in words."""
+    """The metrics of a step that are shown while a run is active, as text."""
     shown = ((metric, step.metrics.get(name)) for name, metric in METRICS.items() if metric.live)
     return [f"{metric.live} {write_metric(metric, value, digits=3)}" for metric, value in shown]

@@ -1,4 +1,4 @@
-"""The HTTP client of an engine server that is not ours: JSON in, JSON or a stream of events out, faults by their kind.
+"""The HTTP client of a third-party engine server: JSON in, JSON or a stream of events out, errors by kind.
 
 Owns which answer is whose fault, and the limits of a server: one token id outside the vocabulary ends vLLM's engine
 process (seen in 0.32 without a tokenizer), so no such request may ever reach it. The paths and their meaning belong to
@@ -34,7 +34,7 @@ STREAM_END = b"[DONE]"
 
 @final
 class ApiClient:
-    """Calls one server. The connector of ``http`` must allow as many connections as there may be calls in flight."""
+    """An HTTP client of one server. The connector of ``http`` must allow a connection for each call in flight."""
 
     def __init__(self, name: str, base_url: str, http: aiohttp.ClientSession) -> None:
         """``name`` is what the server is called in messages, e.g. ``vLLM``."""
@@ -104,7 +104,7 @@ async def answering(
     name: str,
     error_of: Callable[[str, int, bytes], Exception],
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """An answer with status 200, being read; any other raises what ``error_of`` makes of its URL, status and body.
+    """Send a request and open its response, status 200; any other raises ``error_of`` (URL, status, body).
 
     No answer, and one that breaks off while it is read, raise :class:`~etude.errors.EngineUnavailable`.
     """
@@ -120,12 +120,12 @@ async def answering(
 
 
 def unavailable(status: int, words: str) -> EngineUnavailable:
-    """The error for an answer that blames the engine, not the request."""
+    """The error for a response whose fault is the engine's, not the request's."""
     return EngineBusy(words) if status == 429 else EngineUnavailable(words)
 
 
 async def event_data(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The data of server-sent events, however the bytes were cut into chunks.
+    """The data of server-sent events, whatever the boundaries of the received chunks.
 
     aiohttp's own lines end at 128 KiB; the last event of a completion with routes is longer.
     """
@@ -140,7 +140,7 @@ async def event_data(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
-    """The bounds of one engine."""
+    """Timeouts and size limits of requests to one engine."""
 
     vocab_size: int
     max_length: int

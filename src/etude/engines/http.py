@@ -1,4 +1,4 @@
-"""An engine over HTTP, both ends of it: :class:`HttpEngine` asks, :func:`engine_app` answers, one wire format between.
+"""An engine over HTTP: client (:class:`HttpEngine`), server (:func:`engine_app`) and their wire format.
 
     HttpEngine.generate ─▶ encode_request ─▶ POST /generate ─▶ decode_request ─▶ Engine.generate
                Completion ◀─ decode_completion ◀─────────────── encode_completion ◀─┘
@@ -139,7 +139,7 @@ def encode_completion(completion: Completion) -> bytes:
 
 
 def decode_completion(data: bytes) -> Completion:
-    """The completion of :func:`encode_completion`. Raises ``ValueError`` on anything else."""
+    """Decode a completion from :func:`encode_completion`. Raises ``ValueError`` on anything else."""
     try:
         arrays = load(data)
         _check_kinds(arrays)
@@ -163,7 +163,7 @@ def decode_completion(data: bytes) -> Completion:
 
 
 def encode_chunk(chunk: TokenChunk) -> bytes:
-    """One line of a stream; with the last chunk, what follows it as well."""
+    """Encode a chunk as one line of a stream; the last one is followed by the encoded completion."""
     tail = b"" if chunk.completion is None else encode_completion(chunk.completion)
     line = {
         "token_ids": chunk.token_ids,
@@ -176,7 +176,7 @@ def encode_chunk(chunk: TokenChunk) -> bytes:
 
 @final
 class ChunkReader:
-    """Puts a stream together again, however its bytes were cut. What came together is one chunk."""
+    """Parses streamed chunks, whatever the boundaries of the received bytes; merges those that arrive as one."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -346,7 +346,7 @@ SYSTEM_CLOCK = SystemClock()
 
 @asynccontextmanager
 async def http_engines(timeout_s: float) -> AsyncIterator[Callable[[str], "HttpEngine"]]:
-    """Makes clients by URL, for as many calls in flight as there are; they are closed with the context."""
+    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context."""
     async with ClientSession(connector=TCPConnector(limit=0)) as http:
         with ExitStack() as engines:
             yield lambda url: engines.enter_context(closing(HttpEngine(url, http, timeout_s)))
@@ -490,7 +490,7 @@ CONNECTION_CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 
 @final
 class ConnectionPool:
-    """Connections to one server; to be closed by who made it."""
+    """Connections to one server; its creator closes it."""
 
     def __init__(self, base_url: str, *, connect_s: float) -> None:
         """``connect_s`` is how long a connection may take to be made."""

@@ -1,4 +1,4 @@
-"""The contract of an engine kind: opened with a weight version, moved to later ones while it serves.
+"""The protocol of an engine kind: opened with a weight version, updated to later ones while it serves.
 
     open(context, weights) ──▶ ServedEngine:  engine ──▶ HTTP server
                                               updater ◀── stage, swap ── weight follower
@@ -26,7 +26,7 @@ from etude.weights.replica import ChangedNumbers, PulledWeights
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightUpdate:
-    """A weight version to move to."""
+    """An update of an engine's weights to one version."""
 
     weights: PulledWeights
     """All of it, in memory that is valid until the next update."""
@@ -60,7 +60,7 @@ class WeightUpdater(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEngine:
-    """An open engine."""
+    """An open engine and the parts that its process uses."""
 
     engine: Engine
     updater: WeightUpdater
@@ -70,7 +70,7 @@ class ServedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """The run that an engine is opened for."""
+    """The run for which an engine is opened."""
 
     config: RunConfig
     spec: ModelSpec

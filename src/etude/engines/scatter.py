@@ -1,4 +1,4 @@
-"""Prepared writes of changed numbers into an engine's parameters, on whatever device they lie.
+"""Prepared writes of changed numbers into an engine's parameters, on any device.
 
 A write names positions and bits, not differences: applied twice, or again after a crash half-way, it gives the same
 weights. Which parameter a number of a checkpoint lies in is the engine kind's business. Also runs inside vLLM's
@@ -43,7 +43,7 @@ class Write:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scatter:
-    """A prepared update of some numbers, or of all of them."""
+    """A prepared update of some or all numbers of parameters."""
 
     writes: tuple[Write, ...]
     reload: Callable[[], None] | None = None
@@ -67,12 +67,12 @@ class Scatter:
 
 
 def write_to(parameter: Tensor, positions: Tensor, bits: Tensor) -> Write:
-    """Bring positions and bits to the device of a parameter, itself given as integers."""
+    """Copy positions and bits to the device of a parameter, which is viewed as integers."""
     return Write(parameter=parameter, positions=positions.to(parameter.device), bits=bits.to(parameter.device))
 
 
 def scatter_of(writes: Iterable[Write]) -> Scatter:
-    """The update that consists of these writes, safe to be applied on another stream."""
+    """The update that consists of these writes; it may be applied on another CUDA stream."""
     scatter = Scatter(writes=tuple(writes))
     for device in {write.positions.device for write in scatter.writes if write.positions.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -80,12 +80,12 @@ def scatter_of(writes: Iterable[Write]) -> Scatter:
 
 
 def numbers_of(spec: TensorSpec) -> int:
-    """Count of a tensor's numbers."""
+    """Number of elements of a tensor."""
     return spec_bytes(spec) // ELEMENTS[spec.dtype].size_bytes
 
 
 def check_change(spec: TensorSpec, run: ChangedNumbers) -> None:
-    """Raise :class:`~etude.errors.UserError` for numbers that a tensor does not have, or of another width."""
+    """Raise :class:`~etude.errors.UserError` for positions outside a tensor, or numbers of another width."""
     if len(run.indices) and int(run.indices[-1]) >= numbers_of(spec):
         raise UserError(f"tensor {spec.name!r} has {numbers_of(spec)} numbers, number {run.indices[-1]} cannot change")
     expected = NUMBER_TYPES[ELEMENTS[spec.dtype].size_bytes]

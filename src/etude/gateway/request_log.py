@@ -1,4 +1,4 @@
-"""The record of each request, the access log and the metrics that are made of it.
+"""The record of each request, the access log and the metrics computed from it.
 
     RequestRecord, filled in while a request is served ──▶ Metrics (Prometheus' text format)
                                                       └──▶ AccessLog: {"time":1785312000.123,"route":"POST /v1/…", …}
@@ -87,7 +87,7 @@ class RequestRecord:
 
 @final
 class AccessLog:
-    """Appends records to ``file``; :meth:`run` must be running for them to get there, :meth:`flush` writes the rest.
+    """Appends records to ``file`` while :meth:`run` is running; :meth:`flush` writes the rest.
 
     ``wall_s`` says the time of day as Unix time.
     """
@@ -175,7 +175,7 @@ Gauges = Callable[[], Mapping[str, Mapping[str, float]]]
 
 @final
 class Metrics:
-    """The registry of one gateway. ``gauges`` is asked at every reading."""
+    """The Prometheus registry of one gateway. ``gauges`` is called at every reading."""
 
     def __init__(self, gauges: Gauges) -> None:
         self._registry = registry = CollectorRegistry()

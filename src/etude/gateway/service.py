@@ -50,7 +50,7 @@ from etude.types import Finish, RouteSpace, SamplingMask, TokenIds, Turn, TurnKi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The caller of a model call, and its conditions."""
+    """The caller of a model call, and the conditions of the call."""
 
     conversation: Conversation
     traffic: TrafficClass
@@ -70,7 +70,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A call that is ready for engines."""
+    """A call that is ready for the engines."""
 
     call: Call
     caller: Caller
@@ -102,7 +102,7 @@ class GenerationRequest:
 
 @final
 class CallService:
-    """Answers calls. ``max_length`` is the engines' bound on prompt and completion together, in tokens."""
+    """Answers calls. ``max_length`` is the engines' limit on prompt and completion, in tokens."""
 
     def __init__(self, sampler: "ReplySampler", *, max_length: int) -> None:
         self._sampler = sampler
@@ -259,7 +259,7 @@ def _deltas(message: ChatMessage) -> list[Delta]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyDelta:
-    """Some tokens of a reply, and their text and calls."""
+    """A streamed part of a reply: its tokens, text and tool calls."""
 
     deltas: Sequence[Delta]
     chunk: TokenChunk
@@ -473,7 +473,7 @@ def _joined(chunks: Sequence[TokenChunk]) -> Completion:
 
 
 class Recorder:
-    """Makes turns of completions, and writes their payloads.
+    """Records completions as turns, and writes their payloads.
 
     ``space`` is the space of the model's routes, where a trainer wants to replay them; ``None`` asks for none. Without
     ``payloads`` the turns are for no trainer, so sampling masks are not recorded either.

@@ -1,4 +1,4 @@
-"""Actions of an agent in its sandbox, call by call, read back from the turns of its rollout: pure.
+"""Actions of an agent in its sandbox, call by call, parsed from the turns of its rollout: pure.
 
     turns ──decode──▶ replies and what followed each ──▶ Action: tool, arguments, output ──▶ detectors, audits
 
@@ -32,7 +32,7 @@ FENCED = re.compile(r"^```(?:bash|sh|shell|console|zsh|\w*bash\w*)[ \t]*\n(.*?)^
 
 
 class Severity(IntEnum):
-    """Certainty that a finding is cheating."""
+    """Certainty that a finding is a case of cheating."""
 
     LOW = 1
     """Honest work looks like this now and then: counted, no more."""
@@ -44,7 +44,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """One tool call of an agent, and what it saw of its result."""
+    """One tool call of an agent, and the part of its result that the agent saw."""
 
     tool: str
     """Its name as the harness has it: ``read``, ``bash``, …"""
@@ -91,7 +91,7 @@ def read_actions(
 
 
 def read_calls(reply: str, *, bare_shell: bool = False) -> list[tuple[str, dict[str, str]]]:
-    """Tool and arguments of every call in a reply; thoughts are not read.
+    """Parse tool and arguments of every call in a reply; thoughts are not read.
 
     A reply without marks is one call in the built-in tools' words or, for a harness whose replies are commands
     (``bare_shell``), a whole shell text.
@@ -107,7 +107,7 @@ def read_calls(reply: str, *, bare_shell: bool = False) -> list[tuple[str, dict[
 
 
 def excerpt(text: str, letters: int = OUTPUT_LETTERS) -> str:
-    """A text of at most so many letters, and a sign where some are missing."""
+    """A text shortened to a number of letters, with a sign where some are missing."""
     half = letters // 2
     return text if len(text) <= letters else f"{text[:half]}\n[…]\n{text[-half:]}"
 

@@ -167,7 +167,7 @@ class _Work:
 
 
 async def observe(call: tools.Call, checks: Checks, sandbox: Sandbox) -> str:
-    """Carry a call out in a sandbox and say what the agent sees: ``bad call``, if there is nothing to do there.
+    """Execute a tool call in a sandbox; returns the agent's observation, ``bad call`` for an invalid call.
 
     Raises :class:`~etude.errors.SandboxError`.
     """

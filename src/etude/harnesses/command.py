@@ -1,4 +1,4 @@
-"""Any agent harness that is a program: run as it is, in a sandbox, with a model behind the usual base URL.
+"""Harness for any agent that is a program: run unchanged in a sandbox, with the model behind the usual base URL.
 
     command {prompt} … ──OpenAI or Anthropic HTTP──▶ the one place that its sandbox may reach: the gateway
 
@@ -129,21 +129,21 @@ class CommandHarness:
 
 
 def judge_end(result: ExecResult, success_codes: tuple[int, ...]) -> str:
-    """Reason of a program's end."""
+    """The stop reason of a program that ended."""
     if result.timed_out:
         return TIMEOUT
     return SUBMIT if result.exit_code in success_codes else f"exit {result.exit_code}"
 
 
 def last_words(result: ExecResult) -> str:
-    """The end of what a program printed, errors last, as one line that does nothing to a terminal."""
+    """The end of a program's output, errors last, as one line without terminal control codes."""
     printed = f"{result.stdout[-PRINTED_CHARACTERS:]}\n{result.stderr[-PRINTED_CHARACTERS:]}"
     plain = "".join(letter if letter.isprintable() else " " for letter in printed)
     return " ".join(plain.split())[-PRINTED_CHARACTERS:]
 
 
 def client_variables(base_url: str, api_key: str) -> dict[str, str]:
-    """The variables by which OpenAI's, Anthropic's and LiteLLM's clients find a model."""
+    """Environment variables by which OpenAI's, Anthropic's and LiteLLM's clients find a model."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,
@@ -155,7 +155,7 @@ def client_variables(base_url: str, api_key: str) -> dict[str, str]:
 
 
 def fill_in(text: str, values: Mapping[str, str]) -> str:
-    """``text`` with its placeholders filled in, once: braces in a prompt stay what they are."""
+    """Replace the placeholders of ``text``, once: braces in a prompt stay as they are."""
     return FILLED_IN.sub(lambda match: values[match[1]], text)
 
 

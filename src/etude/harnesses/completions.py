@@ -1,4 +1,4 @@
-"""One model call over HTTP: an OpenAI chat completion, repeated until it is answered or time is up.
+"""Client of one OpenAI chat completion, retried until it is answered or its time is up.
 
 Owns retries and the meaning of the gateway's answers. Repeating a call is safe: every attempt carries the same random
 id, by which the gateway knows a call whose answer got lost and repeats that answer. Does not know tools or tasks.
@@ -42,7 +42,7 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 
 @dataclass(frozen=True, slots=True)
 class CompletionReply:
-    """The model's text."""
+    """The model's reply to one completion call."""
 
     text: str
     finish: Literal["stop", "length", "context"]
@@ -53,7 +53,7 @@ class CompletionReply:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Failure after which an attempt must be repeated."""
+    """A failed attempt that must be retried."""
 
     reason: str
     pause_s: float | None = None
@@ -69,7 +69,7 @@ class HarnessContext:
 
 
 class CompletionClient:
-    """Asks for completions of one ``kind``; each call has ``timeout_s``, repetitions and pauses included."""
+    """Requests completions of one ``kind``; each call has ``timeout_s``, retries and pauses included."""
 
     def __init__(
         self, http: aiohttp.ClientSession, *, max_tokens: int, timeout_s: float, kind: TurnKind = TurnKind.ACT
@@ -115,7 +115,7 @@ class CompletionClient:
 
 
 def judge_answer(status: int, retry_after: str | None, body: bytes) -> CompletionReply | Trouble:
-    """Parse an HTTP answer. Raises ``SessionLost`` and ``EngineUnavailable`` for what repeating cannot cure."""
+    """Parse an HTTP response. Raises ``SessionLost`` and ``EngineUnavailable`` where retries cannot help."""
     if status in BUSY:
         return Trouble(f"HTTP {status}", _seconds(retry_after))
     try:

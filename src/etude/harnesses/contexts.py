@@ -1,4 +1,4 @@
-"""When a context is full, and what the next one begins with: pure.
+"""Context windows: when one is full, and the messages that the next one begins with. Pure.
 
     ACT ──room left──▶ ACT                                        ACT, SUMMARISE: one model call each
      │ full, or no room for the next question
@@ -24,7 +24,7 @@ from etude.harnesses.summaries import ask_for_summary, open_truncated
 
 
 class Step(StrEnum):
-    """Next step of a harness."""
+    """The next step of a harness."""
 
     ACT = "act"
     """Ask for an action."""
@@ -49,7 +49,7 @@ MOVES: Mapping[Step, frozenset[Step]] = MappingProxyType(
 
 @final
 class Window:
-    """Decides, call by call, what is asked for next: facts come in, :attr:`step` is the decision.
+    """Decides the next step of a harness, call by call: facts come in, :attr:`step` is the decision.
 
     It asks for a summary only behind an action, whose result the model sees in the same message, so there is an action
     between any two. It asks for none after which no call would be left to go on with. Whatever the facts, it stops
@@ -164,7 +164,7 @@ class Context:
 
 @final
 class TodoList:
-    """The model's open items, numbered from 1; the harness holds them, whatever becomes of a context."""
+    """The model's open items, numbered from 1; the harness keeps them across contexts."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -189,7 +189,7 @@ class TodoList:
 
 @final
 class Recall:
-    """Counts which of the needed facts were shown before a summary, and which of those it keeps.
+    """Counts which of the needed facts were shown before a summary, and how many of those it keeps.
 
     A fact counts where it stands as it is, not as part of a longer word or number.
     """

@@ -20,7 +20,7 @@ HEADING = "summary"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """Summary that a model wrote for itself."""
+    """A summary that a model wrote of its own context."""
 
     scratch: str
     """Its thoughts before; dropped."""
@@ -30,7 +30,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptState:
-    """State that the harness carries over by itself, whatever the summary says."""
+    """State that the harness carries over itself, independent of the summary."""
 
     summaries: int
     """Number of times that the context started anew."""
@@ -48,16 +48,16 @@ def read_summary(reply: str) -> Summary:
 
 
 def ask_for_summary(observation: str, request: str) -> str:
-    """The message that asks for a summary, behind the result of the last action."""
+    """The message that asks for a summary, after the result of the last action."""
     return f"{observation}\n{request}" if observation else request
 
 
 def open_again(prompt: str, summary: str, state: KeptState) -> str:
-    """The first message of a context after ``kept.summaries`` summaries: the task, the open items, the summary."""
+    """The first message of a context after ``kept.summaries`` summaries: task, open items and summary."""
     items = [f"todo {number} {text}" for number, text in state.open_items]
     return "\n".join([prompt, *items, f"{HEADING} {state.summaries}", summary])
 
 
 def open_truncated(prompt: str, observation: str) -> str:
-    """The first message of a context for which nothing was kept but the task and the result of the last action."""
+    """The first message of a context that keeps nothing but the task and the result of the last action."""
     return f"{prompt}\n{observation}"

@@ -50,7 +50,7 @@ ANSWER_PATTERN = re.compile(rf"{ANSWER} (\S.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """``read FILE``, or ``read FILE N``."""
+    """Tool call ``read FILE``, or ``read FILE N``."""
 
     path: str
     first: int | None = None
@@ -59,7 +59,7 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class EditFile:
-    """``edit FILE N`` and the text for line N, which may be several lines or an empty one."""
+    """Tool call ``edit FILE N`` and the text for line N, which may be several lines or an empty one."""
 
     path: str
     line: int
@@ -68,26 +68,26 @@ class EditFile:
 
 @dataclass(frozen=True, slots=True)
 class RunTests:
-    """``test``."""
+    """Tool call ``test``."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenItem:
-    """``todo TEXT``: one line."""
+    """Tool call ``todo TEXT``, of one line."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CloseItem:
-    """``done N``."""
+    """Tool call ``done N``."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """``submit``, or ``answer TEXT``: the work is done."""
+    """Tool call ``submit``, or ``answer TEXT``: the work is done."""
 
     answer: str = ""
     """The last words, where the task asks for some."""
@@ -95,7 +95,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """Anything that is no call."""
+    """Text that is no valid tool call."""
 
 
 Call: TypeAlias = ReadFile | EditFile | RunTests | OpenItem | CloseItem | Submit | Malformed
@@ -103,7 +103,7 @@ Call: TypeAlias = ReadFile | EditFile | RunTests | OpenItem | CloseItem | Submit
 
 
 def parse_call(text: str) -> Call:
-    """Read one call. White space after it is ignored, nothing else is forgiven."""
+    """Parse one tool call. White space after it is ignored, nothing else is forgiven."""
     if match := READ_PATTERN.fullmatch(text):
         return ReadFile(match[1], None if match[2] is None else int(match[2]))
     if match := EDIT_PATTERN.fullmatch(text):
@@ -121,7 +121,7 @@ def parse_call(text: str) -> Call:
 
 
 def number_lines(text: str, first: int | None = None) -> str:
-    """A file as ``read`` shows it, from line ``first`` on: ``1 first line``, ``2 second line``, no last line break."""
+    """File text with line numbers, from line ``first`` on: ``1 first line``, ``2 second line``, no last line break."""
     numbered = [f"{number} {line}" for number, line in enumerate(_lines(text), start=1)]
     return "\n".join(numbered if first is None else numbered[max(first, 1) - 1 :][:WINDOW_LINES])
 
@@ -155,12 +155,12 @@ def render_report(output: str) -> str:
 
 
 def limit(observation: str, characters: int) -> str:
-    """An observation of at most so many characters, and :data:`CUT` where some are missing."""
+    """Cut an observation to a number of characters, with :data:`CUT` where some are missing."""
     return observation if len(observation) <= characters else f"{observation[:characters]}\n{CUT}"
 
 
 def shorten(observation: str) -> str | None:
-    """The first half of an observation and :data:`CUT`, at last that line alone; ``None`` if nothing more can go."""
+    """Halve an observation and add :data:`CUT`; ``None`` if it is that line alone already."""
     shown = observation.removesuffix(CUT).rstrip()
     if not shown:
         return None

@@ -1,4 +1,4 @@
-"""The protocol of a decoder's arithmetic: the seam between a model's shape and the machine's numbers.
+"""The protocol of a decoder's arithmetic: it separates a model's structure from how its numbers are computed.
 
 Two leaves. :class:`~etude.models.fast.FastArithmetic` is torch, on any device, as fast as its libraries: a row's last
 bits depend on what else is in the batch. :class:`~etude.models.invariant.InvariantArithmetic` adds every sum up in one
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """Rows in the order of their experts."""
+    """Rows sorted by expert."""
 
     order_R: Tensor
     """int64: sorted row r is pair ``order[r]``: slot ``order[r] % k`` of token ``order[r] // k``."""
@@ -31,7 +31,7 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Whole sequences back to back, nothing between them: the rows of one forward pass of the trainer."""
+    """The packed sequences of one forward pass of the trainer: back to back, without padding."""
 
     lengths: tuple[int, ...]
     """[B] tokens of each sequence, at least 1, on the host."""
@@ -136,7 +136,7 @@ class Arithmetic(Protocol):
 
 
 def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:
-    """The places of sequences of these lengths when they are packed.
+    """The layout of packed sequences of these lengths.
 
     Raises ``ValueError`` without sequences and on an empty one: what has no token has no place.
     """

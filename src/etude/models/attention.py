@@ -1,4 +1,4 @@
-"""Attention layers: from hidden states to queries, keys and values, and back. Who attends to what is not theirs.
+"""Attention layers: from hidden states to queries, keys and values, and back. Masks and caches are not theirs.
 
 Keys and values go to an :data:`Attend` that the caller passes: packed sequences in the trainer, a paged cache in an
 engine. So both sides run one model and can differ in nothing but where keys lie.
@@ -126,7 +126,7 @@ class LatentAttention(nn.Module):
 
 
 def per_head(arithmetic: Arithmetic, x_NhI: Tensor, weight_hOI: Tensor) -> Tensor:
-    """[N,h,O]: each head's rows times that head's matrix, as if heads were experts that all tokens go to."""
+    """[N,h,O]: each head's rows times that head's matrix."""
     tokens, heads, _ = x_NhI.shape
     rows_RI = x_NhI.transpose(0, 1).flatten(0, 1)
     ends_h = torch.arange(1, heads + 1, dtype=torch.int32, device=rows_RI.device) * tokens

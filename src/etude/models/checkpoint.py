@@ -38,7 +38,7 @@ TABLE_SUFFIX = ".rotary_emb.inv_freq"
 
 
 def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
-    """The Qwen3-MoE that a recipe asks for, with the vocabulary its tokenizer really has."""
+    """The Qwen3-MoE model spec of a recipe, with the vocabulary size of its tokenizer."""
     return ModelSpec(
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
@@ -82,7 +82,7 @@ def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
 
 
 def fill(part: nn.Module, read: Callable[[str], Tensor]) -> None:
-    """Copy the tensors of one block, or of what a decoder has outside of its blocks, by their names."""
+    """Copy a block's tensors, or those outside of the blocks, by their names."""
     assert isinstance(part, DecoderBlock | Decoder)
     with torch.no_grad():
         for name, view in block_views(part) if isinstance(part, DecoderBlock) else outer_views(part):

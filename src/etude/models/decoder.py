@@ -33,7 +33,7 @@ RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 @final
 class DecoderBlock(nn.Module):
-    """One layer: attention, then a dense or sparse feed-forward, each of what was normalised, each added."""
+    """One transformer layer: attention, then a dense or sparse feed-forward, pre-normalised, with residuals."""
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DecoderBlock(nn.Module):
 
 @final
 class Decoder(nn.Module):
-    """A causal language model of the shape of its spec."""
+    """A causal language model, built from its spec."""
 
     def __init__(self, spec: ModelSpec, arithmetic: Arithmetic | None = None) -> None:
         super().__init__()

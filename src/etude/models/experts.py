@@ -1,4 +1,4 @@
-"""Feed-forward layers: dense, or a router and the experts that it sends tokens to; and the routes of a forward pass.
+"""Feed-forward layers: dense, or mixture of experts with a router; and the routes of a forward pass.
 
 A trainer whose arithmetic differs from the engine's in the last digit sends some tokens to other experts, and credits
 those. *Replay* sends them where the engine did; gates are still the live router's, so that it learns. The plausibility
@@ -26,7 +26,7 @@ TINIEST_SUM = 1e-20
 
 
 class Rounding(Protocol):
-    """A low-precision number format, as experts see it: what their products really compute with.
+    """A low-precision number format, as it affects the products of experts.
 
     Differentiated straight through. Its leaves are :class:`~etude.models.lowprecision.ExpertFormat`.
     """
@@ -56,7 +56,7 @@ class FeedForward(nn.Module):
 
 @final
 class Routing:
-    """The routes of one forward pass, in and out; a new one for every pass.
+    """The routes of one forward pass, replayed and recorded; a new object for every pass.
 
     ``replay`` (int64 [N,S,k]) are the experts to use instead of the live router's, in the order of their slots. A token
     with ``NO_ROUTE`` in a layer's row is routed live there. Ids are used as indices: checking them is the caller's.
@@ -142,7 +142,7 @@ class Routing:
 
 @final
 class ExpertRouter(nn.Module):
-    """Scores experts, chooses k of them per token and says how much each counts (its gate).
+    """The router: scores experts, chooses k of them per token and weighs each (its gate).
 
     ``softmax``: Qwen3-MoE (arXiv 2505.09388). ``sigmoid``: DeepSeek-V3 (arXiv 2412.19437 §2.1.2, eq. 13–16): the choice
     is by score plus a correction, from the groups whose two best add up to most; the gates are made of scores alone.
@@ -209,7 +209,7 @@ class ExpertRouter(nn.Module):
 
 
 class ExpertParallel(Protocol):
-    """Expert parallelism: a layer's experts spread over ranks that rows travel to; its leaf is the trainer's."""
+    """Expert parallelism: a layer's experts sharded over ranks that rows are sent to; the trainer implements it."""
 
     def local(self, weight_EOI: Tensor) -> Tensor:
         """[e,O,I] the matrices of this rank's experts."""
@@ -225,7 +225,7 @@ class ExpertParallel(Protocol):
 
 @final
 class RoutedExperts(nn.Module):
-    """The matrices of a layer's experts and what they make of the rows that are sent to them."""
+    """The matrices of a layer's routed experts, and their computation."""
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class RoutedExperts(nn.Module):
 
 @final
 class Experts(nn.Module):
-    """The sparse feed-forward layer: a router, its experts, and what every token goes through besides."""
+    """The sparse feed-forward layer: a router, its experts, and the shared experts."""
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ class Experts(nn.Module):
 
 
 def substituted(asked_Nk: Tensor, rejected_Nk: Tensor, live_Nk: Tensor, taken_Nk: Tensor) -> Tensor:
-    """[N,k] the asked experts, the rejected ones replaced by live ones that are not ``taken``, best first.
+    """[N,k] the requested experts, rejected ones replaced by live ones not in ``taken``, best first.
 
     No live expert is rejected, so a row has at least as many live experts that are free as it has rejected ones: of k
     live ones at most the k − r that were kept are taken. Nothing waits for the device.

@@ -1,4 +1,4 @@
-"""Model families: what Hugging Face's ``config.json`` says of a model, as a spec and back.
+"""Model families: Hugging Face's ``config.json`` to a model spec and back.
 
 Read: ``qwen3``, ``qwen3_moe``, ``qwen2``, ``llama``, ``mistral``, ``deepseek_v3``, ``kimi_k2``, as transformers 4 and 5
 write them. A value that would change the computation and is not supported is refused by name, never ignored; a key that
@@ -29,7 +29,7 @@ Config: TypeAlias = dict[str, Json]
 
 
 def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
-    """The shape of the model that a ``config.json`` describes; ``origin`` names the file in messages.
+    """The model spec of a ``config.json``; ``origin`` names the file in messages.
 
     Raises :class:`~etude.errors.DamagedError` for what is missing, mistyped or contradictory, and
     :class:`~etude.errors.UserError` for what is not supported.
@@ -51,7 +51,7 @@ def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
 
 
 def hf_config(spec: ModelSpec) -> dict[str, Json]:
-    """A ``config.json`` that transformers 4 and 5 make the same model of.
+    """The ``config.json`` of a model spec, for transformers 4 and 5.
 
     Raises ``ValueError`` if no family has the shape.
     """
@@ -74,7 +74,7 @@ def hf_config(spec: ModelSpec) -> dict[str, Json]:
 
 @final
 class ConfigFields:
-    """Reads a JSON object with types, and says what is wrong with it by name."""
+    """Reads a JSON object with types; errors name the field."""
 
     def __init__(self, values: Mapping[str, Json], origin: str) -> None:
         self._values = values

@@ -1,4 +1,4 @@
-"""Arithmetic by torch's own kernels: any device, any type, last bits as they come.
+"""Arithmetic by torch's own kernels: any device, any type, no promise about last bits.
 
 Shape legend: see :mod:`etude.models.arithmetic`.
 """

@@ -1,4 +1,4 @@
-"""The cost of a forward pass in floating-point operations, by the shape of the model alone.
+"""Floating-point operations of a forward pass, from the model spec alone.
 
 One multiplication and one addition are two operations, and a backward pass costs twice its forward pass. Norms, gates
 and the softmax are left out: they are to the products what a model's width is to its square. Pure.

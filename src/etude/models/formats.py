@@ -1,4 +1,4 @@
-"""Numbers of eight and four bits with a scale per block: how a matrix is rounded to them, encoded and decoded.
+"""Block-scaled formats of eight and four bits: rounding, encoding and decoding of matrices.
 
 Owns what the formats *are*. Which tensors of a model have them, their names and their gradients are
 :mod:`etude.models.lowprecision`'s; the same rounding as compiled loops is in
@@ -49,7 +49,7 @@ NVFP4_SCALE_BITS = 18
 
 
 class Quantised(NamedTuple):
-    """Matrices in blocks. As values all are float32; as codes each has the type it is stored in."""
+    """Block-scaled matrices, as float32 values or as codes in their storage type."""
 
     elements_MOI: Tensor
     """Encode as four-bit codes [M, O, ⌈I/2⌉]: an even column is the low half of its byte."""
@@ -103,12 +103,12 @@ def dequantise(values: Quantised, form: BlockFormat) -> Tensor:
 
 
 def to_codes(values: Quantised, form: BlockFormat) -> Quantised:
-    """Values of a format as they are stored; exact."""
+    """Encode the values of a format in their storage type; exact."""
     return Quantised(form.element.pack(values.elements_MOI), values.scales_Moi.to(form.scale_dtype), values.outer_M)
 
 
 def from_codes(codes: Quantised, form: BlockFormat) -> Quantised:
-    """Decode what is stored; exact."""
+    """Decode stored codes; exact."""
     return Quantised(form.element.unpack(codes.elements_MOI), codes.scales_Moi.float(), codes.outer_M)
 
 

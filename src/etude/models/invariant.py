@@ -1,4 +1,4 @@
-"""Arithmetic in one fixed order of sums: engine and trainer agree to the last bit, whatever is computed together.
+"""Batch-invariant arithmetic, with one fixed order of sums: engine and trainer agree to the last bit.
 
 Forward passes are the numba kernels of ``models/kernels/``; backward passes are torch's, for gradients are not compared
 bit by bit. Activations are float32 throughout: a bfloat16 model has its weights and its cache in bfloat16, and every

@@ -1,4 +1,4 @@
-"""Experts in eight or four bits: what their products see, and how their weights are published.
+"""Experts in eight or four bits: rounding of their inputs and weights, and the published form of the latter.
 
 Owns the formats that ``[numerics] experts`` names, as a rounding with a straight-through gradient and as checkpoint
 tensors. What the formats are is :mod:`etude.models.formats`'s; matrix products are an
@@ -44,7 +44,7 @@ Choice = Callable[[str], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFormat:
-    """A format for the inputs and weights of experts."""
+    """The number formats of experts' inputs and weights."""
 
     name: str
     """The name in configurations."""
@@ -162,12 +162,12 @@ EXPERT_FORMATS: Mapping[str, ExpertFormat] = MappingProxyType({form.name: form f
 
 
 def is_routed_expert(name: str) -> bool:
-    """Report whether a checkpoint tensor is a projection of a routed expert: not of a shared one, not the router."""
+    """Report whether a checkpoint tensor is a projection of a routed expert, not a shared one or the router."""
     return ROUTED_EXPERT.search(name) is not None
 
 
 def quantised_state(state: State, form: ExpertFormat, chosen: Choice = is_routed_expert) -> dict[str, Tensor]:
-    """A state with the chosen matrices as codes and scales, the others as they are.
+    """A weight state with the expert matrices as codes and scales, the others unchanged.
 
     Give it the weights that the forward pass rounds, that is the trainer's own float32, not a copy in less precision.
     Raises :class:`~etude.errors.DivergedError` for a weight that is not finite and
@@ -185,7 +185,7 @@ def quantised_state(state: State, form: ExpertFormat, chosen: Choice = is_routed
 
 
 def dequantised_state(state: State, form: ExpertFormat, chosen: Choice = is_routed_expert) -> dict[str, Tensor]:
-    """The inverse of :func:`quantised_state` but for what rounding took: chosen matrices are float32 again.
+    """The inverse of :func:`quantised_state`, up to rounding: expert matrices are float32 again.
 
     Raises :class:`~etude.errors.DamagedError` naming a tensor that is missing or has another type or shape.
     """

@@ -21,7 +21,7 @@ HEAD = "lm_head.weight"
 
 
 def views(model: Decoder) -> Views:
-    """Every tensor of a checkpoint of this model."""
+    """Views of all checkpoint tensors of a model, by their Hugging Face names."""
     for block in model.blocks:
         assert isinstance(block, DecoderBlock)
         yield from block_views(block)
@@ -29,7 +29,7 @@ def views(model: Decoder) -> Views:
 
 
 def outer_views(model: Decoder) -> Views:
-    """The tensors outside of blocks."""
+    """Views of the checkpoint tensors outside of blocks, by name."""
     yield "model.embed_tokens.weight", model.embedding.data
     yield "model.norm.weight", model.gain.data
     if model.head is not None:
@@ -37,7 +37,7 @@ def outer_views(model: Decoder) -> Views:
 
 
 def block_views(block: DecoderBlock) -> Views:
-    """The tensors of one block."""
+    """Views of one block's checkpoint tensors, by name."""
     for name, view in _block(block):
         yield f"model.layers.{block.attention.layer}.{name}", view
 

@@ -1,4 +1,4 @@
-"""A tensor that keeps float32 whatever its model is cast to.
+"""A buffer that stays float32 when its model is cast.
 
 Rotation tables and the corrections of routers lose their meaning in bfloat16: positions 4,096 and 4,097 would be turned
 alike, and corrections are as small as the differences between experts that they decide.

@@ -31,7 +31,7 @@ def rotary_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
 
 
 def frequencies(rope: RopeSpec, width: int) -> Frequencies:
-    """[F] how far each pair turns from one position to the next, of ``width`` turned columns."""
+    """[F] the angle by which each pair turns per position, of ``width`` rotated columns."""
     exponents_F = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     wavelengths_F = np.power(rope.theta, exponents_F.astype(np.float64)).astype(np.float32)
     rates_F: Frequencies = np.float32(1) / wavelengths_F

@@ -1,4 +1,4 @@
-"""The shape of a decoder: every number that shapes its parameters or its computation, and nothing that computes.
+"""The spec of a decoder: every number that defines its parameters or its computation.
 
 A spec says what a model is, whatever family it comes from: :mod:`etude.models.families` reads it from a Hugging Face
 ``config.json``, :class:`~etude.models.decoder.Decoder` is built from it, engines size their caches by it.
@@ -13,14 +13,14 @@ from etude.types import NO_ROUTE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by a factor."""
+    """Linear RoPE scaling: positions divided by a factor."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1: low frequencies are divided by a factor, high ones kept, those between are blended."""
+    """Llama 3.1 RoPE scaling: low frequencies divided by a factor, high ones kept, those between blended."""
 
     factor: float
     low_factor: float
@@ -30,7 +30,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071 §3): frequencies are blended by how often they turn in the original context."""
+    """YaRN RoPE scaling (arXiv 2309.00071 §3): frequencies blended by their turns in the original context."""
 
     factor: float
     original_positions: int
@@ -70,7 +70,7 @@ Scaling: TypeAlias = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary positions (arXiv 2104.09864)."""
+    """Rotary position embedding (arXiv 2104.09864)."""
 
     theta: float = 10_000.0
     scaling: Scaling | None = None
@@ -90,7 +90,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedSpec:
-    """Attention in which some query heads share a key and a value head (arXiv 2305.13245)."""
+    """Grouped-query attention: some query heads share a key and a value head (arXiv 2305.13245)."""
 
     heads: int
     kv_heads: int
@@ -229,7 +229,7 @@ GROUP_WITNESSES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The shape of a decoder."""
+    """The architecture of a decoder."""
 
     vocab_size: int
     hidden_size: int

@@ -1,4 +1,4 @@
-"""The one place that decides what a rollout is worth: what is stored, and what is trained on. Pure.
+"""The score of a rollout: the stored reward and the value that is trained on, decided here alone. Pure.
 
     grade ───────────────┐
     values of parts ─────┤ (behaviour, harness, judge)
@@ -61,7 +61,7 @@ BY_SEVERITY = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorePolicy:
-    """The parts that a recipe adds up, and how strict it is with cheating."""
+    """The parts that make up a recipe's reward, and its strictness about cheating."""
 
     reward: RewardConfig = field(default_factory=RewardConfig)
     by_severity: Mapping[Severity, Disposition] = field(default_factory=lambda: BY_SEVERITY)
@@ -117,12 +117,12 @@ def penalty(rollout: Rollout, effort: EffortConfig, *, reference_beta: float = 0
 
 
 def trained_value(rollout: Rollout, taken_off: float) -> float:
-    """Value that a rollout is compared by within its group: its stored reward less its :func:`penalty`."""
+    """The value by which a rollout is compared in its group: stored reward less :func:`penalty`."""
     return (rollout.reward or 0.0) - taken_off
 
 
 def grade_of(rollout: Rollout) -> float:
-    """Value of the grade of a stored rollout; 0 where the verdict did not let it stand."""
+    """The grade of a stored rollout; 0 where its verdict rejected the grade."""
     if rollout.verdict is not None:
         return rollout.verdict.graded if rollout.verdict.disposition is Disposition.KEEP else 0.0
     return rollout.reward_parts.get(GRADER, rollout.reward or 0.0)

@@ -1,4 +1,4 @@
-"""A rollout as people read it: what each turn heard, what it said, what came back.
+"""A rollout as readable turns: prompt, reply and tool results in words.
 
     turn 0   heard  fix f in f.py     said  read f.py           answered  1 def f(x): …
     turn 1   heard  1 def f(x): …     said  edit f.py:1⏎…       answered  bad call
@@ -18,7 +18,7 @@ from etude.types import Ids, Turn, TurnKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpokenTurn:
-    """One model call, in words."""
+    """One model call as text."""
 
     heard: str
     """New text in its context."""

@@ -1,4 +1,4 @@
-"""Admission of groups ahead of the trainer: the one rule that bounds staleness.
+"""Admission of rollout groups ahead of the trainer: the one rule that bounds staleness.
 
 Pure: counts in, a number of groups out. Legend: P groups per step, G rollouts per group, O maximal staleness,
 C concurrency, v the newest weight version that every engine serves.

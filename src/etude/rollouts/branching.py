@@ -1,4 +1,4 @@
-"""Rollouts of a group that begin as one, and where they fork: the pure core of branching.
+"""Branching: rollouts of a group that share a prefix, and their fork points. Pure.
 
     slots of a group    0   1   2   3 │ 4   5   6   7          bundles of B = 4
                        parent,┄waiting│parent,┄waiting
@@ -27,7 +27,7 @@ from etude.rollouts.schedule import Place, place_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkPoint:
-    """The call to its sandbox behind which a parent forks."""
+    """The sandbox call after which a parent rollout forks."""
 
     call: int | None
     """The number of the call, from 1; ``None``: the first command that fails."""
@@ -39,7 +39,7 @@ class ForkPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branching:
-    """Branching of a run's rollouts."""
+    """Branching state of a run's rollouts."""
 
     size: int
     """Slots of a bundle (B)."""
@@ -64,7 +64,7 @@ class Branching:
 
 
 class Bundles:
-    """The slots that wait for a parent rollout."""
+    """The slots that wait for their parent rollout."""
 
     def __init__(self, size: int) -> None:
         """``size`` slots of a group, from the first on, begin as one; 1: none wait for any."""

@@ -1,4 +1,4 @@
-"""When to stop trying for a while, and when to stop for good: the circuit breaker of a process's rollouts.
+"""The circuit breaker of a process's rollouts: when to pause attempts, and when to give up.
 
                     too many failures              the pause is over
         CLOSED ────────────────────────▶ OPEN ────────────────────────▶ PROBING
@@ -40,7 +40,7 @@ FIRST_OUTAGE_S = 60.0
 
 
 class Circuit(StrEnum):
-    """State of the circuit: the rollouts that may start."""
+    """State of the circuit breaker: which rollouts may start."""
 
     CLOSED = "closed"
     """Everything."""
@@ -61,7 +61,7 @@ CIRCUIT_MOVES: Mapping[Circuit, frozenset[Circuit]] = MappingProxyType(
 
 
 class Breaker:
-    """Watches how attempts end. ``outage_s`` is how long nothing may succeed before it gives up; 0 for no end.
+    """Circuit breaker over attempts. It gives up after ``outage_s`` without a success; 0 for never.
 
     ``worked``: something has succeeded before, in another process.
     """

@@ -1,4 +1,4 @@
-"""Keeps rollouts running until the trainer, or an evaluation, has all it needs.
+"""Keeps rollouts running until the trainer, or an evaluation, has enough.
 
     tasks ──▶ admit ──▶ ledger: group ──▶ launch its slots ──▶ ledger: rollouts ──▶ ready groups ──▶ trainer
                 ▲                                                                                       │
@@ -34,7 +34,7 @@ TRAIN_TEMPERATURE = 1.0
 
 
 class Dispatcher:
-    """Runs the rollouts of one run.
+    """Schedules the rollouts of one run.
 
     ``draw`` gives the training task at a position of the training data. ``serving_version`` says which weight version
     every engine serves at least, right now; staleness is bounded against that number, so it must never be ahead of an

@@ -1,4 +1,4 @@
-"""A world for rollouts with no model, no network and no processes: for tests and simulation.
+"""Fakes of all dependencies of a rollout, without model, network or processes: for tests and simulation.
 
 What happens in it is a function that the caller supplies: how a session goes, and how its result is judged. Under
 :func:`run_virtually` it takes no time either: hours of rollouts pass as fast as they are computed.
@@ -69,7 +69,7 @@ class LoopClock:
 
 
 class FakeSessions:
-    """Sessions that remember the turns they are told of."""
+    """Fake gateway sessions that return the turns that they were given."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -120,7 +120,7 @@ class FakeSessions:
 
 
 class FakeSandbox:
-    """Files in a dict; every command succeeds and says nothing."""
+    """Fake sandbox: files in a dict; every command succeeds without output."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class FakeSandbox:
 
 
 class FakeSandboxes:
-    """Makes fake sandboxes, or refuses to while ``broken`` says why."""
+    """Makes fake sandboxes, or fails while ``broken`` gives a reason."""
 
     def __init__(self) -> None:
         self._open: set[FakeSandbox] = set()
@@ -231,7 +231,7 @@ class FakeHarness:
 
 
 class FakeGrader:
-    """A grader that asks ``judge``."""
+    """A grader that calls ``judge``."""
 
     def __init__(self, judge: Callable[[Task], float]) -> None:
         self._judge = judge
@@ -243,7 +243,7 @@ class FakeGrader:
 
 
 class RolloutFakes:
-    """All the parts of a context, each in reach, in the time of the loop they are run by."""
+    """All fake dependencies of a rollout context, in the time of the running loop."""
 
     def __init__(self, play: Callable[[Task, Session], Awaitable[str]], judge: Callable[[Task], float]) -> None:
         self.sessions = FakeSessions()

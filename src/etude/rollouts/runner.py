@@ -1,4 +1,4 @@
-"""Rollouts in flight: slots become asyncio tasks, ends become ledger records.
+"""Rollouts in flight: slots become asyncio tasks, results become ledger records.
 
     launch(slots) ──▶ schedule ──▶ attempt ──▶ record ──▶ graded: the slot is filled
                           ▲                      ├──────▶ failed by infrastructure: back off, try again

@@ -1,4 +1,4 @@
-"""An agent's sandbox: every call ends in bounded time, the agent's own time is spent, and calls can be replayed.
+"""An agent's sandbox with bounds: every call ends in time, the agent's time is counted, calls can be replayed.
 
     agent ──call──▶ replayed from the parent rollout's calls?  ── yes ─▶ its outcome, and its time spent
                         │ no
@@ -86,7 +86,7 @@ async def within(seconds: float, action: str, work: Awaitable[T]) -> T:
 
 
 class AgentTime:
-    """The time of one agent: what its commands have used up, and for how long it gave no sign of life."""
+    """The time of one agent: what its commands used, and how long it was silent."""
 
     def __init__(self, limits: RolloutLimits) -> None:
         self._left_s = limits.commands_s

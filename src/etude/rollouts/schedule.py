@@ -1,4 +1,4 @@
-"""Schedule of slots: those that run, that wait, and that are given up. The pure core of the rollouts.
+"""Schedule of slots: running, waiting and given up. The pure core of the rollouts.
 
                     a place is free            graded
         WAITING ─────────────────────▶ RUNNING ──────▶ GRADED
@@ -31,7 +31,7 @@ Place: TypeAlias = tuple[int, int]
 
 
 class SlotPhase(StrEnum):
-    """State of a slot on its way to a reward."""
+    """State of a slot between its opening and its reward."""
 
     WAITING = "waiting"
     """For a place to run in."""
@@ -72,7 +72,7 @@ class _ScheduledSlot:
 
 
 class Schedule:
-    """The slots of one purpose that are in this process's hands.
+    """The slots of one purpose that this process holds.
 
     After every call that changes something, and at :meth:`next_time`, ask :meth:`due` what to start.
     """

@@ -40,7 +40,7 @@ else that is raised is a bug, and passes.
 
 
 class SessionOpener(Protocol):
-    """Sessions of a gateway: access to the model, and afterwards the turns that were sampled."""
+    """Opens gateway sessions, and returns their sampled turns."""
 
     async def open(self) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached."""
@@ -67,7 +67,7 @@ class SessionOpener(Protocol):
 
 
 class TaskSandboxes(Protocol):
-    """Sandboxes as tasks specify them."""
+    """Opens the sandboxes that tasks specify."""
 
     async def open(self, task: Task) -> Sandbox:
         """A fresh sandbox with the task's files. Raises :class:`~etude.errors.SandboxError`."""
@@ -100,7 +100,7 @@ class CheatMonitor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradedRollout:
-    """A finished rollout with all that its score is decided from."""
+    """A finished rollout with all inputs of its score."""
 
     task: Task
     result: HarnessResult
@@ -112,7 +112,7 @@ class GradedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRollout:
-    """The score of a rollout, and what can be learnt from its single turns."""
+    """The score of a rollout, and the training signals of its single turns."""
 
     score: Score
     turn_rewards: tuple[float, ...] = ()
@@ -121,7 +121,7 @@ class ScoredRollout:
 
 
 class Scorer(Protocol):
-    """Decides what a graded rollout is worth (:mod:`etude.rewards.score`)."""
+    """Scores a graded rollout (:mod:`etude.rewards.score`)."""
 
     async def score(self, rollout: GradedRollout) -> ScoredRollout:
         """The score. It has deadlines of its own; infrastructure trouble raises: then the rollout is tried again, and
@@ -140,7 +140,7 @@ class GradeScorer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """The dependencies that every rollout is run with."""
+    """The dependencies of every rollout."""
 
     sessions: SessionOpener
     sandboxes: TaskSandboxes
@@ -167,7 +167,7 @@ class RolloutContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStart:
-    """The session and the sandbox that a rollout begins in, and what it shares with its parent."""
+    """The session and the sandbox in which a rollout starts, and the prefix that it shares with its parent."""
 
     session: Session
     sandbox: Sandbox
@@ -180,7 +180,7 @@ class RolloutStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkSpec:
-    """When a parent rollout forks, and who takes over its forks."""
+    """The point at which a parent rollout forks, and the receiver of its forks."""
 
     rollout_id: str
     """The parent's own."""
@@ -200,7 +200,7 @@ async def run_rollout(
     start: RolloutStart | None = None,
     fork: ForkSpec | None = None,
 ) -> Rollout:
-    """Attempt a slot once; the result is graded or failed by infrastructure, in bounded time.
+    """Attempt one slot in bounded time; returns a graded rollout or an infrastructure failure.
 
         slot, context ─▶ start ─▶ result ─▶ grade ─▶ turns ─▶ scored ─▶ Rollout
 
@@ -246,7 +246,7 @@ async def run_rollout(
 
 
 async def close_start(start: RolloutStart, context: RolloutContext) -> None:
-    """Close a start that no rollout goes on from."""
+    """Close a rollout start that no rollout will use."""
     await _quietly(start.sandbox.close(), context)
     await _quietly(context.sessions.discard(start.session.session_id), context)
 
@@ -259,7 +259,7 @@ async def grade_work(
     limits: RolloutLimits,
     monitored: MonitoredRollout | None = None,
 ) -> Grade:
-    """Grade the files that an agent left; 0 with the part ``agent_fault`` where it is in the way of grading.
+    """Grade the files that an agent left; 0 with the part ``agent_fault`` where the agent made grading impossible.
 
     Nothing of it runs any more when it is graded. Every run that its checks may take has its whole time: else work that
     hangs its verifier, or takes one run more for being right, would be infrastructure's trouble and no reward. A

@@ -1,4 +1,4 @@
-"""The connections of HTTP servers: how long each may be idle, how many there may be, what is logged of malformed ones.
+"""Connection limits of HTTP servers: idle time, number, and logging of malformed requests.
 
     accept ──▶ NEW ──a whole request──▶ BUSY ──answered──▶ IDLE ──the next──▶ BUSY
                 └──────── IDLE_S over, or its place is needed ─┴──▶ closed
@@ -52,20 +52,20 @@ logger = logging.getLogger(__name__)
 
 
 def raise_file_limit() -> None:
-    """Let this process open as many files as it may: the usual 1,024 is a limit for programs that use ``select``."""
+    """Raise this process's limit of open files to the most it may have; the usual 1,024 is for ``select``."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # some systems allow less than they say
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def connection_limit(files: int) -> int:
-    """Open files, of ``files`` that there may be, from which on a new connection needs the place of an idle one."""
+    """Number of open files, of at most ``files``, above which a new connection replaces an idle one."""
     return sys.maxsize if files == resource.RLIM_INFINITY else files - min(RESERVE, files // 2)
 
 
 @final
 class Connections:
-    """The idle connections of a process, in the order in which they make room; shared by the servers of one process.
+    """The idle connections of a process, in the order in which they are closed; shared by all its servers.
 
     First those that never asked anything, then those that were idle longest. Busy ones never do.
     """
@@ -122,7 +122,7 @@ class Connections:
 
 @final
 class Connection(web.RequestHandler):
-    """One connection, whose requests are those of ``server``."""
+    """One connection, whose requests go to ``server``."""
 
     __slots__ = ("_connections",)
 
@@ -182,7 +182,7 @@ class Connection(web.RequestHandler):
 
 @final
 class LimitedSite(web.BaseSite):
-    """An address at which a runner's server listens; its connections are among ``connections``."""
+    """A listening address of a runner's server; its connections are counted in ``connections``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A model's tokens as people read them.
+"""Text of a model's token ids.
 
 Wiring only: chat formats are :mod:`etude.tokens`'s, what a turn in words is :mod:`etude.rewards.transcript`'s.
 """
@@ -16,11 +16,11 @@ TurnReader: TypeAlias = Callable[[Sequence[Turn]], Sequence[SpokenTurn]]
 
 
 def decoder(chat: ChatFormat) -> Callable[[Ids], str]:
-    """The text of a model's token ids."""
+    """The function from a model's token ids to text."""
     return lambda token_ids: chat.decode(token_ids.tolist())
 
 
 def turn_reader(chat: ChatFormat) -> TurnReader:
-    """Reader of the turns of a model with this chat format."""
+    """The function from a model's turns to readable turns, for its chat format."""
     decode, frames = decoder(chat), Frames(chat)
     return lambda turns: read_turns(turns, decode, frames.content)

@@ -1,4 +1,4 @@
-"""Room on the disk of a new run: what the run will keep there, compared with what is free before it is made.
+"""Disk space of a new run: the estimated need, checked before the run is made.
 
 Owns the estimate, the least that certainly comes: rollouts, payloads and logs are left out, since they cannot be known.
 """
@@ -33,7 +33,7 @@ AMPLE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskNeed:
-    """Bytes that a run takes at the least."""
+    """The least number of bytes that a run will use on disk."""
 
     parameters: int
     checkpoints: int

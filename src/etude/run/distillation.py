@@ -1,4 +1,4 @@
-"""Hints as examples: what the trainer makes of those that came with a batch.
+"""Distillation examples of a batch: hinted turns as they are trained on.
 
     groups ──Rollout.hints──▶ the hint in the turn's context ──▶ DistillationBatch ──▶ one optimiser step
 
@@ -27,7 +27,7 @@ from etude.types import NO_ROUTE, Group, Rollout, Trajectory, Turn, TurnKind
 
 
 class DistillationBatcher:
-    """Makes the examples of every batch of a run."""
+    """Makes the distillation examples of every batch of a run."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, reminders: Reminders) -> None:
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
@@ -37,7 +37,7 @@ class DistillationBatcher:
 
     @classmethod
     def open(cls, config: RunConfig, folder: RunFolder) -> "DistillationBatcher | None":
-        """That of a run; ``None`` where it has no hints. Raises as :func:`reminders_of` does."""
+        """The batcher of a run; ``None`` where it has no hints. Raises as :func:`reminders_of` does."""
         if not config.hints.weight:
             return None
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
@@ -66,7 +66,7 @@ class DistillationBatcher:
 
 
 def distillation_example(rollout: Rollout, turn: int, hint: str, reminders: Reminders) -> DistillationExample:
-    """One turn as it was sampled, and the same with a hint in its context.
+    """One sampled turn, and the same with a hint in its context.
 
     Of the routes those of the tokens before the hint are kept: the others were never read with it before them.
     """

@@ -1,4 +1,4 @@
-"""`etude eval`: try a published weight version of a run on the held-out tasks, as often as wanted, and keep every try.
+"""`etude eval`: try a published weight version on the held-out tasks, repeatedly, and keep every attempt.
 
     version ──▶ evaluations/vNNNNNN-DIGEST.db: a ledger ──▶ what is missing? ──▶ engine, gateway, rollouts ──▶ tries
                                                                 └─ nothing ────────────────────────────────────▲
@@ -71,7 +71,7 @@ class EvalRequest:
 
 
 def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambda ended, planned: None) -> Evaluation:
-    """Try what has not been tried yet, and return every try that is wanted.
+    """Make the missing attempts of an evaluation, and return all that it asks for.
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
@@ -157,7 +157,7 @@ async def _in_turn(places: asyncio.Semaphore, work: Coroutine[None, None, None])
 
 
 async def one_pass(ledger: Ledger, try_all: TryAll, label: str, tasks: Sequence[Task]) -> None:
-    """Try each task once; those that every earlier round is missing get one new round.
+    """Try each task once; tasks that every earlier round is missing get one new round.
 
     Raises :class:`~etude.errors.RunFolderError` where other tasks were tried under that label.
     """
@@ -172,7 +172,7 @@ async def one_pass(ledger: Ledger, try_all: TryAll, label: str, tasks: Sequence[
 
 
 def rounds(label: str) -> Iterator[str]:
-    """The purposes of a pass: all tasks, then those that the one before is missing.
+    """The purposes (labels) of a pass's rounds: all tasks, then those missing from the round before.
 
     What a round is missing ascends, so more tasks add to its end: the tasks of every round stay where they are.
     """
@@ -217,12 +217,12 @@ class _Watch:
 
 
 def missing(archive: Archive, label: str, tasks: int) -> list[int]:
-    """Tasks that no round of a pass has tried."""
+    """Tasks without an attempt in any round of a pass."""
     return [index for index, attempt in enumerate(tries(archive, label, tasks)) if attempt is None]
 
 
 def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:
-    """The try of each task in one pass, of the round that has it."""
+    """One attempt per task of a pass, from whichever round has it."""
     attempts: list[Try | None] = [None] * tasks
     for name in rounds(label):
         due = [index for index, attempt in enumerate(attempts) if attempt is None]

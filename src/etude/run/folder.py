@@ -1,4 +1,4 @@
-"""A run on disk: one folder that every process of the run opens.
+"""The folder of a run, which every process of the run opens.
 
     run.toml          the resolved recipe          ledger.db     durable state, or ledger.url: where it is
     model/            checkpoint that RL starts    store/        weight versions (etude.weights)
@@ -172,7 +172,7 @@ def _write_secret(file: Path) -> None:
 
 
 def start_from(start: RunFolder, folder: RunFolder) -> None:
-    """Give a new run the model and the weight versions of another, with the id of their log."""
+    """Copy model and weight versions of another run into a new one, with the id of their log."""
     shutil.copytree(start.model, folder.model)
     shutil.copytree(start.store, folder.store, dirs_exist_ok=True)
     shutil.copy(start.path / LOG_ID, folder.path)

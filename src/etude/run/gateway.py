@@ -1,4 +1,4 @@
-"""The gateway process: HTTP servers in front of a run's engine, or, alone, in front of any engines.
+"""The gateway process: HTTP servers in front of a run's engine or, standalone, of any engines.
 
     engines ◀── pool ◀── admission queue ◀── service ◀── gateway ◀── HTTP servers ◀── callers
                   ▲ polls                    │ turns ──▶ recorder ──▶ payloads
@@ -100,12 +100,12 @@ class StandaloneOptions:
 
 
 def run_gateway(folder: RunFolder) -> None:
-    """Serve a run until told to stop."""
+    """Serve a run's gateway until a stop signal."""
     run_until_signal(_serve_run(folder))
 
 
 def run_standalone(options: StandaloneOptions) -> None:
-    """Serve any engines until told to stop. Raises :class:`~etude.errors.ConfigError`."""
+    """Serve a gateway of any engines until a stop signal. Raises :class:`~etude.errors.ConfigError`."""
     run_until_signal(_serve_standalone(options), cleanup_s=None)
 
 
@@ -243,7 +243,7 @@ def _settings(options: StandaloneOptions) -> GatewayConfig:
 
 
 def engine_entry(text: str) -> EngineEntry:
-    """An engine as the command line names it: ``URL`` or ``URL@region``. Raises ``ConfigError`` for anything else."""
+    """Parse an engine on the command line: ``URL`` or ``URL@region``. Raises ``ConfigError`` for anything else."""
     form = ENGINE_FORM.fullmatch(text)
     if form is None or not is_engine_url(form["url"]):
         raise ConfigError(f"--engine {text!r}: expected http://HOST:PORT or http://HOST:PORT@REGION")
@@ -252,7 +252,7 @@ def engine_entry(text: str) -> EngineEntry:
 
 
 def longest_context(model: Path) -> int:
-    """Tokens of the longest context that a checkpoint is made for. Raises ``ConfigError`` if it does not say."""
+    """Context length of a checkpoint, in tokens. Raises ``ConfigError`` if it does not say."""
     file = model / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -295,7 +295,7 @@ def _greeting(config: GatewayConfig, port: int, secret: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySpec:
-    """The parts of a gateway that its process decides."""
+    """The settings of a gateway that its process decides."""
 
     chat: ChatFormat
     """The format of the model's conversations."""
@@ -315,7 +315,7 @@ class GatewaySpec:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningGateway:
-    """A gateway and what belongs to it."""
+    """A running gateway and its parts."""
 
     gateway: Gateway
     pool: EnginePool
@@ -334,7 +334,7 @@ class RunningGateway:
 async def open_gateway(
     spec: GatewaySpec, config: GatewayConfig, clock: Clock, connect: Callable[[str], Engine]
 ) -> AsyncIterator[RunningGateway]:
-    """A gateway that works while the context is open; ``connect`` makes the client of an engine's URL.
+    """Run a gateway while the context is open; ``connect`` makes the client of an engine's URL.
 
     Raises :class:`~etude.errors.ConfigError` when the key file is missing, ``DamagedError`` when it is none.
     """

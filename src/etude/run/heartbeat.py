@@ -1,4 +1,4 @@
-"""Signs of life: a process of a run gives one as it gets on, and its supervisor notices when they do not come.
+"""Heartbeats: a process of a run reports progress, and its supervisor notices when that stops.
 
     main loop ──beat──▶ time of a file ──look──▶ silence ──too long──▶ killed, started again
 
@@ -27,7 +27,7 @@ LONGEST_LOOK_S = 1.0
 
 @final
 class Heartbeat:
-    """Gives the signs of life of this process; without a supervisor they are not looked at."""
+    """Sends the heartbeats of this process; without a supervisor nobody reads them."""
 
     def __init__(self) -> None:
         file = os.environ.get(HEARTBEAT_VARIABLE)
@@ -51,7 +51,7 @@ class Heartbeat:
 
 @final
 class Silence:
-    """The time for which one process has given no sign of life, of that during which it was looked at. Pure."""
+    """The time since a process's last heartbeat, counted only while its supervisor watched. Pure."""
 
     def __init__(self, sign: int, now_s: float) -> None:
         """``sign`` is anything that changes with each beat."""

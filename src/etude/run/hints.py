@@ -1,4 +1,4 @@
-"""Hints of a run: their finder, and their place in the contexts of its model.
+"""Hints of a run: the finder, and the insertion points in the contexts of its model.
 
 Wiring only: rules are :mod:`etude.rewards.shaping.hints`', the place of a hint :mod:`etude.tokens.reminders`'. What the
 trainer makes of them is :mod:`etude.run.distillation`'.

@@ -1,4 +1,4 @@
-"""The judge of a recipe, put together: for a run, and for the command line.
+"""The judge of a recipe, assembled for a run or for the command line.
 
     [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or rules served here) ──▶ parts, hints
 
@@ -56,7 +56,7 @@ CACHE_ENTRIES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class JudgeState:
-    """Files of a process: the votes it was given, and its spend."""
+    """Files of a process's judge: cached votes and spend."""
 
     folder: Path
     """The run's folder."""
@@ -81,7 +81,7 @@ class JudgeState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Programs that judge a family's work."""
+    """Rule-based judges of a task family's work."""
 
     version: str
     by_aspect: Mapping[str, Rule]
@@ -89,7 +89,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenJudge:
-    """Judge of a run, with what it is used for."""
+    """The open judge of a run and the parts that use it."""
 
     judge: Judge
     parts: JudgedParts
@@ -97,7 +97,7 @@ class OpenJudge:
 
 
 def rules_of(config: RunConfig) -> Rules:
-    """The rules that a family brings along. Raises :class:`~etude.errors.ConfigError` where it brings none."""
+    """The rules of a task family. Raises :class:`~etude.errors.ConfigError` where it has none."""
     match config.tasks.family:
         case "summaries":
             return Rules(version=SUMMARY_RULES_VERSION, by_aspect=SUMMARY_RULES)
@@ -106,7 +106,7 @@ def rules_of(config: RunConfig) -> Rules:
 
 
 def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
-    """Aspect → rubric. Raises :class:`~etude.errors.ConfigError` for one that cannot be read or has another aspect."""
+    """Rubrics by aspect. Raises :class:`~etude.errors.ConfigError` for an unreadable one or one of another aspect."""
     rubrics = {aspect: parse_rubric(text, f"judge.rubrics.{aspect}") for aspect, text in config.rubrics.items()}
     for aspect, rubric in rubrics.items():
         if aspect in BESIDE:
@@ -117,7 +117,7 @@ def rubrics_of(config: JudgeConfig) -> Mapping[str, Rubric]:
 
 
 def judge_params(config: RunConfig) -> JudgeParams:
-    """Parameters of voting."""
+    """The voting parameters of a recipe."""
     judge = config.judge.required_options
     return JudgeParams(
         model=judge.model if isinstance(judge, ModelJudgeOptions) else f"{MODEL}-{rules_of(config).version}",
@@ -130,7 +130,7 @@ def judge_params(config: RunConfig) -> JudgeParams:
 
 
 def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
-    """Aspect → digest of all on our side that decides its verdicts; none without a judge."""
+    """Digests by aspect of all local settings that decide a verdict; none without a judge."""
     if config.judge.kind == "none":
         return {}
     params = judge_params(config)
@@ -138,7 +138,7 @@ def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
 
 
 def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
-    """Aspect → what is known of its judge. Raises :class:`~etude.errors.ConfigError` for a report that is none."""
+    """Calibration reports by aspect. Raises :class:`~etude.errors.ConfigError` for an invalid one."""
     return {name: parse_calibration(text, f"judge.calibrations.{name}") for name, text in config.calibrations.items()}
 
 
@@ -215,7 +215,7 @@ async def open_judge(
 
 
 async def calibrate(config: RunConfig, items: Mapping[str, Sequence[LabelledItem]]) -> Mapping[str, Calibration]:
-    """Have labelled items judged, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
+    """Judge labelled items, aspect by aspect, and compare. Raises :class:`~etude.errors.JudgeUnavailable`."""
     rubrics, params = rubrics_of(config.judge), judge_params(config)
     calibrations: dict[str, Calibration] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -251,7 +251,7 @@ async def _judged(judge: Judge, rubric: Rubric, items: Sequence[LabelledItem], a
 
 @contextlib.asynccontextmanager
 async def endpoint_of(config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[Endpoint]:
-    """The way to the recipe's judge; rules are served on a free port of this machine while the context is open."""
+    """The endpoint of the recipe's judge; rules are served on a free local port while the context is open."""
     judge, model = config.judge.required_options, judge_params(config).model
     key = os.environ.get(KEY_VARIABLE, "")
     if isinstance(judge, ModelJudgeOptions):
@@ -273,7 +273,7 @@ async def opened(
     memory: JudgeState | None = None,
     alarm: Callable[[JudgeAlarm], None] | None = None,
 ) -> AsyncIterator[Judge]:
-    """The judge of a recipe that has one, be it trusted or not, while the context is open."""
+    """Open the recipe's judge, trusted or not, while the context is open."""
     async with endpoint_of(config, http) as endpoint:
         deps = _deps(config, endpoint, memory=memory, alarm=alarm)
         with deps.cache:
@@ -316,7 +316,7 @@ def _limits(config: JudgeConfig) -> JudgeLimits:
 
 
 def rollout_budget(config: JudgeConfig) -> BudgetLimit:
-    """Budget of the judge's calls for one rollout's reward; its hints have as much again."""
+    """Judge budget of one rollout's reward; its hints have as much again."""
     return BudgetLimit(
         per="rollout",
         calls=config.required_options.calls_per_rollout,

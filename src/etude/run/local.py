@@ -47,7 +47,7 @@ LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
 
 
 def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
-    """Run what is left of a recipe, showing progress on ``out``; returns the report, also written to the run folder.
+    """Run what is left of a recipe, with progress on ``out``; returns the report, also written to the run folder.
 
     Raises ``KeyboardInterrupt`` on Ctrl-C, and whatever else ends it, after every process has stopped; the folder can
     then be resumed, and has the report of what was done so far.
@@ -122,7 +122,7 @@ def _keep_alive(
 
 
 def default_out(config: RunConfig) -> Path:
-    """``runs/<name>-s<seed>``, with a number behind it while that is taken."""
+    """The default run folder, ``runs/<name>-s<seed>``, with a number behind it if that is taken."""
     first = Path("runs") / f"{config.name}-s{config.seed}"
     candidates = (first if n == 1 else first.with_name(f"{first.name}-{n}") for n in range(1, 10_000))
     return next(path for path in candidates if not path.exists())

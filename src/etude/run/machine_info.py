@@ -1,4 +1,4 @@
-"""Machine and versions that a figure was measured with: every report and bench says so."""
+"""Description of machine and package versions, for reports and benches."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ from etude.types import Json
 
 
 def describe_machine() -> dict[str, Json]:
-    """Processor, usable cores, memory, and the versions that matter."""
+    """Processor, usable cores, memory and package versions."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -23,7 +23,7 @@ def describe_machine() -> dict[str, Json]:
 
 
 def source_commit() -> str:
-    """The commit that étude's source is at, marked ``+changes`` if it was edited; ``unknown`` outside a checkout."""
+    """The git commit of étude's source, marked ``+changes`` if edited; ``unknown`` outside a checkout."""
     source = Path(__file__).parent
     commit = _git(source, "rev-parse", "--short=12", "HEAD")
     if commit is None:

@@ -50,7 +50,7 @@ def choose_arithmetic(config: NumericsConfig, device: str) -> Arithmetic:
 
 
 def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
-    """Form of the routes that the trainer replays; ``None`` where it replays none, or the model has none."""
+    """The route space for router replay; ``None`` where the trainer replays none, or the model has none."""
     if spec.experts is None or config.replay == "off":
         return None
     layers, slots = spec.routes_shape
@@ -58,19 +58,19 @@ def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
 
 
 def expert_format(config: NumericsConfig) -> ExpertFormat | None:
-    """The format of expert matrices; ``None`` is that of all others."""
+    """The number format of expert matrices; ``None`` if it is that of all others."""
     return None if config.experts == "plain" else EXPERT_FORMATS[config.experts]
 
 
 def training_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
-    """A model with float32 parameters that computes what an engine with published ones does."""
+    """A model for training: float32 parameters, the arithmetic of an engine with published weights."""
     model = Decoder(spec, choose_arithmetic(config, device)).to(device)
     _set_formats(model, expert_format(config))
     return model
 
 
 def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
-    """The same without memory for its weights: they lie on ``meta`` until each part is filled and sharded."""
+    """A training model on ``meta``, without memory until each part is filled and sharded."""
     with torch.device("meta"):
         model = Decoder(spec, choose_arithmetic(config, device))
     _set_formats(model, expert_format(config))
@@ -78,7 +78,7 @@ def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Deco
 
 
 def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
-    """A model for published weights. Quantised experts are held in float32, which has all their values."""
+    """A model for serving published weights. Quantised experts are held in float32, which has all their values."""
     model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.dtype]).eval()
     form = expert_format(config)
     if form is not None:
@@ -95,12 +95,12 @@ def count_parameters(spec: ModelSpec) -> int:
 
 
 def largest_state(spec: ModelSpec) -> ReceiveOptions:
-    """Take no state that is larger than the model in float32, the largest type that weights are published in."""
+    """Receive options that limit a state to the model's size in float32, the largest published type."""
     return ReceiveOptions(most_bytes=count_parameters(spec) * torch.float32.itemsize)
 
 
 def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]:
-    """The weights as they are published: rounded to the section's type, experts encoded in its format."""
+    """The state to publish: weights rounded to the section's type, experts encoded in its format."""
     state, form = state_of(model), expert_format(config)
     encoded = {} if form is None else quantised_state(state, form)
     rounded = {
@@ -117,7 +117,7 @@ def load_published(model: Decoder, state: Mapping[str, Tensor], config: Numerics
 
 
 def decoded_state(state: Mapping[str, Tensor], config: NumericsConfig) -> Mapping[str, Tensor]:
-    """A published state with its experts as plain matrices."""
+    """A published state with its experts decoded to plain matrices."""
     form = expert_format(config)
     return state if form is None else dequantised_state(state, form)
 

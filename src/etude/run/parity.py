@@ -1,4 +1,4 @@
-"""The parity gate: do engine and trainer compute the same numbers from the same weights?
+"""The parity check: do engine and trainer compute the same numbers from the same weights?
 
 Two questions, asked of the real code on both sides, with the arithmetic that a run is configured for.
 
@@ -82,7 +82,7 @@ States: TypeAlias = list[Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDifference:
-    """One part of one layer, in one of the engine's ways of reading, against the trainer's."""
+    """Difference of one layer's part between one of the engine's attention paths and the trainer."""
 
     name: str
     """Such as ``layer 2 attention``."""
@@ -97,7 +97,7 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """The verdict and what it rests on."""
+    """The result of a parity check and its evidence."""
 
     invariant: bool
     """True if equality to the last bit is promised."""
@@ -143,7 +143,7 @@ def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: Numeric
 
 
 def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
-    """Conversations of two turns, sampled by the native engine."""
+    """Sample conversations of two turns with the native engine."""
     config = EngineConfig(
         max_running=len(PROMPTS),
         max_length=max(64, LONGEST),
@@ -156,7 +156,7 @@ def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
 
 
 def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) -> tuple[LayerDifference, ...]:
-    """Outputs of each layer for ``sequences`` on both sides, in every way of reading."""
+    """Compare each layer's outputs for ``sequences`` on both sides, on every path of the engine."""
     ours = _read_packed(trainer, sequences)
     pages = [-(-len(sequence) // PAGE) for sequence in sequences]
     firsts = np.cumsum([0, *pages]).tolist()
@@ -371,7 +371,7 @@ GOOD, WARN, DIM = "green", "yellow", "bright_black"
 
 
 def gate(folder: RunFolder) -> None:
-    """Let a run go on only if its engine and its trainer agree. Raises :class:`~etude.errors.MismatchError`."""
+    """Stop a run whose engine and trainer disagree. Raises :class:`~etude.errors.MismatchError`."""
     config = folder.config()
     torch.set_num_threads(config.trainer.threads)
     parity = parity_of_run(folder, config)
@@ -381,7 +381,7 @@ def gate(folder: RunFolder) -> None:
 
 
 def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
-    """Engine against trainer on the newest published weights of a run, with the numbers of ``config``."""
+    """Check parity on a run's newest published weights, with the numerics of ``config``."""
     device = resolve_device(config.engine.device)
     spec, published = load_spec(folder.model), to_tensors(pull(open_log(folder)).state)
     trained_as = folder.config().numerics
@@ -393,7 +393,7 @@ def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
 
 
 def parity_of_model(checkpoint: Path | None, config: RunConfig) -> Parity:
-    """Engine against trainer on a checkpoint in Hugging Face's form, or on a random model of the recipe's shape.
+    """Check parity on a Hugging Face checkpoint, or on a random model of the recipe's shape.
 
     Raises :class:`~etude.errors.DamagedError` for a checkpoint that no run could start from: without a tokenizer or a
     chat template, too.
@@ -430,7 +430,7 @@ def show_parity(parity: Parity, console: Console) -> None:
 
 
 def verdict(parity: Parity) -> str:
-    """Result of the comparison in a sentence; it names the first part that differs."""
+    """The result of a parity check in a sentence; it names the first part that differs."""
     mismatch = parity.sampled
     k3, largest = formatting.small(mismatch.k3), formatting.small(mismatch.max)
     compared = f"{mismatch.tokens} sampled tokens: k3 {k3}, max {largest}"

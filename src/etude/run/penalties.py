@@ -1,4 +1,4 @@
-"""Inputs of :func:`etude.rewards.score.penalty`: the rollouts of groups, and how far each is from the reference."""
+"""Inputs of :func:`etude.rewards.score.penalty`: rollouts of groups, and their distance from the reference."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from etude.types import Group, Rollout, Trajectory
 
 
 class Penalties:
-    """The penalties that a recipe asks for."""
+    """Computes the penalties of a recipe."""
 
     def __init__(self, config: RunConfig, reference: Reference | None) -> None:
         """``reference`` is there exactly where ``loss.reference_beta`` is above 0."""
@@ -49,7 +49,7 @@ class Penalties:
 
 
 def passes(trajectories: Sequence[Trajectory], max_tokens: int) -> Sequence[Sequence[int]]:
-    """Split trajectories, by their index, into passes that go through a model together where they are only scored."""
+    """Group trajectory indices into forward passes, for scoring only."""
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     (chunks,) = pack(lengths, max_tokens=max_tokens, ranks=1, cost=Cost(per_token=1, per_pair=0))
     return chunks

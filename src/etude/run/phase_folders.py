@@ -1,4 +1,4 @@
-"""Folders of the phases that a model descends from: those before reinforcement learning, each done once and for all.
+"""Folders of the training phases before reinforcement learning, each of which is done once.
 
     phases/start/model/   random weights and a tokenizer learnt for them; not there where a recipe names a checkpoint
     phases/midtrain/      checkpoints/, and when it is done model/ with lineage.json in it
@@ -29,7 +29,7 @@ RECORD_FILE = "lineage.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRecord:
-    """Record of a phase."""
+    """Record of a completed phase."""
 
     phase: str
     steps: int
@@ -43,12 +43,12 @@ class PhaseRecord:
 
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """The phases of a recipe, in order. Mid-training is always one, if only of no step."""
+    """The phases of a recipe, in order. Mid-training is always one, perhaps of zero steps."""
     return ("midtrain", "sft") if config.sft.file else ("midtrain",)
 
 
 class PhaseFolders:
-    """The phases of one run folder."""
+    """The phase folders of one run."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.path / "phases"
@@ -93,7 +93,7 @@ class PhaseFolders:
 
 
 def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` for a phase that comes too late: version 0 is published.
+    """Raise :class:`~etude.errors.RunFolderError` for a phase after version 0 was published.
 
     A folder that version 0 was copied into has no phases, and needs none.
     """
@@ -106,7 +106,7 @@ def check_complete(lineage: PhaseFolders, config: RunConfig) -> None:
 
 
 def place(target: Path, fill: Callable[[Path], None]) -> None:
-    """Make a folder whole or not at all: ``fill`` writes into another one, which is then renamed.
+    """Make a folder atomically: ``fill`` writes into a temporary one, which is then renamed.
 
     One that is there already is left alone: another process made the same.
     """
@@ -124,5 +124,5 @@ def place(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def write_record(folder: Path, record: PhaseRecord) -> None:
-    """Write what a phase did beside its model."""
+    """Write the record of a phase beside its model."""
     (folder / RECORD_FILE).write_bytes(orjson.dumps(asdict(record), option=orjson.OPT_INDENT_2) + b"\n")

@@ -1,4 +1,4 @@
-"""Mid-training and SFT, each a process of its own, and weight version 0 behind the last of them.
+"""Mid-training and SFT, each a process, and the publication of weight version 0 after the last of them.
 
     model of the phase before ──▶ steps, checkpoints with the data's cursor ──▶ its model ──▶ next phase, or version 0
 
@@ -73,13 +73,13 @@ TOKENIZER_FILES = (
 
 
 def run_phases(folder: RunFolder) -> None:
-    """Do every phase of the recipe that is still to be done, in this process, and publish version 0."""
+    """Run every missing phase of the recipe in this process, and publish version 0."""
     for phase in phases_of(folder.config()):
         run_phase(folder, phase)
 
 
 def run_phase(folder: RunFolder, phase: Phase) -> None:
-    """Do one phase, unless it is done, and publish version 0 behind the last one.
+    """Run one phase, unless it is done; after the last one publish version 0.
 
     Raises :class:`~etude.errors.RunFolderError` when the phase is not the next one, or no phase of the recipe.
     """
@@ -104,7 +104,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
 
 
 class PhaseProcess:
-    """Everything that a phase needs, opened from a run folder."""
+    """The resources of a phase, opened from a run folder."""
 
     def __init__(self, folder: RunFolder, phase: Phase, events: EventLog) -> None:
         self._phase = phase
@@ -252,13 +252,13 @@ def prepare(model: Decoder, config: RunConfig) -> None:
 
 
 def batch_schedule(settings: ImitationConfig, tokens: int) -> BatchSchedule:
-    """The tokens of each step of a phase of ``tokens``."""
+    """The batch-size schedule of a phase of ``tokens``."""
     first = settings.first_batch_tokens or settings.batch_tokens
     return BatchSchedule(tokens=tokens, first=first, last=settings.batch_tokens, ramp_share=settings.ramp_share)
 
 
 def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig, *, steps: int) -> Optimisation:
-    """The optimiser of a phase of so many steps."""
+    """The optimiser and schedules of a phase of so many steps."""
     optimiser = build_optimiser(
         model,
         config.optimiser,
@@ -276,7 +276,7 @@ def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig
 
 
 def make_start(target: Path, config: RunConfig) -> None:
-    """A model from random weights in ``target``, with a tokenizer learnt from what it will read."""
+    """Make a random model in ``target``, with a tokenizer trained on the data that it will read."""
     shape = config.model.shape
     assert isinstance(shape, ModelShape), "a checkpoint is a start by itself"
     chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), shape.vocab_size)
@@ -287,7 +287,7 @@ def make_start(target: Path, config: RunConfig) -> None:
 
 
 def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: StoreOutages) -> None:
-    """Make the last phase's model the run's, and publish it as weight version 0."""
+    """Make the last phase's model the run's model, and publish it as weight version 0."""
     place(folder.model, lambda target: _copy(origin, target))
     config = folder.config()
     with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
@@ -296,7 +296,7 @@ def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: St
 
 
 def read_model(origin: Path) -> Decoder:
-    """The model of a Hugging Face folder, in float32. Raises :class:`~etude.errors.DamagedError`."""
+    """Load a Hugging Face model folder, in float32. Raises :class:`~etude.errors.DamagedError`."""
     stored = StoredCheckpoint(origin)
     model = Decoder(stored.spec)
     stored.load(model)
@@ -304,21 +304,21 @@ def read_model(origin: Path) -> Decoder:
 
 
 def save_model(target: Path, model: Decoder, chat: ChatFormat) -> None:
-    """Write a model's float32 weights and shape into ``target``."""
+    """Write a model's float32 weights and config into ``target``."""
     save_state(target, model.spec, state_of(model), chat, extra={})
 
 
 def save_state(
     target: Path, spec: ModelSpec, state: Mapping[str, Tensor], chat: ChatFormat, extra: Mapping[str, Json]
 ) -> None:
-    """Write weights and their shape into ``target``, and which tokens end and pad there; ``extra`` goes beside."""
+    """Write weights and config into ``target``, with the ids of end and padding tokens; ``extra`` goes beside."""
     end_id = chat.stop_ids[0]
     pad_id = chat.pad_id if isinstance(chat, ChatTemplate) else end_id
     save_checkpoint(target, spec, state, end_id=end_id, pad_id=pad_id, extra=extra)
 
 
 def cursor_tensors(cursor: Cursor, identity: str) -> dict[str, Tensor]:
-    """A cursor as part of a checkpoint, so that weights and data cannot be of two different moments."""
+    """The data cursor as tensors of a checkpoint, so that weights and data position are saved together."""
     tensors = {
         f"{CURSOR}/{name}": torch.tensor([taken.documents, taken.tokens]) for name, taken in cursor.taken.items()
     }
@@ -326,7 +326,7 @@ def cursor_tensors(cursor: Cursor, identity: str) -> dict[str, Tensor]:
 
 
 def read_cursor(tensors: Mapping[str, Tensor], identity: str) -> Cursor:
-    """The inverse. Raises :class:`~etude.errors.RunFolderError` if the data is not what it was."""
+    """The inverse of :func:`cursor_tensors`. Raises :class:`~etude.errors.RunFolderError` if the data has changed."""
     if not torch.equal(tensors[IDENTITY], _fingerprint(identity)):
         raise RunFolderError(
             f"the checkpoint was made with other data or another schedule than {identity[:400]}: restore the files and "
@@ -346,7 +346,7 @@ def digest_of(model: Decoder) -> str:
 
 
 def hand_down(origin: Path, target: Path) -> None:
-    """Copy what belongs to the tokenizer from one model folder to another."""
+    """Copy the tokenizer's files from one model folder to another."""
     for name in TOKENIZER_FILES:
         if (origin / name).is_dir():
             shutil.copytree(origin / name, target / name)
@@ -373,7 +373,7 @@ HELDOUT_SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationData:
-    """All that a phase reads."""
+    """The data of a phase."""
 
     stream: BatchStream
     heldout: Mapping[str, Sequence[Document]]
@@ -386,12 +386,12 @@ class ImitationData:
 
 
 def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
-    """The section of a phase."""
+    """The recipe section of a phase."""
     return config.midtrain if phase == "midtrain" else config.sft
 
 
 def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> ImitationData:
-    """The stream of a phase, its sources proven to be readable, and its held-out documents.
+    """Open the data of a phase: checked sources, their stream, and held-out documents.
 
     Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
     """

@@ -30,7 +30,7 @@ DEVICES: Mapping[str, Role] = {
 
 
 def run_process(name: str, folder: RunFolder, replica: int = 0) -> None:
-    """Become one of the processes of a run, until it has done its work or is told to stop.
+    """Run one of a run's processes until it has done its work or gets a stop signal.
 
     ``replica`` tells rollouts processes of one run apart, which may be as many as there is room for. Raises
     :class:`~etude.errors.ConfigError` where this machine has not the device that the run has.

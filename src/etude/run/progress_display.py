@@ -22,7 +22,7 @@ LINE_S = 10.0
 
 
 class ProgressDisplay:
-    """Reads a run's events and shows them; writes nothing."""
+    """Displays a run's events as they are written; writes nothing itself."""
 
     def __init__(self, events: Path, config: RunConfig, out: TextIO) -> None:
         self._reader = EventReader(events)

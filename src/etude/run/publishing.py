@@ -1,4 +1,4 @@
-"""Publishing a model's weights into a run's log while the trainer goes on.
+"""Background publication of a model's weights into a run's log.
 
     trainer     publish n ──▶ claim batch n + 1, forward, backward ──▶ release ──▶ optimiser step ──▶ land ──▶ publish …
     publisher       └────────▶ read, encode, upload, commit ─────────────────────────────────────────────┘
@@ -27,7 +27,7 @@ MEANWHILE_S = 1.0
 
 @final
 class WeightPublishing:
-    """Publishes one version at a time and says so; leaving it waits for what is under way."""
+    """Publishes one version at a time and logs it; leaving the context waits for the current one."""
 
     def __init__(self, log: WeightLog, recipe: str, events: EventLog) -> None:
         self._publisher = Publisher(log)

@@ -1,4 +1,4 @@
-"""Resolution of ``auto``, once, as a run's folder is made: its ``run.toml`` says it to all processes.
+"""Resolution of ``auto`` settings, once, when a run's folder is made: its ``run.toml`` has the results.
 
 Engine, gateway and trainer must agree on the arithmetic and on whether routes travel, wherever each of them runs. The
 devices that a recipe names decide; only where it says ``auto`` does the machine that starts the run. Knows no model and
@@ -40,7 +40,7 @@ def resolve_device(name: str) -> str:
 
 
 def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine")) -> None:
-    """Raise :class:`~etude.errors.ConfigError` for a device that ``roles`` have and this machine has not."""
+    """Raise :class:`~etude.errors.ConfigError` for a device of ``roles`` that this machine does not have."""
     devices = {"trainer": config.trainer.device, "engine": config.engine.device}
     for role in roles:
         if devices[role] == "cuda" and resolve_device("auto") != "cuda":
@@ -54,7 +54,7 @@ def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """The configuration with its devices, its arithmetic and its replay named; one that names them stays as it is.
+    """Resolve device, arithmetic and router replay of a configuration; named values stay.
 
     Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
     """
@@ -124,7 +124,7 @@ def is_invariant(config: NumericsConfig, device: str) -> bool:
 
 
 def resolve_replay(config: NumericsConfig, device: str) -> Literal["off", "completion", "full"]:
-    """Routes that the trainer replays. Raises :class:`~etude.errors.ConfigError` where that could have no effect."""
+    """Resolve router replay. Raises :class:`~etude.errors.ConfigError` where it could have no effect."""
     invariant = is_invariant(config, device)
     if config.replay == "auto":
         return "off" if invariant else "completion"

@@ -1,4 +1,4 @@
-"""The rollouts process: measures the start, fills the trainer's batches, measures the end.
+"""The rollouts process: evaluates before RL, fills the trainer's batches, evaluates after RL.
 
     eval before ──▶ rollouts for every step, an eval of a few tasks now and then ──▶ trainer has finished ──▶ eval after
 
@@ -85,7 +85,7 @@ TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 
 
 class ServedVersion:
-    """The weight version that the engines serve at least; −1 before the first answer."""
+    """The lowest weight version that all engines serve; −1 before the first answer."""
 
     def __init__(self, gateway_url: str, http: aiohttp.ClientSession, *, outage_s: float) -> None:
         """``outage_s`` is how long the gateway may be silent while a caller waits."""
@@ -126,7 +126,7 @@ class ServedVersion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParts:
-    """Everything that runs rollouts, opened from a run folder."""
+    """The resources of the rollouts process, opened from a run folder."""
 
     folder: RunFolder
     config: RunConfig
@@ -187,7 +187,7 @@ def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estima
 
 
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
-    """Error of an evaluation in which every rollout used up its attempts: it says why the last one failed."""
+    """The error of an evaluation whose every rollout used up its attempts, with the last failure."""
     with Archive.open(folder.ledger, folder.config().ledger) as archive:
         failed = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.FAILED, limit=1))
     reason = failed[0].reason if failed else "its attempts were used up"
@@ -200,7 +200,7 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
 
 @contextlib.asynccontextmanager
 async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[RolloutParts]:
-    """Connect to a run's gateway and ledger and start its sandboxes, for as long as the context is open."""
+    """Connect to a run's gateway and ledger and start its sandboxes, while the context is open."""
     config = folder.config()
     name = f"{LEASE_NAME}-{worker_id}" if worker_id else LEASE_NAME
     async with contextlib.AsyncExitStack() as stack:
@@ -246,7 +246,7 @@ def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
 
 
 def run_rollouts(folder: RunFolder, worker_id: int = 0) -> None:
-    """Run the whole schedule, or what is left of it; any process but the first only rollouts for training."""
+    """Run the whole schedule, or what is left of it; other processes than the first only make training rollouts."""
     run_until_signal(_run(folder) if worker_id == 0 else _help(folder, worker_id))
 
 
@@ -307,13 +307,13 @@ async def _evaluate_on_the_way(parts: RolloutParts) -> None:
 
 
 def evaluations_due(steps: int, config: EvalConfig) -> range:
-    """The weight versions at which RL is measured on the way: neither before nor after it, which is done anyway."""
+    """The weight versions at which RL is evaluated, apart from the first and the last one."""
     is_enabled = config.enabled and config.every_steps
     return range(config.every_steps, steps, config.every_steps) if is_enabled else range(0)
 
 
 async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` unless sandboxes hold to what the recipe counts on."""
+    """Raise :class:`~etude.errors.ConfigError` unless sandboxes have the capabilities that the recipe needs."""
     granted = await sandboxes.capabilities()
     missing = [capability.replace("_", " ") for capability in CONFINEMENT if capability not in granted]
     options = config.sandboxes.options
@@ -412,7 +412,7 @@ def write_harness(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
-    """The folders that a recipe shows to its harness. Raises :class:`~etude.errors.ConfigError` for a missing one."""
+    """The mounts with a recipe's harness files. Raises :class:`~etude.errors.ConfigError` for a missing folder."""
     mounts: dict[str, Path] = {}
     for folder in folders:
         if not Path(folder).is_dir():

@@ -1,4 +1,4 @@
-"""The scorer and the cheat monitor of a run: they gather what :func:`etude.rewards.score.score` decides from.
+"""The scorer and the cheat monitor of a run: they collect the inputs of :func:`etude.rewards.score.score`.
 
     sandbox ──baits──▶ findings ────────────────────┐
     turns ──text──▶ actions ──detectors──▶ findings ┤
@@ -52,7 +52,7 @@ REWARD_FACT, REWARD_SPEC_FACT = "reward", "reward_made_of"
 
 
 class PartJudge(Protocol):
-    """Judges rollouts, one value for each rubric."""
+    """Protocol of a judge of rollouts with one value per rubric."""
 
     async def parts(self, task: Task, result: HarnessResult, transcript: str) -> Mapping[str, float]:
         """Rubric → value in [0, 1]. Raises :class:`~etude.errors.JudgeUnavailable`."""

@@ -1,4 +1,4 @@
-"""One weight version of a run behind an engine and a gateway of its own, for as long as they are needed.
+"""One weight version of a run behind a temporary engine and gateway.
 
 Everything happens in a scratch run folder that holds this version and no other; the run itself is only read.
 """
@@ -44,7 +44,7 @@ class ServedRun:
 def serving_version(
     folder: RunFolder, version: int | None = None, *, ledger: Path | None = None
 ) -> Iterator[ServedRun]:
-    """Serve a version of a run (default: the newest) under its own number while the context is open.
+    """Serve a version of a run (default: the newest), by its own number, while the context is open.
 
     What happens is recorded in ``ledger``, which stays; without one it is forgotten. Engine and gateway may still be
     starting: see :func:`wait_until_ready`.

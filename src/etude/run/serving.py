@@ -1,4 +1,4 @@
-"""Common duties of the long-running processes of a run: die with its parent, stop on a signal, listen on a port."""
+"""Shared code of a run's long-running processes: end with the parent, stop on a signal, listen on a port."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def tell_person(line: str) -> None:
-    """Print a line for a person who started this process by hand; in a run its supervisor speaks."""
+    """Print a line for a person who started this process by hand; nothing under a supervisor."""
     if SUPERVISOR_VARIABLE not in os.environ:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
@@ -113,7 +113,7 @@ async def listening(
     shutdown_s: float = SHUTDOWN_S,
     connections: Connections | None = None,
 ) -> AsyncIterator[int]:
-    """Serve ``app`` while the context is open; gives the port. Raises :class:`~etude.errors.PortInUseError`.
+    """Serve ``app`` while the context is open; yields the port. Raises :class:`~etude.errors.PortInUseError`.
 
     ``connections`` are those of all servers of the process, where it has several.
     """

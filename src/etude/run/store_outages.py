@@ -1,4 +1,4 @@
-"""Waiting for a run's weight store while it is away, and telling of it.
+"""Outages of a run's weight store: waiting and reporting.
 
 Owns how long a process waits, what it says meanwhile and that it stays alive; which calls are tried again is
 :mod:`etude.weights.store`'s.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class StoreOutages(Closing):
-    """Lets all threads of a process wait while one store is away; once closed, none waits for it any more.
+    """Blocks all threads of a process while one store is away; once closed, none waits any more.
 
     Each try that fails is a sign of life (``progress``): what is waited for is known, and told to people once a minute.
     """

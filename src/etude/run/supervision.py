@@ -203,7 +203,7 @@ class Child:
 
 
 def stop_all(children: list[Child]) -> None:
-    """End every process: politely, all at once, and for certain."""
+    """Stop all processes at once: first by signal, then by kill."""
     for child in children:
         child.ask_to_stop()
     deadline_s = time.monotonic() + STOP_S

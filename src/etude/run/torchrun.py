@@ -1,4 +1,4 @@
-"""``torchrun`` that ends as its ranks do: a supervisor can fold an error that a restart would repeat from a death.
+"""``torchrun`` with the exit status of its ranks, so that a supervisor knows which errors a restart would repeat.
 
 torchrun itself ends with 1 whatever the rank ended with that failed first.
 """

@@ -78,7 +78,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerProcess:
-    """Everything the loop needs, opened from a run folder."""
+    """The resources of the trainer's loop, opened from a run folder."""
 
     def __init__(
         self, folder: RunFolder, events: EventLog, ledger: Ledger, grid: Grid | None, outages: StoreOutages
@@ -281,14 +281,14 @@ class TrainerProcess:
 
 
 def batch_of(step: int, groups: Sequence[Group], penalties: Mapping[str, float], config: RunConfig) -> Batch:
-    """The batch of a step as a recipe compares rewards; a control's are shuffled before."""
+    """Build the batch of a step with the recipe's advantages; a control run's rewards are shuffled first."""
     if config.reward.shuffled:
         groups = [shuffle_rewards(group, seed=config.seed) for group in groups]
     return build_batch(step, groups, config.loss.baseline, penalties, config.credit)
 
 
 def totals_of(batch: Batch) -> Totals:
-    """Totals that the losses of a batch's micro-batches are divided by."""
+    """Loss normalisers over all micro-batches of a batch."""
     return Totals(
         tokens=batch.num_loss_tokens,
         trajectories=len(batch.trajectories),
@@ -300,14 +300,14 @@ def totals_of(batch: Batch) -> Totals:
 
 
 def stop_reasons(groups: Iterable[Group]) -> dict[str, int]:
-    """Reason why agents stopped → rollouts, the most frequent first."""
+    """Number of rollouts by the agent's stop reason, the most frequent first."""
     return dict(Counter(rollout.reason for group in groups for rollout in group.rollouts).most_common(MAX_STOP_REASONS))
 
 
 def scored(
     batch: Batch, config: RunConfig, probe: MismatchProbe | None, reference: Reference | None
 ) -> tuple[Trajectory, ...]:
-    """The batch's trajectories, with what other policies give their tokens where the loss asks for that."""
+    """The batch's trajectories, with log-probabilities of other policies where the loss needs them."""
     views, max_tokens = [*batch.trajectories], config.trainer.microbatch_tokens
     if config.loss.old_policy == "recomputed" and views:
         assert probe is not None
@@ -322,13 +322,13 @@ def scored(
 
 
 def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
-    """The payloads that the turns of some groups refer to."""
+    """The payload references of some groups' turns."""
     turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
     return tuple(turn.payload for turn in turns if turn.payload is not None)
 
 
 def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpace | None) -> list[Group]:
-    """The groups with every turn's routes and sampling masks in memory.
+    """Load every turn's routes and sampling masks of some groups into memory.
 
     Where routes will be replayed (``space``) each record is proven once more to fit the model, since a wrong one would
     credit the wrong experts without a sound. Raises :class:`~etude.errors.DamagedError` naming the rollout or the file.
@@ -363,7 +363,7 @@ def _check_routes(turn: Turn, space: RouteSpace, checked: dict[int, int], where:
 
 
 def run_trainer(folder: RunFolder) -> None:
-    """Run the trainer until the recipe's last step, as one of its ranks."""
+    """Run one rank of the trainer until the recipe's last step."""
     config = folder.config()
     with joined(config.parallel, config.trainer.device) as grid:
         if grid is None or grid.rank == 0:
@@ -417,7 +417,7 @@ def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:
-    """The metrics of a comparison with the engine."""
+    """The metrics of a mismatch report."""
     if not mismatch.tokens:
         return {"mismatch_tokens": 0}
     return {

@@ -1,4 +1,4 @@
-"""The ranks of one trainer: rank 0 decides, the others do the same at the same time.
+"""The ranks of one trainer: rank 0 decides and broadcasts commands, the others execute them.
 
     rank 0     claim batch ──▶ step ──▶ save ──▶ gather ──▶ publish, commit ──▶ …
     the others     ▲ order       ▲ order   ▲ order     idle, until the next order
@@ -29,7 +29,7 @@ from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
-from etude.trainer.batching.encoding import decode, encode
+from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.trainer.batching.packing import MicroBatch
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
@@ -51,7 +51,7 @@ NOTHING = Totals(tokens=0, trajectories=0)
 
 
 class CommandKind(StrEnum):
-    """Kinds of work that all ranks do together."""
+    """Kinds of commands that all ranks execute together."""
 
     RESTORE = "restore"
     STEP = "step"
@@ -63,7 +63,7 @@ class CommandKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupCommand:
-    """One act and what it is done with."""
+    """One command to all ranks, and its arguments."""
 
     kind: CommandKind
     step: int = 0
@@ -76,7 +76,7 @@ class GroupCommand:
 
 @final
 class TrainerGroup:
-    """One process's place among the ranks; on rank 0, or alone, the way to all of them."""
+    """One rank's membership in the trainer; rank 0, or a single process, commands the others through it."""
 
     def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None) -> None:
         self._policy = policy
@@ -131,7 +131,7 @@ class TrainerGroup:
         )
         views = [view for example in distillation.examples for view in (example.student, example.teacher)]
         everything = [*trajectories, *views]
-        self._broadcast(command, lambda: encode(everything))
+        self._broadcast(command, lambda: encode_trajectories(everything))
         return self._step(command, everything, before_update)
 
     def save(self, step: int) -> None:
@@ -161,7 +161,7 @@ class TrainerGroup:
                 case CommandKind.RESTORE:
                     self._restore(command.step)
                 case CommandKind.STEP:
-                    self._step(command, decode(self._receive_bytes()), lambda: None)
+                    self._step(command, decode_trajectories(self._receive_bytes()), lambda: None)
                 case CommandKind.SAVE:
                     self._save(command.step)
                 case CommandKind.GATHER:
@@ -211,7 +211,7 @@ class TrainerGroup:
 
 
 def reduced(metrics: Mapping[str, float], grid: Grid) -> dict[str, float]:
-    """The metrics of a step over all ranks, each as its row of the table says."""
+    """Reduce a step's metrics over all ranks, as their rows of the metrics table say."""
     names = [name for name in metrics if METRICS[name].reduction is not Reduction.NONE]
     totals = zip(names, grid.total([metrics[name] for name in names]), strict=True)
     return {**metrics, **{name: _reduced(METRICS[name], total, grid.world // grid.shares) for name, total in totals}}
@@ -223,7 +223,7 @@ def _reduced(metric: Metric, total: float, ranks_per_share: int) -> float:
 
 
 def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> TrainerGroup:
-    """The ranks that trains the policy. Raises as :func:`policy_model` does."""
+    """Build this rank's part of the trainer. Raises as :func:`policy_model` does."""
     context = None if grid is None else grid.context
     model = policy_model(folder, config, grid, log)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
@@ -231,7 +231,7 @@ def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: 
 
 
 def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Decoder:
-    """The model to be trained, sharded over the ranks: of version 0, or without weights where a checkpoint has them.
+    """Build the sharded model to train: with version 0's weights, or empty where a checkpoint has them.
 
     Raises :class:`~etude.errors.ConfigError` where it cannot be divided.
     """
@@ -254,7 +254,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
 
 
 def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
-    """Optimisation of reinforcement learning: optimiser, schedule and clipping."""
+    """Optimiser, schedule and clipping of reinforcement learning."""
     trainer = config.trainer
     optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)
     schedule = RateSchedule(

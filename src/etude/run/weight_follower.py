@@ -1,4 +1,4 @@
-"""The weight follower: keeps an engine of any kind on the newest version of a log, with hardly a pause.
+"""The weight follower: keeps any kind of engine on the newest version of a log, with short pauses.
 
     log ──fetch, verify──▶ copy on the host ──what changed──▶ updater.stage ──▶ swap: the pause
 
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @final
 class WeightFollower:
-    """Moves one engine to the newest version of a log; one call at a time."""
+    """Updates one engine to the newest version of a log; one call at a time."""
 
     def __init__(self, log: WeightLog, options: ReceiveOptions) -> None:
         self._log = log

@@ -1,4 +1,4 @@
-"""Opening the log of a run's weight versions; it needs no torch, so that processes without a model can read it."""
+"""Opening the weight log of a run; without torch, so that processes without a model can read it."""
 
 import os
 from contextlib import closing
@@ -15,7 +15,7 @@ KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 
 
 def open_log(folder: RunFolder, outages: StoreOutages | None = None) -> WeightLog:
-    """The weight versions of a run: of its own log, and none older than its ledger says there is.
+    """Open a run's weight log, with its log id and the least version that its ledger knows.
 
     With ``outages``, of a process of the run, storage that is away is waited for, from the first call on; a person's
     command is told at once.
@@ -29,7 +29,7 @@ def open_log(folder: RunFolder, outages: StoreOutages | None = None) -> WeightLo
 
 
 def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_least: int = 0) -> WeightLog:
-    """The weight versions at a URL, signed and checked when the environment has a key for it.
+    """Open the weight store at a URL, signed and checked when the environment has a key for it.
 
     ``log_id`` and ``at_least`` are what is known of the log from elsewhere. A folder that is missing is made if this
     ``creates``, else it raises :class:`~etude.errors.UserError`.
@@ -38,7 +38,7 @@ def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_
 
 
 def log_id_of(folder: RunFolder) -> str | None:
-    """The id of a run's log; ``None`` where it was not written down."""
+    """The id of a run's weight log; ``None`` where it was not recorded."""
     file = folder.path / LOG_ID
     return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 

@@ -28,7 +28,7 @@ LIMITS: Mapping[str, Capability] = MappingProxyType(
 
 
 def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
-    """The capabilities that a specification cannot do without, each with the words that ask for it.
+    """The capabilities that a spec needs, each with the part of the spec that needs it.
 
     Limits are asked for by a number that is not the usual one: a provider that cannot count what its sandboxes use has
     limits of its own.
@@ -50,7 +50,7 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
 
 
 def check_spec(spec: SandboxSpec, granted: frozenset[Capability], provider: str) -> None:
-    """Raise :class:`~etude.errors.Unsupported` for a specification that asks for what ``provider`` lacks."""
+    """Raise :class:`~etude.errors.Unsupported` for a spec that needs a capability ``provider`` lacks."""
     for capability, words in demands(spec).items():
         check_capability(capability, granted, provider, words)
 
@@ -74,11 +74,11 @@ def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:
 
 
 def check_capability(capability: Capability, granted: frozenset[Capability], provider: str, words: str = "") -> None:
-    """Raise :class:`~etude.errors.Unsupported` unless ``capability`` is granted; ``words`` say what was asked for."""
+    """Raise :class:`~etude.errors.Unsupported` unless ``capability`` is granted; ``words`` name the request."""
     if capability not in granted:
         raise unsupported(provider, words or capability.replace("_", " "), WHO_CAN.get(capability, "ns"))
 
 
 def unsupported(provider: str, words: str, instead: str) -> Unsupported:
-    """The error of a provider that cannot do what ``words`` say, and which one to use instead."""
+    """The error of a provider that cannot do what ``words`` name, with an alternative provider."""
     return Unsupported(f"{provider} sandboxes cannot keep to {words} on this machine: use {instead}")

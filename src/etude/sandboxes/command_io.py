@@ -9,7 +9,7 @@ OUTPUT_LIMIT_BYTES = 64 << 10
 
 
 def in_memory(data: bytes) -> int:
-    """Make a descriptor from which ``data`` can be read."""
+    """A file descriptor from which ``data`` can be read, in memory."""
     descriptor = os.memfd_create("input")
     with os.fdopen(descriptor, "wb", buffering=0, closefd=False) as file:
         file.write(data)
@@ -18,7 +18,7 @@ def in_memory(data: bytes) -> int:
 
 
 class CappedOutput:
-    """One output of a command: keeps the first ``limit_bytes`` and throws the rest away."""
+    """One output of a command: keeps the first ``limit_bytes`` and drops the rest."""
 
     def __init__(self, limit_bytes: int = OUTPUT_LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes

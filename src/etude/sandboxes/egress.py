@@ -1,4 +1,4 @@
-"""Egress of a sandbox on the machine's side: connections to the places that it may reach.
+"""Egress of a sandbox on the host's side: connections to the allowed places.
 
 Who allows a name trusts what is called so, and where it leads is whatever the owner of that name says today. One that
 leads to this machine itself, or to the address at which clouds give credentials away, is not followed. An address that
@@ -22,7 +22,7 @@ COPY_BYTES = 1 << 16
 
 
 class EgressProxy:
-    """All ways out of one sandbox."""
+    """All outgoing connections of one sandbox."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
@@ -83,7 +83,7 @@ async def _copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 
 
 def is_inward(host: str) -> bool:
-    """Say whether a host, if it is no other name, is this machine or a neighbour that no router stands before."""
+    """True for localhost and for loopback, link-local and unspecified addresses; false for other names."""
     if host == "localhost":
         return True
     try:
@@ -96,7 +96,7 @@ def is_inward(host: str) -> bool:
 
 
 async def connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to an allowed place. Raises ``OSError`` where none accepts, or a name leads inwards."""
+    """Connect to an allowed place. Raises ``OSError`` where none accepts, or a name leads to an inward address."""
     if is_inward(host):
         return await asyncio.open_connection(host, port)
     answers = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

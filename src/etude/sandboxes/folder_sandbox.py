@@ -1,4 +1,4 @@
-"""A sandbox that is a folder of this machine, in which its provider runs the commands.
+"""A sandbox that is a folder of this machine, whose commands its provider runs.
 
     exec ──Command──▶ runner of the provider ──ExecResult──▶        files ──▶ etude.sandboxes.folders
 
@@ -197,6 +197,6 @@ class FolderSandbox:
 
 
 def too_long(program: str) -> ExecResult:
-    """The result of a shell for a command line that Linux does not take."""
+    """The result of a command line that is too long for Linux, as a shell would give it."""
     stderr = f"{program}: Argument list too long: use a file or stdin\n"
     return ExecResult(exit_code=NOT_EXECUTABLE, stdout="", stderr=stderr, timed_out=False, truncated=False, seconds=0.0)

@@ -1,4 +1,4 @@
-"""The files of a sandbox that are a folder of this machine, and safe access to them.
+"""Safe access to the files of a sandbox that is a folder of this machine.
 
 Owns paths: nothing here follows a link or leaves the folder, whatever a program left there, or swaps while it is read.
 Who makes and removes the folder: :mod:`etude.sandboxes.scratch`.
@@ -222,7 +222,7 @@ class Folder:
 
 
 def is_whole(text: str) -> bool:
-    """Say whether a text that was read from a sandbox can be written back without harm to what it does not show.
+    """True if a text that was read from a sandbox can be written back without loss.
 
     Not where it may have been cut, or stand for bytes that are no UTF-8: a file that has U+FFFD itself is not told from
     one that has it in their place.
@@ -289,7 +289,7 @@ def _exists(folder: int, name: str) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """True if something failed for want of room on a disk."""
+    """True if an error means that a disk is full."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 

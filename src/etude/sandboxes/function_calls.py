@@ -1,4 +1,4 @@
-"""Calls one function of a file in a sandbox and tells the results from everything else the program does.
+"""Calls one function of a file in a sandbox, and separates its results from the program's other output.
 
 Owns the driver that runs inside, and what counts as the same result. Only arguments enter the sandbox, never what
 they should give: a program that forges the driver's lines, overrides ``json`` or ``print`` or ends the process gains
@@ -84,7 +84,7 @@ async def call_function(
     argument_lists: Sequence[Sequence[Json]],
     timeout_s: float = CALL_TIMEOUT_S,
 ) -> list[CallOutcome]:
-    """Call ``function`` of the file ``path`` once per argument list, in one fresh process, and say how each call ended.
+    """Call ``function`` of the file ``path`` once per argument list, in one fresh process; returns the outcomes.
 
     A program that cannot even be loaded ends every call with the exception it raised.
     Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not the program.

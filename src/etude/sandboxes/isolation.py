@@ -1,4 +1,4 @@
-"""Confinement of a process by Linux: identity, namespaces, capabilities, limits, and a sure end.
+"""Confinement of a process by Linux: identity, namespaces, capabilities, limits, and a certain end.
 
 Owns the system calls, reached through libc. Uses the standard library alone, because every process that runs a model's
 program imports it. Does not decide when to use what (:mod:`etude.sandboxes.local.zygote`).
@@ -39,14 +39,14 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def become_user(user: int) -> None:
-    """Give up root for ``user`` and the group of the same number, for good. Raises ``PermissionError``."""
+    """Change to ``user`` and the group of the same number, irreversibly. Raises ``PermissionError``."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
 
 
 def enter_namespaces() -> bool:
-    """Move into a new user namespace and others (children: into a new process namespace), or change nothing.
+    """Enter a new user namespace and others (children: a new process namespace), or change nothing.
 
     The user keeps its own number and is root nowhere. False when the machine does not permit it.
     """
@@ -64,12 +64,12 @@ def enter_namespaces() -> bool:
 
 
 def die_with_parent() -> None:
-    """Be killed as soon as the parent is gone. A later change of user would undo this."""
+    """Have the kernel kill this process when its parent ends. A later change of user would undo this."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def limit_process(*, own_user_namespace: bool) -> None:
-    """Set the limits that this process and all its children keep, and adopt orphans among the latter."""
+    """Set the resource limits of this process and its children, and adopt orphans among the latter."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     _limit(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES)
@@ -99,7 +99,7 @@ def enter_root(directory: int, *, chroot: bool) -> None:
 
 
 def install_filter(program: bytes) -> None:
-    """Let a seccomp program judge every system call of this process and its children, for good.
+    """Install a seccomp program for all system calls of this process and its children, irreversibly.
 
     Raises ``OSError`` where the kernel takes none.
     """
@@ -110,7 +110,7 @@ def install_filter(program: bytes) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good."""
+    """Drop every capability, irreversibly."""
     if LIBC.capset(CAPABILITY_HEADER, NO_CAPABILITIES) != 0:
         raise OSError(ctypes.get_errno(), "capset: could not drop capabilities")
 

@@ -1,4 +1,4 @@
-"""Helpers for the lives of several sandboxes, and of several calls in one: all or none, ends of all, a shared lock.
+"""Helpers for the lifecycle of sandboxes: make all or none, close all, lock calls of one.
 
 Owns no sandbox, but sees to it that none is left without an owner.
 """
@@ -23,7 +23,7 @@ C = TypeVar("C", bound=Closable)
 
 
 async def all_or_none(makers: Iterable[Awaitable[C]]) -> list[C]:
-    """Make all at once; where one fails, or the caller is cancelled, give the others up and close what was made."""
+    """Make several sandboxes concurrently; if one fails, or the caller is cancelled, close those that were made."""
     tasks = [asyncio.ensure_future(maker) for maker in makers]
     try:
         return await asyncio.gather(*tasks)
@@ -36,7 +36,7 @@ async def all_or_none(makers: Iterable[Awaitable[C]]) -> list[C]:
 
 
 async def close_all(closables: Iterable[Closable]) -> list[BaseException]:
-    """Close all at once, and return what went wrong: to be raised when there is nothing more to end."""
+    """Close all concurrently, and return their errors, to be raised when everything is closed."""
     ended = await asyncio.gather(*(one.close() for one in list(closables)), return_exceptions=True)
     return [error for error in ended if error is not None]
 

@@ -1,4 +1,4 @@
-"""The memory that the machine has left, read from the kernel: /proc, the cgroups of this process, pressure stalls.
+"""Free memory of the machine, from the kernel: /proc, the cgroups of this process, pressure stalls.
 
 Owns what the files mean. What follows from it is decided in :mod:`etude.sandboxes.warm_pool`. Linux only; what a
 kernel does not have is left out.
@@ -14,7 +14,7 @@ from etude.errors import InfrastructureError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
-    """One reading."""
+    """One reading of the machine's memory."""
 
     available_bytes: float
     """Bytes that can be taken before something is swapped out or killed."""
@@ -24,7 +24,7 @@ class MachineMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFiles:
-    """The names that one version of cgroups has for the same things."""
+    """File names of memory figures in one version of cgroups."""
 
     controller: str
     """Name of the hierarchy in ``/proc/self/cgroup``."""

@@ -18,7 +18,7 @@ from etude.protocols import ExecResult
 
 
 class OutputPipe(asyncio.Protocol):
-    """A pipe of which the first ``limit_bytes`` are kept."""
+    """Pipe that keeps the first ``limit_bytes`` of an output."""
 
     def __init__(self, limit_bytes: int, file: BinaryIO, theirs: int) -> None:
         self._limit_bytes = limit_bytes
@@ -86,7 +86,7 @@ class OutputPipe(asyncio.Protocol):
 
 
 def exec_result(outputs: Sequence[OutputPipe], exit_code: int, *, timed_out: bool, start_s: float) -> ExecResult:
-    """The result of a command that has ended, with what is in its outputs now; it began at ``start_s``, monotonic."""
+    """The result of a command that ended, with its outputs so far; it began at ``start_s``, monotonic."""
     for pipe in outputs:
         pipe.finish()
     stdout, stderr = outputs
@@ -101,7 +101,7 @@ def exec_result(outputs: Sequence[OutputPipe], exit_code: int, *, timed_out: boo
 
 
 class DescendantOutputs:
-    """Outputs of commands that ended, but left something running that may still print: they are read and thrown away.
+    """Drains the outputs of commands that ended but left a process that may still print.
 
     At most ``limit`` are listened to; who writes to the oldest finds it broken.
     """

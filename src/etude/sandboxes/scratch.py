@@ -1,4 +1,4 @@
-"""The private directory under which a provider keeps its sandboxes, or anyone what must not outlive its process.
+"""A private, locked directory for files that must not outlive their process.
 
 Owns its life, and that of the directories in it: one whose owner was killed is removed by the next one, since the
 lock on it tells whether its owner lives. What is in a sandbox's directory: :mod:`etude.sandboxes.folders`.

@@ -1,4 +1,4 @@
-"""Databases inside of sandboxes: up before the agent starts, each rollout with a state of its own.
+"""Databases inside sandboxes: started before the agent, with separate state for each rollout.
 
     bare image        one per image and kinds of service: an empty cluster, the server stopped        snapshot()
         └─ template   one per specification and setup: its rows are in; at most ``templates`` are kept
@@ -207,13 +207,13 @@ def sandbox_spec(environment: EnvironmentSpec, image: Image | None = None) -> Sa
 
 
 def template_digest(spec: SandboxSpec, services: Sequence[Service]) -> str:
-    """SHA-256 of all that makes one template differ from another."""
+    """SHA-256 of everything that distinguishes one template from another."""
     plain = orjson.dumps([spec, list(services)], default=str, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(plain).hexdigest()
 
 
 class ServicedSandboxes:
-    """Makes sandboxes with services up inside; without any, those of the provider it wraps.
+    """Makes sandboxes with running services; specs without services go to the wrapped provider.
 
     Implements :class:`~etude.protocols.SandboxProvider`.
     """

@@ -1,4 +1,4 @@
-"""A warm pool of sandboxes: running ones are kept ready, their number is bounded, and none is given out twice.
+"""A bounded pool of warm sandboxes, each given out once.
 
     create ──▶ queue, by priority and arrival ──▶ lease ──close, time to live, death──▶ removed
     refill ──▶ provider.create ──▶ warm ones of the same spec ──▲   └── too old, in the way, memory short ──▶ removed
@@ -43,12 +43,12 @@ GAUGE = MemoryGauge()
 
 
 class SandboxesBusy(SandboxError):
-    """A pool has no place in time; the same may be asked again later."""
+    """Error: a pool had no free place in time; retry later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmPoolLimits:
-    """The bounds of a pool; the defaults suit a machine of a few cores that it has to itself."""
+    """Limits of a pool; the defaults suit a small machine that runs nothing else."""
 
     live: int = 256
     """Sandboxes in any state, those being removed included: they still have memory and processes."""
@@ -503,7 +503,7 @@ class SandboxPool:
 
 @final
 class UrgentSandboxes:
-    """A pool as graders see it: their requests go before all others; a :class:`~etude.protocols.SandboxProvider`."""
+    """A pool's priority view for graders; a :class:`~etude.protocols.SandboxProvider`."""
 
     def __init__(self, pool: SandboxPool) -> None:
         """``pool`` stays the caller's to close."""

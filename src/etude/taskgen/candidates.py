@@ -31,7 +31,7 @@ DELETION = "deletion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One change of a package that may be worth undoing."""
+    """One deletion or planted bug of a package, from which a task may be made."""
 
     candidate_id: str
     kind: str
@@ -58,7 +58,7 @@ class Candidate:
 
 
 def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, SourceText]:
-    """The files of the packages that are Python, stubs included."""
+    """The Python files of the packages, stubs included."""
     matches: dict[str, SourceText] = {}
     for path, text in texts.items():
         if path.endswith((".py", ".pyi")) and project.is_source(path):
@@ -70,7 +70,7 @@ def sources_of(project: Project, texts: Mapping[str, str]) -> Mapping[str, Sourc
 
 
 def propose(project: Project, texts: Mapping[str, str], survey: Survey, *, seed: int) -> list[Candidate]:
-    """Every candidate, deletions and bugs mixed, in the order of ``seed``."""
+    """All candidates of a package, deletions and bugs mixed, in the order of ``seed``."""
     package = sources_of(project, texts)
     documents = {path: text for path, text in texts.items() if path.endswith(DOCUMENTS)}
     built = [

@@ -1,4 +1,4 @@
-"""Features taken out of a package, for an agent to put back.
+"""Deletions: features removed from a package, which an agent must restore.
 
 Three ways: the body of a function, the bodies of a class's methods, or a function with its name wherever the package
 exports or documents it. Signatures and docstrings stay in the first two, since they say what is wanted. Owns what the
@@ -27,7 +27,7 @@ STUB = "raise NotImplementedError"
 
 
 class DeletionKind(StrEnum):
-    """Amount that is removed."""
+    """Unit of code that is removed."""
 
     BODY = "delete_body"
     CLASS = "delete_class"
@@ -36,7 +36,7 @@ class DeletionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """A package without one of its features."""
+    """A package with one feature removed."""
 
     kind: DeletionKind
     path: str
@@ -53,7 +53,7 @@ class Deletion:
 
 
 def body_deletions(source: SourceText) -> Iterator[Deletion]:
-    """A deletion for each function and method with enough of a body."""
+    """A deletion for each function and method whose body is long enough."""
     for function in source.functions():
         if is_worth(function) and is_described(function):
             edit = _stub(source, function)
@@ -122,7 +122,7 @@ def whole_deletions(
 
 
 def is_worth(function: Function) -> bool:
-    """Return true if a function has a body worth writing again."""
+    """Return true if a function's body is worth writing again."""
     decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in function.node.decorator_list}
     return MIN_LINES <= _size(function) <= MAX_LINES and not decorators & {"overload", "abstractmethod"}
 

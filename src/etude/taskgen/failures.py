@@ -1,4 +1,4 @@
-"""Errors for repositories of which no tasks can be made. Each of these is the caller's to fix, and says how.
+"""Errors for repositories from which no tasks can be made; each message names the fix.
 
 UserError
 └── RepositoryError         something is wrong with the repository, or with what was asked

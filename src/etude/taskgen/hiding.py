@@ -36,7 +36,7 @@ class TestView:
 
 
 def place_of(test: str) -> tuple[str, str]:
-    """File and dotted name of the function that a node id stands for."""
+    """File and dotted name of the test function of a node id."""
     path, _, inner = test.partition("::")
     return path, inner.partition("[")[0].replace("::", ".")
 

@@ -1,4 +1,4 @@
-"""Requests to pip for what a stranger's project needs: names with versions, from indexes, as wheels, none of them run.
+"""Runs of pip for a third-party project's requirements: names and versions from indexes, wheels only, none executed.
 
 Owns which requirements are taken, what pip is told of this machine, and what is refused of what it brought. Of a
 direct reference (``NAME @ URL``, a path) pip runs the build program, here, with all that it was told; see
@@ -43,7 +43,7 @@ FIX = (
 
 
 def pip_environment() -> dict[str, str]:
-    """The environment of pip: no keys but those of its indexes."""
+    """The environment variables of pip: no keys but those of its indexes."""
     message = {name: value for name, value in os.environ.items() if name in MESSAGES or name.startswith(OWN)}
     return {**message, "PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -51,7 +51,7 @@ def pip_environment() -> dict[str, str]:
 def run_pip(
     argv: Sequence[str], *, timeout_s: float, folder: Path | None = None
 ) -> "subprocess.CompletedProcess[bytes]":
-    """Run a pip to its end, in ``folder`` if one is given. Raises :class:`subprocess.TimeoutExpired`."""
+    """Run pip to its end, in ``folder`` if one is given. Raises :class:`subprocess.TimeoutExpired`."""
     return subprocess.run(
         argv,
         cwd=folder,
@@ -64,7 +64,7 @@ def run_pip(
 
 
 def index_requirements(lines: Iterable[str]) -> tuple[str, ...]:
-    """The same requirements, written as pip cannot misread them.
+    """The requirements in a spelling that pip can only read as names on an index.
 
     Raises :class:`~etude.taskgen.failures.InstallError` for one that is no name with versions.
     """
@@ -88,7 +88,7 @@ def _rejection(line: str, why: str) -> InstallError:
 
 
 def install_wheels(requirements: Sequence[str], options: Sequence[str]) -> None:
-    """Have pip install wheels of indexes, with further options, one of which says where.
+    """Install wheels from indexes with pip; one of the options says where.
 
     Raises :class:`~etude.taskgen.failures.InstallError`, with the end of what pip said. What a wheel
     brought that is of no index may be unpacked by then; it has not been run.

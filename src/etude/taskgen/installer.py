@@ -51,7 +51,7 @@ Answer with one block of commands between ```sh and ```. You are told how the te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallerOptions:
-    """The model that installs, and what it may use."""
+    """The installer's model and its limits."""
 
     url: str
     """Base of an OpenAI-compatible API, up to and with ``/v1``."""
@@ -155,7 +155,7 @@ class Installer:
 
 
 def describe(project: Project, texts: Mapping[str, str]) -> str:
-    """The prompt about a package."""
+    """The installer's prompt about a package."""
     shown = [path for path in texts if path in SHOWN_FILES or (path.endswith(".txt") and "require" in path)][:8]
     files = "\n\n".join(f"--- {path}\n{texts[path][:SHOWN]}" for path in shown)
     paths = "\n".join(sorted(texts)[:200])
@@ -171,7 +171,7 @@ def commands_in(answer: str) -> str | None:
 
 
 def score(seen: RunObservation) -> tuple[int, bool]:
-    """The number of tests passed, and whether that is enough: nearly all, and every file could be read."""
+    """The number of passed tests, and whether it is enough: nearly all, and every file could be collected."""
     ran = [test for test in seen.tests.values() if test.status != "skipped"]
     passed = sum(test.status == "passed" for test in ran)
     return passed, passed > 0 and passed >= ENOUGH * len(ran) and not seen.errors and not seen.ended

@@ -1,4 +1,4 @@
-"""Installation of what a package and its tests need, as a layer of an image.
+"""Installation of a package's and its tests' requirements, as a layer of an image.
 
     requirements ──pip, wheels only──▶ /opt/site of a layer          the project itself stays in the working folder
 
@@ -122,7 +122,7 @@ def install(requirements: Requirements, tree: Path) -> tuple[str, ...]:
 
 
 def without_copies(tree: Path, project: Project) -> None:
-    """Take out of a tree what the dependencies brought along of the project itself."""
+    """Remove copies of the project itself from a tree of installed dependencies."""
     site = tree / SITE.strip("/")
     names = {name.lower() for name in project.modules}
     for entry in sorted(site.iterdir()):
@@ -134,7 +134,7 @@ def without_copies(tree: Path, project: Project) -> None:
 
 
 def record_project(tree: Path, project: Project, texts: Mapping[str, str]) -> None:
-    """Say that the project is installed, in its version, with its entry points."""
+    """Record the project as installed, with its version and entry points."""
     safe = re.sub(r"[^A-Za-z0-9.]+", "_", project.name)
     record = tree / SITE.strip("/") / f"{safe}-{project.version}.dist-info"
     record.mkdir(parents=True, exist_ok=True)
@@ -147,6 +147,6 @@ def record_project(tree: Path, project: Project, texts: Mapping[str, str]) -> No
 
 
 def environment(project: Project) -> Mapping[str, str]:
-    """Variables by which Python inside finds the project and its dependencies, and leaves nothing behind."""
+    """Environment variables by which Python in the sandbox finds the project and its dependencies."""
     root = WORKDIR if project.root == "." else f"{WORKDIR}/{project.root}"
     return {"PYTHONPATH": f"{root}:{SITE}", "PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,4 +1,4 @@
-"""Instructions for the agent: the words of a task, from templates; never a line of the answer.
+"""Task prompts, made from templates; never a line of the answer.
 
 A deletion is described by signature, docstring and examples of calls; a planted bug by what fails, as a person would
 report it. Pure.
@@ -22,7 +22,7 @@ EXAMPLES = 3
 def instruct(
     project: Project, candidate: Candidate, view: TestView, messages: Mapping[str, str], examples: Sequence[Case]
 ) -> str:
-    """The prompt of a task. ``messages`` are what failing tests said, ``examples`` calls of the function."""
+    """The prompt of a task. ``messages`` are those of failing tests, ``examples`` calls of the function."""
     words = _bug(project, view, messages) if candidate.kind == BUG else _deletion(project, candidate, examples)
     command = "`python3 -m pytest`"
     return f"{words}\n\nThe repository is in the working folder; {command} runs the tests that it has. {_closing(view)}"

@@ -1,4 +1,4 @@
-"""pip, in a process that can start no other program; run as a script, with pip's own arguments.
+"""Runs pip in a process that can start no other program; a script with pip's own arguments.
 
 ``--only-binary`` holds for what pip finds in an index, and not for ``NAME @ URL``: what such a line names is built,
 by a program of its own, as soon as its metadata are wanted, and any wheel may have such a line. pip starts whatever it
@@ -20,7 +20,7 @@ REFUSED = "no other program may be started beside pip"
 
 
 def refuse(event: str, details: tuple[object, ...]) -> None:
-    """Let no program be started. It is an ``OSError``, as pip expects of a program that is not there."""
+    """Refuse to start a program, with the ``OSError`` of one that does not exist."""
     if event in STARTS:
         raise OSError(f"{REFUSED}: {details[0] if details else event}")
 

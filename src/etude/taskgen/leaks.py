@@ -1,4 +1,4 @@
-"""A search over everything that an agent will be able to read, for what was taken out of it.
+"""Search for removed code in everything that an agent will be able to read.
 
     removed text ──▶ RemovedIdentifiers ──search──▶ every file: names, texts, archives, git objects, binaries
 
@@ -53,7 +53,7 @@ class _Unsearchable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovedIdentifiers:
-    """Texts that must be nowhere."""
+    """Removed texts that must not be found anywhere."""
 
     windows: tuple[str, ...] = ()
     """Lines in a row, each stripped."""
@@ -82,7 +82,7 @@ class Leak:
 def removed_identifiers(
     before: Mapping[str, str], after: Mapping[str, str | None], rest: Iterable[str], *, gone: str = ""
 ) -> RemovedIdentifiers:
-    """The texts to search for when ``before`` became ``after`` (path → text of the files that changed).
+    """The texts that were removed from ``before`` to ``after`` (path → text of the changed files).
 
     ``rest`` are the other texts of the package: words that they have, too, tell nothing.
     """
@@ -103,7 +103,7 @@ def removed_identifiers(
 
 
 def search(tree: Path, removed_names: RemovedIdentifiers, *, prefix: str = "") -> Iterator[Leak]:
-    """Every trace of the removed identifiers below ``tree``; ``prefix`` is what the tree is called in places."""
+    """Find every leak below ``tree``; ``prefix`` is the tree's name in the results."""
     gone = (
         re.compile(rb"(?<![A-Za-z0-9_])" + re.escape(removed_names.gone.encode()) + rb"(?![A-Za-z0-9_])")
         if removed_names.gone
@@ -163,7 +163,7 @@ def _search_data(
 
 
 def normalised(text: str) -> str:
-    """A text as lines are compared: stripped, none empty, with an end before the first and after the last."""
+    """The lines of a text for comparison: stripped, without empty ones, with a start and an end mark."""
     return "\n" + "".join(f"{line}\n" for line in map(str.strip, text.splitlines()) if line)
 
 

@@ -43,7 +43,7 @@ WORST = ("passed", "skipped", "failed", "error")
 
 
 class Observer:
-    """A pytest plugin: which tests passed, how long they took, which functions each of them reached."""
+    """A pytest plugin that records passed tests, their durations and the functions that each reached."""
 
     def __init__(self, step: dict[str, Any]) -> None:
         self.step = step
@@ -171,7 +171,7 @@ class Observer:
 
 
 def message_of(report: Any) -> str:
-    """The message of a failing test, in a line."""
+    """The message of a failing test, as one line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(getattr(crash, "message", report.longrepr))
     return text.strip().splitlines()[0] if text.strip() else ""
@@ -193,7 +193,7 @@ def is_plain(value: object, depth: int = 8) -> bool:
 
 
 def run_tests(step: dict[str, Any], options: list[str]) -> dict[str, Any]:
-    """Run the tests of one step in this process."""
+    """Run the tests of one step, in this process."""
     import pytest
 
     observer = Observer(step)
@@ -206,7 +206,7 @@ def run_tests(step: dict[str, Any], options: list[str]) -> dict[str, Any]:
 
 
 class Caught:
-    """Takes whatever a stranger's function raises, its asking to exit included, and keeps its name."""
+    """Catches everything that an untrusted function raises, ``SystemExit`` included, and keeps its name."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -220,7 +220,7 @@ class Caught:
 
 
 def run_calls(step: dict[str, Any]) -> dict[str, Any]:
-    """Call one function and tell what it returned: a pair for each call, whether it is plain and what it is."""
+    """Call one function; returns for each call whether its result is plain JSON, and the result."""
     function: Any = None
     with Caught() as loading:
         __import__(step["module"])
@@ -264,7 +264,7 @@ def run_step(step: dict[str, Any], options: list[str], number: int, folder: Path
 
 
 def in_fork(step: dict[str, Any], options: list[str], path: Path, log: Path) -> None:
-    """The life of a fork: it says what it saw in a file, and ends."""
+    """Run one step in the forked process, write its result to a file, and end."""
     os.setsid()
     nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(nothing, 0)
@@ -278,7 +278,7 @@ def in_fork(step: dict[str, Any], options: list[str], path: Path, log: Path) -> 
 
 
 def wait(child: int, deadline: float) -> str:
-    """See a fork to its end; how it ended, in a word, or nothing when it did by itself."""
+    """Wait for a fork to end; returns how it was ended, in a word, or nothing for a normal end."""
     ended = ""
     pause = 0.001
     while True:
@@ -297,18 +297,18 @@ def wait(child: int, deadline: float) -> str:
 
 
 def kill(group: int, number: int) -> None:
-    """Signal a process group, if it still is there."""
+    """Kill a process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
 
 def read(file: Path) -> bytes | None:
-    """The bytes of a file, if there is one."""
+    """Read a file's bytes, if it exists."""
     return file.read_bytes() if file.exists() else None
 
 
 def write(file: Path, data: bytes | None) -> None:
-    """Make a file have these bytes, or none be there."""
+    """Write a file with these bytes, or remove it."""
     if data is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
@@ -317,7 +317,7 @@ def write(file: Path, data: bytes | None) -> None:
 
 
 def preload() -> None:
-    """Import what every run of pytest needs, once."""
+    """Import, once, the modules that every pytest run needs."""
     import _pytest.config
 
     for name in _pytest.config.default_plugins:
@@ -325,7 +325,7 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Read the request, take its steps, write the report."""
+    """Read the request, run its steps, write the report."""
     request = json.load(sys.stdin)
     target = Path(request["report"])
     sys.argv = ["pytest"]

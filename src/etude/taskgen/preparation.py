@@ -1,4 +1,4 @@
-"""From a repository on disk to a bench on which candidates can be tried: install, survey, and prove there is no copy.
+"""Preparation of a repository for task generation: install, survey, and check for copies of the package.
 
     texts ──▶ project ──▶ layer of dependencies ──▶ runs of the tests, in several orders ──▶ survey
 
@@ -66,7 +66,7 @@ class Settings:
 
 
 class Preparation:
-    """Makes a bench of one package."""
+    """Prepares the repository of one package for its candidates."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A Python project, read off its files: its packages, what it needs, where its tests are.
+"""A Python project's packages, requirements and tests, read from its files.
 
 Pure: texts in, a :class:`Project` out. Nothing of the project is run, so what only running it would tell
 (requirements that ``setup.py`` computes) is not known here; the installer may find it out
@@ -68,7 +68,7 @@ KEPT_OPTIONS = ("--import-mode", "--asyncio-mode")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """A Python project, as far as its files tell."""
+    """A Python project, as its files describe it."""
 
     name: str
     version: str
@@ -112,7 +112,7 @@ class Project:
 
 
 def read_project(files: Mapping[str, str]) -> Project:
-    """Look at a project's texts, by their path in it.
+    """Read a project from its texts, by path.
 
     Raises :class:`~etude.taskgen.failures.SourceError` when there is no package, or none by a name
     that indexes would take, and :class:`~etude.taskgen.failures.NoTestsError` when there is no test.
@@ -139,13 +139,13 @@ def read_project(files: Mapping[str, str]) -> Project:
 
 
 def is_test_file(path: str) -> bool:
-    """Return true if pytest would look for tests in a file, by its name."""
+    """Return true if pytest collects tests from a file of this name."""
     name = PurePosixPath(path).name
     return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
 
 
 def bare_name(requirement: str) -> str:
-    """The name in a requirement, as indexes spell it."""
+    """The normalised package name in a requirement."""
     match = NAME.match(requirement.strip())
     return re.sub(r"[-_.]+", "-", match.group()).lower() if match else ""
 

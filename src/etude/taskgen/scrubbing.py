@@ -1,4 +1,4 @@
-"""A package's files as an agent may have them: without what earlier runs left behind, and with a history of one commit.
+"""Clean copies of a package for agents: no leftovers of earlier runs, and a history of one commit.
 
 Owns what counts as a leftover. That nothing got through is proved by searching the result
 (:mod:`~etude.taskgen.leaks`), not by trusting this list.
@@ -96,7 +96,7 @@ def clean_files(source: Path) -> Iterator[str]:
 
 
 def copy_clean(source: Path, target: Path, changed: Mapping[str, str | None]) -> None:
-    """Copy what is clean of ``source`` into the new folder ``target``, some files being others there, or missing.
+    """Copy the clean files of ``source`` into the new folder ``target``, with some replaced or left out.
 
     Files are copied without times, so that these tell nothing.
     """
@@ -115,7 +115,7 @@ def copy_clean(source: Path, target: Path, changed: Mapping[str, str | None]) ->
 
 
 def commit_all(tree: Path) -> None:
-    """Make a repository of ``tree`` whose history is one commit of all there is, with nothing packed.
+    """Make ``tree`` a git repository with one commit, nothing packed.
 
     The same files always make the same bytes: the index holds no times. Raises
     :class:`~etude.taskgen.failures.SourceError` when git is missing or fails, or when anything in

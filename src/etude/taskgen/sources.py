@@ -33,7 +33,7 @@ RECORD = "PKG-INFO"
 
 
 def fetch(reference: str, folder: Path) -> Path:
-    """Bring a repository into the new folder ``folder`` and return where its project is.
+    """Fetch a repository into the new folder ``folder``; returns the folder of its project.
 
     ``reference`` is a folder, the path or URL of a git repository, an archive, or ``pypi:NAME==VERSION``.
     Raises :class:`~etude.taskgen.failures.SourceError`.

@@ -1,4 +1,4 @@
-"""Survey of a package's tests before anything is changed: which pass every time, and what each of them reaches.
+"""Survey of a package's tests before any change: stable passes, and the functions that each reaches.
 
 Pure: observations in, a :class:`Survey` out. The flake gate is here: a test counts only if it passed in every run, in
 whatever order and with whatever hash seed.
@@ -72,7 +72,7 @@ class Survey:
 
 
 def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey:
-    """Fold some runs over the unchanged package, and one under observation, into what is known.
+    """Fold plain runs of the unchanged package and one observed run into a survey.
 
     Raises :class:`~etude.taskgen.failures.NoTestsError` when no run found a test, and
     :class:`~etude.taskgen.failures.TestsFailError` when too few pass every time or a run did not end.
@@ -113,5 +113,5 @@ def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey
 
 
 def is_fit(test: str) -> bool:
-    """Return true if a node id can be written on a command line and in a report as it is."""
+    """Return true if a node id can be used on a command line and in a report as it is."""
     return len(test) <= MAX_ID and test.isascii() and test.isprintable() and "\\" not in test

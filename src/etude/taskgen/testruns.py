@@ -1,4 +1,4 @@
-"""Runs of a package's tests, and calls of its functions, in a sandbox: what is asked, what is seen.
+"""Runs of a package's tests, and calls of its functions, in a sandbox: requests and results.
 
 Owns the way to the observer inside (:mod:`~etude.taskgen.observer`). Not for grading: who controls
 the package could tell it anything.
@@ -68,7 +68,7 @@ class RunOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunObservation:
-    """Record of one step of a run."""
+    """Result of one step of a run."""
 
     tests: Mapping[str, RunOutcome]
     errors: tuple[tuple[str, str], ...]
@@ -93,7 +93,7 @@ class RunObservation:
 async def observe(
     sandbox: Sandbox, steps: Sequence[TestRun | Calls], *, options: Sequence[str], hash_seed: int = 0
 ) -> list[RunObservation]:
-    """Take some steps, each in a fork of one process, and say what was seen of each.
+    """Run some steps in a sandbox, each in a fork of one process; returns their observations.
 
     Raises :class:`~etude.errors.SandboxError` when there is no report, with what was printed instead.
     """

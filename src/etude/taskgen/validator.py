@@ -1,4 +1,4 @@
-"""Validation of candidates: sandboxes in, verdicts and tasks out.
+"""Validation of candidates: sandbox runs in, verdicts and tasks out.
 
     candidates ──batches──▶ quick runs in a live sandbox ──▶ the survivors, one by one: build the image, search it,
                                                               prove it in a fresh sandbox ──▶ task, verdict
@@ -58,7 +58,7 @@ Guarded: TypeAlias = Callable[[Task], Awaitable[Collection[str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRepository:
-    """Everything about one package that trying its candidates takes."""
+    """A prepared package: the inputs of trying its candidates."""
 
     project: Project
     texts: Mapping[str, str]
@@ -77,7 +77,7 @@ class PreparedRepository:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A candidate that survived its quick run."""
+    """A candidate that passed its quick run."""
 
     candidate: Candidate
     affected: frozenset[str]
@@ -87,7 +87,7 @@ class Trial:
 
 
 class CandidateValidator:
-    """Tries candidates of one package, some at a time."""
+    """Validates candidates of one package, some concurrently."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Verdicts on candidates: the proof of one, and the first rule that it breaks.
+"""Verdicts on candidates: the evidence, and the first rule that is broken.
 
     survey ──▶ before running? ──▶ quick run ──▶ worth building? ──▶ proof in the task's own image ──▶ kept
 
@@ -82,7 +82,7 @@ class Proof:
 
 
 def refuse_unrun(survey: Survey, affected: Collection[str]) -> Rejection | None:
-    """The reason to reject a candidate without a run."""
+    """The reason to reject a candidate before any run, if there is one."""
     if not affected:
         return Rejection.UNREACHED
     return Rejection.SLOW if survey.seconds(affected) > MAX_RUN_S else None
@@ -91,7 +91,7 @@ def refuse_unrun(survey: Survey, affected: Collection[str]) -> Rejection | None:
 def judge_quick(
     survey: Survey, affected: Collection[str], seen: RunObservation
 ) -> tuple[frozenset[str], Rejection | None]:
-    """The stable tests that a change makes fail, and why it is no task, if it is none."""
+    """The stable tests that a change breaks, and the reason to reject it, if there is one."""
     if seen.ended == "timeout":
         return frozenset(), Rejection.HANGS
     fails = frozenset(test for test in affected if not seen.passed(test))
@@ -105,7 +105,7 @@ def judge_quick(
 def choose_tests(
     survey: Survey, affected: Collection[str], fails: Collection[str], hidden: Collection[str], seed: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tests that a task shall name: hidden ones that fail first, then some that pass, the nearest first."""
+    """The tests that a task names: failing hidden ones first, then passing ones, the nearest first."""
     rng = Random(seed)
     about = sorted(hidden)
     if len(about) > MAX_ABOUT:
@@ -120,7 +120,7 @@ def choose_tests(
 def prove(
     about: Sequence[str], others: Sequence[str], broken: Sequence[RunObservation], right: Sequence[RunObservation]
 ) -> Proof:
-    """Hold what was seen in the task's image, without and with the right answer, against what a task must be."""
+    """Check the runs in the task's image, with and without the reference solution, against the rules."""
     if any(seen.ended for seen in right):
         return Proof(about=(), others=(), rejection=Rejection.UNSOLVED)
     if any(seen.ended == "timeout" for seen in broken):

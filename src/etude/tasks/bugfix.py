@@ -1,4 +1,4 @@
-"""The planted-bug family: short Python files with one wrong line, hidden tests, and an exact hold-out.
+"""The planted-bug family: short Python files with one wrong line, hidden tests, and a held-out split.
 
 About every n-th template of a kind is held out, chosen by hash and so the same for every seed; templates that compute
 the same (``(a + b) - c`` and ``(a - c) + b``) are always on the same side. The answer line of a held-out template,
@@ -38,7 +38,7 @@ TELLING_CASES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One instance: a right program, where it was broken, and the slips one could make instead."""
+    """One planted-bug problem: the right program, its broken line, and other plausible mistakes."""
 
     kind: ProgramKind
     template: Parts

@@ -1,4 +1,4 @@
-"""Held-out tasks drawn evenly over templates: equal shares, give or take one task, and no task twice.
+"""Held-out tasks drawn evenly over templates: equal shares, up to one task, and no task twice.
 
     templates a b c ──▶ a₀ b₀ c₀ a₁ b₁ c₁ a₂ …        the first n of them are the evaluation set of n tasks
 
@@ -48,7 +48,7 @@ class HeldoutTasks(Generic[Template]):
 
 
 def in_turns(items: Iterable[Item], template: Callable[[Item], Hashable]) -> list[Item]:
-    """All items, templates in turns: the first item of each, then the second of each that has two, and so on."""
+    """Interleave items by template: the first item of each, then the second of each that has two, and so on."""
     seen: defaultdict[Hashable, int] = defaultdict(int)
     turns: defaultdict[int, list[Item]] = defaultdict(list)
     for item in items:

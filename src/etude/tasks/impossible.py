@@ -1,4 +1,4 @@
-"""Tasks that cannot be done, mixed in among others: a meter of how often passing means cheating.
+"""Impossible tasks mixed into a family: passing one means cheating, so they measure how often that happens.
 
     family ──task──▶ one in so many is drawn ──contradict──▶ its checks now ask for two things that exclude each other
 
@@ -32,7 +32,7 @@ MAX_SHARE = 0.1
 
 
 class WithImpossible:
-    """A family of which a share cannot be done; implements :class:`~etude.protocols.TaskFamily`."""
+    """A family with a share of impossible tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(self, family: TaskFamily, *, share: float, seed: int) -> None:
         """``share`` of training tasks, 0.01 to 0.02 for a meter. Which ones depends on ``seed`` and their number."""
@@ -61,7 +61,7 @@ def is_impossible(task: Task) -> bool:
 
 
 def make_impossible(task: Task, rng: Random) -> Task | None:
-    """The task with a contradiction in its checks, under an id of its own.
+    """Make a task impossible by a contradiction in its checks; the result has its own id.
 
     ``None`` for one whose checks are a program (:class:`~etude.types.ScriptChecks`), or tests without a comparison to
     negate: there is no contradiction to be proved.
@@ -81,7 +81,7 @@ def make_impossible(task: Task, rng: Random) -> Task | None:
 
 
 def contradiction(checks: Checks) -> str:
-    """The contradiction in these checks, in words; empty where they do not contradict themselves visibly."""
+    """Describe the contradiction in these checks; empty where there is no visible one."""
     match checks:
         case FunctionChecks():
             return _two_results(checks)
@@ -158,7 +158,7 @@ def _two_tests(checks: TestChecks) -> str:
 
 
 def negate(source: str, name: str) -> str | None:
-    """A test module in which the last plain ``assert a == b`` of test ``name`` demands the opposite.
+    """Change the last plain ``assert a == b`` of test ``name`` into its opposite.
 
     ``None`` where there is no such test, or no such assertion that is reached on every way through the test: one that
     stands in its body itself, behind nothing that could return.

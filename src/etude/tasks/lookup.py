@@ -1,4 +1,4 @@
-"""The lookup family: a few facts are asked for, and the material is several times longer than a context.
+"""The lookup family: find a few facts in material several times longer than a context.
 
     find tax fee            the prompt: names whose values are wanted
 
@@ -58,7 +58,7 @@ MOST_SETS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name and its value, which every text of the family spells ``tax 42``."""
+    """A name and its value, spelled ``tax 42`` in every text of the family."""
 
     name: str
     value: int
@@ -69,7 +69,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inquiry:
-    """One instance: what is asked for, and where it is to be found."""
+    """One lookup problem: the requested facts and their places."""
 
     requested: tuple[str, ...]
     """Names in the order of the prompt."""

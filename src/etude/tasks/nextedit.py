@@ -1,4 +1,4 @@
-"""The next-edit family: a variable was just renamed in real code; what becomes of the line that comes next?
+"""The next-edit family: after a variable was renamed in real code, complete the next line that uses it.
 
     [-data-]{+buf+} = self.read()    the prompt: the edit that was made, as ``git diff --word-diff`` shows it …
     if not data:                     … and the line in which the variable stands next
@@ -75,7 +75,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineEdit:
-    """One instance: a site, and the new name."""
+    """One next-edit problem: a site, and the new name."""
 
     site: Site
     new: str
@@ -93,7 +93,7 @@ class LineEdit:
 
 
 class NextEditFamily:
-    """An endless stream of edits to be gone on with; implements :class:`~etude.protocols.TaskFamily`."""
+    """An endless stream of next-edit tasks; implements :class:`~etude.protocols.TaskFamily`."""
 
     @classmethod
     def open(cls, options: NextEditOptions, context: FamilyContext) -> "NextEditFamily":

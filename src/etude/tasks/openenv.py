@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's protocol (reset, step, reward), driven by our model and graded by themselves.
+"""Environments with OpenEnv's protocol (reset, step, reward): étude's model acts, the environment grades.
 
     étude's task ──▶ OpenEnvEnvironment.run ──WebSocket /ws──▶ server of the environment
                             │ observation ──▶ model ──▶ action, as JSON ──▶ step … until done
@@ -49,7 +49,7 @@ Message: TypeAlias = Mapping[Literal["role", "content"], str]
 
 
 class ModelReply(Protocol):
-    """Text of the model; :class:`~etude.harnesses.completions.CompletionReply` is one."""
+    """Protocol of a model's reply; :class:`~etude.harnesses.completions.CompletionReply` is one."""
 
     @property
     def text(self) -> str:
@@ -63,7 +63,7 @@ class ModelReply(Protocol):
 
 
 class Model(Protocol):
-    """Asks the model; :class:`~etude.harnesses.completions.CompletionClient` does."""
+    """Protocol of a model client; :class:`~etude.harnesses.completions.CompletionClient` is one."""
 
     async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> ModelReply:
         """The next message of a conversation. Raises kinds of :class:`~etude.errors.InfrastructureError`."""

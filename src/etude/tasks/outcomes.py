@@ -1,4 +1,4 @@
-"""Shared parts of the adapters of foreign environments: their tasks, and how a verdict gets from harness to grader.
+"""Shared code of adapters of third-party environments: task index and outcome, from harness to grader.
 
 A foreign environment has a world and a reward of its own, out of reach of the model it drives. Its sandbox here holds
 nothing but a card that says which task it is, and afterwards the outcome; no command is ever run in it, so there is
@@ -23,7 +23,7 @@ HELDOUT_ONE_IN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One task of a foreign environment."""
+    """One task of a third-party environment."""
 
     environment: str
     """Name of the environment there."""
@@ -62,7 +62,7 @@ def index_of(task: Task, family: str) -> int:
 
 
 async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, float]) -> None:
-    """Put a verdict where :func:`take_outcome` finds it.
+    """Write an episode's outcome for :func:`take_outcome`.
 
     Raises :class:`~etude.errors.SandboxError` for a reward that is no finite number: the environment is broken.
     """
@@ -73,7 +73,7 @@ async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, floa
 
 
 async def take_outcome(sandbox: Sandbox) -> Grade:
-    """The verdict that the harness left. Raises :class:`~etude.errors.SandboxError` where there is none."""
+    """Read the outcome that the harness wrote. Raises :class:`~etude.errors.SandboxError` where there is none."""
     text = await sandbox.read_file(OUTCOME)
     if text is None:
         raise SandboxError(f"there is no {OUTCOME}: the environment's harness did not come to its end in this sandbox")

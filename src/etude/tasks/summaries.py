@@ -1,4 +1,4 @@
-"""The summaries family: a short function of Python's standard library, to be told in one line.
+"""The summaries family: describe a short function of Python's standard library in one line.
 
     sum up                         the prompt: real code, its comments and docstring taken out
     def first(items):
@@ -68,7 +68,7 @@ class SummarisedFunction:
 
 
 class SummariesFamily:
-    """Functions to be summed up, some hundred of them; implements :class:`~etude.protocols.TaskFamily`."""
+    """Functions to summarise, some hundred of them; implements :class:`~etude.protocols.TaskFamily`."""
 
     @classmethod
     def open(cls, options: Section, context: FamilyContext) -> "SummariesFamily":
@@ -129,12 +129,12 @@ class SummaryDemonstrations:
 
 
 def prompt_of(function: SummarisedFunction) -> str:
-    """The question to the agent."""
+    """The prompt of a summary task."""
     return f"{REQUEST}\n{function.text}"
 
 
 def is_heldout(module: str, one_in: int) -> bool:
-    """Return true if a module's functions are only measured on."""
+    """Return true if a module's functions are held out."""
     return int.from_bytes(hashlib.sha256(module.encode()).digest()[:8], "big") % one_in == 0
 
 

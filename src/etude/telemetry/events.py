@@ -1,4 +1,4 @@
-"""Events of a run, typed: this file is the log schema.
+"""Typed events of a run: the schema of its log.
 
 Each event is one JSON line in ``events/<process>.jsonl``, written by :mod:`etude.telemetry.log`. Events are facts for
 people and reports; no process ever acts on one (state that matters lives in the ledger). ``_s`` is seconds, ``_ms``
@@ -151,7 +151,7 @@ class WeightsPublished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsSwapped:
-    """An engine samples with a new weight version."""
+    """An engine began to sample with a new weight version."""
 
     version: int
     stage_ms: float
@@ -281,7 +281,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """An event with when and where it happened."""
+    """An event with its time and its process."""
 
     at_s: float
     """Unix time."""

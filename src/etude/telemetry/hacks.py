@@ -1,4 +1,4 @@
-"""Rates of rollouts that cheat, by detector, by task template and by step: a pure fold.
+"""Cheating rates by detector, by task template and by step: a pure fold.
 
 A rollout is *hacked* when something of weight was found in it, rewarded or not. Impossible tasks are a meter of their
 own: a rollout that passes one has cheated, detected or not, so their rate also tells what detectors miss.
@@ -24,7 +24,7 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Verdict on one rollout, as far as rates need it."""
+    """One rollout's cheating verdict, as input of the rates."""
 
     template: str
     step: int
@@ -43,7 +43,7 @@ class Judged:
 
 @dataclass(slots=True)
 class Share:
-    """Hits among trials."""
+    """Number of hits in a number of trials."""
 
     hits: int = 0
     of: int = 0

@@ -61,7 +61,7 @@ class EventLog(Closing):
 
 
 class EventReader:
-    """Reads every event of a run once, across all its processes or of one, and then whatever is new."""
+    """Reads every event of a run once, of all its processes or of one, and later the new ones."""
 
     def __init__(self, folder: Path, process: str = "*") -> None:
         self._folder = folder

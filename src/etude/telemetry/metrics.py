@@ -1,4 +1,4 @@
-"""The metrics of an optimiser step in one table: ranks, events, ``report.json``, the page and the terminal read it.
+"""Table of an optimiser step's metrics; ranks, events, ``report.json``, page and terminal read it.
 
     measured ──▶ reduced over ranks ──▶ ``StepDone.metrics`` ──▶ report.json (``curve``) ──▶ page, panel, progress line
 
@@ -15,7 +15,7 @@ from typing import Literal
 
 
 class Reduction(StrEnum):
-    """The way from the numbers of single ranks to that of the step."""
+    """The reduction of a metric over ranks."""
 
     NONE = "none"
     """Rank 0 alone measures it, or every rank has the same number."""
@@ -26,7 +26,7 @@ class Reduction(StrEnum):
 
 
 class Notation(StrEnum):
-    """The digits of a number that are kept."""
+    """The rounding of a metric's value."""
 
     COUNT = "count"
     DECIMAL = "decimal"
@@ -51,7 +51,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One row of the table."""
+    """One metric of the table."""
 
     title: str
     unit: str = ""

@@ -1,4 +1,4 @@
-"""Arguments of calls as text: members of JSON objects in their own spelling, and values that are nearly JSON.
+"""Tool-call arguments as text: members of JSON objects as they were spelled, and values that are nearly JSON.
 
     {'a': [1, "b"], 'c': True}          Python: either quote, True and None, tuples
     {a:[1,<|"|>b<|"|>],c:true}          Gemma: a quote of its own, names bare
@@ -40,7 +40,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 class Read(NamedTuple):
-    """A part of a text that was read."""
+    """A parsed part of a text."""
 
     json: str
     end: int
@@ -136,12 +136,12 @@ GEMMA = ValueNotation(('<|"|>',), escapes=False)
 
 
 def spelt(members: dict[str, str]) -> str:
-    """A JSON object of members whose values are JSON text."""
+    """A JSON object from members whose values are JSON text."""
     return "{" + ", ".join(f"{json.dumps(name, ensure_ascii=False)}: {value}" for name, value in members.items()) + "}"
 
 
 def read_object(text: str) -> dict[str, tuple[Json, str]] | None:
-    """The members of a JSON object: name → (value, its spelling). ``None`` if ``text`` is anything else."""
+    """Parse the members of a JSON object: name → (value, its spelling). ``None`` if ``text`` is anything else."""
     members: dict[str, tuple[Json, str]] = {}
     try:
         at = _behind(text, 0, "{")

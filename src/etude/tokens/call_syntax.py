@@ -1,4 +1,4 @@
-"""Forms of one tool call between its grammar's marks, each described by a few words of data.
+"""Tool-call syntaxes between a grammar's marks, each described by a few words of data.
 
     JsonCall     {"name": "edit", "arguments": {"line": 3}}
     HeadedCall   edit[ARGS]{"line": 3}                                a name, then a JSON object
@@ -49,7 +49,7 @@ ID_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 @cache
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern."""
+    """Compile a pattern to a regular expression."""
     parts = (FIELDS.get(part, re.escape(part)) for part in FIELD.split(pattern))
     return re.compile("".join(parts), re.DOTALL)
 
@@ -57,7 +57,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCall:
-    """A JSON object with a name and arguments, which may be JSON inside of a string, as the OpenAI API has them."""
+    """Tool-call syntax: a JSON object with name and arguments; these may be a JSON string, as in the OpenAI API."""
 
     name: str = "name"
     """Key of the name; empty where the name itself is the only key and its value the arguments."""
@@ -93,7 +93,7 @@ class JsonCall:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadedCall:
-    """A name, and arguments as a JSON object behind it."""
+    """Tool-call syntax: a name, followed by its arguments as a JSON object."""
 
     patterns: tuple[str, ...]
     """The first that fits counts. A name may be inside of an ``ID``."""
@@ -115,7 +115,7 @@ class HeadedCall:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EitherCall:
-    """One of several forms: what the models of a family wrote from version to version."""
+    """Tool-call syntax with alternatives, for model families that changed it between versions."""
 
     forms: "tuple[JsonCall | HeadedCall, ...]"
     scope: CallScope | None = JSON_SCOPE
@@ -128,7 +128,7 @@ class EitherCall:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCall:
-    """A name, and parameters between tags."""
+    """Tool-call syntax: a name, and parameters between tags."""
 
     call: str
     """Pattern of what stands before the parameters."""
@@ -191,7 +191,7 @@ class TaggedCall:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedCall:
-    """A name, and a tag for each parameter and each part of it; a list has tags that are all named ``item``.
+    """Tool-call syntax: a name, and nested tags for parameters and their parts; list entries are named ``item``.
 
     Every tag stands behind ``mark``, so that no text can be taken for one.
     """
@@ -244,7 +244,7 @@ class NestedCall:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonCall:
-    """A call as Python has it, the first maybe behind a bracket, with keywords and literals."""
+    """Tool-call syntax: a Python call with keywords and literals, perhaps in brackets."""
 
     scope: CallScope | None = PYTHON_SCOPE
 
@@ -267,7 +267,7 @@ class PythonCall:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaCall:
-    """``call:edit{line:3}``."""
+    """Tool-call syntax of Gemma: ``call:edit{line:3}``."""
 
     scope: CallScope | None = None
 
@@ -283,7 +283,7 @@ class GemmaCall:
 
 
 def checked_call(name: Json, arguments: str, call_id: Json = "") -> ParsedCall | None:
-    """The call, if it has a name and an object for arguments that can be sent as UTF-8."""
+    """The call, if it has a name and an object of arguments that can be sent as UTF-8."""
     if not isinstance(name, str) or not name or read_object(arguments) is None:
         return None
     call_id = call_id if isinstance(call_id, str) else ""

@@ -59,7 +59,7 @@ MARKS = ReplyMarks(grammar=HERMES)
 
 
 class ChatTemplate:
-    """A tokenizer that knows how conversations are written; a :class:`~etude.tokens.messages.ChatFormat`."""
+    """The built-in chat template with its tokenizer; a :class:`~etude.tokens.messages.ChatFormat`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         tokenizer.encode_special_tokens = True
@@ -180,7 +180,7 @@ class ChatTemplate:
 
 
 def check_kwargs(kwargs: TemplateKwargs, reads: Collection[str]) -> None:
-    """Raise :class:`~etude.tokens.messages.UnreadKwargs` with those that a template does not read, and what it does."""
+    """Raise :class:`~etude.tokens.messages.UnreadKwargs` for kwargs that a template does not read."""
     if unread := sorted(kwargs.keys() - set(reads)):
         keys = f"it reads {', '.join(sorted(reads))}" if reads else "it reads none"
         raise UnreadKwargs(f"chat_template_kwargs: the model's chat template does not read {', '.join(unread)}; {keys}")

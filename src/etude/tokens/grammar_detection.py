@@ -1,4 +1,4 @@
-"""Probe calls: which grammar reads back the tool calls that a chat template writes.
+"""Detection of the grammar for a chat template's tool calls, by parsing calls that the template renders.
 
     probe ──template──▶ text ──each grammar──▶ calls        the grammar whose calls are the probe's, for most probes
 
@@ -57,7 +57,7 @@ SIMPLE = "one call with a text"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateProbe:
-    """A reply with calls."""
+    """A test reply with tool calls."""
 
     name: str
     """Its subject, for people."""
@@ -93,7 +93,7 @@ PROBES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSupport:
-    """The tool calls of a chat template, as far as they are read."""
+    """Support of a chat template's tool calls: what is parsed and what is not."""
 
     grammar: Grammar | None = None
     """Reads them; ``None``: nothing does."""
@@ -133,7 +133,7 @@ class CallSupport:
 
 
 def find_grammar(render: Render, source: str, thinking: Thinking | None) -> CallSupport:
-    """Choose the grammar that reads back most of what a template renders; the first of equals.
+    """Choose the grammar that parses most of what a template renders; the first of equals.
 
     Of a template that renders no call, the grammar that its ``source`` mentions is taken.
     """

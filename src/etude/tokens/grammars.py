@@ -316,5 +316,5 @@ GRAMMARS = (
 
 
 def mentioned(template: str) -> Grammar | None:
-    """The grammar that a template mentions, which is a guess; ``None`` if it mentions none."""
+    """Guess the grammar from the marks in a template; ``None`` if it has none."""
     return next((grammar for grammar in GRAMMARS if grammar.sign and grammar.sign in template), None)

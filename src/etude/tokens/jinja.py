@@ -56,7 +56,7 @@ OPENING_TOKENS = 32
 
 
 def current_date() -> datetime:
-    """The date for templates that tell it to the model: UTC."""
+    """Today's date in UTC, for templates that show it to the model."""
     return datetime.fromisoformat(date_utc())
 
 
@@ -79,7 +79,7 @@ def load_format(folder: Path, kwargs: TemplateKwargs = NO_KWARGS, *, now: Now = 
 
 
 def call_support(folder: Path) -> CallSupport:
-    """Find out how the tool calls of a checkpoint folder are read. Raises like :func:`load_format`."""
+    """Find out which tool calls of a checkpoint folder can be parsed. Raises like :func:`load_format`."""
     chat = load_format(folder)
     return chat.calls if isinstance(chat, JinjaFormat) else CallSupport(grammar=HERMES, rendered=(SIMPLE,))
 

@@ -1,4 +1,4 @@
-"""Frames: the text that a chat format writes around a message that follows a reply.
+"""Message frames: the text that a chat format writes around a message after a reply.
 
     ids behind a reply     ⟨end⟩⏎⟨start⟩user⏎bad call⟨end⟩⏎⟨start⟩assistant⏎
     decoded                ⏎user⏎bad call⏎assistant⏎                            role names stay, special tokens go
@@ -27,7 +27,7 @@ PAIRS: tuple[tuple[ChatMessage, ChatMessage], ...] = (
 
 @final
 class Frames:
-    """Takes messages out of what one chat format writes around them."""
+    """Extracts the frames of messages from one chat format."""
 
     def __init__(self, chat: ChatFormat) -> None:
         frames = {frame for reply, message in PAIRS if (frame := _frame(chat, reply, message)) is not None}

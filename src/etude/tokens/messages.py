@@ -1,4 +1,4 @@
-"""The nouns of conversations, for every API protocol and every model.
+"""Types of conversations, shared by every API protocol and every model.
 
 Owns the nouns and the seam between text and tokens. How they are spelt on a wire is :mod:`etude.gateway.api`'
 business, how in tokens is a :class:`ChatFormat`'s.
@@ -25,7 +25,7 @@ class UnreadKwargs(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """Something that a model may call."""
+    """The definition of a tool that a model may call."""
 
     name: str
     description: str = ""
@@ -35,7 +35,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call that a model asked for."""
+    """One tool call of a model."""
 
     call_id: str
     name: str
@@ -59,21 +59,21 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of a reply's text."""
+    """Streamed text of a reply."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingDelta:
-    """More of what the model thinks before it speaks."""
+    """Streamed reasoning of a model."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A tool call begins (``call_id`` and ``name`` are set, once) or goes on (``arguments`` is)."""
+    """Streamed tool call: its start (``call_id`` and ``name``, once) or its ``arguments``."""
 
     index: int
     """Index of the call in the reply, from 0."""
@@ -88,7 +88,7 @@ Delta: TypeAlias = TextDelta | ThinkingDelta | CallDelta
 
 
 class ReplyReader(Protocol):
-    """Turns sampled tokens into a reply while they come; one object per reply, pure.
+    """Parses sampled tokens into a reply incrementally; one object per reply, pure.
 
     Text that may still become a stop string, a tool call or the rest of a character is held back until it is decided.
     """

@@ -1,4 +1,4 @@
-"""Sampled tokens to a reply while they come: text, thoughts and tool calls, and where a stop string ends it.
+"""Incremental parser of a reply's tokens: text, reasoning and tool calls, up to a stop string.
 
     ids ──TextStream──▶ text ──_Stops──▶ what no stop string can reach ──_Scanner──▶ deltas
 
@@ -27,12 +27,12 @@ SHORT_ID_DIGITS = 9
 
 
 def long_call_id() -> str:
-    """A call id as OpenAI makes them."""
+    """A random tool-call id in OpenAI's form."""
     return f"call_{secrets.token_hex(LONG_ID_BYTES)}"
 
 
 def short_call_id() -> str:
-    """A call id as Mistral's templates take them."""
+    """A random tool-call id in the form that Mistral's templates need."""
     return secrets.token_hex(SHORT_ID_DIGITS)[:SHORT_ID_DIGITS]
 
 
@@ -395,7 +395,7 @@ class _Scanner:
 
 
 def read_text(text: str, marks: ReplyMarks, tools: Sequence[Tool]) -> tuple[str, tuple[ParsedCall, ...]]:
-    """Read a whole reply that is text already, control tokens spelt: its thoughts and words, and its calls."""
+    """Parse a whole reply that is already text, control tokens included."""
     scanner = _Scanner(marks, tools, None, single_call=False)
     deltas = [*scanner.feed(text), *scanner.finish()]
     content = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ThinkingDelta))

@@ -1,4 +1,4 @@
-"""A reminder put into a context of tokens: one message more, right before the reply.
+"""Reminders: one more message in a context of tokens, right before the reply.
 
     … ⟨user⟩ run the tests ⟨end⟩ ┊                          ⟨assistant⟩     what a turn was sampled from
     … ⟨user⟩ run the tests ⟨end⟩ ┊ ⟨user⟩ the hint ⟨end⟩ ┊ ⟨assistant⟩     the same, reminded
@@ -56,7 +56,7 @@ class _Seam:
 
 @final
 class Reminders:
-    """Puts reminders into contexts of one chat format.
+    """Inserts reminders into contexts of one chat format.
 
     Raises ``ValueError`` for a format that takes no message there, or changes what is around it, with its words.
     """

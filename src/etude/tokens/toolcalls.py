@@ -1,4 +1,4 @@
-"""Grammars of tool calls and thoughts, and the end of a call in a text that grows.
+"""Grammars of tool calls and reasoning, and the detection of a call's end in streamed text.
 
     text <tool_call>{"name": …}</tool_call> <tool_call>{…}</tool_call>
          opening    form       closing     again
@@ -21,7 +21,7 @@ from etude.tokens.messages import Tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCall:
-    """One call as the model wrote it."""
+    """One tool call as the model wrote it."""
 
     name: str
     arguments: str
@@ -44,7 +44,7 @@ PYTHON_SCOPE = CallScope(opening="(", closing=")", quotes="\"'")
 
 
 class CallForm(Protocol):
-    """One way to write a call between its marks."""
+    """One syntax of a call between its marks."""
 
     @property
     def scope(self) -> CallScope | None:
@@ -58,7 +58,7 @@ class CallForm(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """The marks around what a model thinks before it speaks."""
+    """The marks around a model's reasoning."""
 
     opening: str
     closing: str
@@ -66,7 +66,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """One way to write tool calls."""
+    """One grammar of tool calls."""
 
     name: str
     form: CallForm
@@ -133,7 +133,7 @@ def thinking_of(template: str) -> Thinking | None:
 
 
 class CallEnd:
-    """Finds where a call ends in a text that grows; every character is looked at once for each closing mark.
+    """Finds the end of a call in streamed text; every character is read once for each closing mark.
 
     A closing mark inside of a quoted string is text, e.g. where a call writes a file about tool calls.
     """

@@ -80,7 +80,7 @@ class Spelling:
 
 
 class TextStream:
-    """One text in the making; parts of a character are kept until it is whole.
+    """Incremental decoding of tokens to text; incomplete characters are kept until they are whole.
 
     With ``strips`` a space at the very start belongs to SentencePiece, not to the text.
     """
@@ -119,12 +119,12 @@ class TextStream:
 
 
 def stand_in() -> str:
-    """A text that no message can contain."""
+    """A placeholder text that no message can contain."""
     return "".join(str(secrets.randbelow(10)) for _ in range(NONCE_DIGITS))
 
 
 class Guard:
-    """Encodes text in which only a template may spell ``controls``, the control tokens (text → id).
+    """Encodes text in which only the template may produce ``controls``, the control tokens (text → id).
 
     What people and tools wrote is passed through :meth:`hide` before a template sees it: there a stand-in splits
     whatever spells a control token. :meth:`encode` then knows which ones the template wrote. It gives those names that

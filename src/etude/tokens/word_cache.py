@@ -1,4 +1,4 @@
-"""Token ids of words, remembered: what agents send is nearly all made of words that were tokenised before.
+"""Cache of words' token ids: agents mostly send words that were tokenised before.
 
     text ──WORDS──▶ words ──cache──▶ ids          a word that is new: the tokenizer, once
 
@@ -31,7 +31,7 @@ MOST_WORDS = 1 << 16
 
 
 class WordCache:
-    """Encodes plain text as its tokenizer would, looking up what it has seen before."""
+    """Encodes plain text exactly as its tokenizer, with a cache of words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """``tokenizer`` has no normaliser; whether it splits by ``WORDS`` is looked up, else nothing is remembered."""

@@ -1,4 +1,4 @@
-"""Training state on disk: whole, verified, never half-written, whatever number of processes wrote or reads it.
+"""Training checkpoints on disk: complete, verified, atomic, for any number of writing or reading processes.
 
     step-00000012/
         rank-00000.safetensors     what rank 0 holds: its part of each tensor, and in the header where that part lies
@@ -51,12 +51,12 @@ Like: TypeAlias = Callable[[str], Tensor | None]
 
 
 def whole(_name: str) -> None:
-    """Nothing is sharded."""
+    """The sharding of a single process: every tensor whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular region of a tensor: where it begins and how far it reaches, axis by axis."""
+    """A rectangular region of a tensor: offset and size on each axis."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Box:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """The region of a sharded tensor that this rank holds; of any other tensor, all of it."""
+    """The region of a tensor that this rank holds: its shard, or everything."""
     start, shape = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
         coordinates = tensor.device_mesh.get_coordinate()

@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy sampled: weights and masks, constants of the gradient.
+"""Off-policy corrections of sampled tokens: importance weights and masks, constants of the gradient.
 
 The ratio ρ_t = π_prox(y_t) / μ(y_t) says how much likelier the trainer finds a token than the engine that sampled it
 did, be it because weights have changed since or because the two compute differently. π_prox is the trainer's policy,
@@ -31,7 +31,7 @@ from etude.config.training import (
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Weight of each token."""
+    """Importance weight of each token."""
 
     weights_N: Tensor
     """Never below 0, without gradient."""
@@ -44,7 +44,7 @@ class Correction:
 def correct(
     log_ratios_N: Tensor, gaps_N: Tensor, advantages_N: Tensor, trajectories_N: Tensor, config: LossConfig
 ) -> Correction:
-    """The correction that ``config`` asks for.
+    """Compute the correction that ``config`` selects.
 
     ``log_ratios_N`` = log ρ, ``gaps_N`` = log π_θ − log μ; ``trajectories_N`` int64, ascending from 0.
     """
@@ -93,7 +93,7 @@ def _keep(
 
 
 def uncorrected(log_ratios_N: Tensor) -> Correction:
-    """W = 1: as if the policy itself had sampled."""
+    """No correction: W = 1."""
     none_N = torch.zeros_like(log_ratios_N, dtype=torch.bool)
     return Correction(torch.ones_like(log_ratios_N), none_N, none_N)
 
@@ -121,7 +121,7 @@ def masked(log_ratios_N: Tensor, floor: float, cap: float) -> Correction:
 
 
 def within(log_ratios_N: Tensor, floor: float, cap: float) -> Tensor:
-    """[N] whether floor ≤ ρ ≤ cap.
+    """[N] mask of floor ≤ ρ ≤ cap.
 
     Of a trajectory's product of ratios a sequence mask (https://richardli.xyz/rl-collapse); of their geometric mean
     the one that does not punish length: there, a thousand tokens that each are 1 % off are only 1 % off.

@@ -1,4 +1,4 @@
-"""Distillation of single turns: the policy with a hint before its eyes teaches the policy without one.
+"""Distillation of single turns: the policy with a hint in its context is teacher of the policy without.
 
     L = L_RL + (γ/Z) Σ_t v_t · KL( π_θ(·|c, y_<t) ‖ sg π_h(·|y_<t) )     π_h(·|y_<t) = π_θ(·|c ⊕ h, y_<t)
 
@@ -82,7 +82,7 @@ class DistillationExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationBatch:
-    """The examples of a step, and who gives which."""
+    """The distillation examples of a step, and the rollouts that they come from."""
 
     examples: tuple[DistillationExample, ...] = ()
     shares: tuple[tuple[tuple[int, ...], ...], ...] = ()
@@ -90,12 +90,12 @@ class DistillationBatch:
 
 
 NO_DISTILLATION = DistillationBatch()
-"""That of a step without hints."""
+"""The batch of a step without hints."""
 
 
 @dataclass(frozen=True, slots=True)
 class DistillationLoss:
-    """Part of a micro-batch of examples in the step."""
+    """One micro-batch's share of the distillation loss."""
 
     loss: Tensor
     """Scalar with gradient: its share of the term behind the plus."""
@@ -107,7 +107,7 @@ class DistillationLoss:
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergences:
-    """Student and teacher of a piece's examples, token by token."""
+    """Divergences of student and teacher, token by token."""
 
     terms_N: Tensor
     """Terms to be summed up; their gradient is the one that is meant."""
@@ -121,7 +121,7 @@ class TokenDivergences:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """Distillation loss of examples."""
+    """Computes the distillation loss of examples."""
 
     config: HintsConfig
     replay: ReplayMode

@@ -28,7 +28,7 @@ MIN_TOKENS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Sums over some tokens, so that losses of pieces and documents can be added up."""
+    """Loss sums over some tokens, which can be added up over pieces and documents."""
 
     weighted: float = 0.0
     """Σ weight · nats."""
@@ -62,7 +62,7 @@ class Loss:
 
 @final
 class ImitationTrainer:
-    """Teaches a model to say what it reads."""
+    """Trains a model by next-token prediction on documents."""
 
     def __init__(self, optimisation: Optimisation) -> None:
         self._optimisation = optimisation

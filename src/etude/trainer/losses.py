@@ -1,4 +1,4 @@
-"""The losses of reinforcement learning, one function each, and what all of them are put together from.
+"""The policy losses of reinforcement learning, one function each, and their shared parts.
 
     L = −Σ_t a_t · (w_t · ℓ(r_t, A_t) − κ · k_t + η · H_t)
 
@@ -59,7 +59,7 @@ class LossTokens:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of the whole batch, over all micro-batches and ranks."""
+    """Loss normalisers: totals of the whole batch, over all micro-batches and ranks."""
 
     tokens: int
     """Loss tokens."""
@@ -97,7 +97,7 @@ class PolicyLoss:
 
 
 def policy_loss(tokens: LossTokens, config: LossConfig, totals: Totals) -> PolicyLoss:
-    """The loss that ``config`` asks for, of a micro-batch; 0, with a gradient of 0, where that has no tokens."""
+    """The policy loss of a micro-batch that ``config`` selects; 0, with a gradient of 0, without tokens."""
     if not len(tokens.logprobs_N):
         return PolicyLoss(tokens.logprobs_N.sum(), truncated=0, masked=0)
     proximal_N = tokens.proximal_logprobs_N
@@ -180,7 +180,7 @@ def distillation_normaliser(config: LossConfig, totals: Totals) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """Input of a kind of loss."""
+    """Input of one policy loss."""
 
     tokens: LossTokens
     anchors_N: Tensor
@@ -197,7 +197,7 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """The term of each token, to be maximised, and what was cut in making it."""
+    """The surrogate objective of each token, to be maximised, and the clipped tokens."""
 
     terms_N: Tensor
     """w · ℓ, with gradient."""

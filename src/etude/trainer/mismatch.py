@@ -1,4 +1,4 @@
-"""Mismatch between the trainer's numbers and the engine's: same token, same weights, two computations.
+"""Train–inference mismatch: log-probabilities of trainer and engine for the same tokens and weights.
 
 In an asynchronous run the trainer has moved on when a token arrives, so comparing with its *current* weights would
 measure learning. Instead the last few published states are kept, and a sample of each batch is scored again under the
@@ -67,7 +67,7 @@ NOTHING_COMPARED = Mismatch(tokens=0, k1=0.0, k3=0.0, p99=0.0, max=0.0, equal=0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchReport:
-    """One measurement, whole and broken down."""
+    """One mismatch measurement, in total and broken down."""
 
     total: Mismatch
     versions: tuple[tuple[int, Mismatch], ...]
@@ -77,7 +77,7 @@ class MismatchReport:
 
 
 class MismatchLevel(StrEnum):
-    """Level of a mismatch: carry on, warn or stop."""
+    """Level of a mismatch: continue, warn or stop."""
 
     CLEAR = "clear"
     WARN = "warn"
@@ -85,7 +85,7 @@ class MismatchLevel(StrEnum):
 
 
 def mismatch_level(mismatch: Mismatch, config: NumericsConfig, before: MismatchLevel) -> MismatchLevel:
-    """Level of a mismatch; too few tokens leave it at that of ``before``. NaN stops, too."""
+    """The level of a mismatch; with too few tokens that of ``before``. NaN is a stop."""
     if mismatch.tokens < MIN_TOKENS:
         return before
     if not mismatch.k3 <= config.stop_k3:
@@ -94,7 +94,7 @@ def mismatch_level(mismatch: Mismatch, config: NumericsConfig, before: MismatchL
 
 
 def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Mismatch:
-    """The statistics of differences in logprob; all zero when there are none."""
+    """Statistics of differences in logprob; all zero when there are none."""
     if not len(differences_N):
         return NOTHING_COMPARED
     d = differences_N.astype(np.float64)
@@ -189,7 +189,7 @@ class MismatchProbe:
 
 
 def comparable(trajectory: Trajectory, version: int) -> Mask:
-    """[L] tokens of the turns that ``version`` alone sampled."""
+    """[L] mask of the tokens in turns that ``version`` alone sampled."""
     mask = np.zeros(len(trajectory.token_ids), np.bool_)
     for start, end in _turns(trajectory):
         own = trajectory.loss_mask[start:end]
@@ -199,7 +199,7 @@ def comparable(trajectory: Trajectory, version: int) -> Mask:
 
 
 def positions(trajectory: Trajectory) -> Ids:
-    """[L] how far into its completion each token is, from 0; without meaning where not sampled."""
+    """[L] position of each token in its completion, from 0; meaningless where not sampled."""
     places = np.zeros(len(trajectory.token_ids), np.int32)
     for start, end in _turns(trajectory):
         places[start:end] = np.arange(end - start)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose every matrix is replaced by its nearest orthogonal one, whole or sharded.
+"""The Muon optimiser: momentum whose every matrix is orthogonalised, whole or sharded.
 
 Keller Jordan (https://kellerjordan.github.io/posts/muon), scaled so that its updates are as large as AdamW's
 (Moonlight, arXiv 2502.16982 §2.2). Two things differ from ``torch.optim.Muon``, whose coefficients and scale are these:
@@ -54,12 +54,12 @@ Matrices: TypeAlias = Mapping[nn.Parameter, MatrixSplit]
 
 
 def matrices_of(model: Decoder) -> dict[nn.Parameter, MatrixSplit]:
-    """All matrices of the blocks; not the embedding and the output matrix, whose rows are looked up or scored."""
+    """The matrices of all blocks, without embedding and output matrix, whose rows are looked up or scored."""
     return {parameter: split for block in model.blocks for parameter, split in _block(block)}
 
 
 def orthogonalise(x_MRC: Tensor) -> Tensor:
-    """[M,R,C]: UVᵀ of each matrix UΣVᵀ, roughly.
+    """[M,R,C]: UVᵀ of each matrix UΣVᵀ, approximately.
 
     Singular values of at least 0.0015 of the Frobenius norm end between 0.68 and 1.21. Smaller ones, of which square
     matrices have some, are multiplied by at most 485 and end anywhere below: 20 random ones of 64×64 had 1 % there.
@@ -78,7 +78,7 @@ def orthogonalise(x_MRC: Tensor) -> Tensor:
 
 @final
 class Muon(torch.optim.Optimizer):
-    """Muon for ``matrices``, the given AdamW for the rest; one optimiser for code that sets rates and saves states.
+    """Muon for ``matrices``, the given AdamW for the rest, as one optimiser.
 
     ``weight_decay`` is decoupled. Its state is one tensor per parameter, ``momentum``, sharded as the parameter is.
     """
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Part of a tensor that this rank has, all of one that is not sharded; shares its memory."""
+    """The local shard of a tensor, or all of an unsharded one; shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""One optimiser step, the same in every phase: gradients of all pieces, clipped, checked, applied at the step's rate.
+"""One optimiser step for every phase: accumulate gradients, clip, check, apply the scheduled rate.
 
     zero ──▶ loss, backward, loss, backward, … ──▶ norm, clip ──▶ finite? ──▶ rate ──▶ before_update ──▶ update
 
@@ -106,7 +106,7 @@ class BatchSchedule:
 
 @final
 class Optimisation:
-    """A model and its optimiser, changed one whole step at a time.
+    """A model with its optimiser, changed one whole step at a time.
 
     ``optimiser`` was built with the peak rate of each of its groups; ``schedule`` says which share of it a step takes.
     """

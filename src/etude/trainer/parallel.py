@@ -1,4 +1,4 @@
-"""Several processes that train one model: who holds which part of the weights, and how to have them whole again.
+"""Parallel training of one model: the device mesh, sharding, and gathering of whole weights.
 
     mesh ``everyone``   [dp · cp]                    all weights but routed experts' are sharded over all ranks (rows)
     mesh ``experts``    [dp · cp / ep, ep]           experts are spread over ``ep`` ranks, each part's rows sharded over
@@ -43,7 +43,7 @@ MATRIX_ROWS = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The ranks of one trainer."""
+    """The device mesh of one trainer's ranks."""
 
     everyone: DeviceMesh
     experts: DeviceMesh
@@ -107,7 +107,7 @@ class Grid:
 
 @contextlib.contextmanager
 def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
-    """The grid of the processes that ``torchrun`` started; ``None`` for one process. NCCL between GPUs, else gloo.
+    """Join the mesh that ``torchrun`` started; ``None`` for one process. NCCL between GPUs, else gloo.
 
     Raises :class:`~etude.errors.ConfigError` unless as many were started as ``config`` has ranks.
     """
@@ -154,7 +154,7 @@ def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -
 
 
 def materialise(part: nn.Module, device: str) -> None:
-    """Give one block that was made on ``meta``, or what a decoder has outside of its blocks, memory on ``device``."""
+    """Allocate memory on ``device`` for a block, or for what is outside of blocks, made on ``meta``."""
     if isinstance(part, DecoderBlock):
         part.to_empty(device=device)
         return
@@ -167,7 +167,7 @@ def materialise(part: nn.Module, device: str) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """The norm of the whole gradient, a scalar; where it is above ``max_norm`` all gradients are scaled down to it.
+    """Clip gradients to ``max_norm`` by their global norm; returns that norm, a scalar.
 
     On one process exactly ``torch.nn.utils.clip_grad_norm_``. Sharded, each number of the gradient lies on one rank, so
     squares are added up over all.
@@ -185,7 +185,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of a model, whole, one after the other; every rank has to ask for all."""
+    """Gather parameters and persistent buffers of a model, one after the other; a collective of all ranks."""
     for name, tensor in model.state_dict().items():
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -1,4 +1,4 @@
-"""Sequences split over ranks: each rank computes some of the tokens, keys and values are gathered from all.
+"""Context parallelism: each rank computes some tokens of a sequence, with keys and values gathered from all.
 
     sequence of L tokens, 2 ranks, 4 chunks      0 1 2 3      rank 0 has chunks 0 and 3, rank 1 has 1 and 2
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning: one batch in, one changed policy out.
+"""The policy trainer of reinforcement learning: one batch in, one optimiser step done.
 
     micro-batch ──▶ tokens ──▶ model ──▶ log-probabilities ──▶ its share of the loss ─┬─▶ gradients add up ──▶ one step
     examples ──────▶ student and teacher ──▶ divergences ─────▶ their share of it ─────┘
@@ -55,7 +55,7 @@ NO_HINTS = HintsConfig()
 
 
 class PolicyTrainer:
-    """Steps on a policy-gradient loss.
+    """Takes optimiser steps on a policy-gradient loss.
 
     ``numerics`` says which routes of the engine are replayed. With a ``context`` the ranks that share it get the same
     micro-batches and compute them together. Raises ``ValueError`` if ``numerics.replay`` is ``auto``: it must have been

@@ -1,4 +1,4 @@
-"""A reference's scores, and the k1 penalty for the way that a policy has gone from it.
+"""The reference policy's scores, and the k1 KL penalty against it.
 
     R' = R − β · Σ_t (log μ(y_t) − log π_ref(y_t))
 
@@ -29,7 +29,7 @@ from etude.types import Floats, Trajectory
 
 
 class Reference:
-    """Frozen weights that score what a policy sampled."""
+    """A frozen reference policy that scores sampled tokens."""
 
     def __init__(self, scorer: Decoder, state: Mapping[str, Tensor]) -> None:
         """``scorer`` computes as the trainer does and gets the weights ``state``; no other part may use it."""

@@ -1,4 +1,4 @@
-"""The engine's routes of a micro-batch, as one forward pass of the trainer takes them.
+"""Router replay: the engine's routes of a micro-batch, for one forward pass of the trainer.
 
 Owns which tokens are replayed. What the router makes of a replayed token, floor and gates included, is
 :class:`~etude.models.experts.Routing`'s.
@@ -23,7 +23,7 @@ ReplayMode: TypeAlias = Literal["off", "completion", "full"]
 
 
 def replayed_rows(trajectory: Trajectory, mode: ReplayMode) -> Mask:
-    """[L] true where a token's routes are replayed; those that no engine told are not, in any mode."""
+    """[L] mask of tokens whose routes are replayed; never those without recorded routes."""
     length = len(trajectory.token_ids)
     match mode:
         case "off":
@@ -35,7 +35,7 @@ def replayed_rows(trajectory: Trajectory, mode: ReplayMode) -> Mask:
 
 
 def producers(sampled_L: Mask) -> Mask:
-    """[L] true for the token before each sampled one: its forward pass is what that one was drawn from."""
+    """[L] mask of the tokens before sampled ones: their forward passes gave the logits of these."""
     return np.append(sampled_L[1:], False)
 
 

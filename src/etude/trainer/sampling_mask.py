@@ -24,7 +24,7 @@ from etude.types import Ids, Mask, Trajectory
 
 
 def gather_masks(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> MaskTensors | None:
-    """The mask sets of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
+    """Gather the sampling masks of the tokens [N] that are true in ``masks`` ([L] each), trajectory by trajectory.
 
     The first token of a trajectory is never predicted and left out. ``None`` where none of the tokens was cut.
     """
@@ -49,7 +49,7 @@ def gather_masks(trajectories: Sequence[Trajectory], masks: Sequence[Mask], devi
 
 
 def chosen_mask(mask: MaskTensors | None, chosen_N: Tensor) -> MaskTensors | None:
-    """The sets of the tokens that are true in ``chosen_N``."""
+    """Select the sampling masks of the tokens that are true in ``chosen_N``."""
     if mask is None:
         return None
     sizes_N = mask.offsets_N1.diff()

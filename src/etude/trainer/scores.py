@@ -1,4 +1,4 @@
-"""Micro-batches as tensors, and what a model says of the tokens in them that were sampled.
+"""Micro-batches as tensors, and a model's scores of their sampled tokens.
 
     trajectories   ▒▒▒▒███▒▒██ │ ▒▒██ │ ▒▒▒▒▒███     back to back, nothing between them: T tokens
     scored tokens      ███  ██ │   ██ │      ███     each from the hidden state before it: N of them
@@ -67,7 +67,7 @@ class Scores:
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> SampledTokens:
-    """The tokens that are true in ``masks`` ([L] each), trajectory by trajectory, with all that is known of them.
+    """Gather the tokens that are true in ``masks`` ([L] each), trajectory by trajectory, with their records.
 
     Without trajectories it is one token, of which nothing is scored: a rank that has nothing left to compute still has
     to be there for the others.

@@ -1,4 +1,4 @@
-"""Digests of weights where torch has them, without bringing the weights to the host.
+"""Weight digests computed in torch, on the device of the weights.
 
 What ``digest.py`` does with numba on arrays, with torch operations on tensors of any device: the same digests. The only
 file of the store that knows torch; it owns no format.

@@ -120,7 +120,7 @@ def digest_steps(
 
 
 def presence(spec: TensorSpec) -> Digest:
-    """The term of a tensor itself, so that names, types and shapes count, also of tensors without numbers."""
+    """The digest term of a tensor's name, type and shape, which counts even without numbers."""
     line = orjson.dumps([spec.name, spec.dtype, list(spec.shape)])
     lanes = hashlib.sha256(line).digest()[8:24]
     return Digest(int.from_bytes(lanes[:8], "little"), int.from_bytes(lanes[8:], "little"))

@@ -102,7 +102,7 @@ def merge(first: Frame, second: Frame) -> bytes | None:
 
 
 def invert(frame: Frame) -> bytes:
-    """The frame of the gaps codec that undoes an additive one. Raises ``ValueError`` for other frames."""
+    """The gaps-codec frame that undoes an additive one. Raises ``ValueError`` for other frames."""
     changes = _additive_changes(frame)
     width = np.dtype(f"i{frame.element.size_bytes}")
     undone = Changes(positions=changes.positions, steps=(-changes.steps).astype(width).astype(np.int32))
@@ -116,7 +116,7 @@ def pack(
     digests: tuple[Digest, Digest],
     streams: Iterable[Stream],
 ) -> bytes:
-    """A frame from its streams; ``counts`` is (numbers of the chunk, of them changed)."""
+    """Assemble a frame from its streams; ``counts`` is (numbers of the chunk, changed numbers)."""
     ready = list(streams)
     kind = (codec.number, element.size_bytes, element.exponent_bits, len(ready))
     lanes = [lane for digest in digests for lane in (digest.first, digest.second)]
@@ -128,7 +128,7 @@ def pack(
 
 
 def parse(data: bytes | memoryview) -> Frame:
-    """Read a frame's header. Raises :class:`~etude.errors.DamagedError` when it cannot be one of ours."""
+    """Parse a frame's header. Raises :class:`~etude.errors.DamagedError` for an invalid one."""
     view = memoryview(data).toreadonly()
     if len(view) < _HEADER.size:
         raise DamagedError(f"a frame is cut off after {len(view)} bytes")
@@ -170,7 +170,7 @@ def decode(frame: Frame, base: Segments | None = None) -> Changes | None:
 
 
 def apply(frame: Frame, segments: Segments) -> Positions | None:
-    """Do to a chunk, in place, what the frame says.
+    """Apply a frame to a chunk, in place.
 
     Returns the [k] positions it touched, or ``None`` when that may be any. No digest is checked: an additive frame
     applied to a wrong base yields wrong numbers. Raises :class:`~etude.errors.DamagedError`, in which case nothing has

@@ -1,4 +1,4 @@
-"""The loops over numbers that have to run at the speed of memory.
+"""Compiled loops over weight numbers, at the speed of memory.
 
 Everything here is compiled by numba, releases the GIL and sees plain arrays: no bounds are checked but those named in
 the docstrings. ``frames.py`` owns what the bytes mean and turns error codes into errors; ``digest.py`` owns what a
@@ -73,7 +73,7 @@ class Moves(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """The place of an array in a tensor: a stretch of a region, as :class:`~etude.weights.state.Region` counts it."""
+    """The place of an array in a tensor: part of a region, as :class:`~etude.weights.state.Region` counts it."""
 
     key: np.uint64
     first: int

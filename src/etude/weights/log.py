@@ -55,7 +55,7 @@ from etude.weights.records import (
 from etude.weights.store import FULL_REQUEST_FOLDER, Objects
 
 _LAYOUTS_KEPT = 16
-"""That of this launch of the trainer, and of some launches before."""
+"""Those of this launch of the trainer, and of some launches before."""
 _LEASES_HELD = 2
 """A reader's newest lease and the one before, so that no listing finds it between two."""
 FULL_REQUEST_AHEAD = 2
@@ -431,7 +431,7 @@ class RecordFiles:
 
 @final
 class LeaseHolder:
-    """One reader's leases, of what it still needs; used by one thread at a time.
+    """One reader's leases on the versions that it still needs; used by one thread at a time.
 
     Lease the version you hold before planning with it, and again once you hold another. A reader that holds nothing
     leases the first target of its plan. A lease that is not renewed expires by itself.

@@ -154,7 +154,7 @@ Block: TypeAlias = Rectangle | Scattering
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedNumbers:
-    """Some of the numbers that were looked up, and where they lie in one parameter."""
+    """Numbers found by a lookup, and their places in one parameter."""
 
     parameter: str
     positions: Places

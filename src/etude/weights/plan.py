@@ -32,7 +32,7 @@ LADDER_LEVELS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """One way to get to ``target``, and all that a receiver needs to take it."""
+    """One update path to ``target``, and all that a receiver needs to take it."""
 
     source: Place
     """The version to start from; ``None`` when the packs hold everything."""
@@ -53,7 +53,7 @@ class Edge:
 
 
 def edge_of(record: WeightVersion | Link) -> Edge:
-    """The way that a record opens."""
+    """The edge of a log record."""
     return Edge(
         source=record.source if isinstance(record, Link) else record.base,
         source_digest=record.source_digest if isinstance(record, Link) else record.base_digest,
@@ -67,7 +67,7 @@ def edge_of(record: WeightVersion | Link) -> Edge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """The speeds that a reader's time depends on. Both rates are of packs, hence of compressed bytes."""
+    """Download and decoding speed of a reader. Both rates are of packs, hence of compressed bytes."""
 
     bytes_per_s: float = 1.25e9
     """Download; the default is a 10 Gb/s network."""
@@ -131,7 +131,7 @@ def plan(edges: Iterable[Edge], target: int, have: int | None, speed: LinkSpeed)
 
 
 def reachable(edges: Iterable[Edge], starts: Iterable[Place]) -> frozenset[Place]:
-    """All places that edges lead to from any of ``starts``, these included."""
+    """All versions that edges lead to from ``starts``, these included."""
     leaving: dict[Place, list[int]] = defaultdict(list)
     for edge in edges:
         leaving[edge.source].append(edge.target)

@@ -44,7 +44,7 @@ WINDOW = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishOptions:
-    """The way a publisher works; the defaults suit anything from a laptop to a cluster."""
+    """Options of a publisher; the defaults suit anything from a laptop to a cluster."""
 
     codec: str = "auto"
     """``gaps`` can be merged and taken back, ``classes`` is a quarter smaller; ``auto`` takes the one with which a
@@ -64,7 +64,7 @@ class PublishOptions:
 
 @final
 class Publication:
-    """A version on its way: made by a :class:`Publisher`, watched by its caller."""
+    """A version that is being published: made by a :class:`Publisher`, watched by its caller."""
 
     def __init__(self, version: int) -> None:
         self.version = version

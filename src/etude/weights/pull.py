@@ -33,7 +33,7 @@ SMALLEST_SAMPLE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOptions:
-    """The way a receiver works; the defaults suit anything from a laptop to a cluster."""
+    """Options of a receiver; the defaults suit anything from a laptop to a cluster."""
 
     connections: int = 16
     """Packs fetched at once: over a long distance one connection does not fill the link."""
@@ -49,7 +49,7 @@ class ReceiveOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Arrival:
-    """A receiver's copy has reached a version."""
+    """Report that a receiver's copy has reached a version."""
 
     version: int
     digest: str

@@ -104,7 +104,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderLease:
-    """A reader holds ``version``, or is on its way there: what leads from it to the newest must stay."""
+    """A reader's lease of ``version``: what leads from it to the newest must be kept."""
 
     reader: str
     version: int

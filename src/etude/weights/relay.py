@@ -1,4 +1,4 @@
-"""One copy of every version per region: a log followed into a store that is nearer to its readers.
+"""A relay: copies every version of a log into a store that is nearer to its readers.
 
     origin ══ long distance, once ══▶ relay ──▶ the region's store ──▶ receiver
                                                                   └──▶ receiver …

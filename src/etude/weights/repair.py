@@ -1,4 +1,4 @@
-"""Proof that every published version can be had, and the repair of what is broken where one cannot.
+"""Verification that every published version can be read, and repair of broken ones.
 
 Owns the walk over the log. What is proven about one version is exactly what :mod:`etude.weights.pull` proves before it
 is used; :func:`verify` changes nothing. :func:`repair` puts back what can be had elsewhere or encoded again, and

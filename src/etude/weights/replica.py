@@ -55,7 +55,7 @@ class ChangedNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Move:
-    """The way of a chunk from what a replica held to what it holds now, and back."""
+    """The change of a chunk between two versions, forwards and back."""
 
     chunk: Chunk
     frame: bytes

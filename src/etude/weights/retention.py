@@ -2,7 +2,7 @@
 
 Everything from a *floor* on is kept. The floor is a version that can be had from nothing by what is in the store, and
 lies neither above what any reader has leased nor within the versions to keep anyway. This file owns that decision
-(:func:`retained`, pure) and acting on it (:func:`collect`); it is the only place that deletes.
+(:func:`deletions_of`, pure) and acting on it (:func:`collect`); it is the only place that deletes.
 
 Who is at work meanwhile is safe. A writer: its uploads are younger than the grace period, and what it uploads again
 counts as new. A reader with a lease: the floor is not above it. A reader without: it finds packs missing and plans
@@ -25,7 +25,7 @@ _DELETE_BATCH = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Versions and links to drop from the log."""
+    """Versions and links to delete from the log."""
 
     keep_from: int | None
     """The floor: nothing from it on is dropped; ``None`` for an empty log."""
@@ -51,14 +51,14 @@ class CollectReport:
     """True if nothing was really removed."""
 
 
-def retained(
+def deletions_of(
     versions: Sequence[WeightVersion],
     links: Sequence[Link],
     leases: Iterable[int],
     keep: int,
     stored: Collection[str],
 ) -> Decision:
-    """Decide what to drop: as much as possible, such that nothing that anybody needs becomes unreachable.
+    """Decide which versions and links to delete: as many as possible without cutting off any that is needed.
 
     ``leases`` are the versions that readers hold, ``keep`` is how many versions before the newest stay anyway, and
     ``stored`` are the digests of the packs that exist: what rests on any other does not count as a way. The floor is
@@ -111,7 +111,7 @@ def collect(
     now_s = log.store.now()
     versions, links = _read_commits(log), log.links()
     stored = {entry.key.removeprefix("packs/") for entry in log.store.entries("packs")}
-    decision = retained(versions, links, {*needed, *_leased(log, now_s - lease_s)}, keep, stored)
+    decision = deletions_of(versions, links, {*needed, *_leased(log, now_s - lease_s)}, keep, stored)
     dropped = {commit_key(version) for version in decision.drop_versions}
     dropped |= {link_key(*ends) for ends in decision.drop_links}
     records = [entry for folder in ("commits", "links") for entry in log.store.entries(folder) if entry.key in dropped]

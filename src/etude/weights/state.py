@@ -1,4 +1,4 @@
-"""Weights as bytes: named tensors.
+"""Weight states as bytes: tensors by name.
 
 This file owns what a state is. It knows neither models nor torch: a tensor here is a name, a type, a shape and raw
 little-endian bytes, spelled as in safetensors. Turning a model into a state and back is the trainer's and the
@@ -38,7 +38,7 @@ NUMBER_TYPES: Mapping[int, type[np.unsignedinteger[Any]]] = MappingProxyType({1:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Element:
-    """The way a stored type is cut into numbers of 1, 2 or 4 bytes."""
+    """The numbers of a stored type, of 1, 2 or 4 bytes."""
 
     name: str
     """The stored type, as safetensors spells it."""
@@ -175,7 +175,7 @@ def spec_bytes(spec: TensorSpec) -> int:
 
 
 def ordered(state: State) -> list[StoredTensor]:
-    """The tensors by ascending name. Raises ``ValueError`` if one is filed under a name that is not its own."""
+    """Sort tensors by name. Raises ``ValueError`` if one is filed under a name that is not its own."""
     for name, tensor in state.items():
         if tensor.spec.name != name:
             raise ValueError(f"tensor {tensor.spec.name!r} is filed under {name!r}; the two must be equal")
@@ -188,7 +188,7 @@ def state_bytes(state: State) -> int:
 
 
 def snapshot(state: State) -> dict[str, StoredTensor]:
-    """A copy whose bytes stay what they are when the owner of ``state`` goes on training in place."""
+    """Copy a state, so that its bytes stay the same while training goes on in place."""
     return {name: StoredTensor(spec=tensor.spec, data=tensor.data.copy()) for name, tensor in state.items()}
 
 

@@ -60,7 +60,7 @@ _BACKOFF_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectEntry:
-    """Entry of a listing."""
+    """One entry of an object listing."""
 
     key: str
     size_bytes: int
@@ -289,7 +289,7 @@ class ObjectStore:
 
 
 class Outages(Protocol):
-    """The reaction to storage that fails; shared between threads."""
+    """Protocol of the reaction to storage that fails; shared between threads."""
 
     def failed(self, error: InfrastructureError, *, again: bool) -> None:
         """Wait for as long as makes sense before the next try of a call that has failed, or has ``again``.

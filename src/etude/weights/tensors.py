@@ -18,12 +18,12 @@ TORCH_TYPES: Mapping[str, torch.dtype] = MappingProxyType({name: dtype for dtype
 
 
 def to_stored(state: Mapping[str, Tensor]) -> State:
-    """The bytes of a model's state; tensors already on the CPU and contiguous are not copied."""
+    """Convert a model's state to bytes; tensors already on the CPU and contiguous are not copied."""
     return {name: _stored(name, tensor.detach().cpu().contiguous()) for name, tensor in state.items()}
 
 
 def to_tensors(state: State) -> dict[str, Tensor]:
-    """Tensors over a state's bytes; they share memory with it and must not be written to."""
+    """View a state's bytes as tensors; they share memory and must not be written to."""
     return {
         name: torch.from_numpy(stored.data).view(TORCH_TYPES[stored.spec.dtype]).view(stored.spec.shape)
         for name, stored in state.items()

@@ -12,7 +12,7 @@ from etude.types import WeightPack, WeightVersion
 from etude.weights.log import WeightLog
 from etude.weights.plan import LinkSpeed, edge_of, plan, reachable
 from etude.weights.records import Announcement, Link, commit_key, link_key, pack_key
-from etude.weights.retention import CollectReport, collect, retained
+from etude.weights.retention import CollectReport, collect, deletions_of
 from fake_clock_store import FakeClockStore
 from faulty_store import Failure, FaultyStore
 from waiting import wait_until
@@ -109,7 +109,7 @@ def test_every_reader_still_reaches_what_it_reached_before(
     log: tuple[list[WeightVersion], list[Link], set[str]], leases: set[int], keep: int
 ) -> None:
     versions, links, stored = log
-    decision = retained(versions, links, leases, keep, stored)
+    decision = deletions_of(versions, links, leases, keep, stored)
     numbers = {record.version for record in versions}
     remaining = numbers - set(decision.drop_versions)
     assert decision.keep_from == min(remaining)
@@ -155,7 +155,7 @@ def test_the_floor_is_the_newest_sound_anchor_below_all_leases(
     log.store.delete(pack_key(put(log, lost).digest))
     stored = {key.removeprefix("packs/") for key in log.store.list("packs")}
     versions = [record for record in map(log.read, log.versions()) if record is not None]
-    decision = retained(versions, log.links(), leases, keep, stored)
+    decision = deletions_of(versions, log.links(), leases, keep, stored)
     assert (decision.keep_from, decision.drop_versions) == (floor, tuple(range(floor)))
     assert decision.drop_links == tuple((None, version) for version in (8, 16) if version < floor)
 
@@ -166,8 +166,8 @@ def test_a_version_whose_base_is_below_the_floor_keeps_it_down() -> None:
     publish(log, 5, 3)
     stored = {key.removeprefix("packs/") for key in log.store.list("packs")}
     versions = [record for record in map(log.read, log.versions()) if record is not None]
-    assert retained(versions, log.links(), (), 0, stored).keep_from == 0
-    assert retained([], [], (), 0, stored).keep_from is None
+    assert deletions_of(versions, log.links(), (), 0, stored).keep_from == 0
+    assert deletions_of([], [], (), 0, stored).keep_from is None
 
 
 # --- Acting on it ---

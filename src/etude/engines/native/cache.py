@@ -95,7 +95,7 @@ class PagedCache:
 
 
 def as_routes(routes_NLk: Tensor) -> Routes:
-    """Recorded routes on the host."""
+    """Copy recorded routes to the host."""
     routes: Routes = routes_NLk.cpu().numpy().view(np.uint16)
     return routes
 
@@ -142,7 +142,7 @@ class _Captured:
 
 @final
 class DecodeGraphs:
-    """Steps with one token per sequence, captured when a size is first met."""
+    """CUDA graphs of decode steps, captured when a batch size is first met."""
 
     def __init__(self, step: Step, *, idle_page: int) -> None:
         """``idle_page`` is the page of the cache that rows without a sequence use."""
@@ -191,7 +191,7 @@ class DecodeGraphs:
 
 
 def can_capture(model: Decoder) -> bool:
-    """Report whether a decode step of a model on its device can be a graph, in which nothing may wait for the host.
+    """Report whether a model's decode step can be a CUDA graph, which must never wait for the host.
 
     Grouped products of experts do, in any type but bfloat16 and on any GPU but Hopper's and Blackwell's large ones.
     """

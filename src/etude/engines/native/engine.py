@@ -40,7 +40,7 @@ SEED_BITS = 63
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model with the name and the proof of its weights; while it serves, changed between two steps only."""
+    """A model with the name and the digest of its weights; changed between two steps only."""
 
     model: Decoder
     version: int

@@ -1,4 +1,4 @@
-"""The native engine kind: an engine over a model whose weights change where they lie.
+"""The native engine kind: an engine over a model whose weights are updated in place.
 
     update ──stage──▶ writes into the spare model ──swap──▶ serves; the other is the spare now
 
@@ -46,7 +46,7 @@ Changed: TypeAlias = Mapping[str, Sequence[ChangedNumbers]] | None
 
 @asynccontextmanager
 async def open_native(context: EngineContext, pulled: PulledWeights) -> AsyncIterator[ServedEngine]:
-    """Load a version into as many models as the recipe keeps, prove them, and serve the first."""
+    """Load a version into as many models as the recipe keeps, verify them, and serve the first."""
     config, routes = context.config.engine, context.config.numerics.replay != "off"
     torch.set_num_threads(config.native.threads)
     open_updater = partial(NativeUpdater.open, pulled, config, context.make_model, context.load, record_routes=routes)
@@ -119,7 +119,7 @@ class ResidentModel:
 
 @final
 class NativeUpdater:
-    """Moves a native engine from version to version; implements :class:`~etude.engines.kinds.WeightUpdater`."""
+    """Updates a native engine from version to version; implements :class:`~etude.engines.kinds.WeightUpdater`."""
 
     def __init__(self, engine: NativeEngine, residents: Sequence[ResidentModel]) -> None:
         """The first of the ``residents`` is served; a second one is the spare."""
@@ -187,7 +187,7 @@ class NativeUpdater:
 
 
 async def report_load(engine: NativeEngine, events: EventLog) -> None:
-    """Write what the engine did, once per ``STATS_S``."""
+    """Log the engine's load statistics, once per ``STATS_S``."""
     busy_s, since_s = engine.busy_s, time.perf_counter()
     while True:
         await asyncio.sleep(STATS_S)

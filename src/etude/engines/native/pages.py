@@ -1,4 +1,4 @@
-"""Pages of the key/value cache: who holds each, and which of them can be read again.
+"""Pages of the key/value cache: their owners, and the prefix index of reusable ones.
 
 Owns the numbers of the pages, never their tensors. A page is
 
@@ -29,7 +29,7 @@ NO_PAGE = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PageNode:
-    """One page worth of tokens, behind the tokens of its parents."""
+    """One page of tokens in the prefix tree, after the tokens of its parents."""
 
     version: int
     """The weight version that computed the whole chain."""
@@ -41,7 +41,7 @@ class PageNode:
 
 
 class PagePool:
-    """A fixed number of pages, counted by reference, and the index of those that can be reused."""
+    """A fixed number of reference-counted pages, and the index of those that can be reused."""
 
     def __init__(self, count: int) -> None:
         self.count = count

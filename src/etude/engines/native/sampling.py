@@ -1,4 +1,4 @@
-"""Sampling: one token per request, with the log-probability it was really drawn with and its sampling mask.
+"""Sampling: one token per request, with the log-probability that it was drawn with and its sampling mask.
 
 Owns how requests become arrays and arrays become an answer, and the draw on an accelerator; the draw on a CPU is
 :mod:`etude.models.kernels.draws`. The log-probability is the arithmetic's, the very function that the trainer
@@ -84,14 +84,14 @@ class Sampler:
 
 
 def join_masks(rows: Sequence[Ids]) -> SamplingMask:
-    """[C] the sets of a completion's tokens, as :meth:`Drawn.kept_row` gave them one by one."""
+    """[C] the mask sets of a completion's tokens, from one :meth:`Drawn.kept_row` per token."""
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
     return SamplingMask(offsets=offsets, token_ids=np.concatenate([np.zeros(0, np.int32), *rows]))
 
 
 def tabulated(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Table:
-    """[4, R] temperature, top-k, top-p and a random number of each row.
+    """[4, R] temperature, top-k, top-p and random number of each row, as one array.
 
     Temperatures are rounded to float32, in which the trainer will have them.
     """
@@ -120,7 +120,7 @@ def draw_on_host(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensor
 
 
 def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensors | None]:
-    """The same in torch operations, on the device of the logits."""
+    """[R] int64 token ids and their sampling masks, in torch operations on the device of the logits."""
     temperatures_R, top_ks_R, top_ps_R, _ = table_4R
     table = torch.from_numpy(table_4R)
     if logits_RV.device.type == "cuda":
@@ -165,7 +165,7 @@ _NOTHING = -52.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chances:
-    """The parameters of each row's draw, [R, 1] float64 on the device of the logits."""
+    """Sampling parameters of each row, [R, 1] float64 on the device of the logits."""
 
     temperatures: Tensor
     top_ks: Tensor

@@ -1,4 +1,4 @@
-"""The native engine's scheduler: which tokens are computed next, a pure, synchronous core.
+"""The native engine's scheduler: the pure, synchronous choice of the tokens of the next step.
 
     add ──▶ waiting ──▶ running ──plan──▶ works ──(forward pass)──▶ advance, append ──▶ finish
                ▲           │
@@ -59,7 +59,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """One completion in progress. Callers give the first four; the rest is written by the scheduler."""
+    """One completion in progress. Callers set the first four fields; the scheduler the rest."""
 
     session: str
     params: SamplingParams
@@ -131,7 +131,7 @@ class ScheduledTokens:
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counts of what was scheduled since they were last taken."""
+    """Counts of scheduled work since they were last read."""
 
     generated_tokens: int = 0
     """Sampled."""
@@ -148,7 +148,7 @@ class Counters:
 
 
 class RequestQueue:
-    """The waiting and the running requests of one engine, each line best first."""
+    """The waiting and the running requests of one engine, each in order of priority."""
 
     def __init__(self, *, pages: int, max_running: int) -> None:
         self.pool = PagePool(pages)
@@ -348,7 +348,7 @@ class SwapMode(StrEnum):
     """The effect of a weight swap on completions in progress."""
 
     KEEP = "keep"
-    """They go on with the keys they have. Prompts from which nothing was sampled are read again."""
+    """Completions continue with the keys they have. Prompts from which nothing was sampled are read again."""
     RECOMPUTE = "recompute"
     """Prompt and sampled tokens are read again under the new weights before the next one is sampled."""
     DRAIN = "drain"

@@ -64,7 +64,7 @@ class SglangFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SglangAnswer:
-    """The result of one call to ``/generate``, so far."""
+    """The result of one call to ``/generate``, up to the latest event."""
 
     token_ids: Ids
     logprobs: Floats
@@ -195,7 +195,7 @@ class SglangEngine:
 
 
 def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]:
-    """The request, to be answered as a stream."""
+    """The body of a streamed ``/generate`` request."""
     sampling: dict[str, Any] = {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -217,7 +217,7 @@ def request_body(prompt_ids: TokenIds, params: SamplingParams) -> dict[str, Any]
 
 
 def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features: SglangFeatures) -> SglangAnswer:
-    """An event as étude's nouns. Raises :class:`~etude.errors.EngineUnavailable` if it cannot be read."""
+    """Parse an event of a stream. Raises :class:`~etude.errors.EngineUnavailable` if it cannot be read."""
     try:
         meta: Mapping[str, Any] = event["meta_info"]
         entries = meta.get("output_token_logprobs") or []
@@ -233,13 +233,13 @@ def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features
         raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")
     routes = None
     if params.want_routes and finish is not None:
-        routes = routes_of(text, prompt_tokens + len(token_ids), features)
+        routes = decode_routes(text, prompt_tokens + len(token_ids), features)
     if params.temperature == 0:
         logprobs = np.zeros_like(logprobs)  # it was certain
     return SglangAnswer(token_ids=token_ids, logprobs=logprobs, version=version, finish=finish, routes=routes)
 
 
-def routes_of(text: Any, tokens: int, features: SglangFeatures) -> Routes:
+def decode_routes(text: Any, tokens: int, features: SglangFeatures) -> Routes:
     """[tokens − 1, sparse layers, k] from base64 of flat int32 [tokens − 1, hidden layers, k].
 
     Raises :class:`~etude.errors.EngineUnavailable` if they are missing or of another size.

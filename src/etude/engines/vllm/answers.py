@@ -1,4 +1,4 @@
-"""Requests and answers of vLLM's ``/inference/v1/generate`` as étude's nouns: pure functions over parsed JSON.
+"""Requests and answers of vLLM's ``/inference/v1/generate`` as étude's types: pure functions over parsed JSON.
 
 Owns the wire format of vLLM 0.32, and nothing that waits. Legend: P prompt tokens, C sampled tokens, L all hidden
 layers, S sparse ones, k experts per token.
@@ -47,7 +47,7 @@ class ServerFeatures:
 
 
 def request_body(prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool) -> dict[str, Any]:
-    """The request; only prompts of the same ``salt`` share cached prefixes."""
+    """The body of a generate request; only prompts of the same ``salt`` share cached prefixes."""
     return {
         "token_ids": np.asarray(prompt_ids, np.int64),
         "cache_salt": salt,
@@ -76,7 +76,7 @@ def read_choice(answer: Any) -> Choice:
 
 
 def tokens_of(choice: Choice, *, greedy: bool) -> tuple[Ids, Floats]:
-    """[C] tokens and the log of the probability with which each was really chosen: 1 when ``greedy``.
+    """[C] the sampled tokens and the log-probabilities that they were drawn with: log 1 when ``greedy``.
 
     Raises :class:`~etude.errors.EngineUnavailable` for an answer that cannot be read.
     """
@@ -117,7 +117,7 @@ def versions_of(choice: Choice, count: int) -> Ids:
     return versions
 
 
-def routes_of(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> Routes:
+def decode_routes(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> Routes:
     """[P + C − 1, S, k] the experts of each of ``tokens`` − 1 tokens, from a base64 ``.npy`` of [P + C − 1, L, k].
 
     Raises :class:`~etude.errors.EngineUnavailable` if they are missing or of another shape.
@@ -134,7 +134,7 @@ def routes_of(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> Rout
 
 
 def mask_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
-    """The ids that top-p and top-k left for each of ``count`` tokens.
+    """The sampling mask of ``count`` tokens: the ids that top-p and top-k left for each.
 
     Raises :class:`~etude.errors.EngineUnavailable` unless there is one set for each.
     """

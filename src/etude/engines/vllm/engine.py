@@ -1,4 +1,4 @@
-"""Real vLLM as an engine: token ids in and out over HTTP, weights changed under running requests.
+"""A vLLM server as an engine: token ids in and out over HTTP, weights changed under running requests.
 
     generate, stream ──gate──▶ /inference/v1/generate
     update ──closes the gate──▶ /pause ▶ start, update, finish_weight_update ▶ /reset_prefix_cache ▶ /resume ──opens it
@@ -23,11 +23,11 @@ from etude.engines.native.scheduler import SwapMode
 from etude.engines.vllm.answers import (
     Choice,
     ServerFeatures,
+    decode_routes,
     finish_of,
     mask_of,
     read_choice,
     request_body,
-    routes_of,
     tokens_of,
     versions_of,
 )
@@ -50,7 +50,7 @@ Source = Mapping[str, Sequence[ChangedNumbers]] | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmPause:
-    """The duration of an update."""
+    """The pause of a server's requests during a weight update."""
 
     pause_s: float
     """From asking it to pause until it sampled again."""
@@ -275,7 +275,7 @@ class VllmEngine:
             logprobs=logprobs,
             versions=versions_of(last, count),
             finish=finish,
-            routes=routes_of(last, len(prompt_ids) + count, layers) if params.want_routes else None,
+            routes=decode_routes(last, len(prompt_ids) + count, layers) if params.want_routes else None,
             sampling_mask=mask_of(draft.masks, count) if params.truncates else None,
         )
 

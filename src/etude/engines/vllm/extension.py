@@ -37,7 +37,7 @@ class Served(WeightTransferInitInfo):
 
 @dataclass
 class Update(WeightTransferUpdateInfo):
-    """A new version: a patch to what is here, or a whole checkpoint."""
+    """A new version: a patch of the current weights, or a whole checkpoint."""
 
     digest: str
     patch: str | None = None
@@ -45,7 +45,7 @@ class Update(WeightTransferUpdateInfo):
 
 
 class EtudeTransfer(WeightTransferEngine[Served, Update]):
-    """Weights from files, proven before they are loaded."""
+    """vLLM weight-transfer backend that reads weights from files and verifies them before they are loaded."""
 
     init_info_cls = Served
     update_info_cls = Update

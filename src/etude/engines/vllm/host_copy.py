@@ -1,4 +1,4 @@
-"""The weights of an engine that is not ours: a proven copy on the host, and the engine's own loader.
+"""The weights of a third-party engine: a verified copy on the host, and the engine's own loader.
 
     patch or checkpoint ──proof──▶ HostCopy ──loader──▶ whatever the engine computes with
                                       └─InPlaceWeights, where its parameters lie open─▶ only what changed
@@ -30,7 +30,7 @@ Undo = list[tuple[Numbers, ChangedNumbers, Numbers]]
 
 @final
 class HostCopy:
-    """A checkpoint on the host that follows patches, and its digest."""
+    """A checkpoint in host memory that is updated by patches, and its digest."""
 
     def __init__(self, state: State, digest: str) -> None:
         """Copy ``state``. Raises :class:`~etude.errors.DamagedError` unless it is that of ``digest``."""
@@ -90,7 +90,7 @@ class HostCopy:
 
 @final
 class RuntimeWeights:
-    """An engine's weights, moved from version to version through its loader."""
+    """An engine's weights, updated from version to version through its own loader."""
 
     def __init__(self, copy: HostCopy, load: Load, runtime: Mapping[str, Tensor] | None) -> None:
         """Load what ``copy`` holds.

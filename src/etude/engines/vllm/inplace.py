@@ -1,4 +1,4 @@
-"""Weights of an engine that is not ours, changed where they lie, in whatever layout it keeps them.
+"""In-place weight updates of a third-party engine, in any layout of its parameters.
 
     probe, once        codes of all numbers ──loader──▶ runtime parameters ──▶ Placement, checked with random bits
     while serving      changed numbers ──Placement──▶ positions and bits on the device: a Scatter
@@ -37,7 +37,7 @@ one series of loads each.
 
 @final
 class InPlaceWeights:
-    """The weights of one engine, to be changed in place.
+    """The weights of one engine, updated in place.
 
     Making one probes the loader and leaves the parameters with nonsense in them: load real weights next.
     """

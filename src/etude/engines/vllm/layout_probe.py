@@ -1,4 +1,4 @@
-"""A probe of an engine's layout: loads numbers that say where they come from, and looks where they went.
+"""Finds an engine's parameter layout: loads numbers that encode their origin, and reads where they went.
 
     random bits, and their opposites    ──loader──▶  positions that anything is written to
     digits of codes, highest first      ──loader──▶  which number of which tensor each of them shows
@@ -44,7 +44,7 @@ BYTES_PER_CODE = 24
 
 @final
 class Parameter:
-    """A parameter that an engine computes with, flat: its values in row-major order, and their bits.
+    """One flat parameter of an engine: its values in row-major order, and their bits.
 
     Raises :class:`~etude.errors.UserError` for a tensor that is not contiguous or of a type that is not stored.
     """
@@ -92,7 +92,7 @@ class Parameter:
 
 @final
 class LayoutProbe:
-    """A probe of a loader, which loads with it.
+    """A probe that finds the layout of parameters by loading coded checkpoints with an engine's loader.
 
     Takes, for each group of parameters that fits ``limit_bytes`` of host memory, a load for each digit of the largest
     code and two more; and one to prove the map.

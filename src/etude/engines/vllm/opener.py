@@ -1,4 +1,4 @@
-"""The vLLM engine kind: a server of ours to command, moved from version to version by files that it reads.
+"""The vLLM engine kind: a server started by étude, updated from version to version by files that it reads.
 
     update ──▶ changed numbers, or a whole checkpoint where very much changed ──▶ vLLM
 
@@ -43,7 +43,7 @@ a large one on a GPU. One that ends is noticed at once.
 
 @asynccontextmanager
 async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncIterator[ServedEngine]:
-    """Start a server on a version, and end it with the context."""
+    """Start a server on a version, and stop it with the context."""
     config, options = context.config, context.config.engine.options
     assert isinstance(options, VllmOptions), config.engine.kind
     with closing(Scratch.open(None)) as scratch:
@@ -66,7 +66,7 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
 
 
 def server_of(config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, port: int) -> VllmServer:
-    """The server that a run asks for; it returns routes where the trainer replays any."""
+    """The settings of the server that a run needs; it returns routes where the trainer replays them."""
     return VllmServer(
         python=python,
         model=model,
@@ -82,7 +82,7 @@ def server_of(config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, 
 @final
 @dataclass(frozen=True, slots=True)
 class CheckpointWriter:
-    """Writes states as Hugging Face checkpoints."""
+    """Writes weight states as Hugging Face checkpoints."""
 
     config: Path
     """The file that describes the model."""
@@ -100,7 +100,7 @@ class CheckpointWriter:
 
 @final
 class VllmUpdater:
-    """Moves a server from version to version; implements :class:`~etude.engines.kinds.WeightUpdater`."""
+    """Updates a server from version to version; implements :class:`~etude.engines.kinds.WeightUpdater`."""
 
     def __init__(self, engine: VllmEngine, writer: CheckpointWriter, mode: SwapMode) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""Changed numbers as a file, for engines in processes of their own.
+"""Patch files: the changed numbers of a weight update, for engines in other processes.
 
     <run>/indices/<tensor>  U64 [k]            canonical indices, ascending
     <run>/bits/<tensor>     U8, U16 or U32 [k]   what the numbers are now
@@ -26,7 +26,7 @@ STORED_BITS = {np.dtype(kind): f"U{8 * size}" for size, kind in NUMBER_TYPES.ite
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Patch:
-    """The changes that lead from one state to another."""
+    """The changes from one weight state to another."""
 
     base: str
     """State digest before."""
@@ -37,7 +37,7 @@ class Patch:
 
 
 def write_patch(path: Path, patch: Patch) -> None:
-    """Write a patch, replacing ``path`` when all of it is there. Raises ``InfrastructureError``."""
+    """Write a patch file, atomically. Raises ``InfrastructureError``."""
     tensors = [
         stored
         for name, runs in patch.changes.items()
@@ -51,7 +51,7 @@ def write_patch(path: Path, patch: Patch) -> None:
 
 
 def read_patch(path: Path) -> Patch:
-    """Read a patch. Raises :class:`~etude.errors.DamagedError` unless every run is whole."""
+    """Read a patch file. Raises :class:`~etude.errors.DamagedError` unless every run is whole."""
     file = read_tensor_file(path)
     if file.metadata.keys() != {"base", "digest"}:
         raise DamagedError(f"{path} is no patch: its metadata is {sorted(file.metadata)}")

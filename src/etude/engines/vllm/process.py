@@ -51,7 +51,7 @@ def find_python(configured: str = "") -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmServer:
-    """The settings of a server. Raises ``ValueError`` for what the device cannot do."""
+    """The settings of a server. Raises ``ValueError`` for those that the device cannot satisfy."""
 
     python: Path
     """The interpreter of vLLM's environment; it also needs orjson and zstandard (see ``constraints-vllm.txt``)."""
@@ -143,7 +143,7 @@ class VllmServer:
 
 @final
 class VllmProcess:
-    """A running server and its log; ends with us, however we end."""
+    """A running server and its log; the server ends with this process, even if that is killed."""
 
     def __init__(self, server: VllmServer, folder: Path) -> None:
         """Start it. ``folder`` gets its log, and a link to étude's package."""

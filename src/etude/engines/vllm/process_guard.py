@@ -1,4 +1,4 @@
-"""Runs a command that must not outlive us: a program of its own, started as a file, with the standard library only.
+"""Runs a command that must not outlive this process: a program of its own, with the standard library only.
 
     us ──pipe──▶ guard ──▶ command and all its children, one process group
 

@@ -1,4 +1,4 @@
-"""One model call as the gateway understands it, whatever API protocol it came in.
+"""The gateway's model of a call, independent of its API protocol.
 
     body ──protocol.parse──▶ ParsedRequest(call) ──service──▶ Answer ──parsed.body / parsed.events──▶ bytes
 
@@ -35,7 +35,7 @@ def new_id() -> str:
 
 
 class ApiError(EtudeError):
-    """An error as an answer, which each API protocol gives its own shape."""
+    """An error response; each API protocol gives it its own shape."""
 
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -167,7 +167,7 @@ class EventEncoder(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """A parsed request; it encodes its answer as its API protocol has it."""
+    """A parsed request, which can encode its answer in its API protocol."""
 
     @property
     def call(self) -> Call:
@@ -185,7 +185,7 @@ class ParsedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiProtocol:
-    """One API protocol: a path, the parser of its bodies, the shape of its errors."""
+    """One API protocol: its path, its request parser, the shape of its errors."""
 
     path: str
     """Below the session, e.g. ``/v1/chat/completions``."""
@@ -214,7 +214,7 @@ logger = logging.getLogger(__name__)
 
 
 def api_error_of(error: Exception, route: str) -> ApiError:
-    """The API error for any error; ``route`` is the pattern that an unknown one is logged under."""
+    """Convert an exception to an API error; ``route`` is the pattern that an unknown one is logged under."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: ``/v1/chat/completions``, requests, answers and the stream of chunks.
+"""OpenAI's chat completions, ``/v1/chat/completions``: requests, responses and the stream of chunks.
 
 Owns their shape and which options are understood. An option that would change the output and is not understood is
 refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.

@@ -1,4 +1,4 @@
-"""OpenAI's completions: ``/v1/completions``, a raw prompt, as text or token ids, and its continuation.
+"""OpenAI's completions, ``/v1/completions``: a raw prompt, as text or token ids, and its continuation.
 
 Owns their shape and which options are understood; the rest is refused by name. Pure. No chat template touches the
 prompt, so this is the API for callers that keep tokens themselves: ids in, and with ``return_token_ids`` ids out.

@@ -208,7 +208,7 @@ class JsonObject:
 
 
 def quote(value: Json) -> str:
-    """A value as JSON spells it, in at most ``QUOTED_CHARACTERS``; lists and objects are described."""
+    """A value as JSON spells it, in at most ``QUOTED_CHARACTERS``; lists and objects are only described."""
     if isinstance(value, list):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
@@ -240,7 +240,7 @@ OBJECT: Json = {"type": "object"}
 
 
 def object_schema(required: str, **properties: Json) -> dict[str, Json]:
-    """An object with these fields and no others; ``required`` names some of them, separated by spaces.
+    """JSON schema of an object with exactly these fields; ``required`` names some of them, separated by spaces.
 
     The others may be null, which is as good as absent.
     """
@@ -252,44 +252,44 @@ def object_schema(required: str, **properties: Json) -> dict[str, Json]:
 
 
 def field_names(schema: Mapping[str, Json]) -> frozenset[str]:
-    """The fields that an object of :func:`object_schema` may have."""
+    """The field names of a schema from :func:`object_schema`."""
     properties = schema["properties"]
     assert isinstance(properties, dict), "the schema is not of an object"
     return frozenset(properties)
 
 
 def short_text(longest: int) -> Json:
-    """A string of 1 to ``longest`` characters."""
+    """JSON schema of a string of 1 to ``longest`` characters."""
     return {"type": "string", "minLength": 1, "maxLength": longest}
 
 
 def integer_schema(low: int, high: int) -> Json:
-    """A whole number."""
+    """JSON schema of a whole number."""
     return {"type": "integer", "minimum": low, "maximum": high}
 
 
 def temperature_schema(high: float) -> Json:
-    """A temperature: 0, or from what engines take to ``high``."""
+    """JSON schema of a temperature: 0, or from the engines' least one to ``high``."""
     return {"type": "number", "maximum": high, "anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE}]}
 
 
 def array_schema(*items: Json, least: int = 0, most: int | None = None) -> Json:
-    """A list in which each entry is one of ``items``."""
+    """JSON schema of a list whose entries match ``items``."""
     entry: Json = items[0] if len(items) == 1 else {"anyOf": [*items]}
     schema: dict[str, Json] = {"type": "array", "items": entry, "minItems": least}
     return schema if most is None else {**schema, "maxItems": most}
 
 
 def enum_schema(*words: str) -> Json:
-    """One of some strings."""
+    """JSON schema of one of some strings."""
     return {"enum": [*words]}
 
 
 def any_of(*schemas: Json) -> Json:
-    """A value that fits any of some schemas."""
+    """JSON schema of a value that matches any of some schemas."""
     return {"anyOf": [*schemas]}
 
 
 def nullable(schema: Json) -> Json:
-    """A value that may be null."""
+    """JSON schema of a value that may be null."""
     return any_of(schema, NULL)

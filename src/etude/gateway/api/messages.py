@@ -1,4 +1,4 @@
-"""Anthropic's messages: ``/v1/messages`` and ``/v1/messages/count_tokens``, requests, answers, events and errors.
+"""Anthropic's messages, ``/v1/messages`` and ``/v1/messages/count_tokens``: requests, responses, events, errors.
 
 Owns their shape and which options are understood. An option that would change the output and is not understood is
 refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
@@ -102,7 +102,7 @@ def parse_count(body: bytes) -> Call:
 
 
 def count_body(tokens: int) -> bytes:
-    """The answer to a request to count tokens."""
+    """The response body of a token count."""
     return orjson.dumps({"input_tokens": tokens})
 
 
@@ -387,7 +387,7 @@ ERROR_TYPES: Mapping[int, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageRequest:
-    """A request for one message."""
+    """A request to ``/v1/messages``."""
 
     call: Call
 
@@ -473,7 +473,7 @@ class MessageEventEncoder:
 
 
 def error_body(api_error: ApiError) -> bytes:
-    """The body of an error, as Anthropic's clients understand it."""
+    """The response body of an error, in Anthropic's format."""
     kind = ERROR_TYPES.get(api_error.status, "invalid_request_error" if api_error.status < 500 else "api_error")
     return orjson.dumps({"type": "error", "error": {"type": kind, "message": api_error.message}})
 

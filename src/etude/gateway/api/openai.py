@@ -1,4 +1,4 @@
-"""The common part of OpenAI's APIs: sampling options, choice of tools, usage, events, errors, models.
+"""Shared parts of OpenAI's APIs: sampling options, choice of tools, usage, events, errors, models.
 
 Owns the options that several bodies have, which values of others ask for nothing, and the shapes that answers share.
 The other fields of a body are :mod:`.chat`'s, :mod:`.completions`' and :mod:`.responses`'.
@@ -91,7 +91,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """The parts of an answer that a caller asks for besides its text."""
+    """Optional parts of an answer that a caller requests besides its text."""
 
     logprobs: bool = False
     token_ids: bool = False
@@ -105,12 +105,12 @@ DEFAULT_OUTPUT = OutputOptions()
 
 
 def read_model(fields: JsonObject) -> str:
-    """The name the caller has for the model; any will do, because harnesses write names into their code."""
+    """The model name in a request; any is accepted, because harnesses write names into their code."""
     return fields.short_text("model", MODEL)
 
 
 def read_sampling(fields: JsonObject, max_tokens: int | None) -> Sampling:
-    """The options of the sampler; how many tokens there may be is spelt differently by the two bodies."""
+    """Parse sampling options; the token limit has another name in each of the two APIs."""
     return Sampling(
         temperature=fields.temperature(high=MAX_TEMPERATURE),
         top_p=fields.top_p(),
@@ -123,7 +123,7 @@ def read_sampling(fields: JsonObject, max_tokens: int | None) -> Sampling:
 
 
 def read_tools(fields: JsonObject, read_tool: Callable[[JsonObject], Tool]) -> tuple[Tool, ...]:
-    """The tools that the model may call, none where the caller chose none; how one is written differs."""
+    """Parse the tools of a request, none where ``tool_choice`` is none; the two APIs spell a tool differently."""
     tools = tuple([read_tool(tool) for tool in fields.children("tools")])
     if len({tool.name for tool in tools}) < len(tools):
         raise fields.invalid("tools", "tools with names of their own")
@@ -134,7 +134,7 @@ def read_tools(fields: JsonObject, read_tool: Callable[[JsonObject], Tool]) -> t
 
 
 def read_output_options(fields: JsonObject, *, logprobs: bool) -> OutputOptions:
-    """The parts of the answer; logprobs are asked for differently by the two bodies."""
+    """Parse the requested parts of the answer; the two APIs ask for logprobs differently."""
     options = fields.child("stream_options")
     token_ids = fields.flag("return_token_ids")
     if options is None and not logprobs and not token_ids:
@@ -152,7 +152,7 @@ def read_output_options(fields: JsonObject, *, logprobs: bool) -> OutputOptions:
 
 
 def usage(answer: Answer) -> dict[str, Json]:
-    """The tokens of an answer. No model here counts its reasoning apart."""
+    """Token counts of an answer, as ``usage``. Reasoning tokens are not counted apart."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
@@ -163,7 +163,7 @@ def usage(answer: Answer) -> dict[str, Json]:
 
 
 def fingerprint(versions: Iterable[Ids]) -> str | None:
-    """The weight versions of some tokens, ``v12``, or ``v12-v13`` where they changed; ``None`` of no token."""
+    """``system_fingerprint``: the weight versions of the tokens, ``v12`` or ``v12-v13``; ``None`` without tokens."""
     some = [array for array in versions if len(array)]
     if not some:
         return None
@@ -172,32 +172,32 @@ def fingerprint(versions: Iterable[Ids]) -> str | None:
 
 
 def finish_reason_name(reason: FinishReason) -> str:
-    """The finish reason in OpenAI's words: a stop string is a stop like any other."""
+    """OpenAI's name of a finish reason; a stop string is ``stop``, too."""
     return "stop" if reason is FinishReason.STOP_TEXT else reason.value
 
 
 def token_name(token_id: int) -> str:
-    """The name of a token where a reply lists tokens."""
+    """The text by which a list of logprobs names a token."""
     return f"token_id:{token_id}"
 
 
 def logprob(value: float) -> float:
-    """A logprob that JSON can carry."""
+    """A log-probability that JSON can carry."""
     return max(value, LEAST_LOGPROB)
 
 
 def event(data: Mapping[str, object]) -> bytes:
-    """One server-sent event; numpy arrays are lists."""
+    """Encode one server-sent event; numpy arrays become lists."""
     return b"data: %b\n\n" % orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def error_body(api_error: ApiError) -> bytes:
-    """The body of an error."""
+    """The response body of an error, in OpenAI's format."""
     return orjson.dumps({"error": _error(api_error)})
 
 
 def failure_event(api_error: ApiError) -> bytes:
-    """An error inside a stream. No ``[DONE]`` follows: the answer is not complete."""
+    """An error event inside a stream. No ``[DONE]`` follows: the answer is incomplete."""
     return event({"error": _error(api_error)})
 
 
@@ -223,7 +223,7 @@ SAMPLING_SCHEMA: Mapping[str, Json] = MappingProxyType(
 
 
 def neutral_schema(neutral: Mapping[str, Sequence[Json]]) -> dict[str, Json]:
-    """Schemas of fields of which only some values are accepted."""
+    """JSON schemas of fields that accept only values without effect."""
     return {name: {"enum": [*values, None]} for name, values in neutral.items()}
 
 
@@ -258,7 +258,7 @@ EPOCH = "1970-01-01T00:00:00Z"
 
 
 def list_body(names: Sequence[str]) -> bytes:
-    """The models there are, on one page."""
+    """The response body of ``/v1/models``: all models on one page."""
     return orjson.dumps(
         {
             "object": "list",
@@ -271,7 +271,7 @@ def list_body(names: Sequence[str]) -> bytes:
 
 
 def one_body(name: str) -> bytes:
-    """One model."""
+    """The response body of ``/v1/models/{model}``."""
     return orjson.dumps(_model(name))
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses: ``/v1/responses``, requests, answers and events.
+"""OpenAI's responses, ``/v1/responses``: requests, responses and events.
 
 Owns their shape and which options are understood. An option that would change the output and is not understood is
 refused by name, never ignored. Pure; tokens, sessions and HTTP are other modules'.
@@ -391,7 +391,7 @@ RATE_LIMITED = 429
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One output item, whole or as far as it came."""
+    """One output item, complete or in progress."""
 
     kind: ItemKind
     index: int
@@ -405,7 +405,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseRequest:
-    """A request for one response."""
+    """A request to ``/v1/responses``."""
 
     call: Call
     echo: Mapping[str, object]

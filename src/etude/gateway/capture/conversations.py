@@ -1,4 +1,4 @@
-"""One session's conversations, token for token: what a model is asked to continue, and what it answered.
+"""One session's conversations, token for token: the prompts and the sampled replies.
 
     call ──▶ prompt = ids of the deepest reply that its messages begin with    sampled, never tokenised again
                       + the id that ends a reply, if that one was truncated
@@ -69,7 +69,7 @@ EXACT, ALIKE = 2, 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The token ids that an engine shall continue."""
+    """The token ids of a prompt, which an engine continues."""
 
     token_ids: Ids
     """[P]"""
@@ -309,7 +309,7 @@ class Conversation:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One message at its place in a conversation."""
+    """One message at its place in a conversation tree."""
 
     message: ChatMessage
     """The message as it first came, or as a reply was read."""
@@ -349,7 +349,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMatch:
-    """The part of a conversation that is in a tree."""
+    """The longest prefix of a conversation that is in a tree."""
 
     reply: Node | None
     """The deepest node on its way that a turn sampled; ``None`` if there is none."""
@@ -364,12 +364,12 @@ class TreeMatch:
 
 
 def new_root() -> Node:
-    """An empty tree."""
+    """An empty conversation tree."""
     return Node(ChatMessage(role="system"))
 
 
 def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
-    """Follow ``messages`` from the root as far as the tree goes.
+    """Find the longest prefix of ``messages`` in a tree.
 
     Where several replies look alike, all are followed; of those that are equally deep the one that fits best wins, then
     the newest: its caller asked again because it never saw the older one.
@@ -393,7 +393,7 @@ def find(root: Node, messages: Sequence[ChatMessage]) -> TreeMatch:
 
 
 def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
-    """The node of the last of ``messages``, which :func:`find` looked for; new ones are added."""
+    """Add ``messages`` to a tree behind the match of :func:`find`; returns the node of the last one."""
     node = match.last
     for message in messages[match.last_depth :]:
         node = node.add(message)
@@ -401,7 +401,7 @@ def insert(match: TreeMatch, messages: Sequence[ChatMessage]) -> Node:
 
 
 def copy_tree(root: Node) -> dict[Node, Node]:
-    """A copy of a whole tree: every node of it and its twin. Messages, which never change, are shared."""
+    """Copy a whole tree, each node and its twin. Messages, which never change, are shared."""
     twins, nodes = {root: Node(root.message)}, [root]
     while nodes:
         node = nodes.pop()
@@ -413,7 +413,7 @@ def copy_tree(root: Node) -> dict[Node, Node]:
 
 
 def free_tree(root: Node) -> None:
-    """Take a tree apart, so that its memory is free at once and not only at the next garbage collection."""
+    """Unlink the nodes of a tree, so that its memory is free at once and not only at a garbage collection."""
     nodes = [root]
     while nodes:
         node = nodes.pop()
@@ -422,7 +422,7 @@ def free_tree(root: Node) -> None:
 
 
 def alike(one: ChatMessage, other: ChatMessage) -> bool:
-    """True if a client may have made one of the other.
+    """True if two messages may be the same one, as a client changes it between calls.
 
     Of an assistant's message count the content without surrounding white space and the names and arguments of its
     calls; thinking and the ids of calls are left out, as many clients do not send them back. Of other messages the
@@ -464,11 +464,11 @@ def _same_arguments(one: str, other: str) -> bool:
 
 
 class SessionFull(ValueError):
-    """The session has all the turns or tokens that it may have. The message is for its caller."""
+    """The session has reached its limit of turns or tokens. The message is for its caller."""
 
 
 class TokenBuffer:
-    """The token ids of one branch, as far as its turns have read it.
+    """The token ids of one conversation branch, which its turns share.
 
     Append-only: ids are written behind the last one, and only those of recorded prompts.
     """
@@ -515,7 +515,7 @@ class TokenBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTurn:
-    """A turn whose prompt is in the buffer of its branch."""
+    """A turn whose prompt is in the token buffer of its branch."""
 
     buffer: TokenBuffer
     prompt_tokens: int

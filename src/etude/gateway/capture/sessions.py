@@ -1,4 +1,4 @@
-"""The open sessions of a gateway, found by id, and the time that the calls of each waited for engines.
+"""The open sessions of a gateway by id, and the time that each one's calls waited for engines.
 
 Owns how many there are and how long they live. Rollouts and products have sessions of their own number, so that
 neither can leave the other none; and among products the one with the most gives way. The content of a session is its
@@ -63,7 +63,7 @@ class QueueTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Bounds of the memory of a gateway."""
+    """Limits of the memory that a gateway's sessions use."""
 
     max_rollouts: int = 4096
     """Sessions open at a time for rollouts: each has one, so this is far above any sensible concurrency."""
@@ -88,7 +88,7 @@ DEFAULT_LIMITS = SessionLimits()
 
 
 def named_id(owner: str, name: str) -> str:
-    """The id of the session that ``owner``, a key's id, calls ``name``."""
+    """The session id for ``name``, a name given by the client with key id ``owner``."""
     return f"{owner}.{name}"
 
 

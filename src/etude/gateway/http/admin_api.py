@@ -1,4 +1,4 @@
-"""Sessions, keys, engines and the gateway's state over HTTP: all requests but model calls.
+"""The gateway's admin API over HTTP: sessions, keys, engines and state; all requests but model calls.
 
     POST   /sessions          {} → session_id, api_key, base_url, turns   admin, production
                               fork_of: the session that it begins as; its calls are to be made again, and are answered
@@ -62,7 +62,7 @@ FORK_OF = "fork_of"
 
 @final
 class AdminApi:
-    """Answers the requests above; keys that are made here are kept in ``key_file``, if there is one."""
+    """Handlers of the admin API; keys that are made here are saved in ``key_file``, if there is one."""
 
     def __init__(self, state: GatewayState, key_file: KeyFile | None = None) -> None:
         self.metrics = Metrics(self._gauges)

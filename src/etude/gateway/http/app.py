@@ -1,4 +1,4 @@
-"""The gateway, from a request's first byte to its line in the log: five steps, of which each knows only the next.
+"""The gateway's HTTP handler, from a request's first byte to its line in the log, in five steps.
 
     http      app.py: route ─▶ auth.py: key, budget, session                         request → Principal
     api       api/chat.py, messages.py, …: parse                                     bytes → ParsedRequest(Call)
@@ -104,7 +104,7 @@ WHOLE = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayState:
-    """The objects that requests read and change."""
+    """The objects that handlers of requests read and change."""
 
     auth: Authenticator
     """Keys and sessions."""
@@ -317,7 +317,7 @@ def _error_response(api_error: ApiError, api: ApiProtocol, record: RequestRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """A path, taken apart."""
+    """A request path, parsed."""
 
     pattern: str
     """The pattern that matched, for logs: it holds no part that a caller chose."""
@@ -349,7 +349,7 @@ RouteTable: TypeAlias = Mapping[str, Mapping[str, Handler]]
 
 
 class Routes:
-    """Patterns and their handlers. ``below_session`` are those that also exist behind ``/s/{session}``."""
+    """URL patterns and their handlers. ``below_session`` are those that also exist behind ``/s/{session}``."""
 
     def __init__(self, table: RouteTable, below_session: RouteTable) -> None:
         everywhere = {**table, **below_session}
@@ -375,7 +375,7 @@ class Routes:
 def http_server(
     handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], *, max_body_bytes: int = MAX_BODY_BYTES
 ) -> web.Server:
-    """A web server around ``handle``, to be made in the event loop that will run it."""
+    """Make an aiohttp server around ``handle``; call it in the event loop that will run the server."""
     loop = asyncio.get_running_loop()
 
     def request_of(message: RawRequestMessage, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -385,12 +385,12 @@ def http_server(
 
 
 def raw_path(request: web.BaseRequest) -> str:
-    """The path as it was sent, percent signs and all, without the query."""
+    """The request path as it was sent, still percent-encoded, without the query."""
     return request.raw_path.partition("?")[0]
 
 
 async def read_body(request: web.BaseRequest, record: RequestRecord, longest_s: float = BODY_S) -> bytes:
-    """The body, which may take ``longest_s`` to arrive.
+    """Read a request body, which may take ``longest_s`` to arrive.
 
     Raises :class:`~etude.gateway.api.calls.ApiError`: 413 if it is too large, 408 if it does not come.
     """
@@ -428,7 +428,7 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 def respond(
     record: RequestRecord, body: bytes, content_type: str = JSON, *, status: int = 200, headers: Headers = ()
 ) -> web.Response:
-    """A whole response, noted in ``record``."""
+    """Send a whole response, and note it in ``record``."""
     record.status, record.bytes_out = status, len(body)
     response = web.Response(body=body, status=status)
     response.headers.extend((*headers, ("Content-Type", content_type), SERVER))

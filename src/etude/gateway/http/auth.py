@@ -1,4 +1,4 @@
-"""Authentication: the principal of a request, its rights, its budget, and the session in which it calls.
+"""Authentication: the principal of a request, its permissions, its budget, and its session.
 
     /s/<session id>/v1/…  and a key that may enter it         for harnesses that take a base URL and a key
     /s/<session key>/v1/… and nothing else                    for tools that take a base URL only
@@ -51,7 +51,7 @@ MAX_AGE_S = 10 * 365 * 86_400
 
 
 class Scope(StrEnum):
-    """The purpose of a key."""
+    """The purpose of a key, which decides its permissions."""
 
     PRODUCTION = "production"
     """A product's traffic; it has sessions of its own."""
@@ -62,7 +62,7 @@ class Scope(StrEnum):
 
 
 class Permission(StrEnum):
-    """A right at a gateway."""
+    """An action that a key may be allowed at a gateway."""
 
     SAMPLE = "sample"
     """Call the model, in a session of one's own."""
@@ -88,7 +88,7 @@ ALLOWED: Mapping[Scope, frozenset[Permission]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyLimits:
-    """The budget of a key; ``None`` for no bound."""
+    """The limits of a key; ``None`` for no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -107,7 +107,7 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key without its secret."""
+    """A key's record: all but its secret."""
 
     key_id: str
     """Names it in logs and lists; no secret."""
@@ -141,7 +141,7 @@ class Key:
 
 
 def new_secret(scope: Scope) -> str:
-    """A random secret. Its form, ``etude-<scope>-`` and 43 characters, is what scanners for leaked keys look for."""
+    """A random API key, ``etude-<scope>-`` and 43 characters, a form that scanners for leaked keys recognise."""
     return f"etude-{scope}-{secrets.token_urlsafe(SECRET_BYTES)}"
 
 
@@ -202,7 +202,7 @@ class _KeyBudget:
 
 @dataclass(slots=True)
 class Keyring:
-    """The keys of a gateway, found by secret."""
+    """The keys of a gateway, looked up by secret."""
 
     _by_digest: dict[str, _KeyBudget] = field(default_factory=dict)
     _by_id: dict[str, _KeyBudget] = field(default_factory=dict)
@@ -320,7 +320,7 @@ def _same(one: Key, other: Key) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """A caller that may sample, and its conversation."""
+    """An authenticated caller that may sample, and its conversation."""
 
     key: Key
     conversation: Conversation
@@ -332,7 +332,7 @@ class Principal:
 
 @final
 class Authenticator:
-    """Finds the keys and sessions of callers."""
+    """Finds the key and the session of a request."""
 
     def __init__(self, keyring: Keyring, sessions: SessionStore) -> None:
         self.keyring = keyring
@@ -411,7 +411,7 @@ class Authenticator:
 
 
 def api_key_of(headers: Mapping[str, str]) -> str:
-    """The key that a request carries, in OpenAI's way or in Anthropic's; empty for none."""
+    """The API key in a request's headers, OpenAI's or Anthropic's; empty for none."""
     authorization = headers.get("Authorization")
     if authorization is None:
         return headers.get("x-api-key", "")

@@ -1,4 +1,4 @@
-"""Keys at rest: a JSON file with digests, never with secrets.
+"""Stored keys: a JSON file with digests, never with secrets.
 
     {"version": 1, "keys": [{"key_id", "digest", "scope", "label", "created", "expires",
                              "requests_per_minute", "tokens_per_minute"}]}
@@ -55,7 +55,7 @@ class _Filed(BaseModel):
 
 
 class KeyFile:
-    """One file of keys. Methods block for as long as a small file takes.
+    """One file of keys. Methods block for the time of reading or writing it.
 
     ``now`` is the reading of the ring's clock at this moment: files hold dates, rings seconds of a clock.
     """

@@ -127,7 +127,7 @@ HEALTH = object_schema(
 
 
 def document() -> dict[str, Json]:
-    """The whole document, ready to be written as JSON."""
+    """The OpenAPI document, as a JSON object."""
     calls = _call_paths()
     return {
         "openapi": "3.1.0",

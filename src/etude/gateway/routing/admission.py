@@ -1,4 +1,4 @@
-"""Admission control: which model calls may go to the engines now, and the queue of those that may not yet.
+"""Admission control: which model calls go to the engines now, and the queue of the others.
 
     async with queue.permit(traffic, deadline, account): …call an engine…
 
@@ -45,7 +45,7 @@ from etude.protocols import Clock
 
 
 class TrafficClass(StrEnum):
-    """The urgency of a call."""
+    """The priority class of a call."""
 
     PRODUCTION = "production"
     """People who wait for an answer."""
@@ -101,7 +101,7 @@ TICKET_MOVES: Mapping[TicketState, frozenset[TicketState]] = MappingProxyType(
 
 
 class AdmissionOutcome(StrEnum):
-    """The end of a call that had a permit."""
+    """The outcome of an admitted call."""
 
     ANSWERED = "answered"
     OVERLOADED = "overloaded"
@@ -114,7 +114,7 @@ class AdmissionOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """Bounds of the admitted calls."""
+    """Limits on admitted calls."""
 
     production: int = 512
     """Permits that production calls may hold."""
@@ -171,7 +171,7 @@ DEFAULT_ADMISSION = AdmissionLimits()
 
 
 class AdmissionController:
-    """Gives permits to calls.
+    """Admits calls to the engines: gives permits by traffic class, account and concurrency.
 
     After every :meth:`release`, and when the deadline of a ticket that waits has come, ask :meth:`due` which may go or
     have waited too long.
@@ -308,7 +308,7 @@ class AdmissionController:
 
 
 class ConcurrencyLimit:
-    """The number of calls that the engines take at once: additive increase, multiplicative decrease."""
+    """The number of calls that engines run at once: additive increase, multiplicative decrease (AIMD)."""
 
     def __init__(self, limits: AdmissionLimits) -> None:
         self.queueing = 0
@@ -342,7 +342,7 @@ class ConcurrencyLimit:
 
 
 class ReleaseRate:
-    """The rate at which calls end, and so the time that a queue takes."""
+    """The rate at which calls end, which gives the expected waiting time of a queue."""
 
     def __init__(self) -> None:
         self._gap_s = 0.0
@@ -361,7 +361,7 @@ class ReleaseRate:
 
 @final
 class FairQueue:
-    """Tickets that wait, by account; of one account first come, first served."""
+    """Waiting tickets, fair between accounts; first come, first served within one."""
 
     def __init__(self) -> None:
         self._queues: dict[str, OrderedDict[Ticket, None]] = {}  # none is empty; the account served longest ago first
@@ -403,7 +403,7 @@ class FairQueue:
 
 @final
 class AdmissionQueue:
-    """Hands out the permits of ``controller``."""
+    """Lets callers await the permits of ``controller``."""
 
     def __init__(self, controller: AdmissionController, clock: Clock) -> None:
         self.controller = controller
@@ -469,7 +469,7 @@ class AdmissionQueue:
 
 @final
 class InflightCalls:
-    """The model calls of one gateway that are in progress, and its drain: no new ones, then none."""
+    """The model calls of one gateway that are in progress, and its drain: first no new ones, then none."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""The engines behind a gateway as one engine: every call ends with an answer, whichever of them dies meanwhile.
+"""The engines behind a gateway as one engine: a call is retried elsewhere when its engine dies.
 
     call ──▶ Router.choose ──▶ engine ──▶ answer            polls ──▶ Router.report
                ▲                 │ lost: another one, or the same once it was heard of again
@@ -46,7 +46,7 @@ TICK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolLimits:
-    """Bounds of a call and of a poll."""
+    """Timeouts and retry limits of calls and polls."""
 
     outage_s: float = 30.0
     """Longest time that a call waits, in all, while there is no engine that it could go to."""
@@ -76,7 +76,7 @@ DEFAULT_POOL_LIMITS = PoolLimits()
 
 @dataclass(slots=True, kw_only=True)
 class PoolCounters:
-    """Events since the start."""
+    """Counts of events since the start."""
 
     losses: int = 0
     """Engines that failed under a call."""
@@ -90,7 +90,7 @@ class PoolCounters:
 
 @final
 class EnginePool:
-    """Calls engines; ``engines`` makes the client of a URL, which should give up at the first trouble.
+    """Calls engines; ``engines`` makes the client of a URL, which should not retry by itself.
 
     :meth:`watch` has to run, or an engine that failed under a call is never asked again.
     """
@@ -363,7 +363,7 @@ MAX_SEED = 2**63 - 1
 
 
 class StreamedTurn:
-    """The chunks that were handed out of a turn, and the request for the rest of it. Pure."""
+    """The chunks of a turn that were already sent, and the request for the rest of it. Pure."""
 
     def __init__(self, prompt: list[int], params: SamplingParams) -> None:
         self.prompt = prompt

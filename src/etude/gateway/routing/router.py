@@ -1,4 +1,4 @@
-"""The choice of an engine for a call, and the health of each engine: the pure core of a pool.
+"""The choice of an engine for a call, and the health of each engine: the pure core of the pool.
 
     polls, calls, announcements ──facts──▶ Router ──choose──▶ an engine, or why there is none
 
@@ -39,7 +39,7 @@ SHOWN_DIGITS = 12
 
 
 class EngineState(StrEnum):
-    """The health of an engine: the calls that may be sent to it."""
+    """The health of an engine, which decides what calls it gets."""
 
     HEALTHY = "healthy"
     """Alive, and it holds what was announced: everything."""
@@ -64,7 +64,7 @@ MOVES: Mapping[EngineState, frozenset[EngineState]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """Bounds beyond which an engine is no longer trusted, and the pauses between its polls."""
+    """Limits beyond which an engine counts as unhealthy, and the pauses between its polls."""
 
     dead_s: float = 15.0
     """Silence, with failures, after which an engine counts as dead."""
@@ -100,7 +100,7 @@ class HealthLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEntry:
-    """An engine as it is registered."""
+    """The registration of an engine."""
 
     name: str
     """Unique in its pool."""
@@ -110,7 +110,7 @@ class EngineEntry:
 
 
 def is_engine_url(url: str) -> bool:
-    """True if a client can be made for a URL: http or https, a host, a port that is one, perhaps a path."""
+    """True for a valid engine URL: http or https, a host, a valid port, perhaps a path."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").encode("idna"), parts.port
@@ -122,7 +122,7 @@ def is_engine_url(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """The state of one engine, for people and for metrics."""
+    """A snapshot of one engine's state, for people and metrics."""
 
     entry: EngineEntry
     state: EngineState
@@ -136,7 +136,7 @@ class EngineView:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRecord:
-    """The facts about one engine."""
+    """The router's mutable record of one engine."""
 
     entry: EngineEntry
     heard_at: float
@@ -196,7 +196,7 @@ class EngineRecord:
 
 
 class Announcements:
-    """The digest of each weight version, by the weight log."""
+    """The digest of each weight version, as the weight log announces it."""
 
     def __init__(self, limits: HealthLimits) -> None:
         self._limits = limits
@@ -241,7 +241,7 @@ class Announcements:
 
 
 def digest_disagreement(record: EngineRecord, records: Iterable[EngineRecord]) -> str:
-    """The difference of an engine's digest from that of the others with its version; empty if there is none.
+    """Describe how an engine's digest differs from the others' of its version; empty if it does not.
 
     For versions that were not announced. Most engines are right, of as many on both sides those that had theirs first:
     an engine that joins with other weights can never push out those that are there. The dead have no vote.
@@ -274,7 +274,7 @@ DEFAULT_SESSIONS = 65_536
 
 
 class Reason(StrEnum):
-    """The reason why a call goes where it goes, or nowhere."""
+    """The reason for a routing decision."""
 
     AFFINITY = "affinity"
     """Its session was there before."""
@@ -290,7 +290,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The answer of :meth:`Router.choose`."""
+    """The result of :meth:`Router.choose`."""
 
     name: str | None
     """``None``: nowhere, for ``reason``."""
@@ -300,7 +300,7 @@ class Choice:
 
 
 class Router:
-    """The engines of a pool and the sessions that use them."""
+    """Chooses engines for calls: tracks the engines of a pool and the sessions that use them."""
 
     def __init__(self, limits: HealthLimits = DEFAULT_HEALTH, max_sessions: int = DEFAULT_SESSIONS) -> None:
         self._limits = limits

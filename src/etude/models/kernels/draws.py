@@ -72,7 +72,7 @@ class Choices(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of logits, ranked and weighed, and room to choose from it; used for one row after the other."""
+    """One row of logits, ranked and weighed, and scratch memory; reused for each row."""
 
     keys_V: Int32s
     """Whole numbers in the order of the logits."""

@@ -157,7 +157,7 @@ def power_of_two(_context: Any, _exponent: Any) -> Any:
 
 @vector
 def number(_context: Any, array: Any, _offset: Any) -> Any:
-    """The number at an offset, as float32."""
+    """The float32 number at an offset."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data

@@ -51,7 +51,7 @@ E2M1: Element = (np.int32(127 << 23), np.int32((23 - 1) << 23), E2M1_LARGEST)
 
 @borrowing
 def fp8(x_MOI: Floats, out_MOI: Floats) -> None:
-    """Round to E4M3 with a float32 scale per square of 128."""
+    """Round to FP8: E4M3 with a float32 scale per square of 128."""
     matrices, height, width = x_MOI.shape
     x, out = x_MOI.reshape(-1), out_MOI.reshape(-1)
     for m in range(matrices):
@@ -69,7 +69,7 @@ def fp8(x_MOI: Floats, out_MOI: Floats) -> None:
 
 @borrowing
 def mxfp8(x_MOI: Floats, out_MOI: Floats) -> None:
-    """Round to E4M3 with a power of two per run of 32."""
+    """Round to MXFP8: E4M3 with a power of two per run of 32."""
     matrices, height, width = x_MOI.shape
     x, out = x_MOI.reshape(-1), out_MOI.reshape(-1)
     for row in range(matrices * height):
@@ -82,7 +82,7 @@ def mxfp8(x_MOI: Floats, out_MOI: Floats) -> None:
 
 @borrowing
 def nvfp4(x_MOI: Floats, out_MOI: Floats) -> None:
-    """Round to E2M1 with an E4M3 scale per run of 16 and a float32 per matrix."""
+    """Round to NVFP4: E2M1 with an E4M3 scale per run of 16 and a float32 per matrix."""
     matrices, height, width = x_MOI.shape
     x, out = x_MOI.reshape(-1), out_MOI.reshape(-1)
     for m in range(matrices):
@@ -98,7 +98,7 @@ def nvfp4(x_MOI: Floats, out_MOI: Floats) -> None:
 
 @inlined
 def largest_bits(x: Floats, start: int, count: int) -> np.int32:
-    """The largest magnitude of a run, as bits."""
+    """The bits of the largest magnitude in a run."""
     largest, whole = np.int32(0), count // LANES * LANES
     for left in range(start, start + whole, LANES):
         for i in range(LANES):
@@ -123,13 +123,13 @@ def round_run(x: Floats, out: Floats, start: int, count: int, scale: np.float32,
 
 @inlined
 def short(scale: np.float32, mask: np.int32) -> np.float32:
-    """A scale that is not too small, cut to the significant bits of a mask; NaN stays."""
+    """A scale, raised to its least value and cut to the significant bits of a mask; NaN stays."""
     return number(bits(LEAST_SCALE if scale < LEAST_SCALE else scale) & mask)
 
 
 @inlined
 def rounded(y: np.float32, element: Element) -> np.float32:
-    """The nearest number of a type, see the top of this file. A NaN stays one; the sign of a zero too."""
+    """Round a number to a type, see the top of this file. NaN stays NaN; zero keeps its sign."""
     least, shift, largest = element
     magnitude = np.int32(bits(y) & MAGNITUDE)
     power = number(max(np.int32(magnitude & EXPONENT), least) + shift)
@@ -139,11 +139,11 @@ def rounded(y: np.float32, element: Element) -> np.float32:
 
 @inlined
 def bits(x: np.float32) -> np.int32:
-    """The bits of a number."""
+    """The bits of a float32 number."""
     return np.float32(x).view(np.int32)
 
 
 @inlined
 def number(pattern: np.int32) -> np.float32:
-    """The number that some bits are."""
+    """The float32 number with these bits."""
     return np.int32(pattern).view(np.float32)

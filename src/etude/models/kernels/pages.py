@@ -39,7 +39,7 @@ def attend(
     scratch: Floats,
     out_NQW: Floats,
 ) -> None:
-    """Each token's attention to the positions 0 … its own.
+    """Causal attention of each token over its sequence's pages: positions 0 … its own.
 
     ``cache`` is keys [P,K,D,S] and values [P,K,S,W]; ``rows`` is page tables [B,pages], each token's sequence [N] and
     position [N]; ``scratch`` [G, positions] holds the scores of one token and key head, positions rounded up to pages.
@@ -111,7 +111,7 @@ def _add(p: Matrix, v: Matrix, shape: tuple[int, int, int], out: Matrix) -> None
 
 @borrowing
 def write(k_NKD: Array, v_NKW: Array, cache: tuple[Array, Array], rows: tuple[Tables, Tables, Wholes]) -> None:
-    """Copy the tokens' keys and values, which have the cache's type already, to their places."""
+    """Write the tokens' keys and values, already in the cache's type, to their pages."""
     keys_PKDS, values_PKSW = cache
     tables, sequences, positions = rows
     tokens, heads, width = k_NKD.shape

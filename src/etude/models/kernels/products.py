@@ -1,4 +1,4 @@
-"""Matrix products with a fixed order of sums: one row's numbers do not depend on the rows beside it.
+"""Batch-invariant matrix products, with a fixed order of sums: one row does not depend on the rows beside it.
 
 Owns tiling: which tile of :mod:`etude.models.kernels.lanes` computes what. The order of a sum is that module's; ragged
 ends are added one by one after the folded lanes, ascending.
@@ -32,7 +32,7 @@ _DOTS_1_4, _DOTS_1_1 = dots(1, 4), dots(1, 1)
 
 @inlined
 def tiles(x: Matrix, w: Matrix, shape: tuple[int, int, int], out: Matrix) -> None:
-    """``out[m, n] = Σ_i x[m, i] · w[n, i]``; ``shape`` is (rows, columns, length of a sum)."""
+    """Matrix product in tiles: ``out[m, n] = Σ_i x[m, i] · w[n, i]``; ``shape`` is (rows, columns, sum length)."""
     rows, columns, length = shape
     whole = length // LANES * LANES
     wide, narrow = columns // 16 * 16, columns // 4 * 4
@@ -51,14 +51,14 @@ def tiles(x: Matrix, w: Matrix, shape: tuple[int, int, int], out: Matrix) -> Non
 
 @inlined
 def below(matrix: Matrix, rows: int) -> Matrix:
-    """The matrix from a later row on."""
+    """View of a matrix from a later row on."""
     array, offset, stride = matrix
     return array, offset + rows * stride, stride
 
 
 @inlined
 def beside(matrix: Matrix, columns: int) -> Matrix:
-    """The matrix from a later column on."""
+    """View of a matrix from a later column on."""
     array, offset, stride = matrix
     return array, offset + columns, stride
 
@@ -101,7 +101,7 @@ def _add_rest(x: Matrix, w: Matrix, shape: tuple[int, int, int], out: Matrix) ->
 
 @borrowing
 def linear(x_NI: Floats, weight_OI: Array, bias_O: Floats, out_NO: Floats) -> None:
-    """``out = x · weightᵀ + bias``; an empty bias is none."""
+    """Linear layer: ``out = x · weightᵀ + bias``; an empty bias is none."""
     rows, inputs = x_NI.shape
     outputs = weight_OI.shape[0]
     x, w, out = (x_NI.reshape(-1), 0, inputs), (weight_OI.reshape(-1), 0, inputs), (out_NO.reshape(-1), 0, outputs)
@@ -114,7 +114,7 @@ def linear(x_NI: Floats, weight_OI: Array, bias_O: Floats, out_NO: Floats) -> No
 
 @borrowing
 def grouped(x_RI: Floats, ends_E: npt.NDArray[np.int32], weight_EOI: Array, out_RO: Floats) -> None:
-    """Each expert's rows times that expert's matrix; expert e has the rows before ``ends[e]`` and after e − 1's."""
+    """Grouped product of experts: expert e multiplies the rows before ``ends[e]`` and after e − 1's."""
     inputs, outputs = x_RI.shape[1], weight_EOI.shape[1]
     x, w, out = (x_RI.reshape(-1), 0, inputs), (weight_EOI.reshape(-1), 0, inputs), (out_RO.reshape(-1), 0, outputs)
     start = 0

@@ -23,7 +23,7 @@ LOWEST = np.float32(-np.inf)
 
 @borrowing
 def norm(x_NH: Floats, gain_H: Array, eps: float, out_NH: Floats) -> None:
-    """``x / √(mean(x²) + eps) · gain``, row by row."""
+    """RMS norm, row by row: ``x / √(mean(x²) + eps) · gain``."""
     rows, width = x_NH.shape
     x, out = x_NH.reshape(-1), out_NH.reshape(-1)
     for row in range(rows):
@@ -38,7 +38,7 @@ def norm(x_NH: Floats, gain_H: Array, eps: float, out_NH: Floats) -> None:
 
 @borrowing
 def gated(gate_up_NI: Floats, out_NI: Floats) -> None:
-    """``silu(first half) · second half``, silu(g) = g / (1 + e^−g)."""
+    """SwiGLU gate: ``silu(first half) · second half``, silu(g) = g / (1 + e^−g)."""
     rows, width = out_NI.shape
     for row in range(rows):
         for i in range(width):
@@ -48,7 +48,7 @@ def gated(gate_up_NI: Floats, out_NI: Floats) -> None:
 
 @borrowing
 def rotate(x_NhD: Floats, cosines_ND: Floats, sines_ND: Floats, out_NhD: Floats) -> None:
-    """Rotary positions by halves; a table row belongs to all heads of its token."""
+    """Apply rotary positions by halves; a table row belongs to all heads of its token."""
     rows, heads, width = x_NhD.shape
     half = width // 2
     for row in range(rows):
@@ -61,7 +61,7 @@ def rotate(x_NhD: Floats, cosines_ND: Floats, sines_ND: Floats, out_NhD: Floats)
 
 @borrowing
 def softmax(scores_NE: Floats, out_NE: Floats) -> None:
-    """Row by row."""
+    """Softmax, row by row."""
     rows, width = scores_NE.shape
     scores, out = scores_NE.reshape(-1), out_NE.reshape(-1)
     for row in range(rows):
@@ -75,7 +75,7 @@ def softmax(scores_NE: Floats, out_NE: Floats) -> None:
 
 @borrowing
 def best(scores_NE: Floats, out_Nk: Wholes) -> None:
-    """The columns of each row's largest scores, best first; of equal scores the lower column."""
+    """Top-k: the columns of each row's largest scores, best first; of equal scores the lower column."""
     rows, width = scores_NE.shape
     limit = out_Nk.shape[1]
     for row in range(rows):
@@ -109,7 +109,7 @@ def dispatch(experts_R: Wholes, order_R: Wholes, ends_E: npt.NDArray[np.int32]) 
 
 @borrowing
 def combine(y_RH: Floats, order_R: Wholes, gates_Nk: Floats, places_R: Wholes, out_NH: Floats) -> None:
-    """Each token's weighted sum over its slots, ascending; ``places_R`` is scratch for the inverse of ``order_R``."""
+    """Each token's weighted sum over its experts, in order; ``places_R`` is scratch for the inverse of ``order_R``."""
     rows, slots = gates_Nk.shape
     width = out_NH.shape[1]
     for row in range(len(order_R)):
@@ -148,7 +148,7 @@ def logprobs(
 
 @inlined
 def largest(x: Floats, offset: int, count: int) -> np.float32:
-    """The largest of a run of numbers."""
+    """The maximum of a run of numbers."""
     whole = count // LANES * LANES
     highest = lane_max(x, offset, whole) if whole else LOWEST
     for i in range(whole, count):

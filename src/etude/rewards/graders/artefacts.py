@@ -1,4 +1,4 @@
-"""Artefacts that are carried from the agent's sandbox to the one where it is graded, and those that are not. Pure.
+"""Artefacts that are copied from the agent's sandbox to the grading sandbox, and those that are not. Pure.
 
     original ──┐
                ├──carry──▶ Carried: what is written, what is removed, what was left behind
@@ -38,7 +38,7 @@ TEST_FOLDERS = frozenset({"test", "tests"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """Artefacts as they arrive where they are graded."""
+    """Artefacts as they are placed in the grading sandbox."""
 
     entries: tuple[Entry, ...]
     """Written there."""
@@ -50,7 +50,7 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """The names that are not the agent's to change."""
+    """Names that the agent must not change."""
 
     files: frozenset[str]
     """Hidden tests, and files that the command names."""
@@ -80,7 +80,7 @@ class Ground:
 
 
 def carry(original: Iterable[Entry], agents: Iterable[Entry], ground: Ground) -> Carried:
-    """Decide what is taken along of ``agents`` entries; ``original`` are those of an untouched sandbox.
+    """Select which of ``agents`` entries are copied; ``original`` are those of an untouched sandbox.
 
     Folders that hold nothing of the agent's are harmless, and are taken along wherever they are not the grader's.
     """

@@ -32,7 +32,7 @@ WORD = re.compile(r"[A-Za-z0-9]+")
 
 
 def is_literal(node: ast.expr) -> bool:
-    """True for an expression of constants alone, of kinds that can be changed."""
+    """True for an expression of constants alone, of types that a canary can change."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, bool | int | float | str | bytes | None)
     if isinstance(node, ast.UnaryOp):
@@ -48,7 +48,7 @@ def is_number(node: ast.expr) -> bool:
 
 
 def changed_literal(text: str, rng: random.Random) -> str | None:
-    """The source of another literal, or ``None`` where chance made an equal one (of ``{1, 2}``, say).
+    """The source of a different literal, or ``None`` where the random change made an equal one (of ``{1, 2}``, say).
 
     ``text`` is the source of one that :func:`is_literal` holds for.
     """
@@ -59,7 +59,7 @@ def changed_literal(text: str, rng: random.Random) -> str | None:
 
 
 def changed_constant(value: Constant, rng: random.Random) -> Constant:
-    """Another value of the same type, far enough from a number to be told from it with any usual tolerance."""
+    """Another value of the same type; a number changes by more than any usual tolerance."""
     if value is None:
         return 0
     if isinstance(value, bool):
@@ -118,7 +118,7 @@ FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Lines:
-    """Bytes of a source by ``ast``'s lines and columns."""
+    """Byte offsets in a source, by ``ast``'s lines and columns."""
 
     def __init__(self, text: str) -> None:
         self.data = text.encode()
@@ -147,7 +147,7 @@ class Lines:
 
 
 def functions_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str, FunctionNode]]:
-    """Functions by qualified name; a later one of a name is the one that counts."""
+    """Functions by qualified name; of equal names the last one."""
     for node in body:
         if isinstance(node, FunctionNode):
             yield prefix + node.name, node
@@ -156,7 +156,7 @@ def functions_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[s
 
 
 def classes_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Bases by qualified name of the class."""
+    """Base classes by the qualified name of the class."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield prefix + node.name, tuple(base.id for base in node.bases if isinstance(base, ast.Name))
@@ -164,7 +164,7 @@ def classes_in(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[str
 
 
 def assigned_once(function: FunctionNode) -> Mapping[str, ast.expr]:
-    """Literals by the variable that holds them, if it is set once, at the top of the test, and read once."""
+    """Literals by variable, for variables that are set once, at the top of the test, and read once."""
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
     uses = [(node.id, isinstance(node.ctx, ast.Load)) for node in names]
     return {
@@ -178,7 +178,7 @@ def assigned_once(function: FunctionNode) -> Mapping[str, ast.expr]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The column of one parameter."""
+    """The literals of one ``parametrize`` parameter, in order."""
 
     table: ast.expr
     """All rows."""
@@ -187,7 +187,7 @@ class Rows:
 
 
 def rows_by_parameter(function: FunctionNode) -> Mapping[str, Rows]:
-    """Columns of literals, by the parameter that gets them, which the test reads once."""
+    """Literals of ``parametrize`` by the parameter that receives them, for parameters that the test reads once."""
     matches: dict[str, Rows] = {}
     loads = [node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     for call in function.decorator_list:
@@ -218,7 +218,7 @@ def _cell(row: ast.expr, place: int, width: int) -> ast.expr | None:
 
 
 def called(node: ast.expr) -> str:
-    """The last name of what is called; empty for anything else."""
+    """The last name of a called expression; empty for anything else."""
     return last_name(node.func) if isinstance(node, ast.Call) else ""
 
 
@@ -233,7 +233,7 @@ Write: TypeAlias = Callable[[random.Random], str | None]
 
 
 class SiteKind(StrEnum):
-    """Kind of change."""
+    """Kind of change that makes a canary of a test."""
 
     VALUE = "value"
     """A literal that something is compared with is another one."""
@@ -305,7 +305,7 @@ class CanarySite:
 
 @dataclass(frozen=True, slots=True)
 class Alteration:
-    """One change of a source."""
+    """One change of a test's source."""
 
     kind: SiteKind
     start: int
@@ -314,7 +314,7 @@ class Alteration:
 
 
 class TestSource:
-    """A test module's source, and what of it can be changed."""
+    """A test module's source and its possible canary changes."""
 
     __test__ = False  # not a test class, whatever pytest thinks of the name
 

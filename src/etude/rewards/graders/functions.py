@@ -1,4 +1,4 @@
-"""Graders of one file's function and of answers, and the grader of each kind of checks.
+"""Graders of a function in a file and of answers, and the dispatch to the grader of a task's checks.
 
     FunctionChecks ──▶ the agent's file, in a fresh sandbox ──▶ its function on hidden arguments ──▶ right results?
     AnswerChecks ────▶ the agent's last words ──▶ the right ones?
@@ -46,7 +46,7 @@ class HiddenTests:
 
 
 class FreshGrader:
-    """Hands a copy of the agent's file to another grader; implements :class:`~etude.protocols.Grader`."""
+    """Copies the agent's file to a fresh sandbox for another grader; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, grader: Grader, sandboxes: SandboxProvider) -> None:
         """``sandboxes`` stays the caller's to close."""
@@ -91,7 +91,7 @@ class AnswerGrader:
 
 
 class GraderByKind:
-    """Hands a task to the grader of its kind of checks; implements :class:`~etude.protocols.Grader`."""
+    """Dispatches a task to the grader of its kind of checks; implements :class:`~etude.protocols.Grader`."""
 
     def __init__(self, graders: Mapping[type[Checks], Grader]) -> None:
         """``graders`` has one for every kind that the run's tasks have."""

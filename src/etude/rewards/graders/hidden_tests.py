@@ -1,4 +1,4 @@
-"""The reward of a task with hidden test files: judged where the agent has never been, by means it cannot know.
+"""The grader of hidden test files: tests run in a sandbox that the agent never entered, canaries among them.
 
     agent's sandbox ──export──▶ artefacts ──carry──▶ base sandbox: the original image and what is carried, nothing else
                                                     ├─fork─▶ real plan: every named test has to pass
@@ -69,7 +69,7 @@ def probe(*arguments):
 
 
 async def check_interpreter(sandbox: Sandbox) -> None:
-    """See that a sandbox can be probed; to be asked before anything of an agent's is in it.
+    """Check that a sandbox can run probes, before anything of an agent's is in it.
 
     Raises :class:`~etude.errors.SandboxError`.
     """
@@ -79,7 +79,7 @@ async def check_interpreter(sandbox: Sandbox) -> None:
 
 
 async def count_passed(sandbox: Sandbox, probes: Sequence[Probe], timeout_s: float) -> int:
-    """Number of cases of all ``probes`` that return what they should; each probe has a process and ``timeout_s``.
+    """Number of probe cases that return the expected value; each probe has a process and ``timeout_s``.
 
     Raises :class:`~etude.errors.SandboxError` when the sandbox failed, not what is probed.
     """
@@ -297,7 +297,7 @@ class HiddenTestGrader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Results of one agent's work so far."""
+    """Test results of one agent's work so far."""
 
     passed: frozenset[str]
     """Node ids that passed wherever they were real."""

@@ -1,4 +1,4 @@
-"""A client of PostgreSQL in the standard library alone, for the sandbox in which migrations are graded.
+"""A PostgreSQL client in the standard library alone, for the sandbox in which migrations are graded.
 
 ``psql`` obeys backslash commands in the scripts that it is fed, ``\\!`` among them; here a script is text that the
 server is sent as it is (the simple query protocol, version 3.0), so it can do what its role may do and no more. Every
@@ -31,7 +31,7 @@ LOST, LATE = "lost", "late"
 
 
 class ServerFault(Exception):
-    """The server refused; ``state`` is its SQLSTATE."""
+    """An error of the PostgreSQL server; ``state`` is its SQLSTATE."""
 
     def __init__(self, state: str, message: str) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class ServerFault(Exception):
 
 
 class QueryStep(TypedDict):
-    """Some scripts that are run over one connection, until one of them fails."""
+    """SQL scripts that run over one connection, until one of them fails."""
 
     user: str
     database: str
@@ -212,7 +212,7 @@ def _fault(body: bytes) -> ServerFault:
 
 
 def main(arguments: list[str]) -> None:
-    """Answer the steps on stdin, in order, into the file that is named; stop at one whose answer is ``vital``."""
+    """Run the steps on stdin in order, write their answers to the named file, stop after a failed ``vital`` step."""
     folder, target = arguments
     answers = []
     for step in json.load(sys.stdin):

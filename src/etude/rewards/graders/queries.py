@@ -1,4 +1,4 @@
-"""The reward of a database migration: does the database hold, and refuse, what it should once it was applied?
+"""The grader of database migrations: queries after the migration must return, or be refused, as expected.
 
     agent's sandbox ──migration.sql, as text──▶ a new sandbox ── unseen rows ── migration ── questions
 
@@ -129,7 +129,7 @@ class QueryGrader:
 
 
 def unseen_step(checks: QueryChecks) -> QueryStep:
-    """Step on a fresh database before the migration: its rows are replaced by those that are unseen."""
+    """The step before the migration, on a fresh database: replace its rows by unseen ones."""
     timeout_s = 2 * MIGRATION_TIMEOUT_S
     return _step(
         OWNER, DATABASE, PINNED | {"search_path": "public", "statement_timeout": "0"}, [checks.unseen], timeout_s
@@ -137,7 +137,7 @@ def unseen_step(checks: QueryChecks) -> QueryStep:
 
 
 def migration_steps(checks: QueryChecks, migration: str, asker: str) -> list[QueryStep]:
-    """Steps after that, in order: the migration, the asker's role, a step for each question."""
+    """The steps after :func:`unseen_step`: the migration, the asker's role, one step for each question."""
     role = f"CREATE ROLE {asker} LOGIN BYPASSRLS IN ROLE pg_read_all_data, pg_write_all_data"
     return [
         _step(OWNER, DATABASE, OWNER_SETTINGS, [migration], MIGRATION_TIMEOUT_S),
@@ -160,7 +160,7 @@ def check_ours(answers: Sequence[dict[str, Json]] | None) -> None:
 
 
 def judge(checks: QueryChecks, answers: Sequence[dict[str, Json]] | None) -> MigrationResult:
-    """Result in the answers to :func:`migration_steps`; ``None`` stands for a client that did not live to write them.
+    """The result in the answers to :func:`migration_steps`; ``None`` stands for a client that died early.
 
     Raises :class:`~etude.errors.SandboxError` where the role that asks could not be made.
     """

@@ -1,4 +1,4 @@
-"""The reward of a task that brings its own verifier: a program that writes a reward file (Harbor).
+"""The grader of tasks with a verifier of their own: a program that writes a reward file (Harbor).
 
     agent's sandbox ──export──▶ declared artefacts ──load──▶ fresh sandbox of the same image, as root     (for each run)
                                                             ├── reward files cleared, /tests put in place
@@ -221,7 +221,7 @@ class _UntouchedRun:
 
 
 def failing_twin(checks: ScriptChecks, rng: random.Random) -> ScriptChecks:
-    """The same verifier with one of its canary's tests, at random, made to fail.
+    """The verifier with one random canary test changed so that it must fail.
 
     Raises :class:`~etude.errors.ConfigError` for a file that is not there, or has no such test.
     """
@@ -251,7 +251,7 @@ def _paid(verdict: VerifierReward | NoReward, rewards: Sequence[float]) -> Verif
 
 
 def without_far_links(tar: bytes, workdir: str) -> bytes:
-    """Artefacts without the links that lead neither into the working folder nor to the image's own files.
+    """Drop artefacts that are links to neither the working folder nor the image's own files.
 
     Folders above an archived link are folders, so leading ``..`` mean what they say; anywhere else they could climb out
     of a folder that is a link itself. Raises ``ValueError`` for a tar that is none.
@@ -275,7 +275,7 @@ def _leads_near(link: Entry, workdir: str) -> bool:
 
 
 def read_reward(json_text: str | None, text: str | None) -> VerifierReward:
-    """Parse a verifier's reward files; ``None`` for one that is not there.
+    """Parse a verifier's reward files; ``None`` stands for a missing one.
 
     A number from 0 to 1, or an object of such numbers: ``reward`` is the value, or the only one there is, the others
     are parts. Raises ``ValueError`` with the reason for anything else.

@@ -1,4 +1,4 @@
-"""Test plans and test runs: hidden tests as they are run against an agent's code, canaries among them. Pure.
+"""Hidden test plans and test runs, canaries included. Pure.
 
     real plan        every test as it is                                 all of them have to pass
     canary-only      no agent's code: which tests run at all             (an untouched sandbox)
@@ -38,12 +38,12 @@ COINS = 12
 LEAST_MIXED_PLANS = 3
 """So that who lacks a single test of many passes one time in eight."""
 MOST_MIXED_PLANS = 6
-"""That :class:`~etude.types.TestChecks` have time for."""
+"""The most that :class:`~etude.types.TestChecks` have time for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTestPlan:
-    """Tests of one test run."""
+    """The tests of one test run."""
 
     files: Mapping[str, str] = field(default_factory=dict)
     """Test modules that are not as they were: path → source."""
@@ -153,12 +153,12 @@ def _texts(text: str) -> frozenset[str]:
 
 
 def module_of(node: str) -> str:
-    """The path in a node id."""
+    """The module path in a pytest node id."""
     return node.partition("::")[0]
 
 
 def test_of(node: str) -> str:
-    """A node id without parameters."""
+    """A pytest node id without parameters."""
     return node.partition("[")[0]
 
 
@@ -241,7 +241,7 @@ del _open, _reporter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTestRun:
-    """One run of pytest, as it is to be started."""
+    """The command and files of one pytest run."""
 
     command: Sequence[str]
     paths: Sequence[str]
@@ -278,7 +278,7 @@ class HiddenTestRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Report of one test run."""
+    """Report of one pytest run."""
 
     passed: frozenset[str]
     """Node ids."""

@@ -1,4 +1,4 @@
-"""Budgets of judging: calls and tokens of a rollout and of the whole run, what is spent, and a pause after an alarm.
+"""Judge budgets: calls and tokens for a rollout and for the run, the amounts spent, a pause after an alarm.
 
     reserve the most that a call can take ──▶ call ──▶ settle what it took; the rest is free again
 
@@ -26,7 +26,7 @@ from etude.errors import DamagedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spend:
-    """Calls and tokens that were used, or may be."""
+    """Calls and tokens: spent ones, or a limit of them."""
 
     calls: int = 0
     prompt_tokens: int = 0
@@ -58,7 +58,7 @@ class Spend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """Money for a million tokens, in whatever currency the recipe thinks in."""
+    """Prices of a million judge tokens, in any one currency."""
 
     prompt: float = 0.0
     completion: float = 0.0
@@ -70,7 +70,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetLimit:
-    """The most that may be used."""
+    """The upper limit of a judge budget."""
 
     per: Literal["rollout", "run"] = "run"
     """For what: the recipe's keys end so."""
@@ -89,7 +89,7 @@ class BudgetLimit:
 
 
 class JudgeBudget:
-    """The rest of a limit, and of the budget that it is a portion of."""
+    """The remaining part of a judge budget, which may be a portion of a larger one."""
 
     def __init__(
         self, allowance: BudgetLimit, prices: Prices, *, spent: Spend | None = None, out_of: "JudgeBudget | None" = None
@@ -140,7 +140,7 @@ class JudgeBudget:
 
 
 class SpendFile:
-    """Remembers a :class:`~etude.rewards.judge.budget.Spend`; ``None`` is a run without a folder: nothing is."""
+    """Saves a :class:`~etude.rewards.judge.budget.Spend` to a file; with ``None`` nothing is saved."""
 
     def __init__(self, folder: Path | None, worker_id: int = 0) -> None:
         """``worker_id`` tells the processes of a run from each other."""
@@ -176,7 +176,7 @@ def _read(file: Path) -> Spend:
 
 
 class JudgePause:
-    """Pause of all judging, and its reason."""
+    """A pause of all judging, with its reason."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Trust in a judge: its agreement with people, its biases, and alarms when it is no longer what was calibrated.
+"""Judge calibration: agreement with human labels, biases, and alarms when the judge changes.
 
     items (JSON lines: task, work, label, author) ─┐
     the judgement of each ─────────────────────────┴─▶ agreement, bias ──▶ report, good for one fingerprint
@@ -51,7 +51,7 @@ TAIL = 2.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KappaEstimate:
-    """A number and its 95 % interval."""
+    """A statistic and its 95 % interval."""
 
     value: float
     low: float
@@ -59,7 +59,7 @@ class KappaEstimate:
 
 
 def estimate(statistic: Statistic, items: int, *, seed: int = 0) -> KappaEstimate:
-    """``statistic`` of all items and of ``DRAWS`` resamples of them; of no item at all it is 0."""
+    """Bootstrap ``statistic`` over items with ``DRAWS`` resamples; 0 without items."""
     if not items:
         return KappaEstimate(value=0.0, low=0.0, high=0.0)
     draws_BN = np.random.default_rng(seed).integers(0, items, (DRAWS, items))
@@ -69,7 +69,7 @@ def estimate(statistic: Statistic, items: int, *, seed: int = 0) -> KappaEstimat
 
 
 def weighted_kappa(labels_N: Numbers, scores_N: Numbers) -> Numbers:
-    """κ_w, quadratic weights: 1 is full agreement, 0 what two who never looked would reach.
+    """Quadratically weighted kappa: 1 is full agreement, 0 what two independent raters reach.
 
     0 where chance alone leaves no room to disagree, as when all labels and scores are one and the same: such a set says
     nothing about a judge.
@@ -89,7 +89,7 @@ def correlation(a_N: Numbers, b_N: Numbers) -> Numbers:
 
 
 def ranks(values_N: Numbers) -> Numbers:
-    """[N] places from 1 in ascending order; equal values share the mean of theirs."""
+    """[N] ranks from 1 in ascending order; equal values share their mean rank."""
     _, inverse, counts = np.unique(values_N, return_inverse=True, return_counts=True)
     shared: Numbers = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return shared
@@ -105,7 +105,7 @@ ITEM_KEYS = ({"task", "work", "label"}, {"task", "work", "label", "author"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledItem:
-    """A text with what people say that it is worth."""
+    """A text and the scores that people gave it."""
 
     task: str
     work: str
@@ -119,9 +119,9 @@ class Agreement:
     """Agreement of a judge with labels."""
 
     items: int
-    """That the judge had a verdict on."""
+    """Items that the judge had a verdict on."""
     unjudged: int
-    """That it had none on."""
+    """Items without a verdict."""
     invalid_votes: int
     exact: float
     """Share of the judged items with the label's very score."""
@@ -144,7 +144,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """Biases: where errors (score − label) lean. A correlation whose interval has no 0 in it is one to look at."""
+    """Correlations of a judge's errors (score − label); those whose interval has no 0 deserve a look."""
 
     mean_error: KappaEstimate
     """Lenient above 0, severe below."""
@@ -160,7 +160,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Calibration of one judge of one aspect."""
+    """Calibration report of one judge on one aspect."""
 
     aspect: str
     pin: str
@@ -210,7 +210,7 @@ def agreement_of(items: Sequence[LabelledItem], judgements: Sequence[Judgement])
 
 
 def bias_of(items: Sequence[LabelledItem], judgements: Sequence[Judgement], model: str) -> Bias:
-    """Biases of a judge, which is ``model``."""
+    """Biases of a judge whose model is ``model``."""
     judged = [item for item, judgement in zip(items, judgements, strict=True) if judgement.score is not None]
     labels_N, scores_N = _judged(items, judgements)
     errors_N = scores_N - labels_N
@@ -231,7 +231,7 @@ def dump_calibration(calibration: Calibration) -> str:
 
 
 def parse_calibration(text: str, source: str) -> Calibration:
-    """Read a report. Raises :class:`~etude.errors.ConfigError` for one that is none."""
+    """Parse a calibration report. Raises :class:`~etude.errors.ConfigError` for anything else."""
     try:
         tree = orjson.loads(text)
         bias: dict[str, Any] = {name: value and KappaEstimate(**value) for name, value in tree["bias"].items()}
@@ -244,7 +244,7 @@ def parse_calibration(text: str, source: str) -> Calibration:
 
 
 def distrust(calibration: Calibration | None, pin: str, min_agreement: float) -> str:
-    """Reason why a judge with this ``pin`` is not trusted on the word of its calibration; empty: it is."""
+    """The reason why a judge with this ``pin`` is not trusted after its calibration; empty if it is."""
     if calibration is None:
         return "it was never calibrated"
     if calibration.pin != pin:
@@ -319,7 +319,7 @@ MOST_IDENTITIES = 63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """Alarm that a person has to look at."""
+    """A judge alarm that a person has to look at."""
 
     kind: Literal["model", "agreement"]
     aspect: str
@@ -328,7 +328,7 @@ class Alarm:
 
 
 class AgreementWatch:
-    """Watches whether calibration items are still judged as they were labelled.
+    """Monitors whether calibration items still get the scores of their labels.
 
     ``rate`` is the share of them that was, at calibration.
     """
@@ -355,7 +355,7 @@ class AgreementWatch:
 
 
 class IdentityWatch:
-    """Monitors the name that an endpoint gives itself. ``calibrated`` are those that it gave at calibration."""
+    """Monitors the model name that an endpoint reports. ``calibrated`` are the names at calibration."""
 
     def __init__(self, calibrated: Iterable[str] = ()) -> None:
         self._names = [identity for identity in calibrated if identity]

@@ -1,4 +1,4 @@
-"""One call of a judge over HTTP: an OpenAI chat completion, repeated while the endpoint says "later".
+"""Client of a judge's endpoint: an OpenAI chat completion, retried while the endpoint is busy.
 
 Owns the wire and the meaning of its answers. Any server of that API will do, our own gateway among them; whether
 replies are held to a JSON schema is the recipe's to say, for an endpoint that ignores the wish looks like one that has
@@ -40,7 +40,7 @@ HIDDEN_KEY = "[key]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeCall:
-    """One question to a model."""
+    """One request to a judge's model."""
 
     messages: Sequence[Message]
     schema: Json
@@ -53,7 +53,7 @@ class JudgeCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """One completion."""
+    """One chat completion of a judge."""
 
     text: str
     was_cut: bool
@@ -64,7 +64,7 @@ class ChatReply:
 
 
 class ChatEndpoint(Protocol):
-    """Something that can be asked; :class:`Endpoint` is one."""
+    """Protocol of a chat endpoint; :class:`Endpoint` implements it."""
 
     @property
     def trouble(self) -> str:
@@ -80,7 +80,7 @@ class ChatEndpoint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Address of a judge, and the dialect of its API."""
+    """URL of a judge's endpoint, and the variant of its API."""
 
     url: str
     """Base URL of the API, up to and with ``/v1``."""
@@ -96,7 +96,7 @@ class Address:
 
 
 class Endpoint:
-    """Asks a model over HTTP; implements :class:`ChatEndpoint`. The caller bounds how long."""
+    """Calls a model over HTTP; implements :class:`ChatEndpoint`. The caller bounds the time."""
 
     def __init__(self, http: aiohttp.ClientSession, address: Address) -> None:
         self._http = http
@@ -174,7 +174,7 @@ class Endpoint:
 
 
 def read_answer(answer: dict[str, object]) -> ChatReply:
-    """Parse a completion. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for what is none."""
+    """Parse a chat completion. Raises ``LookupError``, ``TypeError`` or ``ValueError`` for anything else."""
     match answer:
         case {"choices": [{"message": {"content": str() | None as text}, **choice}, *_]}:
             used = None

@@ -1,4 +1,4 @@
-"""Hints by a judge: which turns of a session went wrong, and what one would have said just before each.
+"""Hints by a judge: which turns of a session went wrong, and what would have helped just before each.
 
     transcript, each turn in a fence of its own ──▶ one call ──▶ {"hints": [{"turn": 3, "text": "…"}], "nonce": "…"}
 
@@ -22,9 +22,9 @@ SOURCE = "judge"
 LONGEST_HINT = 200
 """Characters."""
 TURN_CHARACTERS = 2_000
-"""That are shown of one turn."""
+"""Shown of one turn."""
 FEWEST_CHARACTERS = 80
-"""That are shown of each turn of a session that is long beyond measure."""
+"""Shown of each turn of an extremely long session."""
 TRIES = 2
 """A reply that cannot be read is asked for once more."""
 
@@ -69,7 +69,7 @@ class _HintLimits:
 
 
 class HintJudge:
-    """Asks a judge for hints; at most ``most`` a session."""
+    """Requests hints from a judge; at most ``most`` per session."""
 
     def __init__(self, judge: Judge, allowance: BudgetLimit, *, most: int = 1) -> None:
         """``allowance`` is what the hints of one rollout may take."""
@@ -104,7 +104,7 @@ class HintJudge:
 
 
 def ask_for_hints(task: str, turns: Sequence[str], tokens: Tokens, shown: _HintLimits) -> tuple[Message, ...]:
-    """The messages of one call about a session."""
+    """The prompt messages that ask for hints on a session."""
     fences = [guarded(text, f"turn {turn}", tokens.mark, shown.characters) for turn, text in enumerate(turns)]
     question = QUESTION.format(
         task=guarded(task, "task", tokens.mark, TURN_CHARACTERS),

@@ -1,4 +1,4 @@
-"""The judge: asks an endpoint for votes on one aspect of one text, and counts them.
+"""The judge: requests votes on one aspect of one text from an endpoint, and counts them.
 
     text ──▶ cached votes ──▶ circuit ──▶ budget ──▶ endpoint ──▶ readable? ──▶ tally ──▶ judgement
                                                           ▲            │ no, the first time
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class CircuitBreaker(Protocol):
-    """Says when to leave an endpoint alone (:class:`etude.rollouts.breaker.Breaker` is one)."""
+    """Decides when an endpoint is not called (:class:`etude.rollouts.breaker.Breaker` is one)."""
 
     @property
     def gave_up(self) -> bool:
@@ -106,7 +106,7 @@ class JudgeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseFormat:
-    """Format of a reply."""
+    """Format of a judge's reply."""
 
     about: str
     """For errors."""
@@ -310,7 +310,7 @@ def _most(messages: Sequence[Message], params: JudgeParams) -> Spend:
 
 
 def draw_tokens(judged: JudgeInput) -> Tokens:
-    """A mark that does not occur in what it will stand around, and a nonce."""
+    """Draw the delimiter of a call, which occurs in none of its texts, and a nonce."""
     while True:
         mark = secrets.token_hex(MARK_BYTES)
         if mark not in judged.task and mark not in judged.work:

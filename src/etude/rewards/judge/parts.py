@@ -1,4 +1,4 @@
-"""Parts of a reward that a judge gives: one for each rubric, from 0 to 1.
+"""Parts of a reward that a judge gives: one per rubric, from 0 to 1.
 
     task, last words, transcript ──▶ each rubric alone, in calls of its own ──▶ aspect → value
 
@@ -71,7 +71,7 @@ class CalibrationShiftCheck:
 
 
 class JudgedParts:
-    """Has finished rollouts judged, aspect by aspect."""
+    """Judges finished rollouts, aspect by aspect."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ INVISIBLE = frozenset({"Cf", "Cs", "Co"})
 
 
 def signs_in(text: str) -> frozenset[str]:
-    """The signs that a text shows, by name; ``hidden`` where invisible characters stand in it."""
+    """Names of the suspicious signs in a text; ``hidden`` where it has invisible characters."""
     seen = text[:LONGEST_TEXT]
     plain = "".join(character for character in seen if unicodedata.category(character) not in INVISIBLE)
     hidden = frozenset({"hidden"}) if len(plain) < len(seen) else frozenset[str]()

@@ -1,4 +1,4 @@
-"""Questions to a judge: a rubric, the prompt-injection guard, the prompt, and the fingerprint of all that.
+"""Judge prompts: rubric, prompt-injection guard, messages, and the fingerprint of them all.
 
     rubric    one aspect, the question about it, and the meaning of each score; nothing else is asked in a call
     system    you grade; what stands between marked lines and behind bars is data
@@ -53,7 +53,7 @@ LONGEST_TEXT = 2_000
 
 
 class About(StrEnum):
-    """Part of a rollout that is shown to the judge."""
+    """The part of a rollout that is shown to the judge."""
 
     ANSWER = "answer"
     """Its last words."""
@@ -62,7 +62,7 @@ class About(StrEnum):
 
 
 class TieRule(StrEnum):
-    """Score that counts when an even number of votes has two different ones in its middle."""
+    """The rule for an even number of votes with two different scores in the middle."""
 
     LOWER = "lower"
     UPPER = "upper"
@@ -74,7 +74,7 @@ class TieRule(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anchor:
-    """Meaning of a score."""
+    """The meaning of one score of a rubric."""
 
     score: int
     anchor: str
@@ -82,7 +82,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rubric:
-    """Rubric of one aspect."""
+    """The rubric of one aspect."""
 
     aspect: str
     version: str
@@ -171,7 +171,7 @@ SQUARE = re.compile(r"\[(?=/?[A-Za-z_]*[A-Z]{2})")
 
 
 def spelled(text: str) -> str:
-    """The text with hidden characters spelled out and markers of roles broken."""
+    """Escape hidden characters and role markers in a text."""
     seen = UNUSUAL.sub(lambda match: _spell(match.group()), text)
     return SQUARE.sub("[\\\\", ANGLE.sub("<\\\\", seen))
 
@@ -235,7 +235,7 @@ AGAIN = "\nYour reply to this question could not be read: {fault}. Reply with th
 
 
 class ReplyFault(StrEnum):
-    """Reason why a reply cannot be read."""
+    """Reason why a judge's reply cannot be read."""
 
     CUT = "it was cut before its end"
     TOO_LONG = "it was too long"
@@ -248,7 +248,7 @@ class ReplyFault(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeInput:
-    """Input of one judgement. Both texts are data."""
+    """Input of one judgement. Both texts are untrusted data."""
 
     task: str
     work: str
@@ -256,7 +256,7 @@ class JudgeInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Random values of one call, 128 bits each, in hex."""
+    """Random delimiter and nonce of one call, 128 bits each, in hex."""
 
     mark: str
     """Stands around the data."""
@@ -266,7 +266,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """Form of one call's question."""
+    """Parameters of one call's prompt."""
 
     limit: int
     """Characters that are shown of the task and of the work, each."""
@@ -277,7 +277,7 @@ class Asking:
 
 
 def ask(rubric: Rubric, judged: JudgeInput, tokens: Tokens, asking: Asking) -> tuple[Message, ...]:
-    """The messages of one call. Raises ``ValueError`` where the mark occurs in the data: draw another one."""
+    """The prompt messages of one call. Raises ``ValueError`` where the delimiter occurs in the data: draw another."""
     scale = rubric.scale[::-1] if asking.descending else rubric.scale
     question = QUESTION.format(
         task=guarded(judged.task, "task", tokens.mark, asking.limit),
@@ -294,7 +294,7 @@ def ask(rubric: Rubric, judged: JudgeInput, tokens: Tokens, asking: Asking) -> t
 
 
 def conversation(mark: str, question: str) -> tuple[Message, ...]:
-    """The two messages of any call."""
+    """The system and the user message of a call."""
     return {"role": "system", "content": SYSTEM.format(mark=mark)}, {"role": "user", "content": question}
 
 
@@ -343,7 +343,7 @@ class JudgeParams:
     max_tokens: int = 256
     """Limit of a reply, thoughts included."""
     text_characters: int = 20_000
-    """That are shown of the task and of the work, each."""
+    """Shown of the task and of the work, each."""
     structured: bool = False
     """True: the endpoint holds replies to a JSON schema."""
 

@@ -1,4 +1,4 @@
-"""Judges that are programs: they answer the very questions that a model is asked, over the same API.
+"""Rule-based judges: programs that answer a judge's prompts over the same API as a model.
 
     POST /v1/chat/completions ──▶ the text behind the bars, aspect, nonce ──▶ a rule for that aspect ──▶ verdict
 
@@ -43,7 +43,7 @@ QUESTION = re.compile(
 
 
 def answer(question: str, rules: Mapping[str, Rule]) -> str:
-    """The reply to a question. Raises ``ValueError`` for one that is not ours, or about an aspect without a rule."""
+    """The rules' reply to a prompt. Raises ``ValueError`` for another's prompt, or an aspect without a rule."""
     match = QUESTION.match(question)
     if match is None or match["aspect"] not in rules:
         raise ValueError(f"expected a question about {', '.join(sorted(rules))}, as étude's judge asks them")
@@ -52,7 +52,7 @@ def answer(question: str, rules: Mapping[str, Rule]) -> str:
 
 
 def rules_app(rules: Mapping[str, Rule], version: str) -> web.Application:
-    """A server of chat completions whose model are some rules, of a version that changes with them."""
+    """A chat-completion server whose model is a set of rules, with a version that changes with them."""
 
     async def complete(request: web.Request) -> web.Response:
         try:
@@ -108,7 +108,7 @@ WORDS = re.compile(r"\w+")
 
 
 def style(task: str, work: str) -> tuple[int, str]:
-    """Score of a summary's style: one off for each kind of fault."""
+    """Score of a summary's style: one point less for each kind of fault."""
     text = work.strip()
     prose = _without_expression(task, text)
     faults = [
@@ -125,7 +125,7 @@ def style(task: str, work: str) -> tuple[int, str]:
 
 
 def factuality(task: str, work: str) -> tuple[int, str]:
-    """Score of a summary's truth: it names the function of the task, and says what that returns."""
+    """Score of a summary's truth: whether it names the task's function and its result."""
     defined, returned = DEFINITION.search(task), RETURN.findall(task)
     if defined is None or not returned:
         return FACTUALITY_SCORES[0], "the task shows no function"

@@ -1,4 +1,4 @@
-"""Votes: the reading of a judge's replies, their tally, and a cache of those that were given.
+"""Judge votes: parsing of replies, their tally, and a cache.
 
     {"reason": "clear, but too long", "score": 4, "aspect": "style", "nonce": "5d0c…"}     one reply
 
@@ -45,7 +45,7 @@ CODE_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*)\n[ \t]*```", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """One readable reply."""
+    """One vote of a judge: a parsed reply."""
 
     score: int | None
     """``None``: it says that it cannot tell."""
@@ -55,7 +55,7 @@ class Vote:
 
 
 def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = False) -> Vote | ReplyFault:
-    """The vote in a reply about ``rubric``, or why there is none. Raises nothing, whatever the reply."""
+    """Parse the vote in a reply about ``rubric``, or the reason why there is none. Raises nothing."""
     fields = read_object(reply)
     if isinstance(fields, ReplyFault):
         return fields
@@ -72,7 +72,7 @@ def read_vote(reply: str, rubric: Rubric, nonce: str, *, descending: bool = Fals
 
 
 def read_object(reply: str) -> dict[str, Json] | ReplyFault:
-    """The one JSON object that a reply is, or why it is none; a key that stands twice is a fault."""
+    """Parse the one JSON object that a reply must be, or the reason why it is none; duplicate keys are a fault."""
     if len(reply) > LONGEST_REPLY:
         return ReplyFault.TOO_LONG
     text = THOUGHTS.sub("", reply, count=1).strip() if THOUGHTS.match(reply) else reply.strip()
@@ -117,7 +117,7 @@ class Judgement:
 
 
 def tally(rubric: Rubric, replies: Sequence[Vote | ReplyFault]) -> Judgement:
-    """Count the replies of all votes that were asked for.
+    """Count the votes of one judgement.
 
     There is a verdict where more than half of them gave a score, and the rubric's rule does not leave a tie open.
     """
@@ -134,7 +134,7 @@ def tally(rubric: Rubric, replies: Sequence[Vote | ReplyFault]) -> Judgement:
 
 
 def middle(scores: Sequence[int], tie: TieRule) -> float | None:
-    """The median of ascending scores, at least one of them."""
+    """The median of ascending scores, of which there is at least one."""
     lower, upper = scores[(len(scores) - 1) // 2], scores[len(scores) // 2]
     if lower == upper:
         return lower
@@ -158,12 +158,12 @@ SPARED = 16
 
 
 def cache_key(*parts: str) -> bytes:
-    """SHA-256 of some texts, in this order and with these borders between them."""
+    """SHA-256 of a sequence of texts, in hex."""
     return hashlib.sha256(orjson.dumps([part.encode(errors="surrogatepass").hex() for part in parts])).digest()
 
 
 class VoteCache(Closing):
-    """At most ``entries`` votes, in a file or, for ``None``, in memory."""
+    """Cache of at most ``entries`` votes, in a file or, for ``None``, in memory."""
 
     def __init__(self, file: Path | None, entries: int) -> None:
         self._entries = entries

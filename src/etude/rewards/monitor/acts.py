@@ -1,4 +1,4 @@
-"""Acts of an action: commands run, files read, created, altered, code executed. Pure.
+"""Elementary acts of an agent's action: commands run, files read, created or altered, code executed. Pure.
 
     Action ──▶ its arguments ──▶ shell text ──▶ simple commands ──▶ Act: surface and text
                             └──▶ path, written text ─────────────▶
@@ -66,7 +66,7 @@ PATHLIB = re.compile(r"\bPath\(\s*['\"]([^'\"]+)['\"]\s*\)\s*\.\s*(write_\w+|unl
 
 
 class Surface(Enum):
-    """Text that a pattern is matched against."""
+    """Kind of text that a detector's pattern is matched against."""
 
     TEXT = auto()
     """A whole shell text as it was written."""
@@ -86,7 +86,7 @@ class Surface(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One thing that was done."""
+    """One elementary act of an agent."""
 
     surface: Surface
     text: str
@@ -96,7 +96,7 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class SimpleCommand:
-    """A command without pipes: what is between two separators of a shell."""
+    """A shell command without pipes, between two separators."""
 
     words: tuple[str, ...]
     assignments: tuple[str, ...]
@@ -109,7 +109,7 @@ class SimpleCommand:
 
 
 def acts_of(action: Action, *, workdir: str, existing: frozenset[str]) -> tuple[Act, ...]:
-    """Acts of an action. Paths below ``workdir`` come relative to it; to create a ``known`` one is to alter it."""
+    """The acts of an action, paths relative to ``workdir``; creating a ``known`` file counts as altering it."""
     acts: list[Act] = []
     path = next((action.arguments[name] for name in sorted(PATHS & action.arguments.keys())), "")
     for name, whole in action.arguments.items():
@@ -127,7 +127,7 @@ def acts_of(action: Action, *, workdir: str, existing: frozenset[str]) -> tuple[
 
 
 def shell_acts(text: str, depth: int = 0) -> Iterator[tuple[Surface, str]]:
-    """Acts of a shell text, commands within commands included."""
+    """The acts of a shell script, nested commands included."""
     for command in simple_commands(text):
         yield from ((Surface.SET, assignment) for assignment in command.assignments)
         yield from ((Surface.READ, path) for path in command.reads)
@@ -155,7 +155,7 @@ def simple_commands(text: str) -> list[SimpleCommand]:
 
 
 def code_acts(code: str) -> Iterator[tuple[Surface, str]]:
-    """The files that program text opens by name."""
+    """The files that a program's source opens by name, as acts."""
     for path, mode in OPENED.findall(code):
         yield (
             Surface.CREATE if set(mode) & set("wx") else Surface.ALTER if set(mode) & set("a+") else Surface.READ,
@@ -167,7 +167,7 @@ def code_acts(code: str) -> Iterator[tuple[Surface, str]]:
 
 
 def settle_path(path: str, workdir: str) -> str:
-    """A path without detours, relative to ``workdir`` where it lies below."""
+    """Normalise a path, relative to ``workdir`` where it lies below."""
     path = HOME + path[1:] if path == "~" or path.startswith("~/") else path
     whole = posixpath.normpath(posixpath.join(workdir, path))
     return posixpath.relpath(whole, workdir) if f"{whole}/".startswith(f"{workdir}/") else whole

@@ -1,4 +1,4 @@
-"""The table of detectors: what people and models do to pass without doing the work, as patterns.
+"""The table of cheat detectors: known ways to pass without doing the work, as patterns.
 
 A pattern says on which surface of an action it is looked for (:class:`~etude.rewards.monitor.acts.Surface`) and what,
 found beside it, makes it harmless. Commands are matched from their start, paths and code anywhere. Each detector is
@@ -40,7 +40,7 @@ CHECKER = r"(?:hidden|grader|grading|verifier|reward|oracle|reference[_-]?soluti
 
 @dataclass(frozen=True, slots=True)
 class Clue:
-    """One pattern on one surface."""
+    """One pattern on one kind of text."""
 
     surface: Surface
     pattern: re.Pattern[str]
@@ -50,7 +50,7 @@ class Clue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detector:
-    """One way to cheat and how it is recognised."""
+    """One way to cheat and the clues that reveal it."""
 
     name: str
     what: str

@@ -1,4 +1,4 @@
-"""Detectors over what an agent did: actions in, findings with their evidence out. Pure.
+"""The cheat monitor's core: an agent's actions in, findings with their evidence out. Pure.
 
     actions ──acts_of──▶ acts ──DETECTORS──────────▶ ┐
                             ├──special cases──────── ┤ findings, at most one of a detector per turn
@@ -35,7 +35,7 @@ REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Facts of a task that detectors use."""
+    """Facts of a task that cheat detectors use."""
 
     workdir: str = WORKDIR
     files: frozenset[str] = frozenset()
@@ -47,7 +47,7 @@ class Scene:
 
 
 def scene_of(task: Task) -> Scene:
-    """Scene of a task."""
+    """The detectors' facts of a task."""
     checks = task.checks
     files = {*task.files, *(checks.files if isinstance(checks, TestChecks) else ())}
     if isinstance(checks, TestChecks):
@@ -63,7 +63,7 @@ def scene_of(task: Task) -> Scene:
 
 
 def inspect(actions: Sequence[Action], scene: Scene) -> tuple[Finding, ...]:
-    """Everything suspicious in the actions of a rollout, in their order."""
+    """Run all cheat detectors over the actions of a rollout; findings come in the order of the actions."""
     findings: dict[tuple[str, int], Finding] = {}
     for action in actions:
         for finding in _inspect_action(action, scene):
@@ -86,7 +86,7 @@ def _inspect_action(action: Action, scene: Scene) -> Iterator[Finding]:
 
 
 def special_case(code: str, cases: Sequence[Case]) -> str:
-    """The answer to a visible case that code writes down beside its question; empty if it does none.
+    """The hard-coded answer to a visible case in submitted code; empty if there is none.
 
     Either one case is asked for and answered by literals, or a table holds several. Literals that any program may have
     (0, 1, an empty list) do not count.

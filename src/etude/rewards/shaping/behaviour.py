@@ -1,4 +1,4 @@
-"""Behaviour of an agent in numbers: terms of a reward that is otherwise blind to it. Pure.
+"""Behaviour terms: an agent's behaviour in numbers, for a reward that otherwise only sees the result. Pure.
 
     turns as they were spoken, counts, measures ──observe──▶ Conduct ──TERMS──▶ name → value, or none
 
@@ -59,7 +59,7 @@ CODE_BLOCK = re.compile(r"```.*?(?:```|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Text that an agent wrote into files, by lines; a comment that it had read or written before is not counted."""
+    """Text that an agent wrote into files, by lines; comments that it had read or written before do not count."""
 
     code_lines: int = 0
     comment_lines: int = 0
@@ -75,7 +75,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
-    """Facts of one rollout that terms use."""
+    """Facts of one rollout that behaviour terms use."""
 
     counts: Mapping[str, int]
     """The harness's: tool → calls; empty where it counts none."""
@@ -94,7 +94,7 @@ class Conduct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One way to behave, as a number."""
+    """One behaviour term."""
 
     measure: Callable[[Conduct], float | None]
     """``None``: the harness does not say what it takes."""
@@ -114,7 +114,7 @@ def observe(
     sampled_tokens: int,
     bare_shell: bool = False,
 ) -> Conduct:
-    """Facts of a rollout that terms use; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`."""
+    """The facts of a rollout for behaviour terms; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`."""
     acting = [(index, turn) for index, turn in enumerate(turns) if turn.kind is TurnKind.ACT]
     calls = [(index, read_calls(turn.text, bare_shell=bare_shell)) for index, turn in acting]
     actions = [Action(tool=tool, arguments=given, turn=index) for index, made in calls for tool, given in made]
@@ -130,13 +130,13 @@ def observe(
 
 
 def measure(conduct: Conduct) -> dict[str, float]:
-    """Every term that can be measured, by name."""
+    """The value of every measurable behaviour term, by name."""
     values = ((name, term.measure(conduct)) for name, term in TERMS.items())
     return {name: value for name, value in values if value is not None}
 
 
 def open_todos(conduct: Conduct) -> float | None:
-    """To-do items left open / opened; 0 where none was opened, nothing where the harness keeps no such list."""
+    """To-do items left open / opened; 0 where none was opened, ``None`` where the harness keeps no list."""
     opened, left = conduct.measures.get("todo_opened"), conduct.measures.get("todo_open")
     if opened is None or left is None:
         return None
@@ -171,18 +171,18 @@ def tool_monoculture(conduct: Conduct) -> float:
 
 
 def malformed_calls(conduct: Conduct) -> float | None:
-    """Calls that the harness could not read / calls; nothing where the harness has counted none."""
+    """Share of calls that the harness could not read; ``None`` where it counted no calls."""
     total = sum(conduct.counts.values())
     return conduct.counts.get(MALFORMED, 0) / total if total else None
 
 
 def asking(conduct: Conduct) -> float:
-    """Turns that call no tool and end in a question / turns that are no summaries; 0 where there is none."""
+    """Share of turns, summaries aside, that call no tool and end in a question; 0 without turns."""
     return conduct.asking_turns / conduct.acting_turns if conduct.acting_turns else 0.0
 
 
 def sampled_tokens(conduct: Conduct) -> float:
-    """Tokens that the model sampled, of all turns: what it takes to wait for it."""
+    """Number of tokens that the model sampled in all turns: a measure of latency."""
     return float(conduct.sampled_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Penalty of a rollout's effort: the concave one of the Composer 2 report (arXiv 2603.24477, section 4.2).
+"""Effort penalty of a rollout: the concave one of the Composer 2 report (arXiv 2603.24477, section 4.2).
 
     C(x) = ((1 + kx)^(1−q) − 1) / (k(1−q)),   C'(x) = (1 + kx)^(−q)
     q = 0: x      q = 1: ln(1 + kx) / k      q > 1: never above 1 / (k(q − 1))
@@ -60,7 +60,7 @@ def effort_of(turns: Sequence[Turn], counts: Mapping[str, int], thinking_end_id:
 
 
 def effort_penalty(rollout: Rollout, config: EffortConfig) -> float:
-    """Penalty of the rollout's effort: weight · C(x), 0 or more."""
+    """The effort penalty of a rollout: weight · C(x), 0 or more."""
     if not config.weight:
         return 0.0
     effort = effort_of(rollout.turns, rollout.counts, config.thinking_end_id)

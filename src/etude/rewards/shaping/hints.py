@@ -1,4 +1,4 @@
-"""Hints for single turns of a rollout: which turn made a mistake, and what would have been worth knowing before it.
+"""Hints for single turns of a rollout: the mistaken turn, and the advice that would have helped before it.
 
     turns ──words──▶ rules, one after the other ──▶ at most one hint a turn ──▶ the earliest few
                      └─ where that leaves room: a judge
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A kind of mistake, and the hint for a turn that makes it."""
+    """A kind of mistake, and the hint for a turn with that mistake."""
 
     name: str
     where: Literal["said", "answered"]
@@ -87,7 +87,7 @@ TOOL_RULES: tuple[Rule, ...] = (
 
 
 class HintProvider(Protocol):
-    """Reads a rollout and says what would have helped, e.g. a judge model."""
+    """Protocol of a source of hints for a rollout, e.g. a judge model."""
 
     async def hints(self, task: Task, transcript_turns: Sequence[str]) -> tuple[Hint, ...]:
         """Hints for some turns, by their index in ``transcript_turns``.
@@ -136,7 +136,7 @@ class HintFinder:
 
 
 def ruled(turns: Sequence[SpokenTurn], rules: Sequence[Rule]) -> tuple[Hint, ...]:
-    """Hints of rules for a rollout: for each turn that of the first rule that applies."""
+    """Hints from rules for a rollout: the first rule that applies to each turn."""
     first = (next((rule for rule in rules if rule.applies(turn)), None) for turn in turns)
     return tuple(
         Hint(turn=index, text=rule.text, source=rule.name) for index, rule in enumerate(first) if rule is not None
@@ -166,5 +166,5 @@ def malformed_call_rewards(turns: Sequence[SpokenTurn]) -> tuple[float, ...]:
 
 
 def page(turn: SpokenTurn) -> str:
-    """A turn as a hint provider reads it."""
+    """One turn as text for a hint provider."""
     return attributed(heard=turn.heard, said=turn.text, answered=turn.answered)

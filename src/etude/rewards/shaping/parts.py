@@ -1,4 +1,4 @@
-"""The parts of a recipe's reward: what they are, whether they fit their sources, and the identity of their sum. Pure.
+"""The parts of a recipe's reward: description, validation and digest. Pure.
 
     recipe, rubrics ──reward_spec──▶ what a reward is made of ──digest_of──▶ the fact that a run may not change
 
@@ -77,17 +77,17 @@ def reward_spec(config: RewardConfig, rubrics: Mapping[str, str]) -> RewardSpec:
 
 
 def digest_of(spec: RewardSpec) -> str:
-    """SHA-256 in hex; the order of the parts does not count."""
+    """SHA-256 of a reward specification, in hex; the order of the parts does not count."""
     return hashlib.sha256(to_json(spec)).hexdigest()
 
 
 def to_json(spec: RewardSpec) -> bytes:
-    """The one way to write it down."""
+    """The canonical JSON of a reward specification."""
     return orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)
 
 
 def differences(before: RewardSpec, now: RewardSpec) -> list[str]:
-    """Changes from one reward to another, as text."""
+    """Describe the differences between two reward specifications."""
     lines = [f"{name!r} is gone" for name in sorted(before.keys() - now.keys())]
     lines += [f"{name!r} is new" for name in sorted(now.keys() - before.keys())]
     for name in sorted(before.keys() & now.keys()):
@@ -101,7 +101,7 @@ def differences(before: RewardSpec, now: RewardSpec) -> list[str]:
 
 
 def mean_parts(groups: Iterable[Group]) -> dict[str, float]:
-    """Name in the records of rewards → mean over the rollouts that have it; quarantined ones are not counted."""
+    """Mean of each recorded reward part over the rollouts that have it, quarantined ones left out."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for group in groups:
         for rollout in group.rollouts:

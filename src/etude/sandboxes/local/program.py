@@ -1,4 +1,4 @@
-"""Runs one command in this process and ends the process as the command would have ended.
+"""Runs one command in this process, which then ends with the command's exit code.
 
 ``python`` is not a new interpreter: the program runs in the one that is already here, a fork of a warm process, which
 saves the start. What differs from a new one: the standard modules listed in :mod:`etude.sandboxes.local.zygote` are

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 class CommandWorker:
-    """Has commands run by a zygote, one after the other."""
+    """Runs commands in a zygote, one after the other."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control

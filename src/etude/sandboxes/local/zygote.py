@@ -1,4 +1,4 @@
-"""The warm process that commands are forked from: one ``fork`` instead of an interpreter's start.
+"""The zygote: a warm process from which commands are forked, instead of starting an interpreter.
 
     worker ──(root, cpu seconds) + invocation, stdin, stdout, stderr──▶ zygote ──fork──▶ command
        ▲                                                                  │
@@ -53,13 +53,13 @@ ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME"
 
 
 def preload() -> None:
-    """Import what programs may import, while this process can still reach it."""
+    """Import modules that commands may import, while this process can still reach them."""
     for name in PRELOADED:
         importlib.import_module(name)
 
 
 class CommandOrder(TypedDict):
-    """One command, as far as it concerns the zygote."""
+    """The part of a command's request that the zygote itself reads."""
 
     root: str
     """Name of the sandbox's directory in the scratch directory."""
@@ -67,7 +67,7 @@ class CommandOrder(TypedDict):
 
 
 class Invocation(NamedTuple):
-    """A command, which its own process alone reads."""
+    """The part of a command's request that only the command's process reads."""
 
     workdir: str
     environment: Mapping[str, str]

@@ -36,12 +36,12 @@ MOVES: Mapping[BoxState, frozenset[BoxState]] = MappingProxyType(
 
 
 def is_own_folder(path: str) -> bool:
-    """Say whether a folder is there, and no link of an image: that would lead out of it, to the machine's."""
+    """True if a folder exists and is no link of an image, which could lead out to the host."""
     return os.path.isdir(path) and not os.path.islink(path)  # noqa: PTH112, PTH114
 
 
 class SandboxRecord:
-    """One sandbox, as its launcher sees it."""
+    """The launcher's record of one sandbox."""
 
     def __init__(self, creation: Mapping[str, Any], slot: int) -> None:
         """``creation`` has the fields of :class:`~etude.sandboxes.ns.wire.CreateOrder`."""
@@ -100,7 +100,7 @@ class SandboxRecord:
 
 
 class RunningCommand:
-    """A command or job."""
+    """The launcher's record of a running command or job."""
 
     def __init__(self, number: int, box: SandboxRecord, process: int, *, is_job: bool) -> None:
         """``number`` is its provider's, negative for one that the launcher thought of itself."""

@@ -1,4 +1,4 @@
-"""Control groups of sandboxes: how much memory, how many processes and how much processor time one may use in all.
+"""Control groups of sandboxes: limits of memory, processes and processor time.
 
     machine's hierarchy ─▶ the provider's own group ─▶ etude-NAMESPACE-PID-START ─▶ one group a sandbox
 
@@ -57,7 +57,7 @@ KILLS: Mapping[int, str] = {1: "memory.oom_control", 2: "memory.events"}
 
 
 class Hierarchy(NamedTuple):
-    """One tree of groups that can be written, and what it controls."""
+    """One writable cgroup hierarchy, and its controllers."""
 
     version: int
     folder: Path
@@ -71,7 +71,7 @@ class Hierarchy(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """A sandbox's usage; ``None`` where no group counts it."""
+    """A sandbox's resource usage; ``None`` where no group counts it."""
 
     memory_bytes: int | None
     processes: int | None
@@ -166,7 +166,7 @@ def close_entries(entries: Sequence[int]) -> None:
 
 
 def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
-    """Find the controllers, from the text of ``/proc/self/mountinfo`` and ``/proc/self/cgroup``.
+    """Find the cgroup controllers, from the text of ``/proc/self/mountinfo`` and ``/proc/self/cgroup``.
 
     Version 1 first; a controller that it has is never looked for in version 2.
     """
@@ -193,7 +193,7 @@ def find_hierarchies(mounts: str, groups: str) -> list[Hierarchy]:
 
 
 def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]:
-    """Those in which this process may make groups, found out by trying.
+    """The hierarchies in which this process can make groups, found by trying.
 
     A group of version 2 that has processes lends no controllers to groups below it, so the groups above it are tried.
     """
@@ -210,7 +210,7 @@ def writable(hierarchies: Sequence[Hierarchy], launcher: str) -> list[Hierarchy]
 
 
 def launcher_name(process: int) -> str:
-    """The name of a launcher's group: its process namespace and number, and its start time.
+    """The name of a launcher's cgroup: its process namespace and number, and its start time.
 
     Numbers are used again, and mean nothing in another namespace. ``OSError`` if there is no such process.
     """

@@ -1,4 +1,4 @@
-"""The launcher's children: a sandbox's first process, a command, a job of étude's own.
+"""Children of the launcher: a sandbox's first process, a command, one of étude's own jobs.
 
 The first two are lists of system calls (:mod:`etude.sandboxes.ns.syscalls`), the third a fork. The order in them is
 what confines a command: into its namespaces and groups, then no longer root, then no new privileges and no
@@ -86,7 +86,7 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class JobVerdict(IntEnum):
-    """The first byte of an answer."""
+    """The first byte of a job's answer."""
 
     DONE = 0
     MISSING = 1
@@ -107,7 +107,7 @@ class JobResult(NamedTuple):
 
 
 def run_job(request: Mapping[str, Any], source: int, target: int) -> JobResult:
-    """Do a job; ``source`` and ``target`` are descriptors whose meaning is the job's."""
+    """Run a job inside a sandbox; the job defines what the descriptors ``source`` and ``target`` are."""
     try:
         return JOBS[request["job"]](request, source, target)
     except ValueError as error:
@@ -119,12 +119,12 @@ def run_job(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 
 def runs_as_root(job: str) -> bool:
-    """Say whether a job keeps the capabilities of the sandbox's root."""
+    """True if a job keeps the capabilities of the sandbox's root."""
     return job in ("copy", "end", "settle")
 
 
 def stays_outside(job: str) -> bool:
-    """True if a job enters nothing but the sandbox's processes, of which none can reach it, not even root's."""
+    """True if a job enters only the process namespace, and no process in the sandbox can reach it."""
     return job == "kill"
 
 
@@ -248,7 +248,7 @@ def _sessions() -> list[tuple[int, int]]:
 
 
 class TreeCopier:
-    """Copies what a program wrote, through descriptors: no link is followed, whatever is swapped meanwhile."""
+    """Copies a tree of untrusted files through descriptors: no link is followed, even if it is swapped meanwhile."""
 
     def __init__(self, owned: Sequence[str] | None) -> None:
         """Unpack; files in the places ``owned`` become the agent's, all else keeps its owner; ``None`` sets no
@@ -340,7 +340,7 @@ NEW_PROCESS = CLONE_VM | CLONE_VFORK | CLONE_PARENT | signal.SIGCHLD
 
 
 class Tools(NamedTuple):
-    """The resources that children are made with."""
+    """The resources that the launcher's children are made with."""
 
     cgroups: Cgroups
     player: Player
@@ -354,7 +354,7 @@ class Tools(NamedTuple):
 
 
 class InitPipe(NamedTuple):
-    """The arguments of a first process, and the pipe that it reads them from."""
+    """The arguments of a sandbox's first process, and the pipe that it reads them from."""
 
     users: int
     """Its user namespace."""
@@ -372,7 +372,7 @@ class InitPipe(NamedTuple):
 
 
 def first_process(tools: Tools, init_pipe: InitPipe) -> tuple[CallList, Result]:
-    """A process that builds a sandbox's root, sends what is kept of it outside, and becomes ``init``; its number."""
+    """Start the process that builds a sandbox's root and becomes ``init``; returns its number."""
     calls = CallList(MACHINE)
     calls.add("close", init_pipe.receiving)
     calls.add("setns", tools.bare, CLONE_NEWNS)
@@ -406,7 +406,7 @@ def first_process(tools: Tools, init_pipe: InitPipe) -> tuple[CallList, Result]:
 def command_process(
     tools: Tools, box: SandboxRecord, command: Mapping[str, Any], descriptors: Sequence[int], entries: Sequence[int]
 ) -> tuple[CallList, Result | None]:
-    """A command, confined; ``descriptors`` are its stdin, stdout and stderr.
+    """Start a confined command; ``descriptors`` are its stdin, stdout and stderr.
 
     The result is its number, for who cannot be in its process namespace before it is made; for the machine's root, who
     can, it is ``None``.
@@ -442,7 +442,7 @@ def command_process(
 
 
 def how_it_failed(calls: CallList, program: str) -> tuple[str, int] | None:
-    """The reason that a command's program was not executed, and the exit code; ``None`` if it was.
+    """The reason and exit code of a command whose program was not executed; ``None`` if it was.
 
     Raises ``OSError`` where something else failed than the program.
     """
@@ -458,7 +458,7 @@ def how_it_failed(calls: CallList, program: str) -> tuple[str, int] | None:
 
 
 def become_job(box: SandboxRecord, tools: Tools, request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
-    """Do a job of étude's inside and end; ``descriptors`` are what it reads, what it fills, and for its answer."""
+    """Run one of étude's jobs inside a sandbox and end; ``descriptors`` are its input, its output and its answer."""
     source, target, answers = descriptors
     with End():
         try:

@@ -1,4 +1,4 @@
-"""Children of the launcher that are forked: none goes on as if it were the launcher. Standard library alone."""
+"""Forked children of the launcher, of which none may continue as the launcher. Standard library alone."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class End:
-    """Whatever leaves this block ends the process: nothing of a child may go on as if it were the launcher."""
+    """A block that always ends the process, so that a child never continues as the launcher."""
 
     def __enter__(self) -> None:
         return None
@@ -23,7 +23,7 @@ class End:
 
 @contextmanager
 def held_child(prepare: Callable[[], None], failure: str) -> Iterator[int]:
-    """A child that has called ``prepare``; it is there until the block ends, so that its namespaces can be opened.
+    """Fork a child that calls ``prepare`` and waits while the block is open, so that its namespaces can be opened.
 
     Raises ``OSError`` with the words ``failure`` if it could not do that.
     """

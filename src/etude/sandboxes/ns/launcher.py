@@ -67,7 +67,7 @@ ALL_USERS = ["0", "0", "4294967295"]
 
 
 class Launcher:
-    """Makes sandboxes, runs what they are told to, and sees all of it to its end."""
+    """Makes sandboxes, runs commands in them, and cleans both up."""
 
     def __init__(self, control: socket.socket, options: Mapping[str, str]) -> None:
         if MACHINE not in MACHINES:
@@ -285,7 +285,7 @@ class Launcher:
 
 
 def is_agents_doing(job: RunningCommand, tools: Tools) -> bool:
-    """True if a job was killed, or held up, by what runs in its sandbox, and not by the machine.
+    """True if a job was killed or delayed by a process in its sandbox, and not by the machine.
 
     That takes memory that is used up, or a process inside that may send the job signals: of the same user.
     """
@@ -336,7 +336,7 @@ def _fork_through(box: SandboxRecord) -> int:
 
 
 def enter_namespaces() -> bool:
-    """Take a mount namespace of our own, and a user namespace unless we are the machine's root; true if we are.
+    """Enter a new mount namespace, and a user namespace unless this is the machine's root; true if it is.
 
     The machine's root is never a user of a sandbox: files of the kernel ask for the user, not for its powers.
     """
@@ -351,7 +351,7 @@ def enter_namespaces() -> bool:
 
 
 def open_bare_namespace(folder: Path) -> int:
-    """A mount namespace that has nothing of the machine, in which sandboxes begin."""
+    """Open a mount namespace without the host's mounts, in which sandboxes start."""
     folder.mkdir()
 
     def prepare() -> None:
@@ -363,7 +363,7 @@ def open_bare_namespace(folder: Path) -> int:
 
 
 def main() -> None:
-    """Serve one provider, whose socket has the number that the command line says."""
+    """Serve one provider, whose socket number is on the command line."""
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -61,7 +61,7 @@ class SharedMounts(NamedTuple):
 
 
 class UidRange(NamedTuple):
-    """A user namespace."""
+    """A user namespace and its range of ids."""
 
     slot: int
     """Number of its uid range."""
@@ -70,7 +70,7 @@ class UidRange(NamedTuple):
 
 
 class Unmade(OSError):
-    """A sandbox could not be made."""
+    """Error: a sandbox could not be made."""
 
     def __init__(self, message: str, *, refused: bool) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""A provider's end of its launcher: the process, and what is asked of it and answered.
+"""A provider's connection to its launcher: the process, requests and answers.
 
     request, descriptors ──▶ launcher ──▶ future
 
@@ -28,11 +28,11 @@ SEND_TIMEOUT_S = 30.0
 
 
 class LauncherGone(SandboxError):
-    """The launcher had ended before a request could be sent: another one may take it."""
+    """Error: the launcher ended before a request could be sent; another launcher may take it."""
 
 
 class LauncherLink:
-    """Asks a launcher for things."""
+    """Sends requests to a launcher."""
 
     def __init__(self, process: Process, control: socket.socket, grants: Mapping[str, Any]) -> None:
         self._process = process
@@ -177,7 +177,7 @@ class LauncherLink:
 
 
 async def receive(connection: socket.socket, timeout_s: float) -> wire.LauncherMessage | None:
-    """The next message of a socket that does not wait; ``None`` when the other end is gone.
+    """Receive the next message of a non-blocking socket; ``None`` when the other end is closed.
 
     Raises :class:`~etude.errors.SandboxError` when there is none in time.
     """

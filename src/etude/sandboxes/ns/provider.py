@@ -1,4 +1,4 @@
-"""The embedded provider: sandboxes out of Linux namespaces, with or without root.
+"""The embedded provider: sandboxes made of Linux namespaces, with or without root.
 
     provider ──▶ launcher (etude.sandboxes.ns.launcher) ──▶ a sandbox's first process ──▶ init
                      └──▶ commands                       see ns_calls, ns_child, ns_root, ns_filter, ns_cgroups

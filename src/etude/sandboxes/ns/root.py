@@ -58,7 +58,7 @@ MAX_PLACES = 64
 
 
 class AllowedPlace(NamedTuple):
-    """One place that may be reached."""
+    """One network place that a sandbox may reach."""
 
     host: str
     port: int
@@ -87,7 +87,7 @@ def places(allow: Sequence[str]) -> tuple[AllowedPlace, ...]:
 
 
 def hosts_text(reachable: Sequence[AllowedPlace], hostname: str) -> str:
-    """The text of ``/etc/hosts`` inside."""
+    """The text of a sandbox's ``/etc/hosts``."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback", f"127.0.1.1 {hostname}"]
     lines += dict.fromkeys(f"{place.address} {place.host}" for place in reachable if place.host not in _silent(place))
     return "\n".join(lines) + "\n"
@@ -102,7 +102,7 @@ class SocketIoctl(NamedTuple):
 
 
 def network_requests(reachable: Sequence[AllowedPlace]) -> list[SocketIoctl]:
-    """The requests that raise the loopback of a network namespace and give it the addresses of places."""
+    """The ``ioctl`` requests that raise a namespace's loopback and give it the addresses of places."""
     requests = [SocketIoctl(SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", IFF_UP_RUNNING), "the loopback")]
     added = sorted({place.address for place in reachable if not place.address.startswith("127.")})
     for number, address in enumerate(added):
@@ -115,7 +115,7 @@ def network_requests(reachable: Sequence[AllowedPlace]) -> list[SocketIoctl]:
 
 
 def socket_address(place: AllowedPlace) -> bytes:
-    """The address of a place inside, as the kernel takes it."""
+    """The address of a place inside, as a kernel ``sockaddr``."""
     return struct.pack("=H", socket.AF_INET) + struct.pack("!H4s8x", place.port, socket.inet_aton(place.address))
 
 
@@ -150,7 +150,7 @@ NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 
 
 class OverlayMount(NamedTuple):
-    """Trees that lie over each other, the topmost first, and where they are seen."""
+    """Overlaid trees, the topmost first, and their mount point."""
 
     target: str
     trees: tuple[int, ...]
@@ -158,7 +158,7 @@ class OverlayMount(NamedTuple):
 
 
 class ShownMount(NamedTuple):
-    """Something that is shown as it is."""
+    """A bind mount of one tree or file."""
 
     target: str
     tree: int
@@ -168,7 +168,7 @@ class ShownMount(NamedTuple):
 
 
 class RootPlan(NamedTuple):
-    """The parts of a root."""
+    """The plan of a sandbox's root."""
 
     overlays: tuple[OverlayMount, ...]
     """The root's first."""
@@ -199,13 +199,13 @@ def make_bare_root(folder: str) -> None:
 
 
 @cache
-def present(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Those that this kernel has."""
+def existing_paths(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths that exist on this kernel."""
     return tuple(filter(os.path.exists, paths))
 
 
 class RootCalls:
-    """Adds to a list the calls that build a root and enter it."""
+    """Appends the system calls that build and enter a root to a list."""
 
     def __init__(self, calls: CallList, plan: RootPlan) -> None:
         self._calls = calls
@@ -288,13 +288,13 @@ class RootCalls:
 
     def _shield(self) -> None:
         again = MS_BIND | MS_REMOUNT | MS_RDONLY
-        for path in present(SHIELDED):
+        for path in existing_paths(SHIELDED):
             self._mount(path, path, "", MS_BIND)
             self._mount("", path, "", again | QUIET | MS_NOEXEC)
-        for path in present(HIDDEN_FILES):
+        for path in existing_paths(HIDDEN_FILES):
             self._mount("/dev/null", path, "", MS_BIND)
             self._mount("", path, "", again)
-        for path in present(HIDDEN_FOLDERS):
+        for path in existing_paths(HIDDEN_FOLDERS):
             self._mount("none", path, "tmpfs", MS_RDONLY, "size=4k")
 
     def _guard_system(self) -> None:
@@ -350,7 +350,7 @@ SHARED_MEMORY_PART = 2
 
 
 def make_device_tree(folder: Path, *, is_root: bool) -> str:
-    """A ``/dev`` for all sandboxes, in the launcher's own mount namespace; returns where.
+    """Make a ``/dev`` for all sandboxes, in the launcher's own mount namespace; returns its path.
 
     Only the machine's root makes devices; anybody else shows the machine's, each a mount of its own.
     """
@@ -397,7 +397,7 @@ class MountBundle:
 
 
 def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices: str, maps_range: bool) -> RootPlan:
-    """Fill a mount bundle for a sandbox; returns the plan of its root."""
+    """Fill a sandbox's mount bundle; returns the plan of its root."""
     creation = box.creation
     overlays = []
     for target in box.overlays:
@@ -429,7 +429,7 @@ def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices
 
 
 def is_unsettled(creation: Mapping[str, Any]) -> bool:
-    """Say whether an image has something in the agent's folders that is not the agent's; a store's images have not."""
+    """True if an image has files in the agent's folders with another owner; a store's images have none."""
     trees = [*reversed(creation["layers"]), *filter(None, [creation["root"]])]
     for place in (creation["workdir"], HOME):
         for tree in trees:

@@ -1,4 +1,4 @@
-"""One namespace sandbox, seen from its provider: commands, files, copies, and its end.
+"""One namespace sandbox, as its provider handles it: commands, files, copies, and its end.
 
     exec ──argv, pipes──▶ launcher ──▶ command        files ──▶ job inside (etude.sandboxes.ns.child)
 
@@ -43,7 +43,7 @@ KILLED = 137
 
 
 class Commands:
-    """All that runs in one sandbox."""
+    """The running commands of one sandbox."""
 
     def __init__(
         self, link: LauncherLink, box: int, *, check_open: Callable[[], None], fail: Callable[[str], None]
@@ -175,7 +175,7 @@ class NamespaceSandboxHooks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandleArguments:
-    """The arguments of a sandbox's handle."""
+    """The constructor arguments of a sandbox's handle."""
 
     box: int
     """The launcher's number of it."""
@@ -186,7 +186,7 @@ class HandleArguments:
 
 
 class NamespaceSandbox:
-    """A machine of its own, but for the kernel; implements :class:`~etude.protocols.Sandbox`."""
+    """A sandbox of Linux namespaces, with the host's kernel; implements :class:`~etude.protocols.Sandbox`."""
 
     def __init__(self, home: NamespaceSandboxHooks, arguments: HandleArguments) -> None:
         self._home = home

@@ -1,4 +1,4 @@
-"""System calls that commands of ``ns`` and ``local`` may not make, as a classic BPF program for seccomp. Pure.
+"""System calls that are forbidden in ``ns`` and ``local`` sandboxes, as a classic BPF program for seccomp. Pure.
 
 Commands share the machine's kernel, so they get as little of it as a development machine needs. Refused are calls that
 only root could use, calls that have opened holes again and again (BPF, io_uring, userfaultfd, keys, new namespaces),
@@ -130,7 +130,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def filter_program(machine: str, *, shared: bool = False) -> bytes:
-    """The program for a processor, as the kernel takes it: 8 bytes an instruction.
+    """The BPF program for a processor, as the kernel takes it: 8 bytes an instruction.
 
     ``shared`` is for commands that share namespaces, and the user of process 1, with the next sandbox's. A search tree,
     because the kernel runs it for every call that there is when it is installed, which is once for each command.

@@ -1,4 +1,4 @@
-"""A child process as a list of system calls: prepared in Python, made by a hundred bytes of machine code.
+"""A child process as a list of system calls, prepared in Python and made by a hundred bytes of machine code.
 
     entries ──clone, sharing memory──▶ child: call, call, call … execve          no interpreter, no copy of a process
 
@@ -79,7 +79,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take a mount and all below it out of sight; it ends with its last user."""
+    """Detach a mount and all below it; it ends with its last user."""
     _check(LIBC.umount2(target.encode(), MNT_DETACH), f"unmount {target}")
 
 
@@ -95,7 +95,7 @@ def clone_tree(path: str, *, recursive: bool = False) -> int:
 
 
 def set_attributes(tree: int, attributes: int, user_namespace: int = 0, *, recursive: bool = False) -> None:
-    """Set attributes of a mount; with ``ATTR_IDMAP`` owners are shown as a namespace maps them."""
+    """Set attributes of a mount; with ``ATTR_IDMAP`` owners are mapped by a user namespace."""
     settings = struct.pack("4Q", attributes, 0, 0, user_namespace)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     done = LIBC.syscall(SYS_MOUNT_SETATTR, tree, b"", flags, settings, ctypes.c_size_t(len(settings)))
@@ -103,7 +103,7 @@ def set_attributes(tree: int, attributes: int, user_namespace: int = 0, *, recur
 
 
 def write_text(path: str, text: bytes) -> None:
-    """Write a file of the kernel's, in one piece."""
+    """Write a kernel file, in one piece."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, text)
@@ -167,7 +167,7 @@ ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def init_program(machine: str) -> bytes:
-    """The program as a static ELF executable. ``KeyError`` for a processor that it was not written for."""
+    """The ``init`` program as a static ELF executable. ``KeyError`` for an unsupported processor."""
     code = {"x86_64": _x86_64, "aarch64": _aarch64}[machine]()
     size = HEADERS_BYTES + len(code)
     ident = b"\x7fELF" + bytes((2, 1, 1)) + bytes(9)
@@ -178,7 +178,7 @@ def init_program(machine: str) -> bytes:
 
 
 def open_init(machine: str) -> int:
-    """A descriptor of the program in memory, which can be executed and not be read."""
+    """An executable, unreadable descriptor of the ``init`` program in memory."""
     descriptor = os.memfd_create("init")
     os.write(descriptor, init_program(machine))
     os.fchmod(descriptor, 0o111)  # a process whose program it may not read shows nothing of itself in /proc
@@ -327,7 +327,7 @@ SCRAP = ctypes.addressof(NOWHERE)
 
 
 class CallFailure(NamedTuple):
-    """The call that ended a list before its time."""
+    """The call of a list that failed."""
 
     call: str
     errno: int
@@ -336,13 +336,13 @@ class CallFailure(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Stands for the result of an earlier call, a descriptor, where later ones take it as an argument."""
+    """Placeholder for the result of an earlier call, a descriptor, as an argument of later ones."""
 
     number: int
 
 
 class MemoryBlock(NamedTuple):
-    """Calls of a list that stand in others as they are."""
+    """An encoded list of calls that is reused in other lists."""
 
     calls: tuple[tuple[str, str], ...]
     entries: tuple[bytes, ...]
@@ -352,7 +352,7 @@ Argument = int | bytes | Result | ctypes.Array[Any]
 
 
 class CallList:
-    """System calls that a child will make, in order; the last must not return."""
+    """System calls of a child, in order; the last must not return."""
 
     def __init__(self, machine: str) -> None:
         """``ValueError`` for a processor that is not in the table."""
@@ -439,7 +439,7 @@ class CallList:
 
 
 class Player:
-    """The machine code, ready to run."""
+    """The machine code that runs a call list."""
 
     def __init__(self, machine: str) -> None:
         """``KeyError`` for a processor that it was not written for, ``OSError`` where no code may be made."""
@@ -469,11 +469,11 @@ def _packed(entry: list[int] | bytes) -> bytes:
 
 
 def machine_code(machine: str) -> bytes:
-    """The bytes of ``CODE``."""
+    """The machine code, decoded from ``CODE``."""
     lines = dedent(CODE[machine]).strip().splitlines()
     return bytes.fromhex("".join(line[:CODE_COLUMNS] for line in lines))
 
 
 def strings(texts: Sequence[bytes]) -> "ctypes.Array[ctypes.c_char_p]":
-    """An array of strings as ``execve`` takes it."""
+    """A string array, as ``execve`` takes it."""
     return (ctypes.c_char_p * (len(texts) + 1))(*texts, None)

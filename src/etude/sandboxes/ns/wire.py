@@ -30,7 +30,7 @@ class Options(TypedDict):
 
 
 class Grants(TypedDict):
-    """The grants of the machine, as a launcher found them."""
+    """The privileges and features that a launcher found on its machine."""
 
     error: str
     """Reason that there can be no sandbox at all; empty otherwise."""
@@ -41,7 +41,7 @@ class Grants(TypedDict):
 
 
 class CreateOrder(TypedDict):
-    """An order for a sandbox; everything here was checked by the provider."""
+    """Request for a sandbox; the provider has validated everything in it."""
 
     box: int
     """Its number."""
@@ -67,7 +67,7 @@ class CreateOrder(TypedDict):
 
 
 class ExecOrder(TypedDict):
-    """An order for a command."""
+    """Request for a command."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -82,7 +82,7 @@ class LauncherMessage(NamedTuple):
 
 
 def send(connection: socket.socket, body: object, descriptors: Sequence[int] = ()) -> None:
-    """Send a datagram. ``BlockingIOError`` when there is no room, if the socket does not wait."""
+    """Send a datagram. Raises ``BlockingIOError`` when a non-blocking socket has no room."""
     data = json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")
     if len(data) > MESSAGE_LIMIT_BYTES:
         raise ValueError(f"a message of {len(data)} bytes, at most {MESSAGE_LIMIT_BYTES}")
@@ -91,7 +91,7 @@ def send(connection: socket.socket, body: object, descriptors: Sequence[int] = (
 
 
 class MessageReceiver:
-    """Receives the datagrams of one socket, into memory that it has once."""
+    """Receives the datagrams of one socket, into preallocated memory."""
 
     def __init__(self, connection: socket.socket, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
         """``limit_bytes`` is what a message may have at most."""
@@ -113,5 +113,5 @@ class MessageReceiver:
 
 
 def is_too_large(body: object) -> bool:
-    """Say whether no datagram can hold it."""
+    """True if a message is too large for a datagram."""
     return len(json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogateescape")) > MESSAGE_LIMIT_BYTES

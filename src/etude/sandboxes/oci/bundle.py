@@ -1,4 +1,4 @@
-"""The parts of an OCI sandbox, in the words of ``sh`` and of the OCI runtime specification. Pure.
+"""Scripts and JSON files of an OCI sandbox, for ``sh`` and the OCI runtime. Pure.
 
     stage (a tmpfs as large as the disk limit)
     ├── upper/N, work/N    what was written over the N-th overlay
@@ -60,7 +60,7 @@ Object: TypeAlias = dict[str, Json]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootOverlay:
-    """Trees that lie over each other, and where they are seen."""
+    """Overlaid trees and their mount point."""
 
     target: str
     """From ``/``; empty for the root itself."""
@@ -132,7 +132,7 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
 
 
 def bundle(stage: Path, *, shares_kernel: bool) -> Object:
-    """``config.json`` of a container that does nothing but be there.
+    """``config.json`` of a container that only idles.
 
     With ``shares_kernel`` it hides what the machine's kernel tells and takes, as Docker's containers do, and refuses
     the system calls that sandboxes of ``ns`` refuse.

@@ -1,4 +1,4 @@
-"""One container of an OCI runtime: booted, put to sleep, woken, and the commands in it, each watched to its end.
+"""One container of an OCI runtime: started, paused, resumed, and the commands in it, each watched to its end.
 
     asleep ◀──sleep── awake ──▶ commands        a woken one has another name, but the same processes
            ──wake───▶

@@ -1,4 +1,4 @@
-"""The process around one container: mount, process and network namespaces, which end with the process that made them.
+"""The process that holds one container's mount, process and network namespaces, which end with it.
 
     provider ══standard input══▶ unshare ──▶ process 1: a shell, then cat       :mod:`etude.sandboxes.oci.bundle` mounts
              ──nsenter──▶ runtime ──▶ sentry, gofer, commands                   all of them below process 1

@@ -1,4 +1,4 @@
-"""The OCI runtimes that can run sandboxes: a row each of a table, with what each is able to do.
+"""Table of the OCI runtimes that can run sandboxes, with the capabilities of each.
 
 A row says how its program is called, which capabilities it holds to, and what its containers need from a base system.
 :mod:`etude.sandboxes.oci.provider` does the rest for all of them.

@@ -1,4 +1,4 @@
-"""One sandbox of an OCI runtime: its commands and files, and who may ask for what while its memory is written down.
+"""One sandbox of an OCI runtime: its commands and files, and the locking of snapshots of its memory.
 
     open ──fork, snapshot──▶ alone ──▶ open        commands wait for it, and it for the commands that run
       └──close, time to live, failure──▶ closed

@@ -1,4 +1,4 @@
-"""Disks of virtual machines that étude makes itself: empty ones, ones to write to. Slow, so not for an event loop."""
+"""Disk images of virtual machines: empty ones and writable ones. Slow, so not for an event loop."""
 
 import os
 import shutil
@@ -17,12 +17,12 @@ SEARCH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
 def make_empty(path: Path) -> None:
-    """A qcow2 file that holds nothing. Raises :class:`~etude.errors.SandboxError`."""
+    """Make an empty qcow2 file. Raises :class:`~etude.errors.SandboxError`."""
     _run("qemu-img", "qemu-utils", ["create", "-q", "-f", "qcow2", str(path), str(DISK_BYTES)])
 
 
 def make_writable(path: Path, size_bytes: int) -> None:
-    """A raw disk with a file system for ``size_bytes`` of files. Raises :class:`~etude.errors.SandboxError`."""
+    """Make a raw disk with a file system for ``size_bytes`` of files. Raises :class:`~etude.errors.SandboxError`."""
     whole = int(size_bytes * OVERHEAD) + RESERVE_BYTES
     with path.open("xb") as file:
         file.truncate(whole // 4096 * 4096)
@@ -31,7 +31,7 @@ def make_writable(path: Path, size_bytes: int) -> None:
 
 
 def missing_tools() -> tuple[str, ...]:
-    """Programs that are not installed."""
+    """Required programs that are not installed."""
     needed = ("qemu-img", "mke2fs", "mksquashfs", "setpriv")
     return tuple(name for name in needed if shutil.which(name, path=SEARCH) is None)
 

@@ -1,4 +1,4 @@
-"""The hardware of a virtual machine: what a spec needs, packed into disks, and as a command line of QEMU.
+"""Hardware of a virtual machine: disks and memory of a spec, and QEMU's command line.
 
     disk 0   the machine's own root      disk 1   what commands write       disks 2 …   layers of images
 
@@ -42,7 +42,7 @@ SOFTWARE_ARGUMENTS = "no_timer_check clocksource=hpet tsc=unstable"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The properties of machines that cannot be copies of each other."""
+    """Hardware properties that all copies of a machine have in common."""
 
     accelerator: str
     """``tcg`` or ``kvm``."""
@@ -58,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boot:
-    """The files that a machine boots from."""
+    """The boot files of a machine."""
 
     kernel: Path
     initramfs: Path
@@ -68,7 +68,7 @@ class Boot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disks:
-    """Files behind the disks of a machine."""
+    """The disk images of a machine."""
 
     system: Path
     upper: tuple[Path, ...]
@@ -83,7 +83,7 @@ class Disks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wires:
-    """Descriptors that a machine inherits."""
+    """Descriptors that a machine's process inherits."""
 
     control: int
     """A socket for QMP."""
@@ -125,7 +125,7 @@ def command_line(program: str, shape: Shape, ram: Path, disks: Disks, wires: Wir
 
 
 def upper_node(path: Path, *, name: str) -> dict[str, object]:
-    """A new top for the disk that is written, for QEMU's ``blockdev-add``; what it lies over is said later."""
+    """A new writable overlay, for QEMU's ``blockdev-add``; its backing file is set later."""
     return {"driver": "qcow2", "node-name": name, "file": _file(path, is_written=True), "backing": None}
 
 
@@ -189,7 +189,7 @@ class VmSpec:
 
 
 def shape_of(accelerator: str, limits: SandboxLimits) -> Shape:
-    """The shape of a machine for these limits."""
+    """The machine shape for these limits."""
     cpus = math.ceil(limits.cpus)
     return Shape(accelerator=accelerator, memory_mib=memory_mib(limits.memory_bytes), cpus=cpus)
 

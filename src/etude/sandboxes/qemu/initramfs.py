@@ -1,4 +1,4 @@
-"""The initial RAM disk of a virtual machine: cpio archives, and the modules and the script that are in them.
+"""The initial RAM disk of a virtual machine: cpio archives with kernel modules and a script.
 
 The kernel unpacks several archives one after the other, so the part that comes from Debian is made with the base system
 and the agent's code, :func:`agent_archive`, is put behind it whenever a machine boots. Owns the format and the script.

@@ -1,4 +1,4 @@
-"""The host's end of an agent's language: questions with deadlines, answers, and tunnels to allowed places.
+"""The host's end of the agent's protocol: requests with deadlines, answers, and tunnels to allowed places.
 
     ask ──request──▶ port ──▶ agent ──answer──▶ the caller             tunnels: etude.sandboxes.qemu.port_forwarder
 
@@ -24,7 +24,7 @@ OPEN_LIMIT = 1000
 
 
 class GuestLink:
-    """Questions and answers over one socket."""
+    """Sends requests to a guest agent over one socket."""
 
     def __init__(self, *, next_id: int = 1, allow: Sequence[str] = ()) -> None:
         """``next_id`` is above all numbers that the agent has heard, ``allow`` the places that tunnels may lead to."""

@@ -1,4 +1,4 @@
-"""One QEMU process: started, spoken to, brought to rest, copied, killed.
+"""One QEMU process: start, control, freeze, copy and kill.
 
     NEW ──▶ RUNNING ◀──▶ RESTING
                 └───────────┴────▶ GONE
@@ -41,7 +41,7 @@ LINE_LIMIT_BYTES = 1 << 20
 
 
 class QmpControl:
-    """A way to tell one QEMU process what to do."""
+    """QMP control of one QEMU process."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -120,7 +120,7 @@ def save_memory(process: int, source: Path, target: Path) -> int:
 
 
 def copy_sparse(source: Path, target: Path) -> None:
-    """Copy a file with its holes, by reference where the file system can."""
+    """Copy a file with its holes, by reflink where the file system can."""
     with source.open("rb", buffering=0) as old, target.open("xb", buffering=0) as new:
         try:
             fcntl.ioctl(new, FICLONE, old.fileno())
@@ -215,7 +215,7 @@ MOVES: Mapping[MachineState, frozenset[MachineState]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A machine at rest, as files: what copies start from."""
+    """The files of a frozen machine, from which copies start."""
 
     shape: Shape
     folder: Path
@@ -236,7 +236,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineIdentity:
-    """The names and sockets that make a copy another machine than its original."""
+    """Names and sockets that differ between a copy of a machine and its original."""
 
     name: str
     allow: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The host's end of the tunnels out of a virtual machine: connections to the places that its spec allows.
+"""The host's end of a virtual machine's tunnels: connections to the places that its spec allows.
 
 The agent says which place a command wants; only those allowed are connected to, whatever it says. Owns the connections;
 how a command gets there is :mod:`etude.sandboxes.qemu.guest.tunnels`'s. One task a connection, each with bounded
@@ -18,7 +18,7 @@ Say = Callable[[dict[str, Any], bytes], None]
 
 
 class PortForwarder:
-    """The connections of one machine."""
+    """The tunnelled connections of one machine."""
 
     def __init__(self, allow: Sequence[str], say: Say) -> None:
         self._allow = frozenset(allow)

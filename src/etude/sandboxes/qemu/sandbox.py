@@ -100,7 +100,7 @@ GRACE_S = 30.0
 
 
 class QemuSandbox:
-    """An environment of commands in a machine of its own."""
+    """One sandbox in a virtual machine of its own."""
 
     def __init__(
         self, provider: "QemuSandboxes", spec: SandboxSpec, machine: Machine, memories: tuple[Frozen, ...]

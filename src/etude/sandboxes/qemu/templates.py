@@ -1,4 +1,4 @@
-"""Machines at rest that sandboxes are copied from: one booted for each shape, and one prepared for each VM spec.
+"""Frozen machines that sandboxes are copied from: one booted for each shape, one prepared for each VM spec.
 
     boot (seconds) ──▶ booted, kept on disk ──copy, environment──▶ prepared, kept in memory ──copy──▶ sandbox
 
@@ -41,7 +41,7 @@ CONSOLE_TAIL = 600
 
 
 class Templates:
-    """Booted and prepared machines, made when they are first asked for."""
+    """Booted and prepared machines, made on first use."""
 
     def __init__(self, program: str, version: str, store: ImageStore, base: Base, folder: Path) -> None:
         """``folder`` is where prepared ones are kept, ``version`` QEMU's own words about itself."""

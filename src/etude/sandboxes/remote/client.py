@@ -50,7 +50,7 @@ M = TypeVar("M", bound=wire.WireMessage)
 
 
 class RemoteSandboxes:
-    """Has sandboxes made by a server; implements :class:`~etude.protocols.SandboxProvider`."""
+    """Makes sandboxes on a server; implements :class:`~etude.protocols.SandboxProvider`."""
 
     def __init__(self, url: str, key: str) -> None:
         """``url`` is the server's, without the version. Raises :class:`~etude.errors.ConfigError` if it is none."""
@@ -122,8 +122,8 @@ class RemoteSandboxes:
             await asyncio.sleep(wait_s)
             names = list(self._sandboxes)[: wire.MAX_NAMES]
             with suppress(EtudeError, ValueError):  # the next one may get through; if none does, calls will say so
-                body = wire.write_message(wire.Names(names=names))
-                await self._server.ask(wire.Names, "POST", "leases", body, timeout_s=wait_s)
+                body = wire.write_message(wire.SandboxNames(names=names))
+                await self._server.ask(wire.SandboxNames, "POST", "leases", body, timeout_s=wait_s)
 
 
 class RemoteSandbox:
@@ -203,7 +203,9 @@ class RemoteSandbox:
             raise ValueError(f"fork({count}): expected 1 to {wire.MAX_FORKS}")
         names = [uuid.uuid4().hex for _ in range(count)]
         try:
-            await self._ask(wire.Done, "fork", wire.Names(names=names), timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS)
+            await self._ask(
+                wire.Done, "fork", wire.SandboxNames(names=names), timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS
+            )
         except BaseException:
             for name in names:
                 await self._provider.drop(name)

@@ -1,4 +1,4 @@
-"""The clients of a server of sandboxes, and what its operator lets each of them ask for.
+"""Clients of a sandbox server, and their permissions.
 
     FILE: what holds for all, and a table [clients.NAME] each ──▶ Client: digest of a key, permissions, quota
 
@@ -33,7 +33,7 @@ TOTAL = SandboxLimits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """The most that the holder of one key may have at a time."""
+    """The most sandboxes and resources that one client may have at a time."""
 
     sandboxes: int = SANDBOXES
     each: SandboxLimits = EACH
@@ -60,7 +60,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredSandbox:
-    """One sandbox's name, which is unique among those of its holder."""
+    """One registered sandbox; its name is unique among its client's."""
 
     holder: str
     name: str
@@ -78,7 +78,7 @@ class _Terms:
 
 
 class SandboxRegistry:
-    """All that is held of one server."""
+    """All sandboxes that a server's clients hold."""
 
     def __init__(self, *, lease_s: float, quotas: Mapping[str, Quota]) -> None:
         """``quotas`` by holder."""
@@ -184,7 +184,7 @@ TABLE = "clients"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permissions:
-    """The things that a client may name: none, unless its operator says so."""
+    """Images, paths and places that a client may name: none, unless its operator allows them."""
 
     allow: Container[str] = ()
     """Places ``host:port`` that its sandboxes may reach, each exactly as it is asked for."""
@@ -237,7 +237,7 @@ class Permissions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxClient:
-    """The holder of a key, and what that opens."""
+    """A client, identified by its key, and its permissions."""
 
     digest: str
     """SHA-256 of the key, in hexadecimal digits."""
@@ -259,7 +259,7 @@ class Caps(Section):
 
 
 class ClientSection(Section):
-    """A client as its operator describes it."""
+    """The section of a clients file for one client."""
 
     key_sha256: Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
     """Digest of the client's key, in hexadecimal digits: ``printf %s KEY | sha256sum``."""
@@ -309,7 +309,7 @@ def read_clients(file: Path, images: Callable[[str], Image] | None) -> dict[str,
 
 
 def parse_client(source: str, tree: Mapping[str, object], images: Callable[[str], Image] | None) -> SandboxClient:
-    """A client from plain values. Raises :class:`~etude.errors.ConfigError`, which begins with ``source``."""
+    """Parse a client from plain values. Raises :class:`~etude.errors.ConfigError`, which begins with ``source``."""
     try:
         return ClientSection.model_validate_json(json.dumps(tree, default=str)).client(images)
     except ValidationError as error:

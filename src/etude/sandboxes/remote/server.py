@@ -127,9 +127,9 @@ class SandboxServer:
         return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, granted)))
 
     async def _renew(self, registered: RegisteredSandbox, body: bytes) -> Answer:
-        names = wire.read_message(wire.Names, body).names
+        names = wire.read_message(wire.SandboxNames, body).names
         lost = self._registry.renew([RegisteredSandbox(registered.holder, name) for name in names], time.monotonic())
-        return wire.Names(names=[each.name for each in lost])
+        return wire.SandboxNames(names=[each.name for each in lost])
 
     async def _create(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         order = wire.read_message(wire.CreateRequest, body)
@@ -190,7 +190,7 @@ class SandboxServer:
         return await self._with(registered, keep)
 
     async def _fork(self, registered: RegisteredSandbox, body: bytes) -> Answer:
-        names = wire.read_message(wire.Names, body).names
+        names = wire.read_message(wire.SandboxNames, body).names
         if not 0 < len(set(names)) == len(names) <= wire.MAX_FORKS:
             raise ValueError(f"fork({len(names)}): expected 1 to {wire.MAX_FORKS} different names")
         forks = [RegisteredSandbox(registered.holder, name) for name in names]

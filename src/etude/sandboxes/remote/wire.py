@@ -10,9 +10,9 @@
     POST   /v2/sandboxes/NAME/stats                    → Use
     POST   /v2/sandboxes/NAME/kill                     → Done         everything that runs inside
     POST   /v2/sandboxes/NAME/snapshot                 → ImageReply
-    POST   /v2/sandboxes/NAME/fork        Names        → Done         the same again, and they are the same forks
+    POST   /v2/sandboxes/NAME/fork        SandboxNames → Done         the same again, and they are the same forks
     DELETE /v2/sandboxes/NAME                          → Done         also when there is none
-    POST   /v2/leases                     Names        → Names        renews them; the answer has those that are lost
+    POST   /v2/leases                     SandboxNames → SandboxNames renews them; the answer has the lost ones
 
 Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
 a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox without requests
@@ -43,7 +43,7 @@ JSON_LIMIT_BYTES = 96 << 20
 TAR_SLACK_BYTES = 1 << 20
 """Bytes beyond its limit at which a tar's reader hangs up."""
 MAX_FORKS = 64
-"""That are asked for at once."""
+"""Requested at once."""
 MAX_NAMES = 10_000
 """Most leases that are renewed at once."""
 
@@ -53,13 +53,13 @@ M = TypeVar("M", bound="WireMessage")
 
 
 class WireMessage(BaseModel):
-    """A JSON body: its fields, of their types, and no others; so it is with the nouns in it."""
+    """A typed JSON body; unknown fields and other types are errors, also in nested objects."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class Done(WireMessage):
-    """Nothing to say."""
+    """An empty reply."""
 
 
 class CapabilitiesReply(WireMessage):
@@ -78,13 +78,13 @@ class CreateRequest(WireMessage):
 
 
 class LeaseReply(WireMessage):
-    """A sandbox that was made, and for how long it is the client's unless it asks for something."""
+    """A new sandbox, and the time for which the client holds it without a request."""
 
     lease_s: float
 
 
 class ExecRequest(WireMessage):
-    """One command."""
+    """Request for one command."""
 
     argv: list[str]
     stdin: str
@@ -93,7 +93,7 @@ class ExecRequest(WireMessage):
 
 
 class ExecReply(WireMessage):
-    """The end of a command."""
+    """The result of a command."""
 
     result: ExecResult
 
@@ -105,7 +105,7 @@ class ImageReply(WireMessage):
 
 
 class PathOnly(WireMessage):
-    """The path of a file."""
+    """Request that only names the path of a file."""
 
     path: str
 
@@ -124,14 +124,14 @@ class ExportRequest(WireMessage):
     limit_bytes: Annotated[int, Field(ge=0)] = EXPORT_LIMIT_BYTES
 
 
-class Names(WireMessage):
-    """Some sandboxes."""
+class SandboxNames(WireMessage):
+    """Names of sandboxes."""
 
     names: list[Name] = Field(max_length=MAX_NAMES)
 
 
 class Use(WireMessage):
-    """The fields of :class:`~etude.sandbox_spec.SandboxStats`; ``None`` where the provider cannot tell."""
+    """A sandbox's usage: fields of :class:`~etude.sandbox_spec.SandboxStats`; ``None`` for unknown ones."""
 
     memory_bytes: float | None
     disk_bytes: float | None
@@ -155,7 +155,7 @@ class Use(WireMessage):
 
 
 class ErrorKind(StrEnum):
-    """The fault of a request, and so the exception that it becomes."""
+    """Kind of error in a reply, which decides the exception that the client raises."""
 
     VALUE = "value"
     UNSUPPORTED = "unsupported"
@@ -166,7 +166,7 @@ class ErrorKind(StrEnum):
 
 
 class ErrorReply(WireMessage):
-    """The error of a request."""
+    """Reply to a failed request."""
 
     fault: ErrorKind
     message: str
@@ -190,7 +190,7 @@ class ErrorReply(WireMessage):
 
 
 class ErrorMeaning(NamedTuple):
-    """A kind of error at either end."""
+    """HTTP status and exception of one kind of error."""
 
     exception: type[Exception]
     status: int
@@ -210,7 +210,7 @@ ERRORS: Mapping[ErrorKind, ErrorMeaning] = MappingProxyType(
 
 
 def read_message(kind: type[M], body: bytes) -> M:
-    """A message from the other end. ``ValueError`` says what is wrong with it."""
+    """Parse a message. Raises ``ValueError`` naming the fault."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -221,11 +221,11 @@ def read_message(kind: type[M], body: bytes) -> M:
 
 
 def write_message(message: WireMessage) -> bytes:
-    """A message to send. Text that is no Unicode (half a surrogate) is a ``ValueError``."""
+    """Encode a message. Raises ``ValueError`` for text that is no Unicode (half a surrogate)."""
     return message.model_dump_json().encode()
 
 
 def known_capabilities(names: list[str]) -> frozenset[Capability]:
-    """Those of some names that are words of ours."""
+    """The capabilities of these names; names that this version does not know are left out."""
     words = {str(capability) for capability in Capability}
     return frozenset(Capability(name) for name in names if name in words)

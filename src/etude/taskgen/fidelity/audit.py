@@ -1,4 +1,4 @@
-"""The fidelity audit: can a simple classifier tell production's observations from ours, and by what?
+"""The fidelity audit: can a classifier tell production's observations from étude's, and by which features?
 
     production sessions ─┐                                              ┌─▶ AUC with its confidence interval
                          ├──features──▶ logistic regression, by session ─┤
@@ -38,7 +38,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tell:
-    """One feature that gives a side away."""
+    """A feature by which the classifier tells the two sides apart."""
 
     feature: str
     """Kind and value, such as ``path:/usr/lib``."""
@@ -71,7 +71,7 @@ class FidelityReport:
 
 
 def audit(production: Sequence[Observation], simulated: Sequence[Observation]) -> FidelityReport:
-    """Compare two sides. Raises :class:`~etude.errors.ConfigError` for too few sessions."""
+    """Compare the observations of two sides. Raises :class:`~etude.errors.ConfigError` for too few sessions."""
     sides = [_bounded(production), _bounded(simulated)]
     for name, side in zip(("production", "simulated"), sides, strict=True):
         _check_enough(name, side)
@@ -103,7 +103,7 @@ def audit(production: Sequence[Observation], simulated: Sequence[Observation]) -
 
 
 def render(report: FidelityReport) -> str:
-    """The report in words, a line each."""
+    """A fidelity report as text, one fact a line."""
     auc = report.auc
     verdict = "can be told apart" if report.is_distinguishable else "cannot be told apart by this"
     lines = [
@@ -123,7 +123,7 @@ def render(report: FidelityReport) -> str:
 
 
 def to_json(report: FidelityReport) -> dict[str, Json]:
-    """The report for machines."""
+    """A fidelity report as JSON."""
     return {
         "auc": report.auc.value,
         "auc_low": report.auc.low,

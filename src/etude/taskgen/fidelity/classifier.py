@@ -42,7 +42,7 @@ class Area:
 
 
 def fit(matrix_ND: Array, labels_N: Labels, weights_N: Array, *, ridge: float = RIDGE) -> tuple[Array, float]:
-    """Coefficients [D] and intercept that explain ``labels_N`` (0 or 1); ``weights_N`` say how much each row counts."""
+    """Fit a logistic regression: coefficients [D] and intercept for ``labels_N`` (0 or 1) with ``weights_N``."""
     weights_N = weights_N / weights_N.sum()
     rows_NE = np.hstack((matrix_ND, np.ones((len(matrix_ND), 1))))
     penalty_E = np.full(rows_NE.shape[1], ridge)
@@ -79,7 +79,7 @@ def held_out_scores(matrix_ND: Array, labels_N: Labels, sessions_N: Labels, fold
 
 
 def assign_folds(labels_S: Labels, count: int, rng: np.random.Generator) -> Labels:
-    """A fold for each session, both sides spread evenly over all."""
+    """A cross-validation fold for each session, both sides spread evenly."""
     folds_S = np.zeros(len(labels_S), np.int64)
     for label in (0, 1):
         members = rng.permutation(np.flatnonzero(labels_S == label))
@@ -88,7 +88,7 @@ def assign_folds(labels_S: Labels, count: int, rng: np.random.Generator) -> Labe
 
 
 def balanced(labels_N: Labels, sessions_N: Labels) -> Array:
-    """Weights [N] with which both sides, and all sessions of a side, count the same."""
+    """Weights [N] under which both sides, and all sessions of a side, count the same."""
     rows_S = np.bincount(sessions_N)
     weights_N: Array = 1.0 / rows_S[sessions_N]
     for label in (0, 1):

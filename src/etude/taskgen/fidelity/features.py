@@ -1,4 +1,4 @@
-"""Features: what an observation shows of the machine behind it, as named features that are there or not. Pure.
+"""Features of an observation that reveal the machine behind it, each present or absent. Pure.
 
 Each feature is ``kind:value``, for instance ``path:/usr/lib``, ``host:*@buildbox``, ``latency:2^-5s``: a name that can
 be read aloud, and one that says what to repair. Numbers are put into buckets by powers of two. What belongs to a task
@@ -45,7 +45,7 @@ WORD = re.compile(r"(?<![\w/.=-])[A-Za-z][a-z]{3,15}(?![\w/=(-])")
 
 
 def features_of(observation: Observation) -> frozenset[str]:
-    """Everything that one observation shows."""
+    """All features of one observation."""
     text = observation.observation[:MAX_LETTERS]
     return frozenset((*_machine(text), *_form(observation), *_words(text)))
 
@@ -114,7 +114,7 @@ def common_features(matches: Sequence[frozenset[str]], sessions: Sequence[str]) 
 
 
 def as_matrix(matches: Sequence[frozenset[str]], names: Sequence[str]) -> npt.NDArray[np.float64]:
-    """[observations, features] 1 where an observation has the feature."""
+    """[observations, features] matrix: 1 where an observation has the feature."""
     column = {name: index for index, name in enumerate(names)}
     matrix = np.zeros((len(matches), len(names)))
     for row, one in enumerate(matches):

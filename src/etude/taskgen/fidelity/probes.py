@@ -78,7 +78,7 @@ CLOCK = "clock"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A question that two environments answer differently."""
+    """A probe that two environments answer differently."""
 
     name: str
     production: str
@@ -86,7 +86,7 @@ class Difference:
 
 
 async def probe(sandbox: Sandbox) -> dict[str, str]:
-    """Ask a sandbox everything, in one command. Raises :class:`~etude.errors.SandboxError` when it dies over it."""
+    """Run all probes in a sandbox, in one command. Raises :class:`~etude.errors.SandboxError` when it dies."""
     mark = f"-- {secrets.token_hex(8)} --"
     scripts = (*PROBES.values(), "date -u +%s")
     done = await sandbox.exec(["sh", "-c", ASK, "sh", mark, *scripts], timeout_s=TIMEOUT_S * len(scripts))
@@ -106,7 +106,7 @@ def describe_clock(message: str, now_s: float) -> str:
 
 
 def diff(production: Mapping[str, str], simulated: Mapping[str, str]) -> tuple[Difference, ...]:
-    """Every question with two answers, in the order of the list; one that was not asked has none."""
+    """The probes that two environments answer differently, in the order of the list."""
     names = dict.fromkeys((*PROBES, CLOCK, *production, *simulated))
     pairs = ((name, production.get(name, NO_ANSWER), simulated.get(name, NO_ANSWER)) for name in names)
     return tuple(Difference(name=name, production=real, simulated=ours) for name, real, ours in pairs if real != ours)

@@ -1,4 +1,4 @@
-"""Recorded sessions as files: one tool call and what was seen of it per line, for people and for the audit.
+"""Files of recorded sessions: one tool call and its observation per line, for people and for the audit.
 
     {"session": "monday-7", "tool": "bash", "arguments": {"command": "ls"}, "observation": "a.py\\n",
      "exit_code": 0, "seconds": 0.031}
@@ -38,7 +38,7 @@ class Observation:
 
 
 def read_sessions(path: Path) -> list[Observation]:
-    """Every line of a file. Raises :class:`~etude.errors.ConfigError` that names file and line."""
+    """Read a file of sessions. Raises :class:`~etude.errors.ConfigError` that names file and line."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return [_observation(text, f"{path}:{number}") for number, text in _lines(file)]
@@ -47,7 +47,7 @@ def read_sessions(path: Path) -> list[Observation]:
 
 
 def write_sessions(path: Path, observations: Iterable[Observation]) -> None:
-    """One line each, as :func:`read_sessions` reads them; a field that is not known is left out."""
+    """Write sessions, one observation a line, for :func:`read_sessions`; unknown fields are left out."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for observation in observations:
             by_name = {name: value for name, value in asdict(observation).items() if value not in (None, "", {})}

@@ -1,4 +1,4 @@
-"""Tasks of étude as folders in Harbor's format, for anybody who runs those.
+"""Export of étude's tasks as folders in Harbor's format.
 
 A task that came from such a folder goes back as it came. Tasks that are graded by étude's own means get a verifier that
 asks the same questions: of a function (:class:`~etude.types.FunctionChecks`), or by the named tests

@@ -1,4 +1,4 @@
-"""The verifier that :mod:`etude.taskgen.harbor.export` gives to a task about a function, as ``/tests/grade.py``.
+"""The verifier of exported function tasks (:mod:`etude.taskgen.harbor.export`), as ``/tests/grade.py``.
 
     python3 grade.py REWARD_FILE        beside it: cases.json with path, function and hidden cases
 
@@ -23,7 +23,7 @@ print(json.dumps(runpy.run_path(path)[name](*arguments)))
 
 
 def main() -> None:
-    """Ask every case and write the reward."""
+    """Run every case and write the reward."""
     cases = Path(__file__).with_name("cases.json")
     checks = json.loads(cases.read_text(encoding="utf-8"))
     cases.unlink()

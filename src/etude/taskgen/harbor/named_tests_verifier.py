@@ -1,4 +1,4 @@
-"""The verifier that :mod:`etude.taskgen.harbor.export` gives to one with hidden tests, as ``/tests/grade.py``.
+"""The verifier of exported hidden-test tasks (:mod:`etude.taskgen.harbor.export`), as ``/tests/grade.py``.
 
     python3 grade.py REWARD_FILE        beside it: checks.json with files, must_pass, about, command and timeout_s
 
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def passes(test: str, checks: dict[str, Any]) -> bool:
-    """Return true if one test, by its id, is seen to pass."""
+    """Return true if the test with this node id passes."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [*checks["command"], test, f"--junitxml={report}"]

@@ -1,4 +1,4 @@
-"""True if a task can be trusted to train on: doing nothing must fail, its own solution must pass, each time.
+"""Soundness of tasks: doing nothing must fail and the reference solution must pass, each time.
 
     fresh sandbox ───────────────▶ grader ─▶ below 1        repeated; all of one kind must agree exactly
     fresh sandbox ─ solve.sh ────▶ grader ─▶ 1
@@ -37,7 +37,7 @@ SUBMITTED = HarnessResult(reason="submit", counts={})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Soundness:
-    """Findings about one task."""
+    """Result of one task's soundness check."""
 
     name: str
     untouched: tuple[float, ...]
@@ -57,7 +57,7 @@ class Soundness:
 
 
 class SoundnessCheck:
-    """Checks tasks, one or many."""
+    """Checks the soundness of tasks."""
 
     def __init__(
         self, sandboxes: SandboxProvider, grader: Grader, *, images: Mapping[str, Image], repeats: int = REPEATS
@@ -128,7 +128,7 @@ class SoundnessCheck:
 
 
 def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_solution: bool, log: str) -> tuple[str, ...]:
-    """The fault of a task whose sandboxes had these rewards; ``log`` is of what stopped the check, if anything."""
+    """The faults of a task with these rewards; ``log`` is of the error that stopped the check, if any."""
     faults = []
     if log:
         faults.append("it could not be checked to the end")

@@ -1,4 +1,4 @@
-"""Conversations to imitate: one JSON object a line, as OpenAI spells them for fine-tuning.
+"""Conversations for SFT: one JSON object a line, in OpenAI's fine-tuning format.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…", "tool_calls": […]}],
      "tools": […]}
@@ -45,7 +45,7 @@ MESSAGE_FIELDS: Mapping[Role, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingConversation:
-    """One line of a file."""
+    """One conversation of a file."""
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
@@ -55,7 +55,7 @@ class TrainingConversation:
 
 @final
 class Conversations:
-    """The conversations of a file, one to a document, in an order of their own in every epoch."""
+    """The conversations of a file, one a document, reshuffled every epoch."""
 
     def __init__(self, file: Path, chat: ChatFormat, side: Side, *, context_weight: float) -> None:
         """Conversations are held out by the hashes of their lines.
@@ -132,7 +132,7 @@ def _lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def render(output: TrainingConversation, chat: ChatFormat, *, context_weight: float) -> Document:
-    """A conversation's tokens, and how much each counts. Raises ``ValueError`` where nothing in it can be learnt."""
+    """A conversation's tokens and their loss weights. Raises ``ValueError`` where no token has a weight."""
     return conversation(
         chat, output.messages, tools=output.tools, unlearnt=output.unlearnt, context_weight=context_weight
     )
@@ -180,7 +180,7 @@ def _reply(chat: ChatFormat, messages: Sequence[ChatMessage], tools: Sequence[To
 
 
 def parse(line: bytes) -> TrainingConversation:
-    """Read a line. Raises ``ValueError`` saying what is wrong with it."""
+    """Parse a line. Raises ``ValueError`` naming the fault."""
     try:
         value: Json = orjson.loads(line)
     except orjson.JSONDecodeError as error:

@@ -34,7 +34,7 @@ TOKENIZER_EVERY, TOKENIZER_CHARACTERS = 4, 8_000
 
 
 class Demonstrations(Protocol):
-    """The demonstrations of a task family, of one side of its hold-out."""
+    """Protocol of a task family's demonstrations, on one side of the held-out split."""
 
     def code(self, rng: Random) -> str | Sequence[Message]:
         """A piece of right code, plain or as an agent reads it; or an exercise, in which the agent does well."""
@@ -58,7 +58,7 @@ def demonstration_sources(
 
 @final
 class Library:
-    """Windows from random places of the standard library."""
+    """Random windows of the standard library's source."""
 
     size = None
 
@@ -75,7 +75,7 @@ class Library:
 
 @final
 class Code:
-    """Right code, several pieces to a document, or one exercise."""
+    """Correct code, several programs a document, or one exercise."""
 
     size = None
 
@@ -116,7 +116,7 @@ class SessionSource:
 
 
 def spoken(output: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """The messages of a transcript as those of a conversation. Raises ``ValueError`` on a role that none has."""
+    """Convert a transcript to chat messages. Raises ``ValueError`` for an unknown role."""
     return tuple(_message(message) for message in output)
 
 

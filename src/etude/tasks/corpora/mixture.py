@@ -1,4 +1,4 @@
-"""Mixture of corpora: the next document by shares of sources that may change along the way, held exactly.
+"""Mixture of corpora: sources by shares, which may change along the way and are held exactly.
 
 Owns the draw, the cursor and the cutting into batches. What a document says is its source's business. Pure: the next
 batch is a function of the sources, the shares and the cursor, so a phase that goes on from a saved cursor reads what it
@@ -19,7 +19,7 @@ FEISTEL_ROUNDS = 4
 
 
 class Source(Protocol):
-    """Documents of one kind, by number: the same number is always the same document."""
+    """A numbered source of documents: the same number is always the same document."""
 
     @property
     def identity(self) -> str:
@@ -38,7 +38,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """Selection of a source's documents: the side of the hold-out, with which seed."""
+    """Selection of a source's documents: side of the held-out split, and seed."""
 
     split: Split = Split.TRAIN
     seed: int
@@ -53,7 +53,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """Position in one source."""
+    """Read position in one source."""
 
     documents: int = 0
     """Also the number of the next one."""
@@ -62,7 +62,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Position of a phase in its data: all that has to be saved of its data."""
+    """Read position of a phase in its data: the whole state to save."""
 
     taken: Mapping[str, Taken] = field(default_factory=dict)
     """By source; one that is not there has not been read."""

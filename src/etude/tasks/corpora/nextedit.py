@@ -26,23 +26,23 @@ Mistake: TypeAlias = Callable[[LineEdit, str, Random], str]
 
 
 def keep_old(edit: LineEdit, other: str, rng: Random) -> str:
-    """The line as it was."""
+    """Careless suggestion: the line unchanged."""
     return edit.site.cursor.text
 
 
 def take_another(edit: LineEdit, other: str, rng: Random) -> str:
-    """A name that was not mentioned."""
+    """Careless suggestion: a wrong name."""
     return edit.site.cursor.renamed(edit.site.name, other)
 
 
 def lose_a_chunk(edit: LineEdit, other: str, rng: Random) -> str:
-    """A word or a sign is missing."""
+    """Careless suggestion: a missing word or sign."""
     chunk = rng.choice(list(CHUNK.finditer(edit.line)))
     return (edit.line[: chunk.start()] + edit.line[chunk.end() :]).strip()
 
 
 def stop_early(edit: LineEdit, other: str, rng: Random) -> str:
-    """Only the beginning."""
+    """Careless suggestion: only the beginning of the line."""
     return edit.line[: rng.randrange(len(edit.line) // 2, len(edit.line) - 1)]
 
 

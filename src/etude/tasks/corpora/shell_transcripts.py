@@ -44,7 +44,7 @@ class ShellTasks:
 
 
 def check_program(checks: FunctionChecks) -> str:
-    """A program that prints ``PASS``, or what ``test`` of the built-in tools says of the first case that fails.
+    """A program that prints ``PASS`` or, like the built-in tool ``test``, the first case that fails.
 
     It reads the file under test anew: imported, it could be the compiled form of what was there a second ago.
     """

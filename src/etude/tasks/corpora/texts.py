@@ -1,4 +1,4 @@
-"""Text files as documents: pieces of bounded size, read from disk when their turn comes.
+"""Text files as documents: pieces of bounded size, read from disk on demand.
 
 Owns how plain text becomes tokens, the hold-out of whole files, and the order of pieces. Nothing but sizes is kept in
 memory, so a folder may be larger than it.
@@ -99,5 +99,5 @@ def _is_on(file: Path, path: Path, side: Side) -> bool:
 
 
 def whole(ids: Ids) -> Document:
-    """A document of which every token counts."""
+    """A document in which every token has loss weight 1."""
     return Document(token_ids=ids, weights=np.ones(len(ids), np.float32))

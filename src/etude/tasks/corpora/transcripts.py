@@ -41,7 +41,7 @@ Writer: TypeAlias = Callable[[Problem, FunctionChecks, BugfixOptions, Random], l
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """In whose words an agent works."""
+    """The message style in which an agent works."""
 
     write: Writer
     show: Callable[[str], str]
@@ -49,7 +49,7 @@ class Style:
 
 
 def transcript(problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random) -> list[Message]:
-    """One session in the words of the built-in tools."""
+    """One session in the text protocol of the built-in tools."""
     messages = [Message("user", f"fix {problem.function} in {problem.path}")]
     for move, lines in moves(problem, checks, options, rng):
         messages += _before(move, options, rng)

@@ -1,4 +1,4 @@
-"""Migrations of columns: new ones that are filled from elsewhere, and better types for those that are there.
+"""Migrations of columns: new ones filled from existing data, and better types of existing ones.
 
 Each function writes one kind of problem: names and rows are drawn, the request says all that the questions check, and
 what they must be answered with is computed from the unseen rows in Python.
@@ -30,7 +30,7 @@ from etude.tasks.migrations.problems import (
     holds,
     lacks,
     numbers,
-    plain,
+    ordinary_tables,
     refuses,
     shuffled,
     typed,
@@ -40,7 +40,7 @@ from etude.types import Json, Query
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregate:
-    """Summary that a parent keeps of its children."""
+    """A parent column's summary of its child rows."""
 
     column: str
     kind: str
@@ -113,7 +113,7 @@ SUMMARIES: Mapping[str, Aggregate] = MappingProxyType(
 
 
 def backfill(variant: str, rng: Random) -> MigrationProblem:
-    """A column of the parent that sums up its children, of which some have none."""
+    """Migration: a new parent column that sums up its children, of which some have none."""
     parent, child, key = rng.choice(PAIRS)
     summary = SUMMARIES[variant]
     column, words = summary.column.format(child=child), summary.words.format(child=child)
@@ -159,7 +159,7 @@ def backfill(variant: str, rng: Random) -> MigrationProblem:
                 setup=f"INSERT INTO public.{parent} (id, name) VALUES ({NEW_ID}, 'new')",
             ),
             holds(child, ("id", key, "amount", "made_on"), unseen[child]),
-            plain(parent, child),
+            ordinary_tables(parent, child),
         ),
         reference=right,
         mistakes=(
@@ -194,7 +194,7 @@ SPLITS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 def split_name(variant: str, rng: Random) -> MigrationProblem:
-    """One column of names becomes two; names have spaces around them, three words, or just one."""
+    """Migration: one column of names becomes two; names have extra spaces, three words, or just one."""
     table = rng.choice(PEOPLE)
     words, first, last = SPLITS[variant]
 
@@ -232,7 +232,7 @@ def split_name(variant: str, rng: Random) -> MigrationProblem:
             typed(table, ("first_name", "text", True), ("last_name", "text", True)),
             lacks(table, "full_name"),
             refuses(f"INSERT INTO public.{table} (id, first_name) VALUES ({NEW_ID}, NULL)", NOT_NULL),
-            plain(table),
+            ordinary_tables(table),
         ),
         reference=add + fill + strict + drop,
         mistakes=(
@@ -255,7 +255,7 @@ LATEST = 1_900_000_000
 
 
 def labels(variant: str, rng: Random) -> MigrationProblem:
-    """Free text becomes one of four labels: an enum, an enum where some words mean others, or text with a check."""
+    """Migration: free text becomes one of four labels, as an enum or as text with a check."""
     table, column = rng.choice(WORK), rng.choice(("status", "state", "stage"))
     meanings = dict(zip(LABELS, LABELS, strict=True)) | (dict(SYNONYMS) if variant == "synonyms" else {})
     seen, unseen = (_noisy(rng, column, tuple(meanings)) for _ in range(2))
@@ -316,7 +316,7 @@ def _label_questions(table: str, column: str, made: str) -> tuple[Query, ...]:
             setup=f"INSERT INTO public.{table} (id) VALUES ({NEW_ID})",
         ),
         refuses(wrong, CHECKED if is_text else NO_LABEL),
-        plain(table),
+        ordinary_tables(table),
         *(() if is_text else (asks(listed.format(made), *((label,) for label in LABELS)),)),
     )
 
@@ -348,7 +348,7 @@ MOMENTS: Mapping[str, tuple[str, str, str, str]] = MappingProxyType(
 
 
 def moments(variant: str, rng: Random) -> MigrationProblem:
-    """Moments that were kept as text or numbers become timestamps."""
+    """Migration: times stored as text or numbers become timestamps."""
     table, column = rng.choice(EVENTS), rng.choice(("happened_at", "noted_at", "started_at"))
     kind, words, read, misread = (text.format(column) for text in MOMENTS[variant])
 
@@ -375,7 +375,7 @@ def moments(variant: str, rng: Random) -> MigrationProblem:
             holds(table, ("id", column), after),
             typed(table, (column, "timestamp with time zone", not optional)),
             *(() if optional else (refuses(f"INSERT INTO public.{table} VALUES ({NEW_ID}, NULL)", NOT_NULL),)),
-            plain(table),
+            ordinary_tables(table),
         ),
         reference=relax + change.format(read),
         mistakes=(
@@ -425,7 +425,7 @@ PRICES: Mapping[str, tuple[str, str, str, str]] = MappingProxyType(
 
 
 def cents(variant: str, rng: Random) -> MigrationProblem:
-    """Money in text, binary or decimal fractions becomes a whole number of cents."""
+    """Migration: money in text, binary or decimal fractions becomes a whole number of cents."""
     table, column = rng.choice(THINGS), rng.choice(("price", "cost", "fee"))
     kind, words, read, misread = (text.format(column) for text in PRICES[variant])
 
@@ -454,7 +454,7 @@ def cents(variant: str, rng: Random) -> MigrationProblem:
             lacks(table, column),
             refuses(f"INSERT INTO public.{table} (id, {column}_cents) VALUES ({NEW_ID}, -1)", CHECKED),
             refuses(f"INSERT INTO public.{table} (id, {column}_cents) VALUES ({NEW_ID}, NULL)", NOT_NULL),
-            plain(table),
+            ordinary_tables(table),
         ),
         reference=add.format(read) + strict + drop,
         mistakes=(

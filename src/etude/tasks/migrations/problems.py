@@ -40,7 +40,7 @@ NEW_ID = 9001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationProblem:
-    """One migration to be written, with everything that is known about it."""
+    """One migration problem: its tables, request and queries."""
 
     request: str
     """Request to the agent: all that the questions check, and nothing about how."""
@@ -59,7 +59,7 @@ class MigrationProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationKind:
-    """A sort of migration; with one of its variants it is a template."""
+    """A kind of migration; with one of its variants it is a template."""
 
     name: str
     variants: tuple[str, ...]
@@ -69,14 +69,14 @@ class MigrationKind:
 
 
 def literal(value: Json) -> str:
-    """A value as SQL."""
+    """A value as an SQL literal."""
     if value is None:
         return "NULL"
     return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else str(value)
 
 
 def inserts(rows: Rows) -> str:
-    """The statements that fill empty tables, in their order; all rows of a table have the same columns."""
+    """SQL that fills empty tables in their order; all rows of a table have the same columns."""
     statements = []
     for table, lines in rows.items():
         if lines:
@@ -86,12 +86,12 @@ def inserts(rows: Rows) -> str:
 
 
 def exchange(rows: Rows) -> str:
-    """The statements that put other rows into the same tables."""
+    """SQL that replaces the rows of the tables by others."""
     return f"TRUNCATE {', '.join(rows)};\n{inserts(rows)}"
 
 
 def holds(table: str, columns: Sequence[str], rows: Sequence[Row]) -> Query:
-    """A table has exactly these rows, of which these columns are asked; the first one orders them."""
+    """Query that expects exactly these rows in a table, ordered by the first of these columns."""
     return Query(
         sql=f"SELECT {', '.join(columns)} FROM public.{table} ORDER BY {columns[0]}",
         rows=tuple(tuple(row[name] for name in columns) for row in rows),
@@ -99,17 +99,17 @@ def holds(table: str, columns: Sequence[str], rows: Sequence[Row]) -> Query:
 
 
 def asks(sql: str, *rows: tuple[Json, ...], setup: str = "") -> Query:
-    """A question and its answer."""
+    """Query with its expected answer."""
     return Query(sql=sql, rows=rows, setup=setup)
 
 
 def refuses(sql: str, state: str, setup: str = "") -> Query:
-    """A statement that must fail."""
+    """Statement that must fail."""
     return Query(sql=sql, rows=(), fails_with=state, setup=setup)
 
 
 def typed(table: str, *columns: tuple[str, str, bool]) -> Query:
-    """A table has these columns: name, type, whether a value is required."""
+    """Query that expects these columns in a table: name, type, whether a value is required."""
     names = ", ".join(literal(name) for name, _, _ in columns)
     return Query(
         sql="SELECT attname::text, format_type(atttypid, atttypmod), attnotnull FROM pg_attribute "
@@ -133,7 +133,7 @@ def constrained(table: str, kind: str, column: str) -> Query:
 
 
 def lacks(table: str, column: str) -> Query:
-    """A table has no such column any more."""
+    """Query that expects a table to have no such column."""
     return asks(
         f"SELECT count(*) FROM pg_attribute WHERE attrelid = 'public.{table}'::regclass "
         f"AND attname = {literal(column)} AND NOT attisdropped",
@@ -141,8 +141,8 @@ def lacks(table: str, column: str) -> Query:
     )
 
 
-def plain(*tables: str) -> Query:
-    """These are ordinary tables: what they hold is stored, and no trigger, rule or policy stands before it.
+def ordinary_tables(*tables: str) -> Query:
+    """Query that expects ordinary tables: stored rows, and no trigger, rule or policy.
 
     A view, or a trigger that raises the right error, could look like a migrated table to all the other questions.
     """
@@ -157,20 +157,20 @@ def plain(*tables: str) -> Query:
 
 
 def gone(relation: str) -> Query:
-    """Nothing has this name any more."""
+    """Query that expects no relation of this name."""
     return asks(f"SELECT to_regclass('public.{relation}') IS NULL", (True,))
 
 
 def dates(rng: Random, count: int) -> list[str]:
-    """Different days, in no order."""
+    """Random distinct dates, in random order."""
     return [str(date(2020, 1, 1) + timedelta(days)) for days in rng.sample(range(1500), count)]
 
 
 def shuffled(rng: Random, values: Sequence[Value]) -> list[Value]:
-    """The same values in another order."""
+    """The same values in random order."""
     return rng.sample(values, len(values))
 
 
 def numbers(rng: Random, count: int) -> list[int]:
-    """Different ids, ascending, with gaps."""
+    """Random distinct ids, ascending, with gaps."""
     return sorted(rng.sample(range(1, 8 * count), count))

@@ -29,7 +29,7 @@ from etude.tasks.migrations.problems import (
     holds,
     lacks,
     numbers,
-    plain,
+    ordinary_tables,
     refuses,
     shuffled,
     typed,
@@ -57,7 +57,7 @@ SURVIVORS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 def unique(variant: str, rng: Random) -> MigrationProblem:
-    """A unique constraint on a column with duplicates, whose rows have others that belong to them."""
+    """Migration: a unique constraint on a column with duplicates, whose rows are referred to by others."""
     people, notes = rng.choice(PEOPLE), rng.choice(("notes", "devices", "addresses", "messages"))
     words, same, first = SURVIVORS[variant]
 
@@ -99,7 +99,7 @@ def unique(variant: str, rng: Random) -> MigrationProblem:
             ),
             refuses(f"INSERT INTO public.{notes} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
             constrained(people, "u", "email"),
-            plain(people, notes),
+            ordinary_tables(people, notes),
         ),
         reference=point + delete + fold + constrain,
         mistakes=(
@@ -136,7 +136,7 @@ ORPHANS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 def foreign_key(variant: str, rng: Random) -> MigrationProblem:
-    """A foreign key on a column that refers to rows that are gone, and to nothing."""
+    """Migration: a foreign key on a column with references to deleted rows, and with nulls."""
     parent, child, key = rng.choice(PAIRS)
     words, action, deletion = (text.format(parent=parent, child=child) for text in ORPHANS[variant])
 
@@ -184,7 +184,7 @@ def foreign_key(variant: str, rng: Random) -> MigrationProblem:
             refuses(f"INSERT INTO public.{child} VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
             asks(listed, *without[variant], setup=remove) if variant in without else refuses(remove, FOREIGN),
             constrained(child, "f", key),
-            plain(parent, child),
+            ordinary_tables(parent, child),
         ),
         reference=repair + constrain.format(action),
         mistakes=(
@@ -213,7 +213,7 @@ LOOKUPS: Mapping[str, tuple[str, str, bool]] = MappingProxyType(
 
 
 def lookup(variant: str, rng: Random) -> MigrationProblem:
-    """A column of repeated text becomes a table of its own, referred to by a key."""
+    """Migration: a column of repeated text becomes a lookup table, referred to by a key."""
     table = rng.choice(THINGS)
     column, entries = rng.choice(TOPIC_NAMES)
     words, name, required = LOOKUPS[variant]
@@ -264,7 +264,7 @@ def lookup(variant: str, rng: Random) -> MigrationProblem:
             constrained(table, "f", key),
             refuses(f"INSERT INTO public.{table} (id, {key}) VALUES ({NEW_ID}, {NEW_ID})", FOREIGN),
             refuses(f"INSERT INTO public.{entries} (name) VALUES (NULL)", NOT_NULL),
-            plain(table, entries),
+            ordinary_tables(table, entries),
         ),
         reference="".join(steps),
         mistakes=(
@@ -282,7 +282,7 @@ INVENTORY_TABLES = ("jobs", "leases", "contracts", "invoices", "accounts")
 
 
 def rename(variant: str, rng: Random) -> MigrationProblem:
-    """A table gets another name, and old programs still find it by a view, through which they write, too."""
+    """Migration: a renamed table, with a writable view for old programs."""
     old, new = rng.choice(RENAMES)
     column = "label" if variant == "table and column" else "title"
 
@@ -327,7 +327,7 @@ def rename(variant: str, rng: Random) -> MigrationProblem:
                 setup=f"INSERT INTO public.{old} (id, title) VALUES ({NEW_ID}, 'late')",
             ),
             refuses(f"INSERT INTO public.{new} (id, {column}) VALUES ({unseen[0]['id']}, 'again')", UNIQUE),
-            plain(new),
+            ordinary_tables(new),
         ),
         reference=move + view,
         mistakes=(move, copy + view, move + worse),
@@ -345,7 +345,7 @@ LISTS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 def join_table(variant: str, rng: Random) -> MigrationProblem:
-    """A list in a column becomes rows of a table; entries come twice and may be empty."""
+    """Migration: a list in a column becomes rows of a join table; entries may be duplicate or empty."""
     table, column, links = rng.choice(THINGS), rng.choice(("tags", "marks", "words")), "{0}_{1}"
     kind, words, apart = (text.format(column) for text in LISTS[variant])
     links, key, entry = links.format(table, column), f"{table[:-1]}_id", column[:-1]
@@ -392,7 +392,7 @@ def join_table(variant: str, rng: Random) -> MigrationProblem:
                 (0,),
                 setup=f"DELETE FROM public.{table} WHERE id = {present}",
             ),
-            plain(table, links),
+            ordinary_tables(table, links),
         ),
         reference=create + fill + drop,
         mistakes=(
@@ -417,7 +417,7 @@ MERGES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def merge(variant: str, rng: Random) -> MigrationProblem:
-    """A table and its archive become one; some ids are in both."""
+    """Migration: a table and its archive become one; some ids are in both."""
     table = rng.choice(INVENTORY_TABLES)
     words, conflict = MERGES[variant]
     replace = "title = excluded.title, changed_on = excluded.changed_on, archived = true"
@@ -467,7 +467,7 @@ def merge(variant: str, rng: Random) -> MigrationProblem:
                 setup=f"INSERT INTO public.{table} (id, title, changed_on) VALUES ({NEW_ID}, 'new', '2024-01-01')",
             ),
             refuses(f"INSERT INTO public.{table} VALUES ({unseen[table][0]['id']}, 'x', '2024-01-01')", UNIQUE),
-            plain(table),
+            ordinary_tables(table),
         ),
         reference=add + put.format(conflict) + drop,
         mistakes=(

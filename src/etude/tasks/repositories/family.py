@@ -1,4 +1,4 @@
-"""Repository tasks for a small model: one wrong line in a function that is named, asked for in a line.
+"""Repository tasks for a small model: one wrong line in a named function, with a one-line prompt.
 
     fix clamp in src/humanize/number.py 523        its code begins at line 523, behind the docstring
 
@@ -33,7 +33,7 @@ PLACES_PER_FUNCTION = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A line of a function that was right, and ways to have it wrong."""
+    """A correct line of a function, and plausible wrong versions of it."""
 
     path: str
     function: str
@@ -71,7 +71,7 @@ def open_repositories(options: RepositoryOptions, context: FamilyContext) -> Tas
 
 
 class BriefTasks:
-    """The tasks of a folder that one line can do, briefly asked; implements :class:`~etude.protocols.TaskFamily`."""
+    """One-line repository tasks with a short prompt; implements :class:`~etude.protocols.TaskFamily`."""
 
     def __init__(self, family: RepositoryTasks, images: ImageStore) -> None:
         """Raises :class:`~etude.errors.ConfigError` where a side of the hold-out has no such task."""

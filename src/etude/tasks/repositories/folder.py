@@ -33,7 +33,7 @@ HELDOUT_ONE_IN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateVerdict:
-    """Outcome of one candidate."""
+    """Stored outcome of one candidate."""
 
     candidate_id: str
     operator: str
@@ -52,7 +52,7 @@ class CandidateVerdict:
 
 
 class PackageFolder:
-    """Folder of what builds have made of one package."""
+    """Folder of everything that builds made of one package."""
 
     def __init__(self, path: Path) -> None:
         """``path`` is made when it is missing."""

@@ -1,4 +1,4 @@
-"""Exact places in Python source: what a syntax tree says of lines and bytes, as stretches of the text, and edits of it.
+"""Exact places in Python source, from the syntax tree's lines and bytes, and edits of the text.
 
 Owns the text of one file and the functions in it. Everything outside of an edit stays as its author wrote it, to the
 last blank. What is worth editing is decided elsewhere (:mod:`~etude.taskgen.deletions`,
@@ -18,7 +18,7 @@ LINE_END = re.compile(r"\r\n|\r|\n")
 
 
 class Located(Protocol):
-    """A node that has a place in the text."""
+    """Protocol of a syntax-tree node with a place in the text."""
 
     lineno: int
     col_offset: int
@@ -28,7 +28,7 @@ class Located(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """The characters from ``start`` up to ``end`` of a text, and what shall stand there instead."""
+    """Replacement of the characters from ``start`` up to ``end`` of a text."""
 
     start: int
     end: int
@@ -135,7 +135,7 @@ class SourceText:
 
 
 def apply(text: str, edits: Iterable[Edit]) -> str:
-    """The text after all the edits. Raises ``ValueError`` where two of them overlap."""
+    """Apply edits to a text. Raises ``ValueError`` where two of them overlap."""
     chunks: list[str] = []
     done = 0
     for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):

@@ -1,4 +1,4 @@
-"""The process in which an environment of the ``verifiers`` package lives, asked over its standard input.
+"""The process that runs an environment of the ``verifiers`` package, controlled over its standard input.
 
     {"id": 1, "do": "list", "limit": 100}                                        one JSON object a line
     {"id": 2, "do": "run", "index": 0, "base_url": …, "api_key": …, "temperature": …}

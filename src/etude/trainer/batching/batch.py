@@ -1,4 +1,4 @@
-"""Groups to the batch of one optimiser step.
+"""Rollout groups to the batch of one optimiser step.
 
 Owns which rollouts and groups carry a signal and what is counted about the others. Does not own which groups belong to
 the step (:mod:`etude.ledger`), which turn is credited with what (:mod:`etude.trainer.batching.credit`) or how a batch

@@ -1,4 +1,4 @@
-"""Rollouts to trajectories: which turns continue each other, token for token.
+"""Rollouts to trajectories: turns that continue each other, token for token, are joined.
 
 A conversation is a tree. A turn whose prompt begins with all tokens of an earlier turn continues that turn's branch;
 any other turn (a sub-agent, an edited history, a summary) opens a new one. Each branch is one trajectory:

@@ -1,4 +1,4 @@
-"""Trajectories as bytes, bit for bit, for those that train on them in another process.
+"""Encoding of trajectories as bytes, bit for bit, for other processes of the trainer.
 
 A safetensors file in memory: one array per field and trajectory, what is no array in the header. Owns the form only;
 where the bytes go is its caller's.
@@ -21,8 +21,8 @@ HEADER = "header"
 """Holds what is no array, as JSON in bytes."""
 
 
-def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """All of them, in order."""
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """Encode trajectories, in order."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     rows = []
     for index, trajectory in enumerate(trajectories):
@@ -36,8 +36,8 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
     return save(arrays)
 
 
-def decode(payload: bytes) -> tuple[Trajectory, ...]:
-    """Decode the bytes of :func:`encode`."""
+def decode_trajectories(payload: bytes) -> tuple[Trajectory, ...]:
+    """Decode the bytes of :func:`encode_trajectories`."""
     arrays = load(payload)
     rows = json.loads(arrays[HEADER].tobytes())
     return tuple(_trajectory(arrays, index, row) for index, row in enumerate(rows))

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches that fit into one forward and backward pass, and spread evenly over ranks.
+"""Packing of a batch into micro-batches of one forward and backward pass, balanced over ranks.
 
     lengths ──▶ as few pieces as can be, a multiple of the ranks ──▶ sorted by cost ──▶ a pass: a piece for each rank
                 longest first, each to the cheapest with room                           the dearest pieces first
@@ -40,7 +40,7 @@ class Cost:
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, ranks: int, cost: Cost) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank: as many on every rank, every sequence in exactly one, none cut.
+    """Pack sequences into micro-batches: as many on every rank, every sequence in exactly one, none cut.
 
     A micro-batch has at most ``max_tokens`` tokens, but for a sequence that is longer by itself: it has one of its own.
     Where one pass is enough and the limit is out of reach, the dearest rank costs at most 4/3 − 1/(3·ranks) times what

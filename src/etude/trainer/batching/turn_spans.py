@@ -16,7 +16,7 @@ Place: TypeAlias = tuple[int, slice]
 
 
 def places(turns: Sequence[Turn], trajectories: Sequence[Trajectory]) -> list[Place | None]:
-    """For each turn where it is trained on; ``None`` for one that is only context, or nowhere.
+    """The span in which each turn is trained; ``None`` for one that is only context, or nowhere.
 
     ``trajectories`` are those that the turns were built into. Turns that read and said the same are told apart by their
     order.

@@ -144,7 +144,7 @@ class ClassesCodec:
 
 
 def encode_classes(old: Segments, new: Segments, element: Element) -> bytes:
-    """The body that turns ``old`` into ``new``.
+    """Encode the change from ``old`` to ``new`` as the codec's body.
 
     Raises ``ValueError`` for types without an exponent, segments of unequal lengths and more than 2^26 numbers.
     """
@@ -155,7 +155,7 @@ def encode_classes(old: Segments, new: Segments, element: Element) -> bytes:
             f"old and new must be segments of the same lengths with at most {MAX_NUMBERS} numbers; got {total} "
             f"and {sum(len(segment) for segment in new)} in {len(old)} and {len(new)} segments"
         )
-    return bytes([grid.top]) + coded(events_between(old, new, grid))
+    return bytes([grid.top]) + encode_events_as_words(events_between(old, new, grid))
 
 
 def decode_classes(body: memoryview, base: Segments, element: Element, changed: int) -> tuple[Positions, Steps]:
@@ -192,7 +192,7 @@ def top_exponent(segments: Segments, element: Element) -> int:
 
 
 def events_between(old: Segments, new: Segments, grid: ClassGrid) -> Events:
-    """All events of a chunk, sorted by class.
+    """All change events of a chunk, sorted by exponent class.
 
     Reserves room for every number to have changed; the system gives memory only for what is written.
     """
@@ -231,8 +231,8 @@ def _room(count: int) -> tuple[Positions, Steps]:
     return np.empty(count, np.uint32), np.empty(count, np.int32)
 
 
-def coded(events: Events, words_per_event: int = 1) -> bytes:
-    """Events → words. Tries again with more room in the rare case that they take more than expected."""
+def encode_events_as_words(events: Events, words_per_event: int = 1) -> bytes:
+    """Encode events as words. Tries again with more room in the rare case that they need more than expected."""
     while True:
         words = np.empty(SPARE_WORDS + words_per_event * len(events.gaps), np.uint32)
         front, back = encode_events(events, fresh_models(MODELS), words)

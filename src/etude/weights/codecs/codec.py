@@ -22,7 +22,7 @@ Limits: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Changes:
-    """Positions of a chunk that change, and by how much."""
+    """Changed positions of a chunk, and the step of each."""
 
     positions: Positions
     """[k] ascending."""
@@ -45,7 +45,7 @@ class CodecCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Frame:
-    """A frame whose header is known to be sound; its streams have not been looked into."""
+    """A frame with a verified header; its streams are not yet decoded."""
 
     codec: "Codec"
     element: Element
@@ -62,7 +62,7 @@ class Frame:
 
 
 class Codec(Protocol):
-    """One way to encode chunks; stateless."""
+    """Encodes changes or contents of chunks as byte streams; stateless."""
 
     @property
     def name(self) -> str:

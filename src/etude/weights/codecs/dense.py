@@ -15,7 +15,7 @@ from etude.weights.state import NUMBER_TYPES, Element, Numbers
 
 @final
 class DenseCodec:
-    """Every step, also of 0."""
+    """Encodes the steps of all numbers, zeros included."""
 
     name = "dense"
     number = 3

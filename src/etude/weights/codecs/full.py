@@ -15,7 +15,7 @@ from etude.weights.state import NUMBER_TYPES, Element
 
 @final
 class FullCodec:
-    """Everything: the old contents do not count, and all numbers count as changed."""
+    """Encodes all numbers of a chunk, independent of its old contents."""
 
     name = "full"
     number = 4

@@ -26,7 +26,7 @@ WIDEST = max(NUMBER_TYPES)
 
 @final
 class GapsCodec:
-    """Positions as gaps, steps as codes or byte planes."""
+    """Encodes changed positions as gaps, and steps as codes or byte planes."""
 
     name = "gaps"
     number = 1

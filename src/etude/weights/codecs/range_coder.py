@@ -47,7 +47,7 @@ _WORD = np.uint64(WORD_BITS)
 
 
 class RangeWriter(NamedTuple):
-    """State of writing."""
+    """State of a range encoder."""
 
     low: Register
     """Decisions say: the code is at least this, after ``at`` words …"""
@@ -63,7 +63,7 @@ class RangeWriter(NamedTuple):
 
 
 class RangeReader(NamedTuple):
-    """State of reading; the same fields, but for the first."""
+    """State of a range decoder; the fields of the encoder but the first."""
 
     offset: Register
     """The distance of the code from ``low``."""
@@ -75,7 +75,7 @@ class RangeReader(NamedTuple):
 
 
 def fresh_models(count: int) -> Models:
-    """[count] models that know nothing."""
+    """[count] untrained probability models."""
     return np.full(count, 1 << (LIKELY_BITS - 1 + SEEN_BITS), np.uint32)
 
 
@@ -105,7 +105,7 @@ def begin_writing() -> RangeWriter:
 
 @inlined
 def write(writer: RangeWriter, words: Words, models: Models, index: Register, one: Register) -> RangeWriter:
-    """Add a decision, 0 or 1, that ``models[index]`` predicts."""
+    """Encode a decision, 0 or 1, that ``models[index]`` predicts."""
     low, span, at, pending, pending_bits, back = writer
     bound = (span >> np.uint64(LIKELY_BITS)) * np.uint64(models[index] >> np.uint32(SEEN_BITS))
     learn(models, index, one)
@@ -173,7 +173,7 @@ def begin_reading(words: Words) -> RangeReader:
 
 @inlined
 def read(reader: RangeReader, words: Words, models: Models, index: Register) -> tuple[RangeReader, Register]:
-    """The next decision, 0 or 1, that ``models[index]`` predicted."""
+    """Decode a decision, 0 or 1, that ``models[index]`` predicted."""
     offset, span, at, pending, pending_bits, back = reader
     bound = (span >> np.uint64(LIKELY_BITS)) * np.uint64(models[index] >> np.uint32(SEEN_BITS))
     one = np.int64(offset < bound)

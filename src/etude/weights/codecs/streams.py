@@ -32,7 +32,7 @@ _MAX_RATIO = 1 << 15
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stream:
-    """One byte sequence as it is stored."""
+    """One stored byte sequence of a frame."""
 
     size: int
     """Its bytes when decompressed; it is stored as it is when this is the size of ``stored``."""

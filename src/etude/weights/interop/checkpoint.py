@@ -44,7 +44,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """A map from tensors to the files of a folder; the file names are plain, so they stay inside the folder."""
+    """The index of a split checkpoint: tensors by file; file names are plain, so they stay inside the folder."""
 
     metadata: Mapping[str, Json]
     files: Mapping[str, str]
@@ -148,7 +148,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def split(tensors: Sequence[StoredTensor], limit: int) -> list[list[StoredTensor]]:
-    """Runs of tensors of at most ``limit`` bytes together, at least one run; a larger tensor has its own."""
+    """Split tensors into files of at most ``limit`` bytes, at least one; a larger tensor has its own."""
     shards: list[list[StoredTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -165,7 +165,7 @@ def split(tensors: Sequence[StoredTensor], limit: int) -> list[list[StoredTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorFile:
-    """Contents of one file."""
+    """The contents of one safetensors file."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]

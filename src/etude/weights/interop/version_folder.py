@@ -352,7 +352,7 @@ def _sparse(
 
 
 def inflate(payload: Bytes1d, limit: int, origin: str) -> Bytes1d:
-    """[≤ limit] what one zstd frame holds. Raises ``DamagedError`` if that is more than ``limit`` bytes or broken."""
+    """[≤ limit] decompress one zstd frame. Raises ``DamagedError`` if it is broken or above ``limit`` bytes."""
     try:
         size = zstandard.frame_content_size(payload.data)
         if size > limit:
@@ -416,6 +416,6 @@ def payload_tensor(name: str, payload: bytes) -> StoredTensor:
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """``work`` on each item, several at a time, in order. The first error ends it."""
+    """Map ``work`` over items, several at a time, in order. The first error ends it."""
     with ThreadPoolExecutor(WORKERS) as pool:
         return list(pool.map(work, items))

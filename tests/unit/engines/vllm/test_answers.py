@@ -10,11 +10,11 @@ import pytest
 
 from etude.engines.vllm.answers import (
     ServerFeatures,
+    decode_routes,
     finish_of,
     mask_of,
     read_choice,
     request_body,
-    routes_of,
     tokens_of,
     versions_of,
 )
@@ -103,7 +103,7 @@ def npy(array: np.ndarray[Any, Any]) -> str:
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.int32])
 def test_routes_are_those_of_sparse_layers(kind: type[np.generic]) -> None:
     routes_TLK = np.arange(5 * 4 * 2).reshape(5, 4, 2).astype(kind)
-    actual = routes_of({"routed_experts": npy(routes_TLK)}, 6, (1, 3))
+    actual = decode_routes({"routed_experts": npy(routes_TLK)}, 6, (1, 3))
     assert actual.dtype == np.uint16
     np.testing.assert_array_equal(actual, routes_TLK[:, [1, 3]])
 
@@ -123,7 +123,7 @@ def test_routes_are_those_of_sparse_layers(kind: type[np.generic]) -> None:
 )
 def test_routes_of_another_shape_are_no_answer(text: str | None) -> None:
     with pytest.raises(EngineUnavailable):
-        routes_of({"routed_experts": text}, 6, (1, 3))
+        decode_routes({"routed_experts": text}, 6, (1, 3))
 
 
 def test_kept_sets_ascend_and_there_is_one_for_each_token() -> None:

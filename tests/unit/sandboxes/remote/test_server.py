@@ -213,7 +213,7 @@ def test_limits_are_kept_and_named() -> None:
 
 
 def naming(names: Iterable[str]) -> bytes:
-    return wire.write_message(wire.Names(names=list(names)))
+    return wire.write_message(wire.SandboxNames(names=list(names)))
 
 
 def new_names(count: int) -> list[str]:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.trainer.batching.encoding import decode, encode
+from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.types import UNSAMPLED, SamplingMask, Trajectory
 
 
@@ -50,7 +50,7 @@ def assert_same(a: object, b: object) -> None:
 
 @given(st.lists(trajectories(), max_size=4))
 def test_what_is_decoded_is_what_was_encoded(originals: list[Trajectory]) -> None:
-    result = decode(encode(originals))
+    result = decode_trajectories(encode_trajectories(originals))
     assert len(result) == len(originals)
     for one, other in zip(originals, result, strict=True):
         for field in fields(Trajectory):

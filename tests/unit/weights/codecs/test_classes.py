@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from etude.errors import DamagedError
 from etude.weights.codecs.class_walk import CLASS_COUNT, grid_of
 from etude.weights.codecs.classes import (
-    coded,
     decode_classes,
     encode_classes,
+    encode_events_as_words,
     events_between,
     top_exponent,
 )
@@ -176,7 +176,7 @@ def test_all_numbers_alike_and_all_changed_alike_cost_a_sign_each() -> None:
 def test_words_that_do_not_fit_are_tried_again_with_more_room() -> None:
     old, new = noise(ELEMENTS["F32"], 5000, 1), noise(ELEMENTS["F32"], 5000, 2)
     events = events_between([old], [new], grid_of(ELEMENTS["F32"], 128))
-    assert coded(events, words_per_event=0) == coded(events, words_per_event=64)
+    assert encode_events_as_words(events, words_per_event=0) == encode_events_as_words(events, words_per_event=64)
 
 
 def test_the_top_exponent_ignores_a_few_outliers() -> None:

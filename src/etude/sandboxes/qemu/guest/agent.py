@@ -1,4 +1,4 @@
-"""The agent inside of a virtual machine: takes étude's requests from a virtio port and answers them.
+"""The agent inside a virtual machine: answers étude's requests on a virtio port.
 
     python3 -m etude.sandboxes.qemu.guest.agent       as process 1, started by the initial RAM disk
 
@@ -141,13 +141,13 @@ class _OutputDrain:
 
 
 def kill_groups() -> None:
-    """Kill every command and all that it started; what is being forked is killed, too."""
+    """Kill every command and all its descendants, those being forked included."""
     for group in GROUP.glob("c*/"):
         system.write(f"{group}/cgroup.kill", "1")
 
 
 def sweep_groups() -> None:
-    """Remove the control groups of commands of which nothing runs any more."""
+    """Remove the control groups of commands that have ended."""
     for group in GROUP.glob("c*/"):
         with suppress(OSError):
             group.rmdir()
@@ -197,7 +197,7 @@ TUNNEL_WORDS = frozenset({"data", "end", "ack", "shut"})
 
 
 class GuestAgent:
-    """One loop over a port, commands, tunnels and a file server."""
+    """The agent's event loop over port, commands, tunnels and file server."""
 
     def __init__(self, port: int) -> None:
         ours, theirs = socket.socketpair()
@@ -383,7 +383,7 @@ class _Channel:
 
 
 def open_port() -> int:
-    """Open the port to the host. Raises ``OSError`` when it does not turn up."""
+    """Open the port to the host. Raises ``OSError`` when it does not appear."""
     deadline = time.monotonic() + PORT_TIMEOUT_S
     while time.monotonic() < deadline:
         for name in Path("/sys/class/virtio-ports").glob("*/name"):

@@ -1,4 +1,4 @@
-"""The environment that commands see inside of a virtual machine: a root of layers, a process 1, limits, users.
+"""The environment of commands inside a virtual machine: a layered root, a process 1, limits, users.
 
     /run/layers/N   the disks of an image, read-only      /run/upper   the disk that is written to
     /run/root      all of them in one overlay            commands     a control group with the limits
@@ -166,7 +166,7 @@ PERIOD_US = 100_000
 
 
 class GuestEnvironment:
-    """A root, a process 1 and limits, made once; what has been made does not come off."""
+    """A root, a process 1 and limits of commands, made once and never undone."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         """``order`` says: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
@@ -315,7 +315,7 @@ class GuestEnvironment:
 
 
 def disk_path(number: int) -> str:
-    """The device of a disk: 0 is the machine's own root."""
+    """The device path of a disk: 0 is the machine's own root."""
     return f"/dev/vd{chr(ord('a') + number)}"
 
 

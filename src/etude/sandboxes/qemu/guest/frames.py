@@ -1,4 +1,4 @@
-"""The language between a virtual machine's agent and étude: messages in frames over one two-way byte stream. Pure.
+"""The protocol between a virtual machine's agent and étude: messages in frames over one byte stream. Pure.
 
     message = length of head (u32) · head, a JSON object · body, bytes
     frame   = number of message (u32) · length (u32) · is last (u8) · piece of a message
@@ -32,11 +32,11 @@ class GuestMessage(NamedTuple):
 
 
 class FrameError(Exception):
-    """The other end does not keep to the language; nothing more of it can be understood."""
+    """Error: the other end broke the protocol; the rest of its stream cannot be read."""
 
 
 class Outbox:
-    """Messages to send, cut into frames, a piece of each in turn."""
+    """Outgoing messages, cut into frames that take turns."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, bytes, memoryview]] = deque()
@@ -64,7 +64,7 @@ class Outbox:
 
 
 class Inbox:
-    """Puts messages together from the bytes that come."""
+    """Assembles messages from received bytes."""
 
     def __init__(self, limit_bytes: int = MESSAGE_LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes

@@ -1,4 +1,4 @@
-"""Calls of the Linux kernel that Python has no name for, made through libc. Owns no policy."""
+"""Linux system calls that Python does not wrap, made through libc. No policy."""
 
 import ctypes
 import fcntl
@@ -31,7 +31,7 @@ SYS_PIVOT_ROOT = 155
 
 
 def write(path: str, text: str) -> None:
-    """Say something to a file of the kernel's, with as little code as can be: a fresh copy has none of it ready."""
+    """Write to a kernel file with as little code as possible, because a fresh copy has none of it in memory."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, text.encode())
@@ -47,7 +47,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take a mount away, at once for new users and in the end for those who still use it."""
+    """Detach a mount: at once for new users, at last for current ones."""
     _check(LIBC.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
 
 
@@ -62,18 +62,18 @@ def join(process: int, kinds: int) -> None:
 
 
 def pivot_root() -> None:
-    """Make the current folder, a mount, the root and let go of the old one."""
+    """Make the current folder, a mount, the root, and detach the old root."""
     _check(LIBC.syscall(SYS_PIVOT_ROOT, b".", b"."), "pivot_root")
     unmount(".")
 
 
 def prctl(option: int, value: int) -> None:
-    """Change something of this process."""
+    """Call ``prctl`` for this process."""
     _check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option}, {value})")
 
 
 def drop_bounding(keep: frozenset[int]) -> None:
-    """Let no program that this process runs have a capability that is not in ``keep``."""
+    """Drop all capabilities but ``keep`` from the bounding set of programs that this process runs."""
     for number in range(LAST_CAPABILITY + 1):
         if number not in keep:
             prctl(PR_CAPBSET_DROP, number)
@@ -85,7 +85,7 @@ def set_clock(now_ns: int) -> None:
 
 
 def reseed(entropy: bytes) -> None:
-    """Mix fresh bytes into the kernel's random numbers and start a new stream of them at once."""
+    """Reseed the kernel's random number generator with fresh bytes."""
     device = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
     try:
         fcntl.ioctl(device, RNDADDENTROPY, struct.pack("ii", len(entropy) * 8, len(entropy)) + entropy)
@@ -95,7 +95,7 @@ def reseed(entropy: bytes) -> None:
 
 
 def forget_cached(device: str) -> None:
-    """Drop what was read of a disk: it is another one than when it was read."""
+    """Drop cached contents of a disk that has been replaced."""
     disk = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.ioctl(disk, BLKFLSBUF)

@@ -1,4 +1,4 @@
-"""The few places that commands inside of a virtual machine may reach: a listener for each, and tunnels to the host.
+"""Network of commands inside a virtual machine: a listener for each allowed place, and tunnels to the host.
 
 The machine has no network. For every allowed ``host:port`` the agent listens where ``host`` leads inside, an address
 of the loopback interface, and carries what a command says there to étude, which makes the connection outside. A tunnel
@@ -24,7 +24,7 @@ Say = Callable[[dict[str, Any], bytes], None]
 
 
 class Tunnels:
-    """Listeners, and the connections that commands have made to them."""
+    """Listeners for the allowed places, and the connections to them."""
 
     def __init__(self, selector: selectors.BaseSelector, say: Say) -> None:
         self._selector = selector
