@@ -105,8 +105,8 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
                 "gateway.chat_template_kwargs would have no effect without model.checkpoint: étude's own chat template "
                 "reads none"
             )
-        count = count_parameters(spec_of_recipe(config))
-        yield MachineFinding(name="model", words=f"random weights, {formatting.brief(count)} parameters")
+        count = formatting.brief(count_parameters(spec_of_recipe(config)))
+        yield MachineFinding(name="model", words=f"random weights, {count} parameters")
         return
     place = Path(config.model.checkpoint)
     if not (place / "config.json").is_file():

@@ -257,7 +257,7 @@ async def _check_repository(folder: Path, sandboxes: SandboxConfig, every: bool,
 
 def meaning_of(outcome: str) -> str:
     """The meaning of a rejection behind its name; empty for what explains itself."""
-    return f" ({Rejection(outcome).meaning})" if outcome in set(Rejection) else ""
+    return next((f" ({rejection.meaning})" for rejection in Rejection if rejection == outcome), "")
 
 
 async def _check_harbor(folder: Path, sandboxes: SandboxConfig, every: bool, as_json: bool) -> bool:
