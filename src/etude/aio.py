@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeAlias, TypeVar
 
@@ -70,3 +71,13 @@ async def supervised(name: str, work: Work, *, pause_s: float = RESTART_S) -> No
                     f"{type(error).__name__}"
                 ) from error
         await asyncio.sleep(pause_s)
+
+
+def without_event_loop(call: Callable[[], T]) -> T:
+    """Call here, or in a thread where this one runs an event loop, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()

@@ -10,6 +10,7 @@ import pytest
 from etude.config.loading import default_recipe, load_recipe
 from etude.run.folder import RunFolder
 from etude.run.phases import make_start
+from etude.run.preflight import check_ready
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 STEPS = 3
@@ -32,6 +33,7 @@ def test_a_run_of_ones_own_parts_outlives_the_folder_of_its_recipe(tmp_path: Pat
             f'telemetry.sinks=[{{kind="@sink.py:RewardCurve", options={{file="{curve}"}}}}]',
         ],
     )
+    assert [finding.name for finding in check_ready(config, tmp_path / "run")][-2:] == ["tasks", "session"]
     folder = RunFolder.create(tmp_path / "run", config)
     shutil.rmtree(recipe)
     command = [sys.executable, "-m", "etude", "run", "--resume", str(folder.path)]

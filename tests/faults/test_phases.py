@@ -37,7 +37,7 @@ def config_of(chats: Path) -> RunConfig:
             "model": {"shape": {"vocab_size": 400, "hidden_size": 32, "layers": 1, "experts": 2, "expert_size": 16}},
             "midtrain": {"tokens": 256 * 40, "batch_tokens": 256, "checkpoint_steps": 7, "threads": 1},
             "sft": {"file": str(chats), "batch_tokens": 256, "checkpoint_steps": 7, "epochs": 6, "threads": 1},
-            "eval": {"every_steps": 25},
+            "eval": {"loss_every_steps": 25},
             "trainer": {"device": "cpu"},
         },
         source="test",

@@ -6,12 +6,11 @@
 Trying is :mod:`etude.run.evaluate`'s, figures :mod:`etude.dashboard.evaluation`'s: those of ``etude eval --json``.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.aio import without_event_loop
 from etude.api.records import Records
 from etude.api.run import Run, open_run
 from etude.dashboard.evaluation import Evaluation, Measure, figures
@@ -67,23 +66,13 @@ def evaluate(
     """
     folder = RunFolder.open(open_run(run).path)
     request = EvalRequest(version=version, tasks=tasks, passes=passes, greedy=greedy)
-    evaluation = _without_event_loop(lambda: evaluate_run(folder, request))
+    evaluation = without_event_loop(lambda: evaluate_run(folder, request))
     measure = Measure(pass_at=folder.config().eval.pass_at, ks=tuple(sorted({1, passes})))
     return EvaluationResult(
         version=evaluation.version,
         figures=figures(evaluation, measure),
         tries=Records(TryRecord, _tries(evaluation, measure)),
     )
-
-
-def _without_event_loop(evaluated: Callable[[], Evaluation]) -> Evaluation:
-    """Call here, or in a thread where this one runs an event loop, as a notebook's does."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return evaluated()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(evaluated).result()
 
 
 def _tries(evaluation: Evaluation, measure: Measure) -> Iterator[TryRecord]:

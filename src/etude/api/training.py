@@ -23,9 +23,9 @@ from etude.api.run import Run, committed_steps
 from etude.closing import Closing
 from etude.errors import EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.local import default_out
-from etude.run.preflight import prepare
+from etude.run.preflight import check_ready
 from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
 
 POLL_S = 0.1
@@ -39,10 +39,11 @@ STOPPED = (ExitCode.INTERRUPTED, 128 + signal.SIGTERM)
 class Training(Closing):
     """A run that goes on: iterate over it for its steps; leaving its context stops it. Made by :func:`train`."""
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, *, is_new: bool = False) -> None:
         self.run = Run(folder.path)
         """The run, to be read at any time, afterwards too."""
         self._folder = folder
+        self._is_new = is_new
         self._steps_done = self._committed()
         self._log = folder.logs / "supervisor.log"
         self._printed = self._log.stat().st_size if self._log.exists() else 0
@@ -104,6 +105,8 @@ class Training(Closing):
             case ExitCode.NOTHING_LEARNT:
                 warnings.warn(message, RuntimeWarning, stacklevel=3)
             case ExitCode.USER_ERROR:
+                if self._is_new:
+                    remove_unbegun(self._folder)
                 raise EtudeError(message)
             case _ if status in STOPPED:
                 raise InfrastructureError(f"the run {self._folder.path} was stopped from outside; it can go on")
@@ -129,6 +132,7 @@ def train(recipe: Recipe | Run | Path | str, *, out: Path | str | None = None) -
         return Training(RunFolder.open(recipe.path))
     config = as_recipe(recipe).config
     place = default_out(config) if out is None else Path(out)
-    for warning in prepare(config, place):
-        warnings.warn(warning, UserWarning, stacklevel=2)
-    return Training(RunFolder.create(place, config))
+    for finding in check_ready(config, place):
+        if not finding.works:
+            warnings.warn(f"{finding.name}: {finding.words}", UserWarning, stacklevel=2)
+    return Training(RunFolder.create(place, config), is_new=True)

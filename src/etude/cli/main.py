@@ -25,6 +25,7 @@ from etude.storage import FIXES, FULL, fullest, storage_errno
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", "Run the whole loop of a recipe on this machine."),
+        "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
         "midtrain": ("processes", "One process of a run: mid-training."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
         "parity": ("processes", "One process of a run: engine against trainer, before they run."),
@@ -34,6 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("processes", "One process of a run: the trainer."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
+        "play": ("play", "Watch the agent of a run play a held-out task, or two versions of it."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),
         "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),

@@ -16,6 +16,7 @@ Overrides: TypeAlias = Annotated[
     typer.Option("--set", metavar="SECTION.KEY=VALUE", default_factory=list, help="Override the recipe."),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+All: TypeAlias = Annotated[bool, typer.Option("--all", help="Name what is sound, too, a line each.")]
 Split: TypeAlias = Annotated[Literal["train", "heldout"], typer.Option(help="The side of the hold-out.")]
 
 

@@ -53,7 +53,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
     file = path / "run.toml" if path.is_dir() else path
     if not file.is_file():
         shipped = Path("recipes") / path
-        meant = f"; did you mean {str(shipped)!r}?" if shipped.is_dir() else ""
+        meant = f"; did you mean {str(shipped)!r}?" if shipped.is_dir() and shipped != path else ""
         raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it{meant}")
     try:
         tree: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -75,7 +75,9 @@ class EvalConfig(Section):
     It decides what is *shown* as passed or solved; what is learnt comes from rewards.
     """
     every_steps: int = Field(default=0, ge=0)
-    """Steps of any phase between two measurements on the way; 0: only before and after."""
+    """Steps of RL between two measurements on the way; 0: only before and after."""
+    loss_every_steps: int = Field(default=0, ge=0)
+    """Steps of mid-training or SFT between two measurements of the held-out loss; 0: only before and after."""
     heldout_every: int = Field(default=20, ge=2)
     """One text file, module or conversation in so many is held out, by its hash."""
 
@@ -156,6 +158,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"model.checkpoint is set and midtrain.tokens is not: {self.midtrain.tokens} tokens of practice would "
                 f"be trained into that model. Say midtrain.tokens = 0 to take it as it is, or how many tokens"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _imitated(self) -> Self:
+        if self.eval.loss_every_steps and not (self.midtrain.tokens or self.sft.file):
+            raise ValueError(
+                f"eval.loss_every_steps = {self.eval.loss_every_steps} would have no effect with midtrain.tokens = 0 "
+                f"and without sft.file: leave it out; eval.every_steps is that of RL"
             )
         return self
 

@@ -446,7 +446,7 @@ class TrainerConfig(Section):
     steps: int = Field(default=100, ge=1)
     """Optimiser steps."""
     learning_rate: float = Field(default=5e-4, gt=0)
-    """AdamW, after warm-up."""
+    """Rate after the warm-up, of the optimiser that ``optimiser.kind`` names; Muon and the AdamW beside it share it."""
     warmup_steps: int = Field(default=4, ge=1)
     """Linear warm-up."""
     schedule: Literal["wsd", "cosine", "constant"] = "wsd"

@@ -5,6 +5,7 @@ Owns the order of the page and its style sheet. Every figure comes from the repo
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Literal
 
 from etude.dashboard import formatting
@@ -148,7 +149,8 @@ def _start(report: Mapping[str, Json]) -> str:
     assert isinstance(config, dict)
     model = config["model"]
     assert isinstance(model, dict)
-    return f"from {escape(str(model['checkpoint']))}" if model["checkpoint"] else "from random weights"
+    place = Path(str(model["checkpoint"]))
+    return f"from {escape('/'.join(place.parts[-2:]))}" if model["checkpoint"] else "from random weights"
 
 
 def _result(report: Mapping[str, Json]) -> str:

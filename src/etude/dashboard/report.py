@@ -5,6 +5,7 @@ Everything that is averaged over tokens is weighted by tokens.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import TypeAlias
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import count, percent
 from etude.dashboard.heldout import heldout_figures
-from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
+from etude.dashboard.run_metrics import ALIKE, TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
 from etude.telemetry.metrics import METRICS, Metric, Notation
@@ -239,7 +240,6 @@ def _curve(run: RunMetrics) -> list[Json]:
             "seconds": _tenth(run.phase_s("rl", until_s=timed.at_s)),
             **{name: _written(metric, timed.event.metrics.get(name)) for name, metric in METRICS.items()},
             "ended": dict(timed.event.ended),
-            "cut_short": cut_short(Counter(timed.event.ended)),
             "weights_changed": changed.get(timed.event.step),
             "reward_parts": _ratios(timed.event.reward_parts),
         }
@@ -294,6 +294,10 @@ WARN_AFTER = 3
 """Steps in a row without a signal, after which people are warned: one or two are chance with few groups."""
 CUT_SHORT = ("length", "turns", "context", "time", "timeout")
 """Reasons of rollouts that a limit cut short."""
+AWAY = ("EngineUnavailable", "EngineBusy", "SessionLost", "VersionPending")
+"""Errors of rollouts whose engine or gateway was away."""
+NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+"""Part of a reason that differs between failures that are alike: a port, an id, a time."""
 NEARLY_ALL = 0.9
 """Share of rollouts that ended in one way, from which on that way is taken for the cause."""
 
@@ -335,6 +339,22 @@ def warning(steps: Sequence[StepDone]) -> str | None:
     if len(in_vain) < WARN_AFTER:
         return None
     return f"no group has had a signal since step {in_vain[0].step}: {likely_cause(in_vain)}"
+
+
+def warnings(run: RunMetrics) -> list[str]:
+    """The warnings that hold now."""
+    notices = (warning([timed.event for timed in run.steps]), failing_alike(run))
+    return [notice for notice in notices if notice]
+
+
+def failing_alike(run: RunMetrics) -> str | None:
+    """The failure that the newest rollouts have in common, one after the other: a harness that cannot work fails like
+    that. Machines that are away do so, too, and are told of as outages.
+    """
+    shapes = {NUMBER.sub("#", reason) for reason in run.failures}
+    if len(run.failures) < ALIKE or len(shapes) > 1 or run.failures[-1].startswith(AWAY):
+        return None
+    return f"{ALIKE} rollouts in a row failed alike, none was graded since: {run.failures[-1]}"
 
 
 def nothing_learnt(run: RunMetrics) -> str | None:

@@ -12,7 +12,7 @@ of the event, and time is measured between events, never between arrivals.
 
 import math
 from bisect import bisect_right, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
@@ -45,6 +45,9 @@ PHASES = ("midtrain", "sft", "eval-before", "rl", "eval-after")
 
 TRAIN = "train"
 """Purpose of the rollouts that are trained on; those of evaluations are ``before-sampled``, ``after-greedy``, …"""
+
+ALIKE = 3
+"""Failures in a row after which it is asked whether they are one and the same."""
 
 E = TypeVar("E")
 Numbered = TypeVar("Numbered", ImitationProgress, StepDone)
@@ -110,6 +113,8 @@ class RunMetrics:
         self.swapped: list[Timed[WeightsSwapped]] = []
         self.engine: list[Timed[EngineStats]] = []
         self.rollouts: dict[str, Tally] = {}
+        self.failures: deque[str] = deque(maxlen=ALIKE)
+        """Reasons of the newest rollouts that failed since one was graded."""
         self.hacks: dict[str, HackRates] = {}
         """Purpose → tally; see :data:`TRAIN`."""
         self.evals: dict[str, EvalDone] = {}
@@ -151,6 +156,8 @@ class RunMetrics:
                 self.lineage[event.phase] = event
             case StepDone():
                 _supersede(self.steps, Timed(at_s, event))
+                if "after" in self.evals and event.step > self.evals["after"].version:
+                    del self.evals["after"]  # a run that goes on behind its end
             case MismatchMeasured():
                 self.mismatch[event.step, event.by, event.first] = event
             case MismatchWarned():
@@ -165,7 +172,10 @@ class RunMetrics:
                 _insert(self.engine, Timed(at_s, event))
             case RolloutClosed():
                 self.rollouts.setdefault(event.purpose, Tally()).add(event)
+                if event.status == RolloutStatus.FAILED_INFRA:
+                    self.failures.append(event.reason)
                 if event.status == RolloutStatus.GRADED:
+                    self.failures.clear()
                     self.hacks.setdefault(event.purpose, HackRates()).add(_judged(event))
             case EvalDone():
                 self.evals[event.label] = event

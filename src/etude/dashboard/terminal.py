@@ -19,9 +19,9 @@ from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
 from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
-from etude.dashboard.report import ends, shares, warning
+from etude.dashboard.report import ends, shares, warnings
 from etude.dashboard.run_metrics import PHASES, TRAIN, RunMetrics, Tally, total
-from etude.dashboard.text import live, outage_lines, summary
+from etude.dashboard.text import PREPARES, live, outage_lines, silence_line, summary
 from etude.telemetry.events import EvalDone
 from etude.types import Json, RolloutStatus
 
@@ -29,9 +29,6 @@ RECENT_STEPS = 6
 """Steps over which pace and the trainer's load are averaged: long enough to be calm, short enough to follow."""
 RECENT_S = 30.0
 """Window of the engine's load."""
-SILENCE_S = 30.0
-"""Without any event for this long, the panel says so: processes report every few seconds."""
-
 ACCENT, DIM, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
 _PHASE_NAMES = {"midtrain": "midtrain", "sft": "SFT", "eval-before": "eval", "rl": "RL", "eval-after": "eval"}
 Row: TypeAlias = tuple[RenderableType, RenderableType, RenderableType]
@@ -60,9 +57,9 @@ def render(run: RunMetrics, config: RunConfig, now_s: float) -> RenderableType:
         rows.add_row(*row)
     for words in outage_lines(run, now_s):
         rows.add_row(Text("waits", WARN), "", Text(words, WARN))
-    notice = warning([timed.event for timed in run.steps])
+    notices = [Text(notice, WARN) for notice in warnings(run)]
     return Panel(
-        Group(_track(run, config, now_s), Text(), rows, *([Text(notice, WARN)] if notice else [])),
+        Group(_track(run, config, now_s), Text(), rows, *notices),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{config.name} · seed {config.seed}", "default")),
         title_align="left",
         subtitle=_clock(run, config, now_s),
@@ -168,9 +165,8 @@ def _clock(run: RunMetrics, config: RunConfig, now_s: float) -> Text:
     left_s = _left_s(run, config, now_s)
     if left_s is not None:
         text.append(" · about ", DIM).append(formatting.duration(left_s)).append(" left", DIM)
-    silent_s = now_s - run.segments[-1].end_s if run.segments and not done else 0.0
-    if silent_s > SILENCE_S:
-        text.append(f" · no event for {formatting.duration(silent_s)}", WARN)
+    if silence := silence_line(run, now_s):
+        text.append(f" · {silence}", WARN)
     return text
 
 
@@ -206,7 +202,7 @@ def _imitation(config: RunConfig) -> list[str]:
 def _imitation_row(run: RunMetrics, phase: str) -> Row:
     timeline, name = run.imitation.get(phase), _PHASE_NAMES[phase]
     if not timeline:
-        return name, Bar(0.0), _missing()
+        return name, Bar(0.0), Text(PREPARES, DIM) if run.phase == phase else _missing()
     now = timeline[-1].event
     words = _words(
         f"loss {now.loss:.3f}", f"action {now.action_loss:.3f}", f"{formatting.brief(now.tokens_per_s)} tokens/s"
@@ -327,11 +323,13 @@ def _weights_row(run: RunMetrics) -> Row:
     if not run.published:
         return "weights", "", _missing()
     newest = run.published[-1].event
-    version = f"v{newest.version}"
+    # The engine's word may come first: what it serves was published.
+    served = run.swapped[-1].event.version if run.swapped else newest.version
+    version = f"v{max(newest.version, served)}"
     parts = [f"{newest.kind} {formatting.size(newest.size_bytes)} of {formatting.size(newest.state_bytes)}"]
     if run.swapped:
         swap = run.swapped[-1].event
-        version += f", engine at v{swap.version}"
+        version += f", engine at v{served}" if served < newest.version else ", served"
         parts.append(f"pause {formatting.milliseconds(swap.pause_ms)}")
     words = _words(*parts)
     if run.changed.get(newest.version) is False:

@@ -22,11 +22,16 @@ from etude.dashboard.formatting import (
     small_percent,
     write_metric,
 )
-from etude.dashboard.report import shares
-from etude.dashboard.run_metrics import RunMetrics, total
+from etude.dashboard.report import ends, shares
+from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import StepDone
 from etude.telemetry.metrics import METRICS
-from etude.types import Json
+from etude.types import Json, RolloutStatus
+
+SILENCE_S = 30.0
+"""Without any event for this long, it is said so: processes report every few seconds."""
+PREPARES = "reading texts, learning a tokenizer"
+"""Work of a phase before its first step."""
 
 
 def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
@@ -134,8 +139,15 @@ def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:
 
 
 def render_line(run: RunMetrics, config: RunConfig, now_s: float) -> str:
-    """A run's progress, and the outage that it waits for, in one line."""
-    return "; ".join((_progress(run, config, now_s), *outage_lines(run, now_s)))
+    """A run's progress, and what it waits for, in one line."""
+    silence = silence_line(run, now_s)
+    return "; ".join((_progress(run, config, now_s), *([silence] if silence else []), *outage_lines(run, now_s)))
+
+
+def silence_line(run: RunMetrics, now_s: float) -> str:
+    """The time without any event, where it is long; empty elsewhere."""
+    silent_s = now_s - run.segments[-1].end_s if run.segments and run.phase != "done" else 0.0
+    return f"no event for {duration(silent_s)}" if silent_s > SILENCE_S else ""
 
 
 def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
@@ -147,30 +159,72 @@ def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
 
 
 def _progress(run: RunMetrics, config: RunConfig, now_s: float) -> str:
-    start = f"[{run.total_s(now_s):6.0f} s] {run.phase or 'starting'}"
-    if run.imitation.get(run.phase or ""):
-        progress = run.imitation[run.phase or ""][-1].event
-        return (
-            f"{start}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
-            f"{progress.tokens_per_s:,.0f} tokens/s"
-        )
-    if run.phase == "rl" and run.steps:
-        recent = [timed.event for timed in run.steps[-4:]]
-        reward, last = total(recent, "reward_mean") / len(recent), recent[-1].metrics
-        bound, k3 = config.numerics.warn_k3, last.get("k3", 0.0)
-        warning = f" above {bound:g}!" if k3 > bound else ""
-        staleness = f"staleness ≤ {last.get('staleness_max', 0):.0f}"
-        groups, hinted = last["groups"], last.get("hinted_turns")
-        signal = f"signal in {groups - last['groups_without_signal']:.0f} of {groups:.0f} groups"
-        hints = f"{hinted:.0f} turns hinted at {last.get('hint_kl', 0.0):.2f} nats, " if hinted else ""
-        return (
-            f"{start}: step {recent[-1].step}/{config.trainer.steps}, reward {reward:.3f}, {signal}, "
-            f"{', '.join(live(recent[-1]))}, {hints}{staleness}, k3 {k3:.1e}{warning}"
-        )
-    return start
+    phase = run.phase or "starting"
+    start = f"[{run.total_s(now_s):6.0f} s] "
+    if phase in ("midtrain", "sft"):
+        return start + _imitation_progress(run, config, phase)
+    if phase.startswith("eval-"):
+        return f"{start}{phase}: {_tries(run, config, phase.removeprefix('eval-'))}"
+    if phase == "rl":
+        return f"{start}rl: {_step_progress(run, config) if run.steps else _first_batch(run, config)}"
+    return start + phase
+
+
+def _imitation_progress(run: RunMetrics, config: RunConfig, phase: str) -> str:
+    if phase in run.lineage:
+        return f"{phase} is done: engine, gateway, trainer and rollouts are starting"
+    if phase == "midtrain" and not config.midtrain.tokens:
+        return "publishing the model that RL starts from"
+    if not run.imitation.get(phase):
+        return f"{phase}: {PREPARES}"
+    progress = run.imitation[phase][-1].event
+    return (
+        f"{phase}: step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, "
+        f"{progress.tokens_per_s:,.0f} tokens/s"
+    )
+
+
+def _tries(run: RunMetrics, config: RunConfig, label: str) -> str:
+    tallies = [run.rollouts.get(f"{label}-{way}", Tally()) for way in ("sampled", "greedy")]
+    graded = " and ".join(
+        f"{tally.statuses[RolloutStatus.GRADED]} {way}"
+        for way, tally in zip(("sampled", "greedy"), tallies, strict=True)
+    )
+    return f"{graded} tries graded, of {config.eval.tasks} each{_failed(*tallies)}"
+
+
+def _first_batch(run: RunMetrics, config: RunConfig) -> str:
+    tally, rollouts = run.rollouts.get(TRAIN, Tally()), config.rollouts
+    size_of_batch = rollouts.groups_per_step * rollouts.group_size
+    return (
+        f"{tally.statuses[RolloutStatus.GRADED]} of {size_of_batch} rollouts of the first step graded{_failed(tally)}"
+    )
+
+
+def _failed(*tallies: Tally) -> str:
+    """The rollouts that infrastructure kept from being graded, if there were any."""
+    failed = sum(tally.statuses[RolloutStatus.FAILED_INFRA] for tally in tallies)
+    return f", {failed} failed and were tried again" if failed else ""
+
+
+def _step_progress(run: RunMetrics, config: RunConfig) -> str:
+    recent = [timed.event for timed in run.steps[-4:]]
+    reward, last = total(recent, "reward_mean") / len(recent), recent[-1].metrics
+    bound, k3 = config.numerics.warn_k3, last.get("k3", 0.0)
+    warning = f" above {bound:g}!" if k3 > bound else ""
+    staleness = f"staleness ≤ {last.get('staleness_max', 0):.0f}"
+    groups, hinted = last["groups"], last.get("hinted_turns")
+    signal = f"signal in {groups - last['groups_without_signal']:.0f} of {groups:.0f} groups"
+    hints = f"{hinted:.0f} turns hinted at {last.get('hint_kl', 0.0):.2f} nats, " if hinted else ""
+    ended = f"ended {shares(ends(recent[-1:]))}, " if recent[-1].ended else ""
+    return (
+        f"step {recent[-1].step}/{config.trainer.steps}, reward {reward:.3f}, {signal}, {ended}"
+        f"{', '.join(live(recent[-1]))}, {hints}{staleness}, k3 {k3:.1e}{warning}"
+        f"{_failed(run.rollouts.get(TRAIN, Tally()))}"
+    )
 
 
 def live(step: StepDone) -> list[str]:
     """The metrics of a step that are shown while a run is active, as text."""
     shown = ((metric, step.metrics.get(name)) for name, metric in METRICS.items() if metric.live)
-    return [f"{metric.title} {write_metric(metric, value, digits=3)}" for metric, value in shown]
+    return [f"{metric.live} {write_metric(metric, value, digits=3)}" for metric, value in shown]

@@ -55,12 +55,17 @@ def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> dict[str, int]:
     if config.gateway.public:
         requested[PUBLIC] = config.gateway.port
     with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
-        return {process: probes.enter_context(probe_port(port, wait_s=wait_s)) for process, port in requested.items()}
+        return {
+            process: probes.enter_context(probe_port(port, wait_s=wait_s, key=f"{process.partition('-')[0]}.port"))
+            for process, port in requested.items()
+        }
 
 
 @contextlib.contextmanager
-def probe_port(requested: int, *, wait_s: float = 0.0) -> Iterator[int]:
-    """Hold a port, any free one for 0. Raises :class:`~etude.errors.PortInUseError` when it stays taken."""
+def probe_port(requested: int, *, wait_s: float = 0.0, key: str = "port") -> Iterator[int]:
+    """Hold a port, any free one for 0. Raises :class:`~etude.errors.PortInUseError` naming the recipe's ``key`` when it
+    stays taken.
+    """
     deadline_s = time.monotonic() + wait_s
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +75,8 @@ def probe_port(requested: int, *, wait_s: float = 0.0) -> Iterator[int]:
                 break
             except OSError as error:
                 if time.monotonic() >= deadline_s:
-                    fix = "free it, or set port = 0 to pick one"
-                    raise PortInUseError(f"port {requested} on {HOST} is in use: {fix}") from error
+                    raise PortInUseError(
+                        f"{key} = {requested}: that port of {HOST} is in use: free it, or set {key} = 0 to pick one"
+                    ) from error
             time.sleep(POLL_S)
         yield int(probe.getsockname()[1])

@@ -31,7 +31,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
 from etude.run.endpoints import Endpoints
-from etude.run.resolve import resolve
+from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
@@ -48,17 +48,13 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, config: RunConfig, *, ledger: str = "") -> "RunFolder":
         """Make a new run, whose durable state is at ``ledger``, or where ``config`` says. What is ``auto`` there is
-        resolved here and now.
+        resolved here and now, and its paths are made absolute.
 
         Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
         :func:`~etude.run.resolve.resolve` does.
         """
-        folder = cls(path)
-        if folder.config_file.exists():
-            raise RunFolderError(
-                f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
-            )
-        resolved = resolve(config)
+        folder = cls.check_new(path)
+        resolved = with_absolute_paths(resolve(config))
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
             for part in (folder.events, folder.logs, Path(folder.store)):
@@ -74,6 +70,22 @@ class RunFolder:
                 f"cannot write the run folder {path}: {error.strerror}; choose another --out"
             ) from error
         return folder
+
+    @classmethod
+    def check_new(cls, path: Path) -> "RunFolder":
+        """The place of a new run. Raises :class:`~etude.errors.RunFolderError` where there is one already."""
+        folder = cls(path)
+        if folder.config_file.exists():
+            raise RunFolderError(
+                f"{path} already holds a run: continue it with --resume {path}, or choose another --out"
+            )
+        return folder
+
+    @property
+    def has_begun(self) -> bool:
+        """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
+        places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
+        return any(next(self.path.glob(pattern), None) is not None for pattern in places)
 
     @classmethod
     def open(cls, path: Path, *, writes: bool = True) -> "RunFolder":
@@ -193,6 +205,13 @@ def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterat
         yield
     finally:
         os.close(descriptor)
+
+
+def remove_unbegun(folder: RunFolder) -> None:
+    """Remove a run that has not begun, unless another process is at it: a corrected recipe finds its place free."""
+    with contextlib.suppress(RunFolderError), exclusive(folder, "supervisor"):
+        if not folder.has_begun:
+            shutil.rmtree(folder.path)
 
 
 def holder(folder: RunFolder) -> str:

@@ -53,8 +53,8 @@ from etude.types import Document, Json, Split
 from etude.weights.digest import state_digest
 from etude.weights.tensors import to_stored
 
-REPORT_EVERY_STEPS = 20
-"""Steps between progress events: about one a second on a laptop."""
+REPORT_EVERY_STEPS, REPORT_S = 20, 5.0
+"""Steps between progress events, about a second on a laptop; and the longest time between them, for slow steps."""
 HELDOUT_DOCUMENTS = 64
 """Held-out documents of each source on which the loss is measured: some ten thousand tokens, a second's work."""
 CURSOR, IDENTITY = "cursor", "identity"
@@ -136,19 +136,19 @@ class PhaseProcess:
         """Take the steps that are left, and leave the model that they end with."""
         step, cursor = self._recover()
         loss = self._measure(step, cursor)
-        recent, since_s = Loss(), time.perf_counter()
+        recent, since_s, first = Loss(), time.perf_counter(), step + 1
         while step < self._steps:
             step += 1
             documents, cursor = self._reading.stream.batch(cursor, self._ends[step - 1])
             if documents:
                 recent += self._trainer.step(step, self._microbatches(documents))
-            if self._is_due(step, REPORT_EVERY_STEPS):
-                now_s = time.perf_counter()
+            now_s = time.perf_counter()
+            if step == first or now_s - since_s > REPORT_S or self._is_due(step, REPORT_EVERY_STEPS):
                 self._report(step, cursor, recent, now_s - since_s)
                 recent, since_s = Loss(), now_s
             if self._is_due(step, self._settings.checkpoint_steps):
                 self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursor, self._identity))
-            if self._is_due(step, self._config.eval.every_steps):
+            if self._is_due(step, self._config.eval.loss_every_steps):
                 loss = self._measure(step, cursor)
         self._end(cursor, loss)
 

@@ -1,66 +1,237 @@
-"""Checks that this machine has what a recipe names: made before there is a run, not by one of its processes.
+"""Checks of a recipe on this machine: made before there is a run, not by one of its processes.
 
-Owns the looking; what is looked for is explained by the sections of the recipe. A recipe alone says nothing of it, so
-``--dry-run`` does not ask, but for the tasks (:mod:`etude.run.task_plan`).
+    recipe ──▶ devices ──▶ ports ──▶ model ──▶ disk, memory ──▶ tasks ──▶ texts ──▶ a session on a fake engine ──▶ ready
+
+What costs nothing comes first. Owns the looking; what is looked for is explained by the sections of the recipe. A
+recipe alone says nothing of it, so ``--dry-run`` does not ask, but for the tasks (:mod:`etude.run.task_plan`).
 """
 
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from etude.aio import background_task, without_event_loop
+from etude.clock import SystemClock
+from etude.config.imitation import FILE_SOURCES
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
-from etude.errors import ConfigError
+from etude.config.training import ModelShape
+from etude.dashboard import formatting
+from etude.engines.fake import FakeEngine
+from etude.errors import ConfigError, DamagedError, UserError
+from etude.models.checkpoint import StoredCheckpoint, load_spec, spec_from_shape
+from etude.models.decoder import Decoder
+from etude.models.spec import ModelSpec
+from etude.protocols import Completion
 from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import probe_ports
+from etude.run.folder import RunFolder
 from etude.run.judging import check_judge
+from etude.run.memory_need import check_memory
+from etude.run.numerics import count_parameters
+from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
+from etude.run.task_families import open_demonstrations, open_family
 from etude.run.task_plan import plan_tasks
+from etude.storage import free_bytes
+from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import call_support, load_format
-from etude.tokens.messages import NO_KWARGS, TemplateKwargs
+from etude.tokens.messages import NO_KWARGS, ChatFormat, TemplateKwargs
 from etude.tokens.render_differences import rendered_differently
+from etude.types import Rollout, RolloutStatus, Split, Task, TokenIds
+
+SESSION_CALLS = 5
+"""Calls to the model after which a session has shown enough: an agent may go on with random words for ever."""
+SESSION_S = 60.0
+"""Longest time that a session may take to call the model for the first time."""
+PLENTY = 1_000_000
+"""Context for a session whose tokenizer is not learnt yet: its stand-in needs many times the tokens."""
+POLL_S = 0.05
+"""Interval at which a session is looked at."""
 
 
-def prepare(config: RunConfig, out: Path) -> list[str]:
-    """All checks of a new run in ``out``, before there is one; returns warnings, a line each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFinding:
+    """One thing that was examined."""
 
-    Raises :class:`~etude.errors.UserError`.
+    name: str
+    words: str
+    works: bool = True
+    """False for a warning."""
+
+
+def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
+    """Check all that a new run at ``out`` needs, telling of each part as it was found.
+
+    Raises :class:`~etude.errors.UserError` for the first that is missing: the message names value, key and fix.
     """
+    RunFolder.check_new(out)
     check_judge(config)
-    return [*check_ready(config), *check_disk_space(config, out)]
-
-
-def check_ready(config: RunConfig) -> list[str]:
-    """Check a new run before it starts; returns warnings, a line each.
-
-    Raises :class:`~etude.errors.UserError` for a device, folder or port that a new run would not have, for tasks that
-    are too few, for template kwargs that the model's chat template does not read, and for tool calls of which it could
-    not read any.
-    """
-    check_devices(config)
-    advice = about_numerics(config)
-    if config.model.checkpoint:
-        checkpoint = Path(config.model.checkpoint)
-        if not (checkpoint / "config.json").is_file():
-            raise ConfigError(
-                f"model.checkpoint = {config.model.checkpoint!r}: no Hugging Face checkpoint there, as {Path.cwd()} "
-                f"has no {checkpoint / 'config.json'}"
-            )
-        advice += about_template(checkpoint, config.gateway.chat_template_kwargs)
-        advice += about_calls(config) if isinstance(config.harness.options, CommandOptions) else []
-    elif config.gateway.chat_template_kwargs:
-        raise ConfigError(
-            "gateway.chat_template_kwargs would have no effect without model.checkpoint: étude's own chat template "
-            "reads none"
-        )
+    yield from check_machine(config)
+    yield from check_model(config)
+    yield from check_room(config, out)
     if isinstance(config.harness.options, CommandOptions):
         harness_mounts(config.harness.options.mounts)
-    plan_tasks(config).check()
+    plan = plan_tasks(config)
+    plan.check()
+    tasks = first_tasks(config)
+    check_texts(config)
+    yield MachineFinding(name="tasks", words="; ".join(plan.describe()))
+    yield check_session(config, tasks[0])
+
+
+def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
+    """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
+    check_devices(config)
+    trainer, engine = resolve_device(config.trainer.device), resolve_device(config.engine.device)
+    yield MachineFinding(name="devices", words=f"trainer on {trainer}, engine on {engine}")
+    yield from (MachineFinding(name="devices", words=line, works=False) for line in about_numerics(config))
     probe_ports(config)
-    return advice
+    ports = {"engine.port": config.engine.port, "gateway.port": config.gateway.port}
+    yield MachineFinding(name="ports", words=", ".join(f"{key} {port or 'any'}" for key, port in ports.items()))
+
+
+def check_model(config: RunConfig) -> Iterator[MachineFinding]:
+    """Read the headers of a checkpoint's weights and its chat template. Raises :class:`~etude.errors.ConfigError`."""
+    if not config.model.checkpoint:
+        if config.gateway.chat_template_kwargs:
+            raise ConfigError(
+                "gateway.chat_template_kwargs would have no effect without model.checkpoint: étude's own chat template "
+                "reads none"
+            )
+        count = formatting.brief(count_parameters(spec_of_recipe(config)))
+        yield MachineFinding(name="model", words=f"random weights, {count} parameters")
+        return
+    place = Path(config.model.checkpoint)
+    if not (place / "config.json").is_file():
+        raise ConfigError(
+            f"model.checkpoint = {config.model.checkpoint!r}: no Hugging Face checkpoint there, as {Path.cwd()} "
+            f"has no {place / 'config.json'}"
+        )
+    try:
+        for line in (*about_template(place, config.gateway.chat_template_kwargs), *about_calls(config)):
+            yield MachineFinding(name="chat", words=line, works=False)
+        stored = StoredCheckpoint(place)
+        with torch.device("meta"):
+            stored.check(Decoder(stored.spec))
+    except ConfigError:
+        raise
+    except (UserError, DamagedError) as error:
+        raise ConfigError(f"model.checkpoint = {config.model.checkpoint!r}: {error}") from error
+    count = formatting.brief(count_parameters(stored.spec))
+    yield MachineFinding(
+        name="model", words=f"{place}, {count} parameters: weights and chat template are there and fit"
+    )
+
+
+def check_room(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
+    """Compare what a run takes of disk and memory with what is free. Raises :class:`~etude.errors.UserError`."""
+    spec = spec_of_recipe(config)
+    advice = check_disk_space(config, out)
+    yield MachineFinding(
+        name="disk", words=advice[0] if advice else f"{formatting.size(free_bytes(out))} free", works=not advice
+    )
+    advice = check_memory(config, spec, count_parameters(spec))
+    yield from (MachineFinding(name="memory", words=line, works=False) for line in advice)
+
+
+def check_texts(config: RunConfig) -> None:
+    """Look for the files that mid-training and SFT read. Raises :class:`~etude.errors.ConfigError`."""
+    named = {"sft.file": config.sft.file} if config.sft.file else {}
+    if config.midtrain.tokens:
+        sources = [name for name in config.midtrain.shares if name.startswith(FILE_SOURCES)]
+        named |= {f"midtrain.mixture, {name!r}": name.partition(":")[2] for name in sources}
+        if any(not name.startswith((*FILE_SOURCES, "stdlib")) for name in config.midtrain.shares):
+            open_demonstrations(config)
+    for key, path in named.items():
+        if not Path(path).exists():
+            raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or leave it out")
+
+
+def first_tasks(config: RunConfig) -> list[Task]:
+    """One task of each side that a recipe needs, the one of training first."""
+    family = open_family(config)
+    return [family.task(split, 0) for split in ([Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN])]
+
+
+def check_session(config: RunConfig, task: Task) -> MachineFinding:
+    """Play one session of the harness, in a sandbox, on an engine that says random words.
+
+    Raises :class:`~etude.errors.ConfigError` where the harness cannot be started or never calls the model.
+    """
+    chat, max_length = _chat_of(config, task)
+    engine = FakeEngine(SystemClock(), vocab_size=chat.vocab_size, max_length=max_length, seed=config.seed)
+    calls, started_s = list[Completion](), time.monotonic()
+
+    def note(_prompt_ids: TokenIds, completion: Completion) -> None:
+        calls.append(completion)
+
+    with tempfile.TemporaryDirectory(prefix="etude-check-") as scratch:
+        stage = Stage(config=config, chat=chat, engine=engine, folder=Path(scratch), max_length=max_length)
+        ended = without_event_loop(
+            lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls)))
+        )
+    if ended is not None and ended.status is not RolloutStatus.GRADED:
+        raise ConfigError(f"{_harness_key(config)}: a session with task {task.task_id} fails: {ended.reason}")
+    if not calls:
+        raise ConfigError(
+            f"{_harness_key(config)}: a session with task {task.task_id} has not called the model within {SESSION_S:g} "
+            f"s: where does it look for one? OPENAI_BASE_URL and ANTHROPIC_BASE_URL name it"
+        )
+    end = "stopped" if ended is None else f"ended ({ended.reason}) and graded"
+    words = f"{config.harness.kind} harness on a fake engine: {end} after {len(calls)} calls"
+    return MachineFinding(name="session", words=f"{words}, {time.monotonic() - started_s:.1f} s")
+
+
+async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], int]) -> Rollout | None:
+    """The rollout, or ``None`` where it is not over after all the calls or all the time that it is given."""
+    deadline_s = time.monotonic() + SESSION_S
+    async with background_task(playing) as played:
+        while not played.done():
+            if calls() >= SESSION_CALLS or time.monotonic() > deadline_s:
+                return None
+            await asyncio.wait({played}, timeout=POLL_S)
+        return played.result()
+
+
+def _harness_key(config: RunConfig) -> str:
+    """The key that is to be changed where the harness does not work."""
+    options = config.harness.options
+    if isinstance(options, CommandOptions):
+        return f"harness.options.command = {list(options.command)!r:.80}"
+    return f"harness.kind = {config.harness.kind!r}"
+
+
+def _chat_of(config: RunConfig, task: Task) -> tuple[ChatFormat, int]:
+    """The chat format of a recipe's model, and the context that a session may take."""
+    if config.model.checkpoint:
+        chat = load_format(Path(config.model.checkpoint), config.gateway.chat_template_kwargs)
+        return chat, config.engine.max_length
+    shape = config.model.shape
+    assert isinstance(shape, ModelShape), "random weights have one"
+    return ChatTemplate.train([task.prompt], shape.vocab_size), PLENTY
+
+
+def spec_of_recipe(config: RunConfig) -> ModelSpec:
+    """The shape of a recipe's model. Raises as :func:`~etude.models.checkpoint.load_spec`."""
+    shape = config.model.shape
+    if isinstance(shape, ModelShape):
+        return spec_from_shape(shape, shape.vocab_size)
+    return load_spec(Path(config.model.checkpoint))
 
 
 def about_calls(config: RunConfig) -> list[str]:
-    """Read back what the checkpoint's chat template makes of tool calls: agents other than ours may live by them."""
+    """Read back what the checkpoint's chat template makes of tool calls, where an agent other than ours may live by
+    them.
+    """
+    if not isinstance(config.harness.options, CommandOptions):
+        return []
     calls = call_support(Path(config.model.checkpoint))
     problem = f"model.checkpoint = {config.model.checkpoint!r}: {calls.problem}"
     if calls.is_lost:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 from etude.config.recipe import RunConfig
-from etude.dashboard.report import warning
+from etude.dashboard.report import warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import WARN, render
 from etude.dashboard.text import render_line
@@ -31,8 +31,8 @@ class ProgressDisplay:
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0
-        self._warning: str | None = None
-        """The newest warning: it is a line once, however long it holds."""
+        self._warnings: list[str] = []
+        """Those that hold: each is a line once, however long it does."""
 
     def __enter__(self) -> Self:
         if self._live:
@@ -63,7 +63,8 @@ class ProgressDisplay:
             self._live.update(render(self._run, self._config, time.time()), refresh=True)
         else:
             self._console.print(render_line(self._run, self._config, time.time()), soft_wrap=True)
-            notice = warning([timed.event for timed in self._run.steps])
-            if notice and notice != self._warning:
-                self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True)
-            self._warning = notice
+            notices = warnings(self._run)
+            for notice in notices:
+                if notice not in self._warnings:
+                    self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True, markup=False)
+            self._warnings = notices

@@ -6,15 +6,24 @@ loads torch only to look at a GPU.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from etude.config.imitation import FILE_SOURCES
 from etude.config.inference import NumericsConfig
+from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 
 GPU_FILES = ("nvidia*", "kfd", "dxg")
 """Files of drivers in ``/dev``: a machine without any has no GPU that torch could find."""
+PATHS = (
+    *("tasks.folder", "sandboxes.images", "model.checkpoint", "sft.file", "engine.options.python"),
+    *("gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
+)
+"""Keys that name a file or a folder, beside ``midtrain.mixture`` and ``harness.options.mounts``."""
 Role: TypeAlias = Literal["trainer", "engine"]
 """A section that names a device."""
 
@@ -78,6 +87,35 @@ def resolve(config: RunConfig) -> RunConfig:
             "numerics": numerics,
         }
     )
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The configuration with the paths of its files and folders absolute, so that a run folder can be moved and read
+    from anywhere.
+    """
+    tree = config.model_dump(mode="json")
+    for key in PATHS:
+        *sections, name = key.split(".")
+        table = reduce(getitem, sections, tree)
+        if name in table:
+            table[name] = _absolute(table[name])
+    options = tree["harness"]["options"]
+    if "mounts" in options:
+        options["mounts"] = [_absolute(folder) for folder in options["mounts"]]
+    tree["midtrain"]["mixture"] = {
+        _absolute_source(source): share for source, share in tree["midtrain"]["mixture"].items()
+    }
+    return parse_config(tree, source="run.toml")
+
+
+def _absolute_source(source: str) -> str:
+    kind = next((kind for kind in FILE_SOURCES if source.startswith(kind)), "")
+    return kind + _absolute(source.removeprefix(kind)) if kind else source
+
+
+def _absolute(path: str) -> str:
+    """Path from the root, links left as they are; empty where there is none."""
+    return str(Path(path).absolute()) if path else ""
 
 
 def is_invariant(config: NumericsConfig, device: str) -> bool:

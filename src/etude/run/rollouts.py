@@ -43,6 +43,7 @@ from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
@@ -71,6 +72,8 @@ CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """Capabilities without which the model's programs could read the run folder and reach the gateway."""
 LEASE_NAME = "rollouts"
 """The lease under which this process fills slots; that of any other one has its number behind it."""
+OUR_HARNESS = ".venv-harness"
+"""Environment of mini-swe-agent, which the repository's Makefile makes."""
 HARNESS_FOLDER = "/harness"
 """Folder of a harness's own files, inside of a sandbox."""
 TASKS_ON_THE_WAY = 64
@@ -133,18 +136,19 @@ class RolloutParts:
     dispatcher: Dispatcher
     served: ServedVersion
 
-    async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int) -> EvalDone:
-        """Try every task once sampled and once greedily; resumable under the same ``label``.
+    async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int, purpose: str = "") -> EvalDone:
+        """Try every task once sampled and once greedily; resumable under the same ``purpose``, by default the label.
 
         Raises :class:`~etude.errors.UserError` where one way has no reward at all: its slots are lost, and trying again
         finds them so. While machines are down the breaker ends this before, with slots left.
         """
-        ways = [self.dispatcher.evaluate(f"{label}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
+        purpose = purpose or label
+        ways = [self.dispatcher.evaluate(f"{purpose}-{way}", tasks, temperature=t) for way, t in TEMPERATURES.items()]
         sampled, greedy = await gather_or_cancel(ways)
         if not sampled or not greedy:
             lost = next(way for way, rewards in zip(TEMPERATURES, (sampled, greedy), strict=True) if not rewards)
-            raise lost_all(self.folder, f"{label}-{lost}")
-        groups = {way: list(self.ledger.groups(f"{label}-{way}")) for way in TEMPERATURES}
+            raise lost_all(self.folder, f"{purpose}-{lost}")
+        groups = {way: list(self.ledger.groups(f"{purpose}-{way}")) for way in TEMPERATURES}
         done = evaluation_done(label, version, groups, pass_at=self.config.eval.pass_at)
         self.events.write(done)
         return done
@@ -272,12 +276,20 @@ async def _run(folder: RunFolder) -> None:
 
 
 async def _evaluate_alone(parts: RolloutParts, label: str, *, version: int) -> None:
-    """Measure while nothing else runs, unless the recipe does not want it or a previous process did it."""
-    fact = f"eval-{label}"
-    if parts.config.eval.enabled and parts.ledger.facts.get(fact) is None:
-        parts.events.write(PhaseStarted(phase=fact))
-        await parts.evaluate(label, heldout_tasks(parts.family, parts.config.eval.tasks), version=version)
-        parts.ledger.facts.set(fact, "done")
+    """Measure while nothing else runs, unless the recipe does not want it or a previous process did it.
+
+    A run whose steps were raised after its end is measured once more, in tries of their own.
+    """
+    facts, fact, first = parts.ledger.facts, measured_fact(label), f"{measured_fact(label)}-first"
+    if not parts.config.eval.enabled or facts.get(fact) == str(version):
+        return
+    if facts.get(first) is None:
+        facts.set(first, str(version))
+    purpose = label if facts.get(first) == str(version) else f"{label}-{version}"
+    parts.events.write(PhaseStarted(phase=f"eval-{label}"))
+    tasks = heldout_tasks(parts.family, parts.config.eval.tasks)
+    await parts.evaluate(label, tasks, version=version, purpose=purpose)
+    facts.set(fact, str(version))
 
 
 async def _evaluate_on_the_way(parts: RolloutParts) -> None:
@@ -325,7 +337,9 @@ async def _rollout_context(
     """The dependencies of rollouts."""
     sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
     async with contextlib.AsyncExitStack() as stack:
-        sandboxes, grader, harness = await _stage(stack, folder, config, http)
+        sandboxes, grader, harness = await open_stage(
+            stack, config, http, folder=folder.path, gateway_url=folder.endpoints.url("gateway")
+        )
         memory = JudgeState(folder.path, worker_id)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
@@ -343,10 +357,14 @@ async def _rollout_context(
         )
 
 
-async def _stage(
-    stack: contextlib.AsyncExitStack, folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
+async def open_stage(
+    stack: contextlib.AsyncExitStack, config: RunConfig, http: aiohttp.ClientSession, *, folder: Path, gateway_url: str
 ) -> tuple[TaskSandboxes, Grader, Harness]:
-    """Sandboxes of tasks, grader and harness of a recipe."""
+    """Open sandboxes of tasks, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
+    are written into ``folder``, and it may reach nothing but the gateway.
+
+    Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
+    """
     options, harness = config.sandboxes.options, _open_harness(config, http)
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
@@ -359,7 +377,7 @@ async def _stage(
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
     external = config.harness.options
-    beside = _beside_tasks(folder, external) if isinstance(external, CommandOptions) else SandboxSpec()
+    beside = _beside_tasks(folder, gateway_url, external) if isinstance(external, CommandOptions) else SandboxSpec()
     provider = open_provider(sandboxes, base_store(sandboxes))
     task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(task_sandboxes.close)
@@ -376,15 +394,15 @@ def _open_harness(config: RunConfig, http: aiohttp.ClientSession) -> Harness:
     return make(config.harness.options, HarnessContext(http=http))
 
 
-def _beside_tasks(folder: RunFolder, harness: CommandOptions) -> SandboxSpec:
+def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:
     """Mounts of another team's harness, and the one address that it may reach: the gateway."""
     mounts = harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
-    return SandboxSpec(mounts=mounts, allow=(urlsplit(folder.endpoints.url("gateway")).netloc,))
+    return SandboxSpec(mounts=mounts, allow=(urlsplit(gateway_url).netloc,))
 
 
-def write_harness(folder: RunFolder, files: Mapping[str, str]) -> Path:
+def write_harness(folder: Path, files: Mapping[str, str]) -> Path:
     """Write the harness's own files; returns where. Nothing else of a run may be in there: agents can read it."""
-    place = folder.path / "harness"
+    place = folder / "harness"
     place.mkdir(exist_ok=True)
     place.chmod(0o755)
     for name, text in files.items():
@@ -398,6 +416,7 @@ def harness_mounts(folders: Sequence[str]) -> dict[str, Path]:
     mounts: dict[str, Path] = {}
     for folder in folders:
         if not Path(folder).is_dir():
-            raise ConfigError(f"harness.options.mounts: there is no folder {folder!r} in {Path.cwd()}")
+            fix = "`make harness` makes it" if Path(folder).name == OUR_HARNESS else "correct the path"
+            raise ConfigError(f"harness.options.mounts: there is no folder {folder!r} in {Path.cwd()}: {fix}")
         mounts |= environment_mounts(Path(folder))
     return mounts

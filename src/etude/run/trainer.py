@@ -14,10 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import pstdev
 
 from torch import Tensor
 
 from etude.config.recipe import RunConfig
+from etude.dashboard.report import cut_short
 from etude.errors import DamagedError, MismatchError, UserError
 from etude.ledger.changes import TRAIN, TRAINER
 from etude.ledger.heartbeat import leased
@@ -121,14 +123,13 @@ class TrainerProcess:
             metrics = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
             self._heartbeat.beat()
             busy_s = time.perf_counter() - started_s
-            metrics |= batch_metrics(batch) | mismatch_metrics(mismatch)
+            ended = stop_reasons(groups)
+            metrics |= batch_metrics(batch) | group_metrics(groups, ended) | mismatch_metrics(mismatch)
             metrics["epoch"] = max(group.epoch for group in groups)
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
-            self._events.write(
-                StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=stop_reasons(groups))
-            )
+            self._events.write(StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=ended))
             self._commit_published()
             self.trainer_group.save(step)
             self._heartbeat.beat()
@@ -393,6 +394,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward_mean": float(batch.rewards.mean()) if len(batch.rewards) else 0.0,
         "groups": batch.num_groups,
         "groups_without_signal": batch.num_degenerate_groups,
+        "signal_share": 1 - batch.num_degenerate_groups / max(batch.num_groups, 1),
         "loss_tokens": batch.num_loss_tokens,
         "staleness_sum": int(batch.staleness.sum()),
         "staleness_tokens": tokens,
@@ -403,6 +405,15 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         staleness_max = int(batch.staleness.max())
         metrics |= {"staleness_max": staleness_max, "staleness_mean": metrics["staleness_sum"] / tokens}
     return metrics
+
+
+def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str, float]:
+    """The spread of rewards within groups, and the share of rollouts that a limit ended, by their reasons ``ended``."""
+    rewards = [[each.reward for each in group.rollouts if each.reward is not None] for group in groups]
+    spreads = [pstdev(of_group) for of_group in rewards if of_group]
+    share = cut_short(Counter(ended))
+    metrics = {} if share is None else {"cut_short": share}
+    return metrics | ({"reward_std": sum(spreads) / len(spreads)} if spreads else {})
 
 
 def mismatch_metrics(mismatch: Mismatch) -> dict[str, float]:

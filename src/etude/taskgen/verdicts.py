@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
+from typing import Self
 
 from etude.sandboxes.function_calls import same_value
 from etude.taskgen.survey import Survey
@@ -36,34 +37,37 @@ QUIET_CASES = 4
 
 
 class Rejection(StrEnum):
-    """Reasons to reject a candidate."""
+    """Reasons to reject a candidate, each with its meaning."""
 
-    UNREACHED = "unreached"
-    """No test reaches it."""
-    SLOW = "slow"
-    """The tests that reach it take too long."""
-    SURVIVED = "survived"
-    """No test fails: the change does nothing, or no test looks."""
-    HANGS = "hangs"
-    """With it, the tests do not end."""
-    UNFOCUSED = "unfocused"
-    """Too many tests fail."""
-    TWIN = "twin"
-    """Another task is about the same function and fails the same tests."""
-    LEAKS = "leaks"
-    """The removed source can be found elsewhere in the image."""
-    UNPROBED = "unprobed"
-    """No call from outside tells the broken package from the right one; ``--unprobed`` lets it be a task."""
-    UNGUARDED = "unguarded"
-    """It has no probe, and none of its tests can have a canary: no grader could tell right work from forged results."""
-    TOO_LARGE = "too_large"
-    """Its hidden test files are too large."""
-    FLAKY = "flaky"
-    """The broken package passes sometimes."""
-    UNSOLVED = "unsolved"
-    """The right answer does not pass every time."""
-    FAILED = "failed"
-    """The sandbox failed; tried again by the next build."""
+    meaning: str
+    """In words, for people."""
+
+    def __new__(cls, value: str, meaning: str) -> Self:
+        """One member: its value is the string alone."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.meaning = meaning
+        return member
+
+    UNREACHED = "unreached", "no test reaches it"
+    SLOW = "slow", "the tests that reach it take too long"
+    SURVIVED = "survived", "no test fails: the change does nothing, or no test looks"
+    HANGS = "hangs", "with it, the tests do not end"
+    UNFOCUSED = "unfocused", "too many tests fail"
+    TWIN = "twin", "another task is about the same function and fails the same tests"
+    LEAKS = "leaks", "the removed source can be found elsewhere in the image"
+    UNPROBED = (
+        "unprobed",
+        "no call from outside tells the broken package from the right one; `--unprobed` lets it be a task",
+    )
+    UNGUARDED = (
+        "unguarded",
+        "it has no probe, and none of its tests can have a canary: no grader could tell right work from forged results",
+    )
+    TOO_LARGE = "too_large", "its hidden test files are too large"
+    FLAKY = "flaky", "the broken package passes sometimes"
+    UNSOLVED = "unsolved", "the right answer does not pass every time"
+    FAILED = "failed", "the sandbox failed; tried again by the next build"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,11 +61,14 @@ class Metric:
     chart: Chart | None = None
     label: str = ""
     """Name of its line in a chart of several; empty: its newest value."""
-    live: bool = False
-    """True where it stands in the live panel and in each progress line."""
+    live: str = ""
+    """Its name in the live panel and in each progress line; empty where it does not stand there."""
 
 
 REWARD_CHART = Chart(title="Mean reward of each step’s rollouts", section="Learning", wide=True)
+SPREAD_CHART = Chart(title="Spread of rewards within a group", section="Learning")
+SIGNAL_CHART = Chart(title="Shares: groups with a signal, rollouts cut short", section="Learning")
+NORM_CHART = Chart(title="Norm of the gradient", section="Learning")
 ENTROPY_CHART = Chart(title="Entropy, nats per token", section="Learning")
 STALENESS_CHART = Chart(
     title="Staleness, weight versions", section="Health", bound="staleness.bound", bound_label="bound"
@@ -94,10 +97,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "reward_mean": Metric(title="mean reward", chart=REWARD_CHART),
         "reward_low": Metric(title="lowest reward"),
         "reward_high": Metric(title="highest reward"),
+        "reward_std": Metric(
+            title="standard deviation of rewards within a group, mean over groups", chart=SPREAD_CHART, live="spread"
+        ),
         "groups": _count("groups of the batch", "groups"),
         "groups_without_signal": _count("groups in which every advantage is 0", "groups"),
         "epoch": _count("newest epoch of the training tasks among them", "epochs"),
-        "grad_norm": _significant("norm of the gradient before it is clipped"),
+        "cut_short": Metric(title="share of rollouts that a limit ended", chart=SIGNAL_CHART, label="cut short"),
+        "signal_share": Metric(title="share of groups with a signal", chart=SIGNAL_CHART, label="signal"),
+        "grad_norm": Metric(
+            title="norm of the gradient before it is clipped",
+            notation=Notation.SIGNIFICANT,
+            chart=NORM_CHART,
+            live="grad norm",
+        ),
         "loss_tokens": _count("tokens with loss", "tokens"),
         "trained_tokens": _count("tokens forward and backward, prompts included", "tokens", Reduction.SHARES),
         "truncated_share": Metric(title="loss tokens whose importance weight hit the cap", reduction=Reduction.SHARES),
@@ -113,7 +126,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "staleness_mean": Metric(title="mean staleness", unit="versions", chart=STALENESS_CHART, label="mean"),
         "entropy": Metric(
-            title="entropy", unit="nats per token", reduction=Reduction.SHARES, chart=ENTROPY_CHART, live=True
+            title="entropy", unit="nats per token", reduction=Reduction.SHARES, chart=ENTROPY_CHART, live="entropy"
         ),
         "mismatch_tokens": _count("tokens compared under the weights that sampled them", "tokens"),
         "k1": _significant("mismatch k1, trainer against engine", "nats per token"),

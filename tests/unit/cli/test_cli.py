@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.core import TyperGroup
 
-from etude.cli.commands.run import status_of
+from etude.cli.commands.run import start, status_of
 from etude.cli.main import COMMANDS, load, main
 from etude.cli.options import own_name
 from etude.config.loading import load_recipe
+from etude.errors import PortInUseError
 from etude.run.folder import RunFolder
 from etude.run.resolve import resolve_device
 from etude.tasks.harbor.family import read_tasks
@@ -112,7 +113,6 @@ def test_a_wrong_type_is_named_with_its_value(capsys: pytest.CaptureFixture[str]
 
 def test_an_option_without_effect_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no effect" in fail(capsys, "run", QUICKSTART, "--set", "rollouts.concurrency=1000")
-    assert "--set" in fail(capsys, "run", "--resume", "somewhere", "--set", "seed=1")
     assert "seed" in fail(capsys, "run", "--resume", "somewhere", "--seed", "1")
 
 
@@ -148,8 +148,24 @@ def test_a_port_in_use_is_named(process: str, capsys: pytest.CaptureFixture[str]
         taken.listen()
         port = taken.getsockname()[1]
         text = fail(capsys, "run", QUICKSTART, "--out", tmp_path / "run", "--set", f"{process}.port={port}")
-    assert str(port) in text
+    assert f"{process}.port = {port}: that port of 127.0.0.1 is in use" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_fails_leaves_its_place_free(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = load_recipe(QUICKSTART, [f"engine.port={taken.getsockname()[1]}"])
+        folder = RunFolder.create(tmp_path / "run", config)
+        with pytest.raises(PortInUseError):
+            start(folder)
+        assert not folder.path.exists()
+        folder = RunFolder.create(tmp_path / "run", config)
+        (Path(folder.store) / "000000").write_text("a weight version")
+        with pytest.raises(PortInUseError):
+            start(folder)
+        assert folder.path.exists(), "there is something to go on from"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +173,7 @@ def test_a_port_in_use_is_named(process: str, capsys: pytest.CaptureFixture[str]
     [
         (("model.checkpoint=nowhere", "midtrain.tokens=0"), "model.checkpoint = 'nowhere': no Hugging Face checkpoint"),
         ((*AGENT, "harness.options.mounts=['nowhere']"), "harness.options.mounts: there is no folder 'nowhere'"),
+        ((*AGENT, "harness.options.mounts=['.venv-harness']"), "`make harness` makes it"),
         (("tasks.family=repository", "tasks.folder=nowhere"), "tasks.folder: nowhere has no tasks: make some with"),
         (("tasks.family=harbor", "tasks.folder=nowhere"), "tasks.folder: "),
     ],

@@ -123,7 +123,8 @@ def _step(at_s: float, step: int, chance: random.Random) -> Iterator[Logged]:
         mismatch_tokens=tokens // 10, k1=1e-5, k3=3e-6 * math.exp(chance.gauss(0, 0.8)),
         mismatch_p99=0.004 + 0.002 * chance.random(), mismatch_max=0.03 + 0.001 * step,
         mismatch_equal=tokens // 30, mismatch_pairs=6 * tokens // 10, mismatch_flips=step,
-        replayed_pairs=500, replaced_pairs=1, groups=8, reward_low=0.0, reward_high=1.0,
+        replayed_pairs=500, replaced_pairs=1, groups=8, reward_low=0.0, reward_high=1.0, reward_std=0.31,
+        signal_share=0.875, cut_short=0.1875,
         ended={"submit": 52, "length": 12},
     )  # fmt: skip
     yield Logged(at_s=at_s + 11.5, process="trainer", event=done)

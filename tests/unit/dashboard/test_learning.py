@@ -6,10 +6,10 @@ import pytest
 
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import number_at
-from etude.dashboard.report import build_report, nothing_learnt, warning
+from etude.dashboard.report import build_report, failing_alike, nothing_learnt, warning, warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.text import render_line
-from etude.telemetry.events import Logged, PhaseStarted, StepDone, WeightsPublished
+from etude.telemetry.events import Logged, PhaseStarted, RolloutClosed, StepDone, WeightsPublished
 from steps import changed, step_done
 
 VAIN = step_done(
@@ -93,10 +93,37 @@ def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
     assert isinstance(curve, list)
     first, second = (row for row in curve if isinstance(row, dict))
     assert (first["grad_norm"], first["weights_changed"], first["groups_without_signal"]) == (0.25, True, 3)
-    assert (second["grad_norm"], second["weights_changed"], second["cut_short"]) == (None, False, 1.0)
+    assert (second["grad_norm"], second["weights_changed"]) == (None, False)
     assert number_at(second, "groups") == 4
 
 
 def test_a_line_has_no_entropy_of_nothing(config: RunConfig) -> None:
-    assert "signal in 0 of 4 groups, entropy –," in render_line(run_of(VAIN), config, 2.0)
-    assert "signal in 1 of 4 groups, entropy 0.500," in render_line(run_of(LEARNT), config, 2.0)
+    vain, learnt = (render_line(run_of(step), config, 2.0) for step in (VAIN, changed(LEARNT, reward_std=0.25)))
+    assert "signal in 0 of 4 groups, ended submit 100%, spread –, grad norm –, entropy –," in vain
+    assert "signal in 1 of 4 groups, ended submit 100%, spread 0.250, grad norm 0.25, entropy 0.500," in learnt
+
+
+def failing(*reasons: str, status: str = "failed_infra") -> RunMetrics:
+    run = RunMetrics()
+    for at_s, reason in enumerate(reasons):
+        closed = RolloutClosed(
+            rollout_id="r", purpose="train", group_index=0, status="graded" if reason == "submit" else status,
+            reason=reason, reward=None, turns=0, sampled_tokens=0, seconds=1.0,
+        )  # fmt: skip
+        run.add(Logged(at_s=float(at_s), process="rollouts", event=closed))
+    return run
+
+
+def test_a_harness_that_dies_alike_three_times_is_named_with_its_last_words() -> None:
+    dies = [
+        f"InfrastructureError: no turn (exit 1); it printed: port {port} ImportError: nowhere" for port in (1, 2, 3)
+    ]
+    assert failing_alike(failing(*dies[:2])) is None
+    text = failing_alike(failing(*dies))
+    assert text is not None
+    assert text.startswith("3 rollouts in a row failed alike")
+    assert text.endswith("ImportError: nowhere")
+    assert warnings(failing(*dies)) == [text]
+    assert failing_alike(failing(*dies, "submit")) is None, "one was graded since"
+    assert failing_alike(failing(*dies[:2], "SandboxError: gone")) is None
+    assert failing_alike(failing(*["EngineUnavailable: no answer"] * 3)) is None, "that is an outage"

@@ -69,7 +69,7 @@ def test_a_run_that_learnt_nothing_says_so_at_the_top(report: dict[str, Json]) -
 def test_every_plot_can_be_read_aloud(report: dict[str, Json]) -> None:
     root = _parsed(render_page(report))
     labels = [plot.get("aria-label") or "" for plot in root.iter("svg") if plot.get("role") == "img"]
-    assert len(labels) == 9
+    assert len(labels) == 12
     assert all(labels)
     assert "Greedy: before 35.9% ± 1.6, after 71.9% ± 2.1" in labels
 

@@ -12,7 +12,7 @@ from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import final_table, render, sparkline
 from etude.dashboard.text import render_line
-from etude.telemetry.events import Logged
+from etude.telemetry.events import Logged, StepDone
 from etude.types import Json
 from steps import changed
 
@@ -69,7 +69,7 @@ def test_a_mismatch_above_its_bound_is_in_the_line(events: list[Logged], config:
     last = run.steps[-1]
     assert "above" not in render_line(run, config, last.at_s)
     run.steps[-1] = replace(last, event=changed(last.event, k3=2e-3))
-    assert render_line(run, config, last.at_s).endswith("k3 2.0e-03 above 0.001!")
+    assert "k3 2.0e-03 above 0.001!" in render_line(run, config, last.at_s)
 
 
 def test_an_evaluation_shows_how_far_it_is(events: list[Logged], config: RunConfig) -> None:
@@ -133,3 +133,37 @@ def _text(renderable: RenderableType, width: int) -> str:
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()
+
+
+def test_a_line_says_what_goes_on_before_there_is_a_figure(events: list[Logged], config: RunConfig) -> None:
+    start_s = events[0].at_s
+    for seconds, words in ((1, "midtrain: reading texts"), (60, "midtrain: step 320/1000")):
+        seen = [logged for logged in events if logged.at_s < start_s + seconds]
+        assert words in render_line(_fold(seen), config, start_s + seconds)
+    at_once = config.model_copy(update={"midtrain": config.midtrain.model_copy(update={"tokens": 0})})
+    first = _fold(events[:2])
+    assert "publishing the model that RL starts from" in render_line(first, at_once, start_s + 1)
+    assert "midtrain" not in render_line(first, at_once, start_s + 1)
+    during = [logged for logged in events if logged.at_s < start_s + 189.9]
+    assert "eval-before: 20 sampled and 20 greedy tries graded, of 64 each" in render_line(
+        _fold(during), config, start_s + 190
+    )
+    before = events.index(next(logged for logged in events if isinstance(logged.event, StepDone)))
+    line = render_line(_fold(events[:before]), config, events[before].at_s)
+    assert "of 64 rollouts of the first step graded" in line
+    assert "no event for 1:00" in render_line(first, config, start_s + 60)
+
+
+def test_an_engine_that_is_heard_of_first_is_not_ahead_of_what_was_published(
+    events: list[Logged], config: RunConfig
+) -> None:
+    run = _run(events, 0.6)
+    newest = run.published[-1].event.version
+    swap = run.swapped[-1]
+    for served, words in ((newest - 1, f"v{newest}, engine at v{newest - 1}"), (newest + 1, f"v{newest + 1}, served")):
+        run.swapped[-1] = replace(swap, event=replace(swap.event, version=served))
+        assert words in _text(render(run, config, run.segments[-1].end_s), 100)
+
+
+def _fold(events: list[Logged]) -> RunMetrics:
+    return _run(events, 1.0)

@@ -33,7 +33,7 @@ def config_of(sft: Path | None = None, **midtrain: Json) -> RunConfig:
         "tasks": {"options": {"kinds": ["arith"]}},
         "model": {"shape": SHAPE},
         "midtrain": {"tokens": 256 * STEPS, "batch_tokens": 256, "checkpoint_steps": 3, "threads": 1, **midtrain},
-        "eval": {"every_steps": 4, "heldout_every": 5},
+        "eval": {"loss_every_steps": 4, "heldout_every": 5},
         "trainer": {"device": "cpu"},
     }
     if sft is not None:

@@ -1,6 +1,9 @@
-"""What whoever starts a run should know, or has to change first."""
+"""Checks before a run: each fault is one line with value, key and fix, and what works is played once."""
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,24 @@ from chat_formats import TEMPLATES, make_tokenizer
 from etude.cli.commands.doctor import show_calls
 from etude.config.loading import default_recipe, load_recipe
 from etude.config.recipe import RunConfig
+from etude.config.training import ModelShape
 from etude.errors import ConfigError, UserError
-from etude.run.preflight import about_calls, about_numerics, about_template, check_ready
+from etude.models.checkpoint import spec_from_shape
+from etude.models.decoder import Decoder
+from etude.run.phases import save_model
+from etude.run.preflight import (
+    about_calls,
+    about_numerics,
+    about_template,
+    check_model,
+    check_ready,
+    check_session,
+    check_texts,
+    first_tasks,
+)
+from etude.tokens.chat import ChatTemplate
+from etude.types import Split
+from harbor_folders import WHOLE, write_folder
 
 END, R1_END = "<|im_end|>", "<｜end▁of▁sentence｜>"
 MAKE_SILENT = (("<tool_call>", "@call "), ("</tool_call>", "@"))
@@ -44,8 +63,8 @@ def test_calls_that_no_grammar_reads_refuse_a_run_whose_agent_may_need_them(tmp_
         template = template.replace(mark, other)
     model = checkpoint(tmp_path / "model", template)
     with pytest.raises(ConfigError, match=r"no grammar reads.*chat_template\.jinja"):
-        check_ready(recipe(tmp_path, model, *AGENT))
-    check_ready(recipe(tmp_path, model))  # the built-in agent calls nothing in this way
+        list(check_model(recipe(tmp_path, model, *AGENT)))
+    assert about_calls(recipe(tmp_path, model)) == []  # the built-in agent calls nothing in this way
     assert not show_calls(model, Console(quiet=True))
 
 
@@ -55,7 +74,6 @@ def test_calls_that_are_read_in_part_are_a_warning(tmp_path: Path) -> None:
     config = recipe(tmp_path, model, *AGENT)
     (warning,) = about_calls(config)
     assert "text with quotes" in warning and str(model) in warning
-    assert warning in check_ready(config)
 
 
 def test_calls_that_are_read_raise_no_doubt(tmp_path: Path) -> None:
@@ -69,19 +87,18 @@ def test_calls_that_are_read_raise_no_doubt(tmp_path: Path) -> None:
 
 def test_a_model_that_another_server_would_show_something_else_is_told_of(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", (TEMPLATES / "r1.jinja").read_text(), R1_END)
-    config = default_recipe([f"model.checkpoint={model}", "midtrain.tokens=0"])
-    (line,) = check_ready(config)
+    (line,) = about_template(model)
     assert "earlier thoughts are left out at the next user's message and at a tool's result" in line
-    assert "docs/models.md" in line and about_template(model) == [line]
+    assert "docs/models.md" in line
 
 
 def test_kwargs_that_no_template_reads_are_refused_before_there_is_a_run(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", (TEMPLATES / "r1.jinja").read_text(), R1_END)
     kwargs = "gateway.chat_template_kwargs={enable_thinking=false, thinking=1}"
     with pytest.raises(UserError, match="does not read thinking; it reads enable_thinking"):
-        check_ready(default_recipe([f"model.checkpoint={model}", "midtrain.tokens=0", kwargs]))
+        list(check_model(default_recipe([f"model.checkpoint={model}", "midtrain.tokens=0", kwargs])))
     with pytest.raises(ConfigError, match="would have no effect without"):
-        check_ready(default_recipe([kwargs]))
+        list(check_model(default_recipe([kwargs])))
 
 
 def test_float32_on_a_gpu_is_told_of() -> None:
@@ -90,3 +107,102 @@ def test_float32_on_a_gpu_is_told_of() -> None:
     assert "numerics.dtype = 'float32'" in line and "'bfloat16'" in line
     assert about_numerics(default_recipe([*cuda, "numerics.dtype=bfloat16"])) == []
     assert about_numerics(default_recipe(["engine.device=cpu", "trainer.device=cpu"])) == []
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that works, written by étude."""
+    place = tmp_path_factory.mktemp("model")
+    shape = default_recipe(["model.shape.hidden_size=32", "model.shape.layers=1"]).model.shape
+    assert isinstance(shape, ModelShape)
+    chat = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
+    model = Decoder(spec_from_shape(shape, chat.vocab_size))
+    model.initialise(0)
+    chat.save(place)
+    save_model(place, model, chat)
+    return place
+
+
+def changed(model: Path, place: Path, file: str, change: Callable[[bytes], bytes | None]) -> Path:
+    """A copy with one file that is another, or gone."""
+    shutil.copytree(model, place)
+    content = change((place / file).read_bytes())
+    (place / file).unlink()
+    if content is not None:
+        (place / file).write_bytes(content)
+    return place
+
+
+CUT = b"\xff" * 8
+"""The length of a header that no file has."""
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", lambda text: text.replace(b"qwen3_moe", b"mamba"), "mamba"),
+        ("config.json", lambda text: text.replace(b'"hidden_size": 32', b'"hidden_size": 64'), "should be"),
+        ("config.json", lambda _: None, "no Hugging Face checkpoint there"),
+        ("model.safetensors", lambda data: CUT + data[8:], "is missing or damaged"),
+        ("model.safetensors", lambda _: None, "is missing or damaged"),
+        ("tokenizer_config.json", lambda _: b'{"eos_token": "<|end|>"}', "no chat template"),
+        ("tokenizer.json", lambda _: b"{", "not a tokenizer"),
+    ],
+    ids=["model_type", "shapes", "no config", "damaged header", "no weights", "no template", "no tokenizer"],
+)
+def test_a_checkpoint_that_cannot_be_used_is_one_line_with_its_key(
+    file: str, change: Callable[[bytes], bytes | None], words: str, small_model: Path, tmp_path: Path
+) -> None:
+    model = changed(small_model, tmp_path / "model", file, change)
+    with pytest.raises(ConfigError, match=re.escape(f"model.checkpoint = '{model}'")) as refused:
+        list(check_model(default_recipe([f"model.checkpoint={model}", "midtrain.tokens=0"])))
+    assert words in str(refused.value)
+
+
+def test_a_checkpoint_that_fits_is_told_of_and_answers_a_session(small_model: Path) -> None:
+    config = default_recipe([f"model.checkpoint={small_model}", "midtrain.tokens=0"])
+    (finding,) = check_model(config)
+    assert finding.works and "are there and fit" in finding.words
+    (task, heldout) = first_tasks(config)
+    assert (task.split, heldout.split) == (Split.TRAIN, Split.HELDOUT)
+    assert "coding harness on a fake engine" in check_session(config, task).words
+
+
+def test_a_recipe_that_can_run_is_ready_from_devices_to_a_session(tmp_path: Path) -> None:
+    names = [finding.name for finding in check_ready(default_recipe(), tmp_path / "run")]
+    assert [name for name in names if name != "memory"] == ["devices", "ports", "model", "disk", "tasks", "session"]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["no-such-agent"], "there is no program 'no-such-agent' in a sandbox"),
+        (["python3", "-c", "import nowhere"], "ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+    ids=["missing", "dies"],
+)
+def test_an_agent_that_cannot_work_is_found_out_by_one_session(command: list[str], words: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[sandboxes]\nkind = 'ns'\n")
+    agent = f"harness.options.command={[*command, '{prompt}', '{temperature}']}"
+    config = load_recipe(tmp_path, ["harness.kind=command", agent, "harness.options.timeout_s=60.0"])
+    with pytest.raises(ConfigError, match=r"harness\.options\.command") as refused:
+        check_session(config, first_tasks(config)[0])
+    assert words in str(refused.value)
+
+
+def test_a_run_that_measures_nothing_needs_no_held_out_task(tmp_path: Path) -> None:
+    split = "[metadata.etude]\nsplit = 'train'\n"
+    write_folder(tmp_path / "tasks" / "one", {"task.toml": WHOLE["task.toml"] + split})
+    settings = ["tasks.family=harbor", f"tasks.folder={tmp_path / 'tasks'}", "sandboxes.kind=ns"]
+    (task,) = first_tasks(default_recipe([*settings, "eval.enabled=false"]))
+    assert task.split is Split.TRAIN
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [("sft.file=nowhere.jsonl", "sft.file"), ("midtrain.mixture={'text:nowhere' = 1.0}", "midtrain.mixture")],
+)
+def test_texts_that_are_not_here_are_named(setting: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}.*there is no 'nowhere"):
+        check_texts(default_recipe([setting]))

@@ -29,8 +29,8 @@ from ledgers import rollout, task
 
 def test_a_harness_gets_its_files_and_nothing_else_of_the_run(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", default_recipe())
-    place = write_harness(folder, {"a.yaml": "x: 1\n"})
-    assert write_harness(folder, {"a.yaml": "x: 2\n"}) == place
+    place = write_harness(folder.path, {"a.yaml": "x: 1\n"})
+    assert write_harness(folder.path, {"a.yaml": "x: 2\n"}) == place
     assert [(path.name, path.read_text()) for path in place.iterdir()] == [("a.yaml", "x: 2\n")]
     assert place.stat().st_mode & 0o005 == 0o005
     assert place.parent.stat().st_mode & 0o077 == 0

@@ -62,13 +62,13 @@ def harbor(tmp_path: Path) -> list[str]:
 
 def test_a_start_is_refused_where_tasks_are_too_few(harbor: list[str], tmp_path: Path) -> None:
     assert plan_tasks(default_recipe(harbor)).describe()[0].endswith("3 steps an epoch; 7 steps are 2.33 epochs")
-    check_ready(default_recipe([*harbor, "tasks.epochs=3"]))
+    plan_tasks(default_recipe([*harbor, "tasks.epochs=3"])).check()
     with pytest.raises(ConfigError, match=r"tasks\.epochs = 2"):
-        check_ready(default_recipe([*harbor, "tasks.epochs=2"]))
+        list(check_ready(default_recipe([*harbor, "tasks.epochs=2"]), tmp_path / "run"))
     write_folder(tmp_path / "t3", {"task.toml": "[metadata.etude]\nsplit = 'train'"})
     with pytest.raises(ConfigError, match=r"eval\.enabled"):
-        check_ready(default_recipe(harbor))
-    check_ready(default_recipe([*harbor, "eval.enabled=false"]))
+        list(check_ready(default_recipe(harbor), tmp_path / "run"))
+    plan_tasks(default_recipe([*harbor, "eval.enabled=false"])).check()
 
 
 def test_a_dry_run_says_it(harbor: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

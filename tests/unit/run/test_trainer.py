@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import ledgers
 from etude.config.loading import default_recipe
 from etude.config.training import DualClippedOptions, LossConfig
 from etude.errors import DamagedError, UserError
@@ -20,7 +21,15 @@ from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
-from etude.run.trainer import MAX_EMPTY_STEPS, TrainerProcess, fetch_payloads, payload_refs, run_trainer, scored
+from etude.run.trainer import (
+    MAX_EMPTY_STEPS,
+    TrainerProcess,
+    fetch_payloads,
+    group_metrics,
+    payload_refs,
+    run_trainer,
+    scored,
+)
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog, EventReader
@@ -227,3 +236,18 @@ def test_a_newest_version_that_no_one_will_publish_again_ends_the_run(run: RunFo
     open_log(run).store.delete(commit_key(MAX_EMPTY_STEPS + 2))
     with pytest.raises(UserError, match=f"weight version {MAX_EMPTY_STEPS + 2} is not published"):
         run_trainer(run)
+
+
+def test_the_spread_of_a_group_and_its_rollouts_that_were_cut_are_measured() -> None:
+    rewards = [(0.0, 1.0), (0.5, 0.5)]
+    groups = [
+        Group(
+            index=index,
+            task=TASK,
+            admitted_version=0,
+            rollouts=tuple(ledgers.rollout(index, slot, reward=reward) for slot, reward in enumerate(of_group)),
+        )
+        for index, of_group in enumerate(rewards)
+    ]
+    assert group_metrics(groups, {"length": 3, "submit": 1}) == {"reward_std": 0.25, "cut_short": 0.75}
+    assert group_metrics([], {}) == {}

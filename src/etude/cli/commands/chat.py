@@ -30,6 +30,7 @@ CALL_TIMEOUT = aiohttp.ClientTimeout(total=600.0, sock_connect=5.0)
 """One reply, to its end."""
 KEY_S = 24 * 3600
 """Lifetime of a chat's key, should nothing revoke it."""
+BARE = "a bare conversation with the model, without the agent, its tools or its sandbox; those: etude play RUN"
 HELP = "/new forgets the conversation · /system TEXT sets the instructions and forgets the rest · /quit"
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -175,7 +176,7 @@ def chat_with(url: str, key: str) -> None:
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - being imported is what gives input() its line editing
-    sys.stdout.write(HELP + "\n")
+    sys.stdout.write(f"{BARE}\n{HELP}\n")
     for line in _lines():
         if not chat.obey(line):
             return

@@ -1,13 +1,13 @@
 """`etude doctor`: the parts that work on this machine, and the agreement of engine and trainer.
 
-Owns what is looked at and how it is shown. How the two sides are compared is :mod:`etude.run.parity`'s.
+Owns what is looked at and how it is shown. How the two sides are compared is :mod:`etude.run.parity`'s; all that one
+recipe needs is `etude check`'s.
 """
 
 import asyncio
 import importlib.util
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ from etude.run import parity as parity_check
 from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine
 from etude.run.parity import DIM, GOOD, WARN
-from etude.run.preflight import about_template
+from etude.run.preflight import MachineFinding, about_template
 from etude.run.task_sandboxes import base_store, open_kind
 from etude.sandbox_spec import Capability
 from etude.sandboxes.qemu.provider import QemuSandboxes
@@ -40,15 +40,6 @@ NOT_TRIED = ("qemu", "remote")
 """Kinds of sandbox that would boot a machine, or need a server."""
 SANDBOX_NEEDS = (Capability.CONFINED, Capability.NETWORK_OFF, Capability.PROCESSES_APART)
 """Capabilities that programs of a model need around them."""
-
-
-@dataclass(frozen=True, slots=True)
-class MachineFinding:
-    """One thing that was examined."""
-
-    name: str
-    works: bool
-    words: str
 
 
 app = group()
@@ -107,10 +98,12 @@ def examine() -> list[MachineFinding]:
     kib = {name: words.split()[0] for name, _, words in (line.partition(":") for line in _meminfo())}
     free_gib = int(kib.get("MemAvailable", 0)) / 2**20
     return [
-        MachineFinding("processor", True, f"{machine['processor']}, {machine['cores']} cores for us"),
-        MachineFinding("memory", True, f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
-        MachineFinding("disk", True, f"{formatting.size(shutil.disk_usage('.').free)} free here"),
-        MachineFinding("python", True, f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"),
+        MachineFinding(name="processor", works=True, words=f"{machine['processor']}, {machine['cores']} cores for us"),
+        MachineFinding(name="memory", works=True, words=f"{machine['memory_gib']} GiB, {free_gib:.1f} of them free"),
+        MachineFinding(name="disk", works=True, words=f"{formatting.size(shutil.disk_usage('.').free)} free here"),
+        MachineFinding(
+            name="python", works=True, words=f"{machine['python']}, étude {machine['etude']}, torch {machine['torch']}"
+        ),
         *_sandboxes(),
         _kernels(),
         _cuda(),
@@ -157,10 +150,12 @@ def _tried(kind: str, make: Callable[[], SandboxProvider]) -> MachineFinding:
     try:
         granted = asyncio.run(ask())
     except (SandboxError, ConfigError) as error:
-        return MachineFinding(name, False, str(error))
+        return MachineFinding(name=name, works=False, words=str(error))
     missing = [capability for capability in SANDBOX_NEEDS if capability not in granted]
     claims = ", ".join(capability.replace("_", " ") for capability in sorted(granted)) or "this machine grants none"
-    return MachineFinding(name, not missing, claims + (f"; not: {', '.join(missing)}" if granted and missing else ""))
+    return MachineFinding(
+        name=name, works=not missing, words=claims + (f"; not: {', '.join(missing)}" if granted and missing else "")
+    )
 
 
 def _virtual_machines() -> MachineFinding:
@@ -168,25 +163,29 @@ def _virtual_machines() -> MachineFinding:
     try:
         QemuSandboxes()
     except ConfigError as error:
-        return MachineFinding(name, False, str(error))
-    return MachineFinding(name, True, "programs and base system are here; whether KVM works is tried at the first boot")
+        return MachineFinding(name=name, works=False, words=str(error))
+    return MachineFinding(
+        name=name, works=True, words="programs and base system are here; whether KVM works is tried at the first boot"
+    )
 
 
 def _kernels() -> MachineFinding:
     """Compile, or find compiled, and run the product of the invariant arithmetic."""
     ones = torch.ones(4, 8)
     right = bool((InvariantArithmetic().linear(ones, ones) == 8).all())
-    return MachineFinding("numba", right, f"{version('numba')}, kernels compile and run")
+    return MachineFinding(name="numba", works=right, words=f"{version('numba')}, kernels compile and run")
 
 
 def _cuda() -> MachineFinding:
     if not torch.cuda.is_available():
-        return MachineFinding("cuda", False, f"no device for torch {torch.__version__}; everything runs on CPUs, too")
+        return MachineFinding(
+            name="cuda", works=False, words=f"no device for torch {torch.__version__}; everything runs on CPUs, too"
+        )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return MachineFinding("cuda", True, ", ".join(names))
+    return MachineFinding(name="cuda", works=True, words=", ".join(names))
 
 
 def _package(name: str, what: str) -> MachineFinding:
     if importlib.util.find_spec(name) is None:
-        return MachineFinding(name, False, f"not installed here: {what}")
-    return MachineFinding(name, True, version(name))
+        return MachineFinding(name=name, works=False, words=f"not installed here: {what}")
+    return MachineFinding(name=name, works=True, words=version(name))

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,13 +15,13 @@ from etude.config.loading import dump_toml, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
-from etude.errors import ConfigError, ExitCode, InfrastructureError
+from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
-from etude.run.preflight import prepare
 from etude.run.resolve import check_devices
+from etude.run.resuming import change, changed_config, is_finished
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.task_plan import plan_tasks
 from etude.types import Json
@@ -47,14 +47,12 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Run the whole loop of a recipe on this machine."""
-    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger, "--set": overrides}
+    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger}
     if resume is not None:
-        ignored = [name for name, value in decisive.items() if value not in (None, [])] + ["--dry-run"] * dry_run
+        ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
-        folder = RunFolder.open(resume)
-        check_devices(folder.config())
-        return run_folder(folder)
+        return go_on(RunFolder.open(resume), overrides)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
@@ -66,10 +64,35 @@ def run(
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
         return _print_tasks(config)
+    from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
+
     out = out or default_out(config)
-    for warning in prepare(config, out):
-        print(f"warning: {warning}", file=sys.stderr)
-    return run_folder(RunFolder.create(out, config))
+    show_ready(config, out, Console())
+    return start(RunFolder.create(out, config))
+
+
+def go_on(folder: RunFolder, settings: Sequence[str]) -> int:
+    """Run what is left of a run, with other limits or more steps where ``settings`` say so."""
+    config = changed_config(folder, settings)
+    check_devices(config)
+    if is_finished(folder, config):
+        steps = config.trainer.steps
+        print(f"{folder.path} is finished: {steps} steps; its report is {folder.report_html}")
+        print(f"train on with: {own_name()} run --resume {folder.path} --set trainer.steps={2 * steps}")
+        return 0
+    if settings:
+        change(folder, config)
+    return run_folder(folder)
+
+
+def start(folder: RunFolder) -> int:
+    """Run a new run; one that cannot begin leaves no folder, so that the corrected recipe finds its place free."""
+    try:
+        return run_folder(folder)
+    except EtudeError as error:
+        if not isinstance(error, InfrastructureError | RunFolderError):
+            remove_unbegun(folder)
+        raise
 
 
 def _print_tasks(config: RunConfig) -> int:

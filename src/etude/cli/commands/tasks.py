@@ -16,7 +16,7 @@ import typer
 
 from etude.cli.commands.build_tasks import SOUND, BuildOptions, BuildReport, build, check
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
-from etude.cli.options import Json, Split, group
+from etude.cli.options import All, Json, Split, group
 from etude.config.loading import is_recipe, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import MachineKind, SandboxConfig, TaskConfig
@@ -32,6 +32,7 @@ from etude.taskgen.harbor.export import export_task
 from etude.taskgen.harbor.soundness import SoundnessCheck
 from etude.taskgen.installer import InstallerOptions
 from etude.taskgen.preparation import Settings
+from etude.taskgen.verdicts import Rejection
 from etude.tasks.harbor.family import HELDOUT_ONE_IN, read_tasks, side_of
 from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import HarborImages
@@ -85,8 +86,9 @@ def build_command(
     if as_json:
         OUT.out(json.dumps(asdict(report), indent=1))
         return
-    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(report.outcomes.items()))
-    OUT.out(f"{report.package} {report.version}: {report.kept} tasks of {report.tried} candidates ({outcomes})")
+    OUT.out(f"{report.package} {report.version}: {report.kept} tasks of {report.tried} candidates")
+    for outcome, count in report.outcomes.items():
+        OUT.out(f"{count:>6} {outcome}{meaning_of(outcome)}")
     OUT.out(f'train on them with tasks.family = "repository" and tasks.folder = "{out}"')
 
 
@@ -100,13 +102,16 @@ def check_command(
     ] = None,
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
+    every: All = False,
     as_json: Json = False,
 ) -> int:
     """Verify tasks again, or compare recorded sessions with production's."""
     if folder is not None and fidelity is None:
         checking = _check_harbor if _is_harbor(folder) else _check_repository
         return (
-            0 if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), as_json)) else ExitCode.USER_ERROR
+            0
+            if asyncio.run(checking(folder, sandbox_config(sandbox, sandbox_url), every, as_json))
+            else ExitCode.USER_ERROR
         )
     if fidelity is None or folder is not None:
         raise ConfigError("check what? give a folder of tasks, or --fidelity PRODUCTION SIMULATED")
@@ -234,17 +239,28 @@ async def _build(options: BuildOptions, sandboxes: SandboxConfig) -> BuildReport
         return await build(options, provider, say=log)
 
 
-async def _check_repository(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
+async def _check_repository(folder: Path, sandboxes: SandboxConfig, every: bool, as_json: bool) -> bool:
     async with opened_provider(sandboxes) as provider:
-        results = await check(folder, provider, say=log)
+        results = await check(folder, provider, say=log if every else lambda _: None)
     if as_json:
         OUT.out(json.dumps([asdict(result) for result in results], indent=1))
     sound = sum(result.outcome == SOUND for result in results)
+    for result in [] if every else results:
+        if result.outcome != SOUND:
+            log(
+                f"{result.split} {result.task_id} {result.template}: {result.outcome} {result.detail}"
+                f"{meaning_of(result.outcome)}"
+            )
     log(f"{sound} of {len(results)} tasks are sound; {_sides(Counter(result.split for result in results))}")
     return sound == len(results)
 
 
-async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -> bool:
+def meaning_of(outcome: str) -> str:
+    """The meaning of a rejection behind its name; empty for what explains itself."""
+    return next((f" ({rejection.meaning})" for rejection in Rejection if rejection == outcome), "")
+
+
+async def _check_harbor(folder: Path, sandboxes: SandboxConfig, every: bool, as_json: bool) -> bool:
     store = image_store(sandboxes, TaskConfig(family="harbor", folder=str(folder)))
     reading = read_tasks(folder)
     async with opened_provider(sandboxes) as provider:
@@ -258,11 +274,11 @@ async def _check_harbor(folder: Path, sandboxes: SandboxConfig, as_json: bool) -
         log(f"{name}: set aside: {reason}")
     sides = {task.name: side_of(task) for task in reading.tasks}
     for result in results:
-        log(f"{sides[result.name]} {result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
-    sound = [result.name for result in results if result.is_sound]
-    log(
-        f"{len(sound)} of {len(results)} tasks are sound; {_sides(Counter(sides[name] for name in sound))}{UNLESS_SAID}"
-    )
+        if every or not result.is_sound:
+            log(f"{sides[result.name]} {result.name}: {'sound' if result.is_sound else '; '.join(result.faults)}")
+    sound = Counter(sides[result.name] for result in results if result.is_sound)
+    total = len(results) + len(reading.refused)
+    log(f"{sound.total()} of {total} tasks are sound; {_sides(sound)}{UNLESS_SAID}")
     return not reading.refused and all(result.is_sound for result in results)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
 from etude.cli.commands.show import console
-from etude.cli.options import RunPath, group
+from etude.cli.options import All, RunPath, group
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
@@ -69,15 +69,15 @@ def list_versions(store: Store, *, log_id: LogId = None) -> None:
 
 
 @app.command()
-def verify(store: Store, *, log_id: LogId = None) -> None:
+def verify(store: Store, *, log_id: LogId = None, every: All = False) -> None:
     """Check every object and digest."""
     log, out = log_of(store, log_id=log_id), console()
     checks = list(_tracked(verify_log(log), len(log.versions()) + len(log.links()), "verify", out))
-    for check in checks:
+    sound = [check for check in checks if check.fault is None]
+    for check in checks if every else [check for check in checks if check.fault is not None]:
         verdict = "sound" if check.fault is None else f"{'by a detour: ' if check.detour else ''}{check.fault}"
         out.print(f"{check.name:>14}  {verdict}", soft_wrap=True)
-    if not checks:
-        out.print(NOTHING_THERE)
+    out.print(f"{len(sound)} of {len(checks)} versions and links are sound" if checks else NOTHING_THERE)
     if any(check.fault for check in checks):
         raise DamagedError("the weight store is damaged: see the lines above; run `etude weights repair`")
 

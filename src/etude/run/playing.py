@@ -1,0 +1,118 @@
+"""One task played in this process, before there is a run or beside it: the recipe's sandboxes, grader and harness, and
+a gateway of its own in front of any engine.
+
+    task ──▶ sandbox, harness ──HTTP──▶ gateway ──▶ engine, a fake one or a real one
+                                                     └─▶ each completion is told to whoever looks on
+
+Owns the wiring. A rollout is :mod:`etude.rollouts.worker`'s, and nothing of it is recorded anywhere.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+from uuid import uuid4
+
+import aiohttp
+
+from etude.clock import SystemClock
+from etude.config.recipe import RunConfig
+from etude.gateway.http.app import http_server
+from etude.gateway.http.auth import Key, Scope, digest_of, new_key_id, new_secret
+from etude.gateway.routing.router import EngineEntry
+from etude.gateway.service import Recorder
+from etude.ledger.ledger import OpenSlot
+from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, TokenChunk
+from etude.rollouts.sandbox import RolloutLimits
+from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.worker import RolloutContext, run_rollout
+from etude.run.endpoints import HOST
+from etude.run.gateway import GatewaySpec, open_gateway
+from etude.run.rollouts import open_stage
+from etude.run.serving import listening
+from etude.tokens.messages import ChatFormat
+from etude.types import Rollout, Task, TokenIds
+
+OnCompletion = Callable[[TokenIds, Completion], None]
+"""Is told the ids of a prompt and what was sampled after them."""
+POLL_S = 0.02
+"""Interval at which the gateway is asked whether it has met its engine."""
+
+
+@final
+class WatchedEngine:
+    """An engine whose every completion is told; implements :class:`~etude.protocols.Engine`."""
+
+    def __init__(self, engine: Engine, tell: OnCompletion) -> None:
+        self._engine = engine
+        self._tell = tell
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        """Sample one completion, and tell of it."""
+        completion = await self._engine.generate(prompt_ids, params, session=session)
+        self._tell(prompt_ids, completion)
+        return completion
+
+    async def stream(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[TokenChunk, None]:
+        """Sample one completion token by token, and tell of the whole."""
+        async with contextlib.aclosing(self._engine.stream(prompt_ids, params, session=session)) as chunks:
+            async for chunk in chunks:
+                if chunk.completion is not None:
+                    self._tell(prompt_ids, chunk.completion)
+                yield chunk
+
+    async def health(self) -> EngineHealth:
+        """The engine's own health."""
+        return await self._engine.health()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """All that a task is played with."""
+
+    config: RunConfig
+    chat: ChatFormat
+    engine: Engine
+    folder: Path
+    """Scratch folder: the files of an external harness are written there."""
+    max_length: int
+    """The engine's bound on prompt and completion together, in tokens."""
+
+
+async def play(stage: Stage, task: Task, *, temperature: float, tell: OnCompletion) -> Rollout:
+    """Play a task once, to its grade; the rollout says how it ended, as in a run.
+
+    Raises :class:`~etude.errors.ConfigError` where this machine lacks what the recipe's sandboxes or harness need.
+    """
+    config, secret = stage.config, new_secret(Scope.ADMIN)
+    admin = Key(key_id=new_key_id(), digest=digest_of(secret), scope=Scope.ADMIN)
+    spec = GatewaySpec(
+        chat=stage.chat,
+        max_length=stage.max_length,
+        recorder=Recorder(None),
+        engines=(EngineEntry(name="engine", url="http://engine"),),
+        keys=(admin,),
+    )
+    watched = WatchedEngine(stage.engine, tell)
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        parts = await stack.enter_async_context(open_gateway(spec, config.gateway, SystemClock(), lambda _: watched))
+        server = http_server(parts.gateway.handle)
+        url = f"http://{HOST}:{await stack.enter_async_context(listening(server, 0))}"
+        sandboxes, grader, harness = await open_stage(stack, config, http, folder=stage.folder, gateway_url=url)
+        context = RolloutContext(
+            sessions=GatewaySessions(url, secret, http),
+            sandboxes=sandboxes,
+            harness=harness,
+            grader=grader,
+            clock=SystemClock(),
+            limits=RolloutLimits.of(config.rollouts, config.harness),
+        )
+        while not parts.pool.versions():
+            await asyncio.sleep(POLL_S)
+        slot = OpenSlot(task=task, group_index=0, slot=0, attempt=0)
+        return await run_rollout(slot, context, rollout_id=uuid4().hex, temperature=temperature)

@@ -1,0 +1,116 @@
+"""Changes of a recipe while its run is down, and the end of a run: what ``etude run --resume`` decides first.
+
+Owns the table of keys that may change. A run is one experiment: what its rollouts, rewards and steps mean must be the
+same from its first step to its last; how long it is, and what it may take of a machine, need not.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from types import MappingProxyType
+
+from etude.config.loading import dump_run, load_recipe
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.fsync import sync
+from etude.ledger.ledger import Ledger
+from etude.run.folder import RunFolder, exclusive
+from etude.run.resolve import resolve, with_absolute_paths
+from etude.types import Json
+
+CHANGEABLE = frozenset(
+    {
+        "heartbeat_timeout_s",
+        "trainer.steps",
+        *(f"trainer.{key}" for key in ("microbatch_tokens", "checkpoint_activations", "threads", "device")),
+        *(f"engine.{key}" for key in ("max_running", "device", "port")),
+        *(f"engine.options.{key}" for key in ("max_waiting", "step_tokens", "cache_tokens", "spare_weights")),
+        *(f"engine.options.{key}" for key in ("threads", "python")),
+        *(f"rollouts.{key}" for key in ("concurrency", "max_attempts", "timeout_s", "start_timeout_s")),
+        *(f"rollouts.{key}" for key in ("silence_timeout_s", "grading_timeout_s", "outage_s", "max_outage_s")),
+        *(f"gateway.{key}" for key in ("host", "port", "tls_cert", "tls_key", "keys", "access_log")),
+        "gateway.engine_timeout_s",
+        *(f"judge.options.{key}" for key in ("timeout_s", "concurrency", "calls_per_run", "tokens_per_run")),
+        "judge.options.cost_per_run",
+        *(f"ledger.{key}" for key in ("retry_timeout_s", "lease_s")),
+        *(f"eval.{key}" for key in ("every_steps", "loss_every_steps")),
+        *("sandboxes.pool_size", "sandboxes.options.workers", "numerics.warn_k3", "numerics.stop_k3"),
+    }
+)
+"""Keys that may change while a run is down: its length, what it may take of a machine, for how long it waits."""
+REASONS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "the run's weights began with it",
+        "midtrain": "the run's weights began with it",
+        "sft": "the run's weights began with it",
+        "tasks": "groups of other tasks are in its ledger, and its held-out tasks would be others",
+        "eval": "before and after would not be measured alike",
+        "reward": "rewards from before and after the change could not be compared",
+        "judge": "rewards from before and after the change could not be compared",
+        "effort": "rewards from before and after the change could not be compared",
+        "cheating": "rewards from before and after the change could not be compared",
+        "ledger": "its durable state lies where it lies",
+    }
+)
+"""Section → the reason why its other keys stay as they are."""
+ONE_ALGORITHM = "what a run has learnt would be due to two different ones"
+"""The reason for every other key."""
+
+
+def measured_fact(label: str) -> str:
+    """Name of the ledger's fact with the weight version that was last measured ``before`` or ``after``."""
+    return f"eval-{label}"
+
+
+def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
+    """The recipe of a run with ``section.key=value`` settings.
+
+    Raises :class:`~etude.errors.ConfigError` for a key that a run keeps, with the reason.
+    """
+    before = folder.config()
+    after = with_absolute_paths(resolve(load_recipe(folder.config_file, settings)))
+    for key, old, new in differences(before.model_dump(mode="json"), after.model_dump(mode="json")):
+        if key not in CHANGEABLE:
+            reason = REASONS.get(key.partition(".")[0], ONE_ALGORITHM)
+            raise ConfigError(
+                f"{key} = {new!r}: this run keeps {old!r}, since {reason}; start another run, from this one's weights "
+                f"with `etude weights export {folder.path} DIR` and model.checkpoint = 'DIR'"
+            )
+    return after
+
+
+def differences(
+    before: Mapping[str, Json], after: Mapping[str, Json], within: str = ""
+) -> Iterator[tuple[str, Json, Json]]:
+    """The dotted keys in which two recipes differ, with both values."""
+    for name in [*before, *(name for name in after if name not in before)]:
+        old, new = before.get(name), after.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from differences(old, new, f"{within}{name}.")
+        elif old != new:
+            yield f"{within}{name}", old, new
+
+
+def change(folder: RunFolder, config: RunConfig) -> None:
+    """Make ``config`` the recipe of a run, whole or not at all. Raises :class:`~etude.errors.RunFolderError` while the
+    run is going on.
+    """
+    with exclusive(folder, "supervisor"):
+        partial = folder.config_file.with_suffix(".partial")
+        partial.write_text(dump_run(config, folder.path), encoding="utf-8")
+        sync(partial)
+        partial.replace(folder.config_file)
+        sync(folder.path)
+
+
+def is_finished(folder: RunFolder, config: RunConfig) -> bool:
+    """True for a run that has taken its steps and measured their end.
+
+    Raises :class:`~etude.errors.ConfigError` where it has taken more steps than it is to have.
+    """
+    with closing(Ledger.open(folder.ledger, config.ledger)) as ledger:
+        done, steps = ledger.progress().steps_done, config.trainer.steps
+        if done > steps:
+            raise ConfigError(
+                f"trainer.steps = {steps}: {done} steps are done already; set more, or {done} to end here"
+            )
+        return done == steps and (not config.eval.enabled or ledger.facts.get(measured_fact("after")) == str(steps))
