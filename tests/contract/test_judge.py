@@ -133,7 +133,7 @@ def test_our_gateway_refuses_a_schema_and_the_error_says_what_to_do() -> None:
         engine = JudgingEngine(SystemClock(), vocab_size=chat().vocab_size, max_length=MAX_LENGTH)
         async with behind_gateway(engine) as address:
             structured = Address(url=address.url, model="policy", key=KEY, structured=True)
-            with pytest.raises(JudgeUnavailable, match=r"HTTP 400.*set judge\.structured = false"):
+            with pytest.raises(JudgeUnavailable, match=r"HTTP 400.*set judge\.options\.structured = false"):
                 await judged(structured, JudgeParams(model="policy"))
 
     asyncio.run(scenario())

@@ -4,7 +4,7 @@
     run.steps().to_pandas().plot("step", "reward")
 
 Owns the questions and their answers as records (:mod:`etude.api.records`). It changes nothing in the folder, but for
-:func:`etude.evaluate`, which keeps what was tried there.
+:func:`~etude.api.evaluation.evaluate`, which keeps what was tried there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
