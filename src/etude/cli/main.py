@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("processes", "One process of a run: the trainer."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
-        "play": ("play", "Watch the agent of a run play a held-out task, or two versions of it."),
+        "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),
         "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),

@@ -179,8 +179,13 @@ def test_a_start_that_fails_leaves_its_place_free(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_that_is_not_here_is_named_before_there_is_a_run(
-    settings: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    settings: tuple[str, ...],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text("[sandboxes]\nkind = 'ns'\n")
     text = fail(capsys, "run", tmp_path, "--out", tmp_path / "run", *(f"--set={setting}" for setting in settings))
     assert words in text

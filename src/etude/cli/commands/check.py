@@ -20,7 +20,10 @@ app = group()
 
 @app.command()
 def check(recipe: RecipePath, *, overrides: Overrides) -> None:
-    """See if a recipe can run on this machine: all that `etude run` tries before it makes its folder."""
+    """See if a recipe can run here: what `etude run` checks first.
+
+    All of it is tried before there is a run folder.
+    """
     config = load_recipe(recipe, overrides)
     show_ready(config, default_out(config), Console())
 
