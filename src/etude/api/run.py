@@ -153,16 +153,20 @@ def export(run: Run | Path | str, out: Path | str, *, version: int | None = None
 
 def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Iterator[StepRecord]:
     """The steps of a run up to ``committed``, as their newest events have them: one may have been computed twice."""
-    events = [logged for logged in EventReader(folder.events, "trainer").new() if isinstance(logged.event, StepDone)]
-    steps = {logged.event.step: logged for logged in events if isinstance(logged.event, StepDone)}
+    if committed <= after:
+        return
+    steps = {
+        event.step: (logged.at_s, event)
+        for logged in EventReader(folder.events, "trainer").new()
+        if isinstance(event := logged.event, StepDone)
+    }
     for step in range(after + 1, committed + 1):
-        logged = steps.get(step)
-        if logged is None or not isinstance(logged.event, StepDone):
+        if step not in steps:
             raise RunFolderError(f"{folder.events} has no event of step {step}, which is committed: a file was removed")
-        event = logged.event
+        at_s, event = steps[step]
         yield StepRecord(
             step=step,
-            at_s=logged.at_s,
+            at_s=at_s,
             reward=event.metrics.get("reward_mean"),
             metrics=event.metrics,
             reward_parts=event.reward_parts,
