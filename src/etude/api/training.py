@@ -44,6 +44,7 @@ class Training(Closing):
         """The run, to be read at any time, afterwards too."""
         self._folder = folder
         self._is_new = is_new
+        self._ledger = folder.config().ledger
         self._steps_done = self._committed()
         self._log = folder.logs / "supervisor.log"
         self._printed = self._log.stat().st_size if self._log.exists() else 0
@@ -92,7 +93,7 @@ class Training(Closing):
 
     def _committed(self) -> int:
         try:
-            with Archive.open(self._folder.ledger, self._folder.config().ledger) as archive:
+            with Archive.open(self._folder.ledger, self._ledger) as archive:
                 return archive.steps_done()
         except RunFolderError:  # there is no ledger yet
             return 0

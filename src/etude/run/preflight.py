@@ -80,10 +80,10 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
         harness_mounts(config.harness.options.mounts)
     plan = plan_tasks(config)
     plan.check()
-    tasks = first_tasks(config)
+    task, *_ = first_tasks(config)
     check_texts(config)
     yield MachineFinding(name="tasks", words="; ".join(plan.describe()))
-    yield check_session(config, tasks[0])
+    yield check_session(config, task)
 
 
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
