@@ -15,6 +15,8 @@ from typing import Literal
 
 WORKDIR = "/work"
 """Working folder of a sandbox's commands, unless the image says otherwise."""
+SCRATCH = "scratch"
+"""Name of the base system without any file, on which the layers of a container's image lie."""
 PLACE = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
 """``host:port``, as lists of allowed places have it."""
 
@@ -55,20 +57,48 @@ class Capability(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageUser:
+    """The user that commands in an image run as, unless a spec asks for root."""
+
+    uid: int = 1000
+    gid: int = 1000
+    home: str = "/home/agent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Healthcheck:
+    """A command that succeeds as soon as a sandbox is ready for its first one."""
+
+    argv: tuple[str, ...]
+    interval_s: float = 30.0
+    timeout_s: float = 30.0
+    """For one try."""
+    start_period_s: float = 0.0
+    """Failures in this time do not count."""
+    retries: int = 3
+    """Failures in a row after which the sandbox is given up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """The initial file system of a sandbox: directory trees over a base system."""
+    """The initial file system of a sandbox, directory trees over a base system, and what its container's config says."""
 
     digest: str = ""
     """SHA-256 over the layers' digests and the settings; empty for one that is nowhere stored."""
     base: str = ""
-    """Name of a stored base system, or empty for the provider's own (the machine's programs, or the
-    root of its virtual machine).
+    """Name of a stored base system, ``SCRATCH`` for nothing at all, or empty for the provider's own (the machine's
+    programs, or the root of its virtual machine).
     """
     layers: tuple[Path, ...] = ()
     """Each a tree as it is seen from ``/``, the lowest first."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command."""
     workdir: str = WORKDIR
+    user: ImageUser = ImageUser()
+    """Owns the working folder and its home."""
+    entrypoint: tuple[str, ...] = ()
+    """Started in every sandbox before its first command, and left running."""
+    healthcheck: Healthcheck | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +131,8 @@ class SandboxSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command, beside the image's."""
     user: Literal["agent", "root"] = "agent"
-    """User of the commands. ``agent`` owns the working folder, its home ``/home/agent`` and ``/tmp``, and nothing else;
-    ``root`` is root inside and no user outside: for building images.
+    """User of the commands. ``agent`` is the image's user, who owns the working folder, its home and ``/tmp``, and nothing
+    else; ``root`` is root inside and no user outside: for building images.
     """
     ttl_s: float = 3600.0
     """After this the sandbox is killed, whether it is in use or not."""

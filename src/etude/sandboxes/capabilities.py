@@ -40,6 +40,9 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
         )
     elif spec.user == "root":
         needed[Capability.IMAGES] = "user='root'"
+    for name, argv in (("ENTRYPOINT", spec.image.entrypoint), ("HEALTHCHECK", spec.image.healthcheck)):
+        if argv:
+            needed[Capability.BACKGROUND] = f"{name} {argv}"
     if spec.allow:
         needed[Capability.ALLOW_LIST] = f"allow={list(spec.allow)}"
     usual = SandboxLimits()

@@ -1,8 +1,9 @@
 """Directory trees as layers: what one consists of, its digest, and how it is copied and removed.
 
 A layer holds folders, plain files, symbolic links and overlayfs whiteouts (character devices 0:0, and folders with the
-attribute ``user.overlay.opaque``); sockets, pipes and devices are refused. Everything in it belongs to root or to the
-agent. Owns the digest; where layers are kept is :mod:`etude.sandboxes.images.store`'s.
+attribute ``user.overlay.opaque``); sockets, pipes and devices are refused. Everything in one that was made on this
+machine belongs to root or to the agent; one of a container's image keeps its owners. Owns the digest; where layers are
+kept is :mod:`etude.sandboxes.images.store`'s.
 """
 
 import hashlib
@@ -36,8 +37,8 @@ class TreeEntry:
     path: str
     """From ``/``, without a leading slash; undecodable bytes as surrogates."""
     status: os.stat_result
-    owner: int
-    """0 or ``AGENT``."""
+    user: int
+    group: int
 
     @property
     def mode(self) -> int:
@@ -45,12 +46,13 @@ class TreeEntry:
         return stat.S_IMODE(self.status.st_mode)
 
 
-def entries(tree: Path, owned: Sequence[str] = OWNED) -> Iterator[TreeEntry]:
+def entries(tree: Path, owned: Sequence[str] | None = OWNED) -> Iterator[TreeEntry]:
     """All that is below ``tree``, folders before their contents, in the order of their paths' bytes.
 
-    Raises ``ValueError`` for what no layer may hold, with its path.
+    What is below the places ``owned`` is the agent's, and so is what belongs to user 1000 of this machine, else root's;
+    with ``None`` owners are as they are. Raises ``ValueError`` for what no layer may hold, with its path.
     """
-    places = tuple(place.strip("/") for place in owned)
+    places = None if owned is None else tuple(place.strip("/") for place in owned)
     waiting = [""]
     while waiting:
         path = waiting.pop()
@@ -63,7 +65,7 @@ def entries(tree: Path, owned: Sequence[str] = OWNED) -> Iterator[TreeEntry]:
             waiting.extend(f"{path}/{name}" if path else name for name in names)
 
 
-def digest_tree(tree: Path, owned: Sequence[str] = OWNED) -> str:
+def digest_tree(tree: Path, owned: Sequence[str] | None = OWNED) -> str:
     """SHA-256 over the paths, kinds, modes, owners, contents and links in a tree; times do not count.
 
     Raises ``ValueError`` for what no layer may hold.
@@ -74,7 +76,7 @@ def digest_tree(tree: Path, owned: Sequence[str] = OWNED) -> str:
     return digest.hexdigest()
 
 
-def copy_tree(source: Path, target: Path, owned: Sequence[str] = OWNED) -> str:
+def copy_tree(source: Path, target: Path, owned: Sequence[str] | None = OWNED) -> str:
     """Copy what is in ``source`` into the new folder ``target`` and return the digest of the copy.
 
     Modes and times are kept. As root, owners become those of the layer; any other user owns what it copies.
@@ -129,7 +131,7 @@ def size_of(tree: Path) -> int:
     return sum(entry.status.st_size for entry in entries(tree) if stat.S_ISREG(entry.status.st_mode))
 
 
-def _entry(tree: Path, path: str, places: Sequence[str]) -> TreeEntry:
+def _entry(tree: Path, path: str, places: Sequence[str] | None) -> TreeEntry:
     if len(os.fsencode(path)) > PATH_LIMIT_BYTES:
         raise ValueError(f"{path[:60]}… is longer than {PATH_LIMIT_BYTES} bytes: no layer holds such paths")
     status = os.lstat(tree / path)
@@ -137,9 +139,12 @@ def _entry(tree: Path, path: str, places: Sequence[str]) -> TreeEntry:
     is_whiteout = kind == stat.S_IFCHR and status.st_rdev == 0
     if kind not in (stat.S_IFDIR, stat.S_IFREG, stat.S_IFLNK) and not is_whiteout:
         raise ValueError(f"{path!r} is a socket, pipe or device, which a layer cannot hold: remove it")
+    if places is None:
+        return TreeEntry(path=path, status=status, user=status.st_uid, group=status.st_gid)
     is_owned = any(path == place or path.startswith(place + "/") for place in places)
     is_agents = is_owned or (os.geteuid() == 0 and status.st_uid == AGENT)
-    return TreeEntry(path=path, status=status, owner=AGENT if is_agents else 0)
+    owner = AGENT if is_agents else 0
+    return TreeEntry(path=path, status=status, user=owner, group=owner)
 
 
 def _copy(source: Path, copy: Path, entry: TreeEntry) -> None:
@@ -154,7 +159,7 @@ def _copy(source: Path, copy: Path, entry: TreeEntry) -> None:
     else:
         os.mknod(copy, stat.S_IFCHR | 0o600, 0)
     if os.geteuid() == 0:
-        os.chown(copy, entry.owner, entry.owner, follow_symlinks=False)
+        os.chown(copy, entry.user, entry.group, follow_symlinks=False)
     if kind == stat.S_IFREG:  # a change of owner clears the set-user bit
         copy.chmod(entry.mode)
     os.utime(copy, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns), follow_symlinks=False)
@@ -178,7 +183,8 @@ def _update(digest: "hashlib._Hash", entry: TreeEntry, path: Path) -> None:
     elif kind == stat.S_IFDIR and _is_opaque(path):
         content = b"opaque"
     mode = 0 if kind in (stat.S_IFLNK, stat.S_IFCHR) else entry.mode
-    head = f"{kind:o} {mode:o} {entry.owner} {len(content)}"
+    owner = f"{entry.user}" if entry.user == entry.group else f"{entry.user}:{entry.group}"
+    head = f"{kind:o} {mode:o} {owner} {len(content)}"
     digest.update(os.fsencode(entry.path) + b"\0" + head.encode() + b"\0" + content)
 
 

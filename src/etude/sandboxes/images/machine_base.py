@@ -37,6 +37,8 @@ OWN_FILES = {
     "etc/resolv.conf": "",
 }
 """Files that tell a program its user and its machine."""
+SEARCH_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""Folders of every search path, in this order."""
 PERMANENT = 0o755
 
 
@@ -84,7 +86,7 @@ def search_path(mounts: Mapping[str, Path], *, own_base: bool) -> str:
     ``own_base`` is whether the base system is the machine's.
     """
     folders = [f"{target}/bin" for target, source in mounts.items() if (source / "bin").is_dir()]
-    folders += ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    folders += SEARCH_FOLDERS
     if own_base and not Path(sys.base_prefix).is_relative_to("/usr"):
         folders.append(f"{sys.base_prefix}/bin")
     return ":".join(folders)

@@ -2,9 +2,10 @@
 
     folder/
       layers/DIGEST/        a directory tree, see etude.sandboxes.images.layers
-      images/DIGEST.json    base, layers, environment, working folder
+      images/DIGEST.json    base, layers, environment, working folder, and the rest of a container's config
       names/NAME            the digest of an image
       bases/NAME/           the root directory of a base system, and what belongs to it (etude.sandboxes.images.debian)
+      blobs/DIGEST…         the layer that a blob of a registry was unpacked to (etude.sandboxes.images.containers)
       disks/DIGEST.squashfs a layer as a read-only disk, for virtual machines
       incoming/             what is being written; renamed into its place when it is whole
 
@@ -31,13 +32,15 @@ from uuid import uuid4
 import orjson
 
 from etude.errors import ConfigError, DamagedError, SandboxError
-from etude.sandbox_spec import WORKDIR, Image
+from etude.sandbox_spec import SCRATCH, WORKDIR, Healthcheck, Image, ImageUser
 from etude.sandboxes.images.layers import AGENT, OWNED, copy_tree, digest_tree, entries, remove_tree, size_of
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 """Names of images and base systems."""
-FOLDERS = ("images", "names")
+FOLDERS = ("images", "names", "blobs")
+OF_CONTAINERS = ("user", "entrypoint", "healthcheck")
+"""Settings of an image that are written where they are not the usual ones."""
 PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
 """Folders of images' files, which no other user may run."""
 DISK_TIMEOUT_S = 1800.0
@@ -72,10 +75,11 @@ class ImageStore:
         for name in PRIVATE_FOLDERS:
             (self.folder / name).mkdir(mode=0o700, exist_ok=True)
             _close_to_others(self.folder / name)
+        (self.folder / "bases" / SCRATCH / "root").mkdir(parents=True, exist_ok=True)
 
     @property
     def bases(self) -> Mapping[str, Path]:
-        """The root directories of the stored base systems, by name."""
+        """The root directories of the stored base systems, by name, and the empty one of ``SCRATCH``."""
         roots = {folder.name: folder / "root" for folder in sorted((self.folder / "bases").iterdir())}
         return MappingProxyType({name: root for name, root in roots.items() if root.is_dir()})
 
@@ -119,16 +123,23 @@ class ImageStore:
         workdir: str = WORKDIR,
         name: str = "",
     ) -> Image:
-        """Store an image of layers, lowest first, and give it a name, which another image may have had.
+        """Store an image of layers, lowest first; see :meth:`put`."""
+        return self.put(Image(base=base, environment=dict(environment or {}), workdir=workdir), layers, name)
 
-        Raises :class:`~etude.errors.ConfigError` for a layer or base system that is not stored, ``ValueError`` for a
-        name that is none.
+    def put(self, config: Image, layers: Sequence[str], name: str = "") -> Image:
+        """Store an image with the settings of ``config`` and these layers, lowest first, and give it a name, which
+        another image may have had.
+
+        Raises :class:`~etude.errors.ConfigError` for a layer or base system that is not stored, and for a name that is
+        none.
         """
         missing = [digest for digest in layers if not DIGEST.fullmatch(digest) or not self.layer(digest).is_dir()]
         if missing:
             raise ConfigError(f"layers {missing} are not in {self.folder}: store them with add_layer")
-        self._check_base(base)
-        settings = {"base": base, "layers": list(layers), "environment": dict(environment or {}), "workdir": workdir}
+        self._check_base(config.base)
+        changed = [key for key in OF_CONTAINERS if getattr(config, key) != getattr(Image(), key)]
+        settings = {key: getattr(config, key) for key in ("base", "environment", "workdir", *changed)}
+        settings["layers"] = list(layers)
         data = orjson.dumps(settings, option=orjson.OPT_SORT_KEYS)
         digest = hashlib.sha256(data).hexdigest()
         self._write(self.folder / "images" / f"{digest}.json", data)
@@ -157,12 +168,16 @@ class ImageStore:
         if missing:
             raise ConfigError(f"image {reference!r} needs layers {missing}, not in {self.folder}: build it again")
         self._check_base(stored["base"])
+        healthcheck = stored.get("healthcheck")
         return Image(
             digest=digest,
             base=stored["base"],
             layers=layers,
             environment=stored["environment"],
             workdir=stored["workdir"],
+            user=ImageUser(**stored.get("user", {})),
+            entrypoint=tuple(stored.get("entrypoint", ())),
+            healthcheck=Healthcheck(**{**healthcheck, "argv": tuple(healthcheck["argv"])}) if healthcheck else None,
         )
 
     def verify(self, image: Image) -> None:
@@ -171,7 +186,7 @@ class ImageStore:
         A layer that was stored with places of its own for the agent is verified by root only, who can set owners.
         """
         for layer in image.layers:
-            digests = {digest_tree(layer), digest_tree(layer, owned=())}
+            digests = {digest_tree(layer), digest_tree(layer, owned=()), digest_tree(layer, owned=None)}
             if layer.name not in digests:
                 raise DamagedError(f"layer {layer.name} of image {image.digest or image} was changed: build it again")
 
@@ -325,7 +340,7 @@ def _agents_files(tree: Path, owned: Sequence[str]) -> bytes:
     lines = [
         b'"%s" m %o %d %d' % (re.sub(rb'(["\\])', rb"\\\1", os.fsencode(entry.path)), entry.mode, AGENT, AGENT)
         for entry in entries(tree, owned)
-        if entry.owner == AGENT
+        if entry.user == AGENT
     ]
     return b"\n".join([*lines, b""])
 

@@ -29,8 +29,6 @@ from etude.sandboxes.ns.boxes import SandboxRecord
 from etude.sandboxes.ns.cgroups import MEMORY, Cgroups
 from etude.sandboxes.ns.forks import End
 from etude.sandboxes.ns.root import (
-    AGENT,
-    HOME,
     HOSTNAME,
     AllowedPlace,
     RootCalls,
@@ -158,8 +156,8 @@ def _load(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 def _copy(request: Mapping[str, Any], source: int, target: int) -> JobResult:
     """Copy what was written, ``source``, into the empty layer ``target``, as overlayfs has it."""
-    owned = (request["workdir"].strip("/"), HOME.strip("/"))
-    copier = TreeCopier(owned if request["maps_range"] else None)
+    owned = (request["workdir"].strip("/"), request["user"][2].strip("/"))
+    copier = TreeCopier(owned if request["maps_range"] else None, request["user"])
     for name, place in overlay_folders(request["overlays"]).items():
         into = os.open(".", DIRECTORY, dir_fd=target)  # a mount that is nowhere takes no changes itself
         for part in filter(None, place.split("/")):
@@ -178,19 +176,20 @@ def _copy(request: Mapping[str, Any], source: int, target: int) -> JobResult:
 
 def _settle(request: Mapping[str, Any], source: int, target: int) -> JobResult:
     """Make the agent's folders the agent's, with all that an image has in them."""
-    for place in (request["workdir"], HOME):
-        _give_away(os.open(place, DIRECTORY))
+    uid, gid, home = request["user"]
+    for place in (request["workdir"], home):
+        _give_away(os.open(place, DIRECTORY), uid, gid)
     return JobResult(JobVerdict.DONE)
 
 
-def _give_away(folder: int, depth: int = 0) -> None:
-    """Make an open folder and all in it the agent's, and close it."""
+def _give_away(folder: int, uid: int, gid: int, depth: int = 0) -> None:
+    """Make an open folder and all in it a user's, and close it."""
     try:
-        os.fchown(folder, AGENT, AGENT)
+        os.fchown(folder, uid, gid)
         for name in os.listdir(folder):
-            os.chown(name, AGENT, AGENT, dir_fd=folder, follow_symlinks=False)
+            os.chown(name, uid, gid, dir_fd=folder, follow_symlinks=False)
             if depth < MAX_DEPTH and stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-                _give_away(os.open(name, DIRECTORY, dir_fd=folder), depth + 1)
+                _give_away(os.open(name, DIRECTORY, dir_fd=folder), uid, gid, depth + 1)
     finally:
         os.close(folder)
 
@@ -250,11 +249,12 @@ def _sessions() -> list[tuple[int, int]]:
 class TreeCopier:
     """Copies a tree of untrusted files through descriptors: no link is followed, even if it is swapped meanwhile."""
 
-    def __init__(self, owned: Sequence[str] | None) -> None:
-        """Unpack; files in the places ``owned`` become the agent's, all else keeps its owner; ``None`` sets no
+    def __init__(self, owned: Sequence[str] | None, user: Sequence[Any]) -> None:
+        """Unpack; files in the places ``owned`` become the ``user``'s, all else keeps its owner; ``None`` sets no
         owners.
         """
         self._owned = owned
+        self._user = user[0], user[1]
 
     def copy(self, source: int, target: int, path: str, depth: int = 0) -> None:
         """Copy the contents of an open folder, which is ``path`` in its layer, and what it says of itself.
@@ -313,7 +313,7 @@ class TreeCopier:
 
     def _owner(self, status: os.stat_result, path: str) -> tuple[int, int]:
         if any(path == place or path.startswith(f"{place}/") for place in self._owned or ()):
-            return AGENT, AGENT
+            return self._user
         return status.st_uid, status.st_gid
 
 
@@ -388,7 +388,7 @@ def first_process(tools: Tools, init_pipe: InitPipe) -> tuple[CallList, Result]:
     calls.add("sethostname", HOSTNAME.encode(), len(HOSTNAME))
     written = RootCalls(calls, init_pipe.plan).add()
     message = _add_network(calls, written, init_pipe)
-    _add_files(calls, init_pipe.files, AGENT if tools.maps_range and not init_pipe.as_root else None)
+    _add_files(calls, init_pipe.files, init_pipe.plan.user if tools.maps_range and not init_pipe.as_root else None)
     calls.add("rt_sigaction", signal.SIGCHLD, _action(signal.SIG_IGN), 0, SIGNAL_SET_BYTES)  # orphans just go
     _add_user(calls, INIT_USER if tools.maps_range else None)
     _add_capabilities(calls, frozenset())
@@ -429,7 +429,7 @@ def command_process(
     _add_limits(calls, box, counts_memory=MEMORY in tools.cgroups.controllers)
     capabilities = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
     calls.extend(_bounding(capabilities))
-    _add_user(calls, (0 if box.as_root else AGENT) if tools.maps_range else None)
+    _add_user(calls, *(_commands_user(box) if tools.maps_range else (None,)))
     _add_capabilities(calls, capabilities)
     program = ctypes.create_string_buffer(tools.filter, len(tools.filter))
     calls.hold(program)
@@ -468,7 +468,7 @@ def become_job(box: SandboxRecord, tools: Tools, request: Mapping[str, Any], des
                 enter(box.pidfd, JOINED)
                 os.chdir("/")
                 _take_role(request["job"], box, tools)
-            answer = run_job(request, source, target)
+            answer = run_job({**request, "user": box.creation["user"]}, source, target)
         except OSError as error:
             answer = JobResult(JobVerdict.FAILED, str(error).encode())
         with suppress(OSError), os.fdopen(answers, "wb") as file:
@@ -484,7 +484,8 @@ def _take_role(job: str, box: SandboxRecord, tools: Tools) -> None:
     users enough, nothing that the agent left running can kill or stop it.
     """
     if runs_as_root(job):
-        _become(0 if tools.maps_range else None)
+        if tools.maps_range:
+            _become(0, 0)
     else:
         _confine(box, tools, real=0)
 
@@ -526,11 +527,11 @@ def _message(count: int) -> _SocketMessage:
     return _SocketMessage(header, control, (text, vector))
 
 
-def _add_files(calls: CallList, files: Mapping[str, bytes], user: int | None) -> None:
+def _add_files(calls: CallList, files: Mapping[str, bytes], user: Sequence[Any] | None) -> None:
     """Write the first files as the user that commands run as; no link of the image is followed to any."""
     if files and user is not None:
-        calls.add("setfsgid", user)
-        calls.add("setfsuid", user)
+        calls.add("setfsgid", user[1])
+        calls.add("setfsuid", user[0])
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC
     how = struct.pack("QQQ", flags, 0o644, RESOLVE_NO_SYMLINKS)
     for path, data in files.items():
@@ -548,11 +549,18 @@ def _join_groups(calls: CallList, entries: Sequence[int]) -> None:
         calls.add("write", entry, b"0", 1, about="a control group")
 
 
-def _add_user(calls: CallList, user: int | None) -> None:
-    """Change user and group; ``None`` where there is but one."""
+def _commands_user(box: SandboxRecord) -> tuple[int, int]:
+    """Numbers of the user and group that commands run as."""
+    uid, gid, _ = box.creation["user"]
+    return (0, 0) if box.as_root else (uid, gid)
+
+
+def _add_user(calls: CallList, user: int | None, group: int | None = None) -> None:
+    """Change user and group, of the user's number unless it is said; ``None`` where there is but one."""
     if user is not None:
+        group = user if group is None else group
         calls.add("setgroups", 0, 0)
-        calls.add("setresgid", user, user, user)
+        calls.add("setresgid", group, group, group)
         calls.add("setresuid", user, user, user)
 
 
@@ -621,13 +629,12 @@ def _confine(box: SandboxRecord, tools: Tools, *, real: int) -> None:
     capabilities = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
     bound_capabilities(capabilities)
     if tools.maps_range:
-        _become(0 if box.as_root else AGENT, real=real)
+        _become(*_commands_user(box), real=real)
     limit_capabilities(capabilities)
 
 
-def _become(user: int | None, *, real: int = 0) -> None:
-    """Change user and group, of the process of user ``real``; ``None`` where there is but one."""
-    if user is not None:
-        os.setgroups([])
-        os.setresgid(user, user, user)
-        os.setresuid(real, user, real)
+def _become(user: int, group: int, *, real: int = 0) -> None:
+    """Change user and group, of the process of user ``real``."""
+    os.setgroups([])
+    os.setresgid(group, group, group)
+    os.setresuid(real, user, real)

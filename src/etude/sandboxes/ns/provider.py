@@ -35,6 +35,7 @@ from etude.sandbox_spec import Capability, Image, SandboxSpec
 from etude.sandboxes.capabilities import check_sources, demands, unsupported
 from etude.sandboxes.command_io import in_memory
 from etude.sandboxes.egress import EgressProxy
+from etude.sandboxes.entrypoint import started
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, search_path, write_skeleton
@@ -118,9 +119,11 @@ class NamespaceSandboxes:
             if capability not in granted:
                 raise unsupported(NAME, words, "it as root, or qemu")
         try:
-            return await self._make(files, spec, home)
+            sandbox = await self._make(files, spec, home)
         except LauncherGone:  # it was killed just now, and its end not noticed yet
-            return await self._make(files, spec, await self._open())
+            sandbox = await self._make(files, spec, await self._open())
+        await started(sandbox, spec.image)
+        return sandbox
 
     async def close(self) -> None:
         """Close every sandbox and the launcher and remove all files; calling it twice is harmless."""
@@ -201,6 +204,7 @@ class NamespaceSandboxes:
             places=[list(place) for place in reachable],
             hosts=hosts_text(reachable, HOSTNAME) if reachable or image.base else "",
             workdir=image.workdir,
+            user=[image.user.uid, image.user.gid, image.user.home],
             as_root=spec.user == "root",
             memory_bytes=limits.memory_bytes,
             disk_bytes=limits.disk_bytes,

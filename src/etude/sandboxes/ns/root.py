@@ -178,6 +178,8 @@ class RootPlan(NamedTuple):
     disk_bytes: int
     shared_memory_bytes: int
     workdir: str
+    user: Sequence[Any]
+    """Number, group and home of the user that owns the working folder."""
     hosts: str
     """The text of ``/etc/hosts``; empty for the one that is there."""
     is_settled: bool
@@ -263,11 +265,12 @@ class RootCalls:
         for path in ("/proc", "/dev", "/sys", "/tmp", "/etc"):
             self._make_folder(path, anyway=True)
         self._calls.add("fchmodat", AT_FDCWD, b"/tmp", 0o1777)
-        for path in (self._plan.workdir, HOME):
+        uid, gid, home = self._plan.user
+        for path in (self._plan.workdir, home):
             self._make_parents(path)
             self._make_folder(path, anyway=True)
             if self._plan.maps_range:
-                self._calls.add("fchownat", AT_FDCWD, path.encode(), AGENT, AGENT, AT_SYMLINK_NOFOLLOW)
+                self._calls.add("fchownat", AT_FDCWD, path.encode(), uid, gid, AT_SYMLINK_NOFOLLOW)
 
     def _add_system(self) -> None:
         """``/proc`` and ``/dev``; the kernel allows the former because of the one that hides nothing below."""
@@ -299,7 +302,7 @@ class RootCalls:
 
     def _guard_system(self) -> None:
         """Let only the agent's folders be written where everything belongs to the one user there is."""
-        for path in (self._plan.workdir, HOME, "/tmp", "/var/tmp"):
+        for path in (self._plan.workdir, self._plan.user[2], "/tmp", "/var/tmp"):
             self._mount(path, path, "", MS_BIND | MS_REC)
         read_only = struct.pack("4Q", ATTR_RDONLY, 0, 0, 0)
         self._calls.add("mount_setattr", AT_FDCWD, b"/", 0, read_only, len(read_only), about="a read-only root")
@@ -422,6 +425,7 @@ def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices
         disk_bytes=creation["disk_bytes"],
         shared_memory_bytes=min(creation["memory_bytes"] // SHARED_MEMORY_PART, creation["disk_bytes"]),
         workdir=creation["workdir"],
+        user=creation["user"],
         hosts=creation["hosts"],
         is_settled=not creation["root"] and not creation["layers"] and creation["workdir"] == WORKDIR,
         maps_range=maps_range,
@@ -429,15 +433,16 @@ def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices
 
 
 def is_unsettled(creation: Mapping[str, Any]) -> bool:
-    """True if an image has files in the agent's folders with another owner; a store's images have none."""
+    """True if an image has files in its user's folders with another owner; a store's images have none."""
     trees = [*reversed(creation["layers"]), *filter(None, [creation["root"]])]
-    for place in (creation["workdir"], HOME):
+    uid, _, home = creation["user"]
+    for place in (creation["workdir"], home):
         for tree in trees:
             try:
                 owner = os.lstat(f"{tree}{place}").st_uid
             except FileNotFoundError:
                 continue
-            if owner != AGENT:
+            if owner != uid:
                 return True
             break
     return False

@@ -27,7 +27,6 @@ from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.child import JobVerdict
 from etude.sandboxes.ns.link import LauncherLink
-from etude.sandboxes.ns.root import HOME
 from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
 
 GRACE_S = 10.0
@@ -196,7 +195,7 @@ class NamespaceSandbox:
         """The launcher's number of it."""
         self._egress = arguments.egress
         self._commands = Commands(home.link, self.box, check_open=self._check_open, fail=self._fail)
-        user_home = ROOT_HOME if self.spec.user == "root" else HOME
+        user_home = ROOT_HOME if self.spec.user == "root" else self.spec.image.user.home
         self._environment = {"PATH": arguments.search_path, "LANG": "C.UTF-8", "HOME": user_home}
         self._environment |= {**self.spec.image.environment, **self.spec.environment}
         self._born_s = time.monotonic()

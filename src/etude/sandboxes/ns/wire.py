@@ -59,6 +59,8 @@ class CreateOrder(TypedDict):
     """The fields of :class:`~etude.sandboxes.ns.root.AllowedPlace`."""
     hosts: str
     workdir: str
+    user: list[Any]
+    """Number, group and home of the image's user."""
     as_root: bool
     memory_bytes: int
     disk_bytes: int

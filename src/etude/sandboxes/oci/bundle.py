@@ -22,8 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from etude.errors import SandboxError
-from etude.sandbox_spec import SandboxSpec
-from etude.sandboxes.images.layers import AGENT, HOME, first_link
+from etude.sandbox_spec import ImageUser, SandboxSpec
+from etude.sandboxes.images.layers import first_link
 from etude.sandboxes.ns.seccomp import FAMILIES, NETLINK, NEW_NAMESPACES, REFUSED_CALLS, TYPING, UNKNOWN
 from etude.types import Json
 
@@ -33,6 +33,7 @@ OPEN_FILES, SOFT_OPEN_FILES = 1 << 16, 1024
 """Most files that a process may open, where this machine allows so many, and how many it may at first."""
 ROOT_POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP", "SETFCAP")
 """Capabilities of who builds an image; an agent has none."""
+ROOT = ImageUser(uid=0, gid=0, home="/root")
 ESCAPED = ":,\\"
 """Characters that the options of an overlay cannot have in a path."""
 OWN_FOLDERS = ("/tmp", "/proc", "/dev", "/sys")
@@ -116,11 +117,12 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
         lines.append(_no_links(overlay.target))
         lines.append(f"mkdir -p {root}{shlex.quote(overlay.target)}")
         lines.append(f"mount -t overlay -o {shlex.quote(options)} overlay {root}{shlex.quote(overlay.target)}")
-    lines.append(_no_links(spec.image.workdir, HOME, *OWN_FOLDERS))
-    for path in (spec.image.workdir, HOME):
+    user = spec.image.user
+    lines.append(_no_links(spec.image.workdir, user.home, *OWN_FOLDERS))
+    for path in (spec.image.workdir, user.home):
         inner = root + shlex.quote(path)
         lines.append(f"mkdir -p {inner}")
-        lines.append(f'[ "$(stat -c %u {inner})" = {AGENT} ] || chown -R -h {AGENT}:{AGENT} {inner}')
+        lines.append(f'[ "$(stat -c %u {inner})" = {user.uid} ] || chown -R -h {user.uid}:{user.gid} {inner}')
     lines.append(f"mkdir -p {' '.join(root + path for path in OWN_FOLDERS)} && chmod 1777 {root}/tmp")
     lines.append(f"mkdir {place}/tmp && mount --bind {root}/tmp {place}/tmp")
     for target, source in spec.mounts.items():
@@ -153,7 +155,7 @@ def bundle(stage: Path, *, shares_kernel: bool) -> Object:
     ]
     return {
         "ociVersion": "1.0.0",
-        "process": {**process(["/bin/sleep", "2147483647"], {"PATH": "/usr/bin:/bin"}, "/", user="root", powers=())},
+        "process": {**process(["/bin/sleep", "2147483647"], {"PATH": "/usr/bin:/bin"}, "/", powers=())},
         "root": {"path": f"{stage}/root", "readonly": False},
         "hostname": "sandbox",
         "mounts": mounts,
@@ -218,20 +220,19 @@ def process(
     environment: Mapping[str, str],
     workdir: str,
     *,
-    user: str,
+    user: ImageUser = ROOT,
     powers: Sequence[str] = ROOT_POWERS,
 ) -> Object:
     """``process.json`` of one command; ``powers`` are root's alone."""
-    number = 0 if user == "root" else AGENT
-    capabilities: list[Json] = [f"CAP_{power}" for power in powers] if user == "root" else []
+    capabilities: list[Json] = [f"CAP_{power}" for power in powers] if user == ROOT else []
     return {
-        "user": {"uid": number, "gid": number},
+        "user": {"uid": user.uid, "gid": user.gid},
         "args": list(argv),
         "env": [f"{name}={value}" for name, value in environment.items()],
         "cwd": workdir,
         "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
         "rlimits": [{"type": "RLIMIT_NOFILE", "hard": max_open_files(), "soft": SOFT_OPEN_FILES}],
-        "noNewPrivileges": user != "root",
+        "noNewPrivileges": user != ROOT,
     }
 
 

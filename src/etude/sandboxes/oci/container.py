@@ -19,11 +19,11 @@ import orjson
 
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult
+from etude.sandbox_spec import ImageUser, SandboxSpec
 from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.folder_sandbox import Command
-from etude.sandboxes.images.layers import AGENT, HOME
 from etude.sandboxes.images.machine_base import search_path
-from etude.sandboxes.oci.bundle import process
+from etude.sandboxes.oci.bundle import ROOT, process
 from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
 from etude.sandboxes.oci.runtimes import OciRuntime
 from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
@@ -192,8 +192,8 @@ class Container:
         if leader and not ending.done() and self._runtime.shares_kernel:
             await run_program(self._namespaces.enter(("/bin/sh", "-c", KILL, "sh", leader)), RUN_TIMEOUT_S)
         elif leader and not ending.done():
-            user = "0:0" if command.spec.user == "root" else f"{AGENT}:{AGENT}"
-            await self._call("exec", "-user", user, self._name, "/bin/sh", "-c", KILL, "sh", leader)
+            user = _user(command.spec)
+            await self._call("exec", "-user", f"{user.uid}:{user.gid}", self._name, "/bin/sh", "-c", KILL, "sh", leader)
         if not (await asyncio.wait({ending}, timeout=GRACE_S))[0]:
             ending.cancel()
             raise SandboxError(f"a command of a sandbox did not end within {GRACE_S:g} s of being killed")
@@ -202,7 +202,12 @@ class Container:
 def _order(command: Command, *, has_input: bool) -> bytes:
     """``process.json`` of a command."""
     spec = command.spec
-    home = "/root" if spec.user == "root" else HOME
-    usual = {"PATH": search_path(spec.mounts, own_base=not spec.image.base), "LANG": "C.UTF-8", "HOME": home}
+    user = _user(spec)
+    usual = {"PATH": search_path(spec.mounts, own_base=not spec.image.base), "LANG": "C.UTF-8", "HOME": user.home}
     argv = ["/bin/sh", "-c", EXEC if has_input else EXEC_WITHOUT_INPUT, "sh", *command.argv]
-    return orjson.dumps(process(argv, usual | dict(command.environment), spec.image.workdir, user=spec.user))
+    return orjson.dumps(process(argv, usual | dict(command.environment), spec.image.workdir, user=user))
+
+
+def _user(spec: SandboxSpec) -> ImageUser:
+    """The user that commands run as."""
+    return ROOT if spec.user == "root" else spec.image.user

@@ -30,6 +30,7 @@ import orjson
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxSpec
 from etude.sandboxes.capabilities import check_sources, check_spec
+from etude.sandboxes.entrypoint import started
 from etude.sandboxes.images.layers import copy_tree, first_link, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import close_all
@@ -97,7 +98,9 @@ class OciSandboxes:
             raise SandboxError(str(self._failure)) from self._failure
         check_spec(spec, self._runtime.capabilities, self._runtime.kind)
         check_sources(spec, self._bases)
-        return await self._make(files, spec)
+        sandbox = await self._make(files, spec)
+        await started(sandbox, spec.image)
+        return sandbox
 
     async def close(self) -> None:
         """Close every sandbox and remove all files; calling it twice is harmless."""
@@ -254,7 +257,7 @@ class OciSandboxes:
 
 def _copy_upper_folders(upper: Path, targets: Sequence[str], layer: Path) -> None:
     """Put what was written over each overlay where it belongs in a layer. ``ValueError`` if a link leads there."""
-    copy_tree(upper / "0", layer)
+    copy_tree(upper / "0", layer, owned=None)
     for number, target in enumerate(targets):
         if target:
             if link := first_link(layer, target):
@@ -262,4 +265,4 @@ def _copy_upper_folders(upper: Path, targets: Sequence[str], layer: Path) -> Non
             place = layer / target.lstrip("/")
             remove_tree(place)  # the folder that was mounted on
             place.parent.mkdir(parents=True, exist_ok=True)
-            copy_tree(upper / str(number), place)
+            copy_tree(upper / str(number), place, owned=None)

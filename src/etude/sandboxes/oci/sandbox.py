@@ -24,7 +24,6 @@ from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
 from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES, Command, too_long
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
-from etude.sandboxes.images.layers import AGENT
 from etude.sandboxes.lifecycle import SharedLock
 from etude.sandboxes.oci.container import Container
 from etude.sandboxes.oci.namespaces import NamespaceHolder
@@ -69,7 +68,7 @@ class OciSandbox:
         self.spec = spec
         self.stage = namespaces.root.joinpath(*home.stage.parts[1:])
         """The stage, as it is reached from outside."""
-        owner = AGENT if spec.user == "agent" else None
+        owner = spec.image.user.uid if spec.user == "agent" else None
         self.files = Folder(self.stage / "root", owner=owner, inside="/", workdir=spec.image.workdir)
         """The root; written from outside only before the container has started."""
         self._born_s = time.monotonic()

@@ -18,7 +18,7 @@ from pathlib import Path
 import orjson
 
 from etude.errors import SandboxError
-from etude.sandbox_spec import SandboxLimits, SandboxSpec
+from etude.sandbox_spec import SCRATCH, SandboxLimits, SandboxSpec
 from etude.sandboxes.images.debian import Base, open_base
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.qemu.guest.agent import PORT_NAME
@@ -201,8 +201,9 @@ def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Bas
     :class:`~etude.errors.ConfigError` for a base system that is not stored.
     """
     image = spec.image
+    user = image.user
     is_system = image.base in ("", base.name)
-    disks = [] if is_system else [open_base(store, image.base).disk]
+    disks = [] if is_system or image.base == SCRATCH else [open_base(store, image.base).disk]
     disks += [store.disk_image(layer) for layer in image.layers]
     mounts = sorted(spec.mounts.items())
     first_mount = FIRST_LAYER + len(disks)
@@ -219,7 +220,7 @@ def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Bas
             for place, (path, source) in enumerate(mounts)
         ],
         "workdir": image.workdir,
-        "user": spec.user,
+        "user": ["root", 0, 0, "/root"] if spec.user == "root" else ["agent", user.uid, user.gid, user.home],
         "environment": {**image.environment, **spec.environment},
         "memory_bytes": spec.limits.memory_bytes,
         "processes": spec.limits.processes,

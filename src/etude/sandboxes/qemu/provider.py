@@ -13,12 +13,14 @@ import asyncio
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import check_spec
+from etude.sandboxes.entrypoint import started
 from etude.sandboxes.images.debian import open_base
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.store import ImageStore
@@ -99,6 +101,7 @@ class QemuSandboxes:
         except BaseException:
             await close_all([sandbox])
             raise
+        await started(sandbox, spec.image)
         return sandbox
 
     async def close(self) -> None:
@@ -144,13 +147,7 @@ class QemuSandboxes:
                     raise SandboxError(f"a virtual machine wrote more than the {limit_bytes} bytes that it could have")
         await asyncio.to_thread(unpack_upper, tar, layer)
         tar.unlink()
-        image = spec.image
-        return Image(
-            base=image.base,
-            layers=(*image.layers, layer),
-            environment=image.environment,
-            workdir=image.workdir,
-        )
+        return replace(spec.image, digest="", layers=(*spec.image.layers, layer))
 
     async def forget(self, sandbox: QemuSandbox, machine: Machine) -> None:
         """A sandbox has been closed."""

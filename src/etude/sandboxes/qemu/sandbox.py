@@ -17,7 +17,7 @@ from etude.errors import SandboxError
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES, check_date, read_archive
-from etude.sandboxes.images.layers import AGENT, PATH_LIMIT_BYTES, WHITEOUT_XATTRS
+from etude.sandboxes.images.layers import PATH_LIMIT_BYTES, WHITEOUT_XATTRS
 from etude.sandboxes.qemu.guest.filesystem import XATTR_HEADER
 from etude.sandboxes.qemu.guest.frames import GuestMessage
 from etude.sandboxes.qemu.machine import Frozen, Machine, MachineIdentity
@@ -82,8 +82,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Non
 def _finish(member: tarfile.TarInfo, path: Path) -> None:
     """Give it its owner, mode and time."""
     if os.geteuid() == 0:
-        owner = AGENT if member.uid == AGENT else 0
-        os.chown(path, owner, owner, follow_symlinks=False)
+        os.chown(path, member.uid, member.gid, follow_symlinks=False)
     if member.isreg() or member.isdir():
         path.chmod(member.mode & MODE)
     os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)

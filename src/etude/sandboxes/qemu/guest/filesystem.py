@@ -145,8 +145,6 @@ def _taken(buffer: io.BytesIO) -> bytes:
 
 LAYERS, UPPER, ROOT = Path("/run/layers"), Path("/run/upper"), Path("/run/root")
 GROUP = Path("/sys/fs/cgroup/commands")
-AGENT_USER = 1000
-HOMES = {"agent": "/home/agent", "root": "/root"}
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
 """Devices that commands have, by major and minor number."""
@@ -171,16 +169,15 @@ class GuestEnvironment:
     def __init__(self, order: dict[str, Any]) -> None:
         """``order`` says: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
         root lies under them; ``mounts``, lists of disk, path and name in the disk; ``upper``, the disk that is written;
-        ``workdir``, ``user``, ``environment``, ``memory_bytes``, ``processes``, ``cpus``.
+        ``workdir``, ``user`` (name, number, group, home), ``environment``, ``memory_bytes``, ``processes``, ``cpus``.
         """
-        self.user: str = order["user"]
-        self.owner = 0 if self.user == "root" else AGENT_USER
+        name, self.owner, self.group, self.home = order["user"]
         self.workdir: str = order["workdir"]
         self.environment = {
             "PATH": SEARCH_PATH,
-            "HOME": HOMES[self.user],
-            "USER": self.user,
-            "LOGNAME": self.user,
+            "HOME": self.home,
+            "USER": name,
+            "LOGNAME": name,
             "LANG": "C.UTF-8",
             **order["environment"],
         }
@@ -220,7 +217,7 @@ class GuestEnvironment:
             os.chdir("/")
         if self.owner:
             os.setgroups([])
-            os.setresgid(self.owner, self.owner, self.owner)
+            os.setresgid(self.group, self.group, self.group)
             os.setresuid(self.owner, self.owner, self.owner)
         else:
             system.drop_bounding(ROOT_CAPABILITIES)
@@ -289,7 +286,8 @@ class GuestEnvironment:
             Path("/dev/init").symlink_to("/bin/cat")
             os.write(ready, READY)
             os.chdir("/")
-            os.execve("/dev/init", ["/sbin/init"], {})
+            name = "/sbin/init" if os.path.basename(os.path.realpath("/bin/cat")) == "cat" else "cat"  # busybox asks
+            os.execve("/dev/init", [name], {})
         except (OSError, ValueError) as error:
             os.write(ready, repr(error).encode())
         finally:
@@ -306,10 +304,10 @@ class GuestEnvironment:
         os.chdir("/")
         _make_devices()
         _mount_kernel()
-        _make_users()
+        _make_user(self.owner, self.group, self.home)
         _make_names()
-        for folder, owner in ((HOMES[self.user], self.owner), (self.workdir, self.owner)):
-            _make_folder(folder, owner)
+        for folder in (self.home, self.workdir):
+            _make_folder(folder, self.owner, self.group)
         Path("/tmp").mkdir(exist_ok=True)
         Path("/tmp").chmod(0o1777)
 
@@ -350,17 +348,14 @@ def _make_devices() -> None:
         system.mount(kind, f"/dev/{name}", kind, system.MS_NOSUID | system.MS_NODEV, options)
 
 
-def _make_users() -> None:
+def _make_user(user: int, group: int, home: str) -> None:
     """Name the agent in the base system's lists of users and groups, if they do not."""
     Path("/etc").mkdir(exist_ok=True)
-    lists = {
-        "passwd": f"agent:x:{AGENT_USER}:{AGENT_USER}:agent:/home/agent:/bin/bash\n",
-        "group": f"agent:x:{AGENT_USER}:\n",
-    }
+    lists = {"passwd": f"agent:x:{user}:{group}:agent:{home}:/bin/bash\n", "group": f"agent:x:{group}:\n"}
     for name, line in lists.items():
         path = Path("/etc") / name
         text = path.read_text() if path.exists() else "root:x:0:0:root:/root:/bin/sh\n"
-        if f":{AGENT_USER}:" not in text:
+        if f":{group}:" not in text:
             path.write_text(text + line)
 
 
@@ -377,7 +372,7 @@ def _make_names() -> None:
     Path("/run/names").rmdir()
 
 
-def _make_folder(path: str, owner: int) -> None:
+def _make_folder(path: str, owner: int, group: int) -> None:
     """Make a folder whose owner is ``owner``, with all in it where that is not so yet."""
     Path(path).mkdir(parents=True, exist_ok=True)
     waiting = [path]
@@ -385,7 +380,7 @@ def _make_folder(path: str, owner: int) -> None:
         place = waiting.pop()
         status = os.lstat(place)
         if status.st_uid != owner:
-            os.chown(place, owner, owner, follow_symlinks=False)
+            os.chown(place, owner, group, follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
             waiting += [entry.path for entry in os.scandir(place)]
 

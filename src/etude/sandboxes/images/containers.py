@@ -1,0 +1,350 @@
+"""Images of containers: built by podman, fetched by skopeo, unpacked once into layers of the store.
+
+    Dockerfile ────────────────podman build, push──▶┐
+    registry, archive, layout folder ──skopeo copy──┴▶ manifest, config, blobs ──tar──▶ layers ──▶ Image
+
+Both programs read the user's own settings: registries.conf, storage.conf, and the credentials that `podman login` keeps
+in ``REGISTRY_AUTH_FILE``; none of them is read, printed or stored here. A blob is unpacked once, whatever the number of
+images that have it. Owners are kept, which takes root; extended attributes and devices are left out. An image whose user
+is root is for the user ``agent`` all the same, who is named in its ``/etc/passwd``; the working folder and the home are
+the user's, whoever made them. ``CMD`` is not run: sandboxes run what a harness says.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from etude.errors import ConfigError, SandboxError
+from etude.sandbox_spec import SCRATCH, WORKDIR, Healthcheck, Image, ImageUser
+from etude.sandboxes.images.layers import digest_tree, first_link, remove_tree
+from etude.sandboxes.images.machine_base import SEARCH_FOLDERS
+from etude.sandboxes.images.store import ImageStore, settle
+
+TRANSPORTS = ("docker:", "docker-archive:", "oci:", "oci-archive:", "containers-storage:")
+"""Prefixes of references that skopeo is given as they are."""
+PULL_TIMEOUT_S = 3600.0
+UNPACK_TIMEOUT_S = 1800.0
+"""For one blob."""
+LOG_CHARACTERS = 2000
+"""Characters of a failed program's log, in the error."""
+USERS = range(1, 65534)
+"""Numbers of users that commands may run as: a sandbox has 65,536, of which the last two are not the image's."""
+WHITEOUT, OPAQUE, IGNORED = ".wh.", ".wh..wh..opq", ".wh..wh."
+"""Names in a blob that say what is removed from those below. Source: https://github.com/opencontainers/image-spec."""
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetched:
+    """An image in a folder, as skopeo's transport ``dir`` writes it."""
+
+    folder: Path
+
+    @property
+    def digest(self) -> str:
+        """The digest of its manifest, by which registries know it."""
+        return "sha256:" + hashlib.sha256((self.folder / "manifest.json").read_bytes()).hexdigest()
+
+    @property
+    def blobs(self) -> Sequence[Path]:
+        """Its layers, lowest first."""
+        return [self._blob(layer) for layer in self._manifest["layers"]]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What a container is to be like."""
+        config: Mapping[str, Any] = json.loads(self._blob(self._manifest["config"]).read_bytes()).get("config") or {}
+        return config
+
+    @property
+    def _manifest(self) -> Mapping[str, Any]:
+        manifest: Mapping[str, Any] = json.loads((self.folder / "manifest.json").read_bytes())
+        return manifest
+
+    def _blob(self, descriptor: Mapping[str, Any]) -> Path:
+        return self.folder / str(descriptor["digest"]).partition(":")[2]
+
+
+def pull_image(store: ImageStore, reference: str, *, name: str = "", workdir: str = "") -> Image:
+    """Fetch an image into the store, called by the digest of its manifest and by ``name``.
+
+    ``reference`` is a registry's (``debian:12``, ``host:5000/a/b@sha256:…``), the file of an archive, an OCI layout
+    folder, either with ``@sha256:…`` behind it to be sure of the image, or anything that skopeo takes. ``workdir`` comes
+    in place of the image's own. Raises :class:`~etude.errors.ConfigError` where skopeo is missing or the image is of a
+    kind that no sandbox runs, :class:`~etude.errors.SandboxError` when it cannot be had.
+    """
+    check_root()
+    source, expected = source_of(reference)
+    with store.incoming() as folder:
+        fetched = _Fetched(folder / "fetched")
+        run_program(["skopeo", "copy", "--quiet", source, f"dir:{fetched.folder}"], PULL_TIMEOUT_S, reference)
+        if expected not in ("", fetched.digest):
+            raise SandboxError(f"{reference} is the image {fetched.digest}: name that digest, or get the right file")
+        image = _store_image(store, fetched, folder, workdir)
+        store.put(image, [layer.name for layer in image.layers], fetched.digest)
+        return store.put(image, [layer.name for layer in image.layers], name)
+
+
+def build_image(
+    store: ImageStore, context: Path, *, name: str = "", workdir: str = "", timeout_s: float = PULL_TIMEOUT_S
+) -> Image:
+    """Build the Dockerfile of a folder into the store; podman keeps its own cache of steps and parents.
+
+    ``TimeoutError`` after ``timeout_s``; else the errors of :func:`pull_image`, for podman.
+    """
+    check_root()
+    with store.incoming() as folder:
+        identity = folder / "identity"
+        build = ["podman", "build", "--format=docker", f"--iidfile={identity}", str(context)]
+        run_program(build, timeout_s, f"{context / 'Dockerfile'}")
+        fetched = _Fetched(folder / "fetched")
+        push = ["podman", "push", "--quiet", identity.read_text(encoding="ascii").strip(), f"dir:{fetched.folder}"]
+        run_program(push, PULL_TIMEOUT_S, f"the image of {context}")
+        image = _store_image(store, fetched, folder, workdir)
+        return store.put(image, [layer.name for layer in image.layers], name)
+
+
+def source_of(reference: str) -> tuple[str, str]:
+    """A reference as skopeo has it, and the digest that a file or folder of it must have.
+
+    Raises :class:`~etude.errors.ConfigError` for a file that is no archive and a folder that is no layout.
+    """
+    if reference.startswith(TRANSPORTS):
+        return reference, ""
+    path, _, digest = reference.partition("@")
+    if Path(path).is_dir():
+        if not (Path(path) / "oci-layout").is_file():
+            raise ConfigError(f"{path} has no file oci-layout: name an OCI layout folder, or build its Dockerfile")
+        return f"oci:{path}", digest
+    if Path(path).is_file():
+        with tarfile.open(path) as archive:
+            names = {name.removeprefix("./") for name in archive.getnames()}
+        kinds = [kind for kind, mark in (("oci", "oci-layout"), ("docker", "manifest.json")) if mark in names]
+        if not kinds:
+            raise ConfigError(f"{path} is no image: an archive has a file oci-layout or manifest.json")
+        return f"{kinds[0]}-archive:{path}", digest
+    return f"docker://{reference}", ""
+
+
+def check_root() -> None:
+    """Raise :class:`~etude.errors.ConfigError` for anybody but root."""
+    if os.geteuid() != 0:
+        raise ConfigError("an image of a container keeps the owners of its files, which takes root: run it as root")
+
+
+def run_program(argv: Sequence[str], timeout_s: float, what: str) -> None:
+    """Run podman, skopeo or tar. ``TimeoutError`` after ``timeout_s``, when all that it started is killed.
+
+    Raises :class:`~etude.errors.ConfigError` where it is missing, :class:`~etude.errors.SandboxError` with its log.
+    """
+    if shutil.which(argv[0]) is None:
+        raise ConfigError(f"{what} needs {argv[0]!r}: on Debian or Ubuntu, apt-get install {argv[0]}")
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    ) as process:
+        try:
+            log, _ = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise TimeoutError(f"{what}: not done after {timeout_s:g} s") from error
+            raise
+    if process.returncode != 0:
+        text = log.decode(errors="replace").strip()[-LOG_CHARACTERS:]
+        raise SandboxError(f"{what}: {' '.join(argv[:2])} failed with exit code {process.returncode}\n{text}")
+
+
+def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: str) -> Image:
+    """Unpack what is not there yet; ``folder`` is for what is on the way."""
+    config = fetched.config
+    blobs = list({blob.name: blob for blob in reversed(fetched.blobs)}.values())[
+        ::-1
+    ]  # one that comes twice, at its last
+    trees = [_known_tree(store, blob) or _unpack(blob, folder / f"tree-{blob.name}") for blob in blobs]
+    if not any(_topmost(trees, path) for path in ("bin/sh", "usr/bin/sh")):
+        raise ConfigError(f"the image {fetched.digest} has no /bin/sh, which harnesses and graders run: add a shell")
+    user = _user(config.get("User") or "", trees)
+    own = config.get("WorkingDir") or "/"
+    image = Image(
+        base=SCRATCH,
+        environment=_environment(config.get("Env") or ()),
+        workdir=workdir or (WORKDIR if own == "/" else own),
+        user=user,
+        entrypoint=tuple(config.get("Entrypoint") or ()),
+        healthcheck=_healthcheck(config.get("Healthcheck") or {}),
+    )
+    accounts = _accounts(trees, user, folder / "accounts")
+    digests = [_store_layer(store, blob, tree, image, folder) for blob, tree in zip(blobs, trees, strict=True)]
+    if accounts is not None:
+        digests.append(_settle_layer(store, accounts))
+    return replace(image, layers=tuple(map(store.layer, [*dict.fromkeys(reversed(digests))][::-1])))
+
+
+def _known_tree(store: ImageStore, blob: Path) -> Path | None:
+    """The layer of a blob that was unpacked for another image."""
+    for note in (store.folder / "blobs").glob(f"{blob.name}*"):
+        if (layer := store.layer(note.read_text(encoding="ascii"))).is_dir():
+            return layer
+    return None
+
+
+def _store_layer(store: ImageStore, blob: Path, tree: Path, image: Image, folder: Path) -> str:
+    """The digest of a blob's layer, in which what is in the user's places is the user's."""
+    uid, gid, places = image.user.uid, image.user.gid, (image.workdir, image.user.home)
+    inside = [place for place in places if os.path.lexists(tree / place.lstrip("/")) and not first_link(tree, place)]
+    variant = hashlib.sha256(repr((uid, gid, inside)).encode()).hexdigest()[:16] if inside else ""
+    note = store.folder / "blobs" / f"{blob.name}{variant}"
+    if note.is_file() and store.layer(digest := note.read_text(encoding="ascii")).is_dir():
+        return digest
+    if not tree.is_relative_to(folder):  # it was unpacked for another user or place
+        tree = _unpack(blob, folder / f"tree-{blob.name}")
+    for place in inside:
+        for path in _below(tree / place.lstrip("/")):
+            os.chown(path, uid, gid, follow_symlinks=False)
+    digest = _settle_layer(store, tree)
+    note.write_text(digest, encoding="ascii")
+    return digest
+
+
+def _settle_layer(store: ImageStore, tree: Path) -> str:
+    try:
+        digest = digest_tree(tree, owned=None)
+    except ValueError as error:
+        raise SandboxError(f"an image cannot be stored: {error}") from error
+    settle(tree, store.layer(digest))
+    return digest
+
+
+def _unpack(blob: Path, tree: Path) -> Path:
+    """Unpack a blob into a new folder, as overlayfs has a layer."""
+    tree.mkdir(mode=0o755)
+    argv = ["tar", "--extract", "--preserve-permissions", "--numeric-owner", f"--file={blob}", f"--directory={tree}"]
+    run_program(argv, UNPACK_TIMEOUT_S, f"the blob {blob.name}")
+    for path in list(_below(tree)):
+        if not os.path.lexists(path):
+            continue  # what it was in is removed
+        kind = stat.S_IFMT(path.lstat().st_mode)
+        if path.name == OPAQUE:
+            os.setxattr(path.parent, "user.overlay.opaque", b"y")
+        elif path.name.startswith(WHITEOUT) and not path.name.startswith(IGNORED):
+            _hide(path.with_name(path.name.removeprefix(WHITEOUT)))
+        elif kind in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK) and not path.name.startswith(IGNORED):
+            continue
+        remove_tree(path) if kind == stat.S_IFDIR else path.unlink(missing_ok=True)
+    return tree
+
+
+def _hide(path: Path) -> None:
+    """Hide what layers below have at a path; what this one has there stays."""
+    if not os.path.lexists(path):
+        os.mknod(path, stat.S_IFCHR | 0o600, 0)
+    elif path.is_dir() and not path.is_symlink():
+        os.setxattr(path, "user.overlay.opaque", b"y")
+
+
+def _below(place: Path) -> Iterator[Path]:
+    """A path and all that is below it, folders before their contents; no link is followed."""
+    yield place
+    if place.is_dir() and not place.is_symlink():
+        for parent, folders, files in os.walk(place):
+            yield from (Path(parent, name) for name in (*folders, *files))
+
+
+def _topmost(trees: Sequence[Path], path: str) -> Path | None:
+    """The file, folder or link that layers over each other show at a path that leads through no link."""
+    for tree in reversed(trees):
+        place = tree / path
+        if first_link(tree, path) not in (None, f"/{path}"):
+            return None
+        if os.path.lexists(place):
+            return None if stat.S_ISCHR(place.lstat().st_mode) else place
+        for part in [*PurePosixPath(path).parents][:-1]:
+            folder = tree / part
+            if os.path.lexists(folder) and (not folder.is_dir() or "user.overlay.opaque" in os.listxattr(folder)):
+                return None
+    return None
+
+
+def _rows(trees: Sequence[Path], path: str) -> list[list[str]]:
+    """The rows of ``/etc/passwd`` or ``/etc/group``; none where there is no such file."""
+    file = _topmost(trees, path)
+    if file is None or file.is_symlink() or not file.is_file():
+        return []
+    return [line.split(":") for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if ":" in line]
+
+
+def _user(text: str, trees: Sequence[Path]) -> ImageUser:
+    """The user that a config names. Raises :class:`~etude.errors.ConfigError` for one that no sandbox can have."""
+    name, _, group = text.partition(":")
+    if name in ("", "root", "0"):
+        return ImageUser()
+    rows = [row for row in _rows(trees, "etc/passwd") if len(row) > 5 and name in (row[0], row[2])]
+    groups = [row[2] for row in _rows(trees, "etc/group") if len(row) > 2 and group in (row[0], row[2])]
+    uid = rows[0][2] if rows else name
+    gid = (groups[0] if groups else group) if group else (rows[0][3] if rows else "0")
+    if not uid.isdecimal() or not gid.isdecimal():
+        raise ConfigError(
+            f"USER {text}: the image's /etc/passwd and /etc/group do not have it: add the user, or drop it"
+        )
+    if int(uid) not in USERS:
+        raise ConfigError(f"USER {text}: user {uid} is none of 1 to {USERS[-1]}, which sandboxes have: use another one")
+    home = rows[0][5] if rows else ""
+    place = _topmost(trees, home.lstrip("/")) if len(PurePosixPath(home).parts) > 1 else None
+    is_own = place is not None and place.is_dir() and place.lstat().st_uid == int(uid)
+    return ImageUser(uid=int(uid), gid=int(gid), home=home if is_own else ImageUser().home)
+
+
+def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None:
+    """A layer that names the user, made in ``tree``; ``None`` where the image does."""
+    lines = {
+        "etc/passwd": (
+            user.uid,
+            f"agent:x:{user.uid}:{user.gid}::{user.home}:/bin/sh",
+            "root:x:0:0:root:/root:/bin/sh",
+        ),
+        "etc/group": (user.gid, f"agent:x:{user.gid}:", "root:x:0:"),
+    }
+    for path, (number, line, root) in lines.items():
+        rows = _rows(trees, path)
+        if not any(len(row) > 2 and row[2] == str(number) for row in rows):
+            file = tree / path
+            file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            text = "\n".join([*(map(":".join, rows) if rows else [root]), line, ""])
+            file.write_text(text, encoding="utf-8")
+            file.chmod(0o644)
+    return tree if tree.exists() else None
+
+
+def _environment(lines: Sequence[str]) -> dict[str, str]:
+    """Variables of a config; a ``PATH`` of the usual folders is left to the sandbox, which knows what it is shown."""
+    variables = dict(line.split("=", 1) for line in lines if "=" in line)
+    if {*variables.get("PATH", "").split(":")} <= {*SEARCH_FOLDERS}:
+        variables.pop("PATH", None)
+    return variables
+
+
+def _healthcheck(stored: Mapping[str, Any]) -> Healthcheck | None:
+    kind, *words = stored.get("Test") or ["NONE"]
+    if kind == "NONE":
+        return None
+    usual = Healthcheck(argv=("/bin/sh", "-c", *words) if kind == "CMD-SHELL" else tuple(words))
+
+    def seconds(key: str, default: float) -> float:
+        return stored.get(key, 0) / SECOND_NS or default
+
+    return Healthcheck(
+        argv=usual.argv,
+        interval_s=seconds("Interval", usual.interval_s),
+        timeout_s=seconds("Timeout", usual.timeout_s),
+        start_period_s=seconds("StartPeriod", usual.start_period_s),
+        retries=stored.get("Retries") or usual.retries,
+    )
