@@ -81,7 +81,7 @@ class Healthcheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """The initial file system of a sandbox, directory trees over a base system, and what its container's config says."""
+    """The initial file system of a sandbox, trees over a base system, and what the config of its container says."""
 
     digest: str = ""
     """SHA-256 over the layers' digests and the settings; empty for one that is nowhere stored."""
@@ -131,8 +131,8 @@ class SandboxSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of every command, beside the image's."""
     user: Literal["agent", "root"] = "agent"
-    """User of the commands. ``agent`` is the image's user, who owns the working folder, its home and ``/tmp``, and nothing
-    else; ``root`` is root inside and no user outside: for building images.
+    """User of the commands. ``agent`` is the image's user, who owns the working folder, its home and ``/tmp``, and
+    nothing else; ``root`` is root inside and no user outside: for building images.
     """
     ttl_s: float = 3600.0
     """After this the sandbox is killed, whether it is in use or not."""

@@ -7,6 +7,8 @@ from rich.table import Table
 
 from etude.cli.commands.sandboxes import OUT
 from etude.cli.options import group
+from etude.sandbox_spec import SCRATCH
+from etude.sandboxes.images.containers import add_image
 from etude.sandboxes.images.debian import BaseRecipe, build_base, open_base, remove_base
 from etude.sandboxes.images.store import ImageStore
 
@@ -24,12 +26,28 @@ def build(
     OUT.out(f"{base.name}: {len(base.packages)} packages in {base.folder}")
 
 
+@app.command()
+def add(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with a Dockerfile, a registry's name[@digest], an archive, an OCI layout folder."
+        ),
+    ],
+    *,
+    name: Annotated[str, typer.Option(help="One more name of it.")] = "",
+) -> None:
+    """Fetch or build an image of a container: podman and skopeo do, with the user's own settings."""
+    image = add_image(ImageStore(), source, name=name)
+    OUT.out(f"{image.digest}: {len(image.layers)} layers, user {image.user.uid}, in {image.workdir}")
+
+
 @app.command("ls")
 def list_images() -> None:
     """List the base systems and images of this user."""
     store = ImageStore()
     table = Table("kind", "name", "digest", title=str(store.folder), title_justify="left")
-    for name in store.bases:
+    for name in sorted(store.bases.keys() - {SCRATCH}):
         table.add_row("base", name, open_base(store, name).digest[:16])
     for stored in store.images:
         table.add_row("image", ", ".join(stored.names), stored.image.digest[:16])

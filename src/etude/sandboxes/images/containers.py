@@ -3,11 +3,11 @@
     Dockerfile ────────────────podman build, push──▶┐
     registry, archive, layout folder ──skopeo copy──┴▶ manifest, config, blobs ──tar──▶ layers ──▶ Image
 
-Both programs read the user's own settings: registries.conf, storage.conf, and the credentials that `podman login` keeps
-in ``REGISTRY_AUTH_FILE``; none of them is read, printed or stored here. A blob is unpacked once, whatever the number of
-images that have it. Owners are kept, which takes root; extended attributes and devices are left out. An image whose user
-is root is for the user ``agent`` all the same, who is named in its ``/etc/passwd``; the working folder and the home are
-the user's, whoever made them. ``CMD`` is not run: sandboxes run what a harness says.
+Both programs read the user's own settings: registries.conf, storage.conf, and the credentials that `podman login`
+keeps in ``REGISTRY_AUTH_FILE``; none of them is read, printed or stored here. A blob is unpacked once, whatever the
+number of images that have it. Owners are kept, which takes root; extended attributes and devices are left out. An image
+whose user is root is for the user ``agent`` all the same, who is named in its ``/etc/passwd``; the working folder and
+the home are the user's, whoever made them. ``CMD`` is not run: sandboxes run what a harness says.
 """
 
 import hashlib
@@ -31,7 +31,8 @@ from etude.sandboxes.images.store import ImageStore, settle
 
 TRANSPORTS = ("docker:", "docker-archive:", "oci:", "oci-archive:", "containers-storage:")
 """Prefixes of references that skopeo is given as they are."""
-PULL_TIMEOUT_S = 3600.0
+FETCH_TIMEOUT_S = 3600.0
+"""For podman or skopeo."""
 UNPACK_TIMEOUT_S = 1800.0
 """For one blob."""
 LOG_CHARACTERS = 2000
@@ -74,46 +75,40 @@ class _Fetched:
         return self.folder / str(descriptor["digest"]).partition(":")[2]
 
 
-def pull_image(store: ImageStore, reference: str, *, name: str = "", workdir: str = "") -> Image:
-    """Fetch an image into the store, called by the digest of its manifest and by ``name``.
-
-    ``reference`` is a registry's (``debian:12``, ``host:5000/a/b@sha256:…``), the file of an archive, an OCI layout
-    folder, either with ``@sha256:…`` behind it to be sure of the image, or anything that skopeo takes. ``workdir`` comes
-    in place of the image's own. Raises :class:`~etude.errors.ConfigError` where skopeo is missing or the image is of a
-    kind that no sandbox runs, :class:`~etude.errors.SandboxError` when it cannot be had.
-    """
-    check_root()
-    source, expected = source_of(reference)
-    with store.incoming() as folder:
-        fetched = _Fetched(folder / "fetched")
-        run_program(["skopeo", "copy", "--quiet", source, f"dir:{fetched.folder}"], PULL_TIMEOUT_S, reference)
-        if expected not in ("", fetched.digest):
-            raise SandboxError(f"{reference} is the image {fetched.digest}: name that digest, or get the right file")
-        image = _store_image(store, fetched, folder, workdir)
-        store.put(image, [layer.name for layer in image.layers], fetched.digest)
-        return store.put(image, [layer.name for layer in image.layers], name)
-
-
-def build_image(
-    store: ImageStore, context: Path, *, name: str = "", workdir: str = "", timeout_s: float = PULL_TIMEOUT_S
+def add_image(
+    store: ImageStore, source: str, *, name: str = "", workdir: str = "", timeout_s: float = FETCH_TIMEOUT_S
 ) -> Image:
-    """Build the Dockerfile of a folder into the store; podman keeps its own cache of steps and parents.
+    """Fetch or build an image into the store, called by the digest of its manifest and by ``name``.
 
-    ``TimeoutError`` after ``timeout_s``; else the errors of :func:`pull_image`, for podman.
+    ``source`` is a folder with a Dockerfile, a registry's reference (``debian:12``, ``host:5000/a/b@sha256:…``), the
+    file of an archive or an OCI layout folder, either with ``@sha256:…`` behind it to be sure of the image, or anything
+    that skopeo takes. ``workdir`` comes in place of the image's own.
+
+    Raises :class:`~etude.errors.ConfigError` where a program is missing or the image is of a kind that no sandbox runs,
+    :class:`~etude.errors.SandboxError` with a program's log when it cannot be had, ``TimeoutError`` after
+    ``timeout_s``.
     """
-    check_root()
+    if os.geteuid() != 0:
+        raise ConfigError(f"{source}: an image of a container keeps the owners of its files, which takes root")
     with store.incoming() as folder:
-        identity = folder / "identity"
-        build = ["podman", "build", "--format=docker", f"--iidfile={identity}", str(context)]
-        run_program(build, timeout_s, f"{context / 'Dockerfile'}")
         fetched = _Fetched(folder / "fetched")
-        push = ["podman", "push", "--quiet", identity.read_text(encoding="ascii").strip(), f"dir:{fetched.folder}"]
-        run_program(push, PULL_TIMEOUT_S, f"the image of {context}")
+        if (Path(source) / "Dockerfile").is_file():
+            identity = folder / "identity"
+            _run(["podman", "build", "--format=docker", f"--iidfile={identity}", source], timeout_s, source)
+            built = identity.read_text(encoding="ascii").strip()
+            _run(["podman", "push", "--quiet", built, f"dir:{fetched.folder}"], timeout_s, source)
+        else:
+            reference, expected = reference_of(source)
+            _run(["skopeo", "copy", "--quiet", reference, f"dir:{fetched.folder}"], timeout_s, source)
+            if expected not in ("", fetched.digest):
+                raise SandboxError(f"{source} has the image {fetched.digest}: name that digest, or get the right file")
         image = _store_image(store, fetched, folder, workdir)
-        return store.put(image, [layer.name for layer in image.layers], name)
+        layers = [layer.name for layer in image.layers]
+        store.put(image, layers, fetched.digest)
+        return store.put(image, layers, name)
 
 
-def source_of(reference: str) -> tuple[str, str]:
+def reference_of(reference: str) -> tuple[str, str]:
     """A reference as skopeo has it, and the digest that a file or folder of it must have.
 
     Raises :class:`~etude.errors.ConfigError` for a file that is no archive and a folder that is no layout.
@@ -123,7 +118,9 @@ def source_of(reference: str) -> tuple[str, str]:
     path, _, digest = reference.partition("@")
     if Path(path).is_dir():
         if not (Path(path) / "oci-layout").is_file():
-            raise ConfigError(f"{path} has no file oci-layout: name an OCI layout folder, or build its Dockerfile")
+            raise ConfigError(
+                f"{path} has neither a Dockerfile nor a file oci-layout: name a folder that has one of them"
+            )
         return f"oci:{path}", digest
     if Path(path).is_file():
         with tarfile.open(path) as archive:
@@ -135,13 +132,7 @@ def source_of(reference: str) -> tuple[str, str]:
     return f"docker://{reference}", ""
 
 
-def check_root() -> None:
-    """Raise :class:`~etude.errors.ConfigError` for anybody but root."""
-    if os.geteuid() != 0:
-        raise ConfigError("an image of a container keeps the owners of its files, which takes root: run it as root")
-
-
-def run_program(argv: Sequence[str], timeout_s: float, what: str) -> None:
+def _run(argv: Sequence[str], timeout_s: float, what: str) -> None:
     """Run podman, skopeo or tar. ``TimeoutError`` after ``timeout_s``, when all that it started is killed.
 
     Raises :class:`~etude.errors.ConfigError` where it is missing, :class:`~etude.errors.SandboxError` with its log.
@@ -228,7 +219,7 @@ def _unpack(blob: Path, tree: Path) -> Path:
     """Unpack a blob into a new folder, as overlayfs has a layer."""
     tree.mkdir(mode=0o755)
     argv = ["tar", "--extract", "--preserve-permissions", "--numeric-owner", f"--file={blob}", f"--directory={tree}"]
-    run_program(argv, UNPACK_TIMEOUT_S, f"the blob {blob.name}")
+    _run(argv, UNPACK_TIMEOUT_S, f"the blob {blob.name}")
     for path in list(_below(tree)):
         if not os.path.lexists(path):
             continue  # what it was in is removed
@@ -292,9 +283,7 @@ def _user(text: str, trees: Sequence[Path]) -> ImageUser:
     uid = rows[0][2] if rows else name
     gid = (groups[0] if groups else group) if group else (rows[0][3] if rows else "0")
     if not uid.isdecimal() or not gid.isdecimal():
-        raise ConfigError(
-            f"USER {text}: the image's /etc/passwd and /etc/group do not have it: add the user, or drop it"
-        )
+        raise ConfigError(f"USER {text}: /etc/passwd or /etc/group of the image has no such row: add it, or drop USER")
     if int(uid) not in USERS:
         raise ConfigError(f"USER {text}: user {uid} is none of 1 to {USERS[-1]}, which sandboxes have: use another one")
     home = rows[0][5] if rows else ""

@@ -42,9 +42,9 @@ def test_a_stored_base_is_opened_and_not_built_again(tmp_path: Path) -> None:
     folder = stored(store, BaseRecipe())
     base = build_base(store, progress=output.append)
     assert (base.folder, base.packages, output) == (folder, ("python3=3.11.2",), [])
-    assert dict(store.bases) == {"debian": folder / "root"}
+    assert store.bases["debian"] == folder / "root"
     remove_base(store, "debian")
-    assert dict(store.bases) == {}
+    assert "debian" not in store.bases
 
 
 def test_a_missing_base_is_named_with_the_fix(tmp_path: Path) -> None:

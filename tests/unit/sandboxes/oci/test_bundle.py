@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from etude.errors import SandboxError
-from etude.sandbox_spec import Image, SandboxSpec
-from etude.sandboxes.oci.bundle import bundle, overlays, process, root_script, stage_script
+from etude.sandbox_spec import Image, ImageUser, SandboxSpec
+from etude.sandboxes.oci.bundle import ROOT, bundle, overlays, process, root_script, stage_script
 
 STAGE = Path("/stage with space")
 
@@ -65,7 +65,7 @@ def test_scripts_are_what_a_shell_understands(tmp_path: Path) -> None:
 
 
 def test_an_agent_has_no_powers_and_root_few() -> None:
-    agent, root = (process(["true"], {"A": "b"}, "/work", user=user) for user in ("agent", "root"))
+    agent, root = (process(["true"], {"A": "b"}, "/work", user=user) for user in (ImageUser(), ROOT))
     assert agent["user"] == {"uid": 1000, "gid": 1000}
     assert agent["capabilities"] == {"bounding": [], "effective": [], "permitted": []}
     assert (agent["noNewPrivileges"], root["noNewPrivileges"]) == (True, False)

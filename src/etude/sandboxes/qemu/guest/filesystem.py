@@ -286,7 +286,7 @@ class GuestEnvironment:
             Path("/dev/init").symlink_to("/bin/cat")
             os.write(ready, READY)
             os.chdir("/")
-            name = "/sbin/init" if os.path.basename(os.path.realpath("/bin/cat")) == "cat" else "cat"  # busybox asks
+            name = "/sbin/init" if Path("/bin/cat").resolve().name == "cat" else "cat"  # busybox asks
             os.execve("/dev/init", [name], {})
         except (OSError, ValueError) as error:
             os.write(ready, repr(error).encode())
