@@ -35,7 +35,7 @@ from etude.taskgen.preparation import Settings
 from etude.taskgen.verdicts import Rejection
 from etude.tasks.harbor.family import HELDOUT_ONE_IN, read_tasks, side_of
 from etude.tasks.harbor.folder import SETTINGS
-from etude.tasks.harbor.images import HarborImages
+from etude.tasks.harbor.images import build_images
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.repositories.folder import RepositoryTasks
 from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
@@ -264,10 +264,8 @@ async def _check_harbor(folder: Path, sandboxes: SandboxConfig, every: bool, as_
     store = image_store(sandboxes, TaskConfig(family="harbor", folder=str(folder)))
     reading = read_tasks(folder)
     async with opened_provider(sandboxes) as provider:
-        builds = await HarborImages(store, provider).build_all(reading.tasks)
-        images = {digest: store.open(digest) for digest in builds.images.values() if digest}
-        checking = SoundnessCheck(provider, ScriptGrader(provider, store), images=images)
-        results = await checking.check_all(reading.tasks, builds)
+        builds = await build_images(reading.tasks, store)
+        results = await SoundnessCheck(provider, ScriptGrader(provider, store)).check_all(reading.tasks, builds)
     if as_json:
         OUT.out(json.dumps([asdict(result) for result in results], indent=1))
     for name, reason in reading.refused.items():

@@ -46,7 +46,7 @@ from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import ExecResult, Grade, HarnessResult, Images, Sandbox, SandboxProvider
 from etude.rewards.graders.canaries import TestSource
 from etude.rewards.graders.functions import SUBMITTED
-from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
+from etude.sandbox_spec import EnvironmentSpec, ImageUser, SandboxSpec
 from etude.sandboxes.images.archives import Entry, EntryKind, read_archive, write_archive
 from etude.sandboxes.services import sandbox_spec
 from etude.types import Json, ScriptChecks, Task
@@ -86,9 +86,9 @@ TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 CLEAR = 'for path; do case "$path" in .) find . -mindepth 1 -delete;; *) rm -rf -- "$path";; esac || exit 1; done'
 PREPARE = f"""
 umask 022 && rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts && chmod 755 /logs || exit 1
-if id agent >/dev/null 2>&1; then chown -R -h agent: . ; fi
+chown -R -h "$0" .
 """
-"""The verifier's folders are root's, and what the agent left is the agent's, where there is such a user."""
+"""The verifier's folders are root's, and what the agent left is the agent's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,14 +194,15 @@ class ScriptGrader:
         """Put the artefacts into a fresh sandbox and run the verifier there."""
         if isinstance(artefacts, NoReward):
             return artefacts
-        sandbox = await self._sandboxes.create(task.files, self._spec(task, checks, user="root"))
+        spec = self._spec(task, checks, user="root")
+        sandbox = await self._sandboxes.create(task.files, spec)
         try:
             await _prepare(sandbox, ["sh", "-c", CLEAR, "clear", *checks.artefacts])
             try:
                 await sandbox.load(artefacts)
             except ValueError as error:
                 return NoReward(reason=f"the artefacts cannot be unpacked: {error}")
-            verdict = await _run(sandbox, checks)
+            verdict = await _run(sandbox, checks, spec.image.user)
             return _paid(verdict, checks.rewards) if checks.canary else verdict
         finally:
             await sandbox.close()
@@ -310,9 +311,9 @@ async def _prepare(sandbox: Sandbox, argv: list[str]) -> None:
         raise SandboxError(f"a verifier's sandbox could not be made ready: exit code {done.exit_code}: {_log(done)}")
 
 
-async def _run(sandbox: Sandbox, checks: ScriptChecks) -> VerifierReward | NoReward:
+async def _run(sandbox: Sandbox, checks: ScriptChecks, agent: ImageUser) -> VerifierReward | NoReward:
     """Put the verifier in place, run it and read what it wrote."""
-    await _prepare(sandbox, ["sh", "-c", PREPARE])
+    await _prepare(sandbox, ["sh", "-c", PREPARE, f"{agent.uid}:{agent.gid}"])
     for path, text in checks.files.items():
         await sandbox.write_file(f"{TESTS}/{path}", text)
     programs = [f"{TESTS}/{path}" for path, text in checks.files.items() if text.startswith("#!")]

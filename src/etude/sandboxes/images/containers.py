@@ -24,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import ConfigError, SandboxError
-from etude.sandbox_spec import SCRATCH, WORKDIR, Healthcheck, Image, ImageUser
+from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageUser
 from etude.sandboxes.images.layers import digest_tree, first_link, remove_tree
 from etude.sandboxes.images.machine_base import SEARCH_FOLDERS
 from etude.sandboxes.images.store import ImageStore, settle
@@ -164,11 +164,10 @@ def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: st
     if not any(_topmost(trees, path) for path in ("bin/sh", "usr/bin/sh")):
         raise ConfigError(f"the image {fetched.digest} has no /bin/sh, which harnesses and graders run: add a shell")
     user = _user(config.get("User") or "", trees)
-    own = config.get("WorkingDir") or "/"
     image = Image(
         base=SCRATCH,
         environment=_environment(config.get("Env") or ()),
-        workdir=workdir or (WORKDIR if own == "/" else own),
+        workdir=workdir or config.get("WorkingDir") or "/",
         user=user,
         entrypoint=tuple(config.get("Entrypoint") or ()),
         healthcheck=_healthcheck(config.get("Healthcheck") or {}),
@@ -191,7 +190,8 @@ def _known_tree(store: ImageStore, blob: Path) -> Path | None:
 def _store_layer(store: ImageStore, blob: Path, tree: Path, image: Image, folder: Path) -> str:
     """The digest of a blob's layer, in which what is in the user's places is the user's."""
     uid, gid, places = image.user.uid, image.user.gid, (image.workdir, image.user.home)
-    inside = [place for place in places if os.path.lexists(tree / place.lstrip("/")) and not first_link(tree, place)]
+    inside = [place for place in places if place.strip("/") and os.path.lexists(tree / place.lstrip("/"))]
+    inside = [place for place in inside if first_link(tree, place) is None]
     variant = hashlib.sha256(repr((uid, gid, inside)).encode()).hexdigest()[:16] if inside else ""
     note = store.folder / "blobs" / f"{blob.name}{variant}"
     if note.is_file() and store.layer(digest := note.read_text(encoding="ascii")).is_dir():

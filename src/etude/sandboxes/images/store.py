@@ -222,7 +222,7 @@ class ImageStore:
         ``layer`` may be outside of the store. Raises :class:`~etude.errors.SandboxError` when it cannot be made.
         """
         try:
-            digest = layer.name if layer.parent == self.folder / "layers" else digest_tree(layer)
+            digest = layer.name if layer.parent == self.folder / "layers" else digest_tree(layer, None)
             disk = self.folder / "disks" / f"{digest}.squashfs"
             if not disk.exists():
                 with self.incoming() as folder:

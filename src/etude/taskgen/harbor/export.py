@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import tomli_w
 
-from etude.sandbox_spec import EnvironmentSpec, Image
+from etude.sandbox_spec import SCRATCH, EnvironmentSpec, Image
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.harbor import function_verifier, named_tests_verifier
 from etude.tasks.harbor.folder import ENVIRONMENT, INSTRUCTION, SETTINGS, SOLUTION, TEST_PROGRAM, TESTS
@@ -55,6 +55,10 @@ def export_task(
     image = images.open(environment.image) if images and environment.image else None
     if environment.image and image is None:
         raise TaskFolderError(f"task {task.task_id} is made from image {environment.image}: name the store that has it")
+    if image and image.base == SCRATCH:
+        raise TaskFolderError(
+            f"task {task.task_id} is made from a container's image: copy the folder that it came from"
+        )
     incoming = folder.with_name(f".{folder.name}.{uuid4().hex}")
     incoming.mkdir(parents=True)
     try:

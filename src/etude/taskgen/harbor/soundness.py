@@ -59,15 +59,12 @@ class Soundness:
 class SoundnessCheck:
     """Checks the soundness of tasks."""
 
-    def __init__(
-        self, sandboxes: SandboxProvider, grader: Grader, *, images: Mapping[str, Image], repeats: int = REPEATS
-    ) -> None:
-        """``images`` has every image that a task may be made from, by digest; all arguments stay the caller's."""
+    def __init__(self, sandboxes: SandboxProvider, grader: Grader, *, repeats: int = REPEATS) -> None:
+        """All arguments stay the caller's."""
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: a task is graded at least once")
         self._sandboxes = sandboxes
         self._grader = grader
-        self._images = images
         self._repeats = repeats
 
     async def check_all(
@@ -84,10 +81,11 @@ class SoundnessCheck:
 
         return tuple(await gather_or_cancel(map(one, tasks)))
 
-    async def check(self, source: HarborTask, *, image: str = "") -> Soundness:
+    async def check(self, source: HarborTask, *, image: Image) -> Soundness:
         """Grade the untouched sandbox and the solved one, several times each; never raises for what a task is like."""
         start = time.monotonic()
-        task = source.task(Split.TRAIN, image=image, files=None if image else plain_files(source))
+        task = source.task(Split.TRAIN, image=image, files=None if image.digest else plain_files(source))
+        spec = sandbox_spec(task.environment or EnvironmentSpec(), image)
         untouched: list[float] = []
         solved: list[float] = []
         log = ""
@@ -95,7 +93,7 @@ class SoundnessCheck:
         try:
             for _ in range(self._repeats):
                 for rewards, solution in sides:
-                    rewards.append(await self._grade(task, solution))
+                    rewards.append(await self._grade(task, spec, solution))
         except (SandboxError, AgentFault, ConfigError, TaskFolderError) as error:
             log = f"{type(error).__name__}: {error}"
         return Soundness(
@@ -107,10 +105,9 @@ class SoundnessCheck:
             seconds=time.monotonic() - start,
         )
 
-    async def _grade(self, task: Task, source: HarborTask | None = None) -> float:
+    async def _grade(self, task: Task, spec: SandboxSpec, source: HarborTask | None = None) -> float:
         """The reward of a fresh sandbox, in which the solution of ``source`` has been run if there is one."""
         with tempfile.TemporaryDirectory(prefix="etude-solution-") as folder:
-            spec = self._spec(task)
             if source is not None:
                 await asyncio.to_thread(_lay_out, source.solution, Path(folder))
                 spec = replace(spec, mounts={SOLUTION_PLACE: Path(folder)})
@@ -121,10 +118,6 @@ class SoundnessCheck:
                 return (await self._grader.grade(task, sandbox, SUBMITTED)).value
             finally:
                 await sandbox.close()
-
-    def _spec(self, task: Task) -> SandboxSpec:
-        environment = task.environment or EnvironmentSpec()
-        return sandbox_spec(environment, self._images.get(environment.image))
 
 
 def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_solution: bool, log: str) -> tuple[str, ...]:
@@ -158,9 +151,7 @@ async def _solve(sandbox: Sandbox, source: HarborTask) -> None:
     if done.exit_code != 0 or done.timed_out:
         log = f"{done.stdout}\n{done.stderr}".strip()[-LOG_CHARACTERS:]
         end = f"was not done after {done.seconds:.0f} s" if done.timed_out else f"ended with exit code {done.exit_code}"
-        raise TaskFolderError(
-            f"{source.folder}/solution/{SOLVE_PROGRAM} {end}, as the agent in {source.workdir}\n{log}"
-        )
+        raise TaskFolderError(f"{source.folder}/solution/{SOLVE_PROGRAM} {end}, as the agent\n{log}")
 
 
 def _lay_out(files: Mapping[str, str], folder: Path) -> None:

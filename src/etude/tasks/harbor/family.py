@@ -12,6 +12,7 @@ from pathlib import Path
 
 from etude.config.section import Section
 from etude.protocols import FamilyContext
+from etude.sandbox_spec import Image
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.harbor.folder import HarborTask, read_task, task_folders
 from etude.tasks.harbor.images import find_image, plain_files
@@ -86,7 +87,7 @@ class HarborTasks:
         """Task number ``index`` of a split, in the order of their names; held-out templates take turns."""
         task = self._tasks[split][index]
         image = self._images[task.name]
-        return task.task(split, image=image, files=None if image else plain_files(task))
+        return task.task(split, image=image, files=None if image.digest else plain_files(task))
 
 
 def read_tasks(folder: Path, *, offline: bool = False) -> FolderContents:
@@ -119,13 +120,15 @@ def _on_side(tasks: Sequence[HarborTask], split: Split, one_in: int) -> list[Har
     return [task for task in tasks if side_of(task, one_in) is split]
 
 
-def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, str], dict[str, str]]:
+def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple[dict[str, Image], dict[str, str]]:
     """The image of each task that has one or needs none, and why the others have none."""
-    matches: dict[str, str] = {}
+    matches: dict[str, Image] = {}
     missing: dict[str, str] = {}
     for task in tasks:
         try:
             image = find_image(task, store) if store else _needs_none(task)
+            if image is not None:
+                task.task(Split.TRAIN, image=image)
         except TaskFolderError as error:
             missing[task.name] = str(error)
             continue
@@ -139,5 +142,5 @@ def _find_images(tasks: Sequence[HarborTask], store: ImageStore | None) -> tuple
     return matches, missing
 
 
-def _needs_none(task: HarborTask) -> str | None:
-    return "" if plain_files(task) is not None else None
+def _needs_none(task: HarborTask) -> Image | None:
+    return Image() if plain_files(task) is not None else None

@@ -21,9 +21,9 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from etude.config.section import Section
-from etude.sandbox_spec import PLACE, WORKDIR, EnvironmentSpec, SandboxLimits
+from etude.sandbox_spec import PLACE, EnvironmentSpec, Image, SandboxLimits
 from etude.sandboxes.egress import is_inward
-from etude.tasks.harbor.dockerfile import Dockerfile, parse_dockerfile
+from etude.tasks.harbor.dockerfile import PlainDockerfile, plain_dockerfile
 from etude.tasks.harbor.settings import (
     PROCESSES,
     ArtifactSettings,
@@ -46,7 +46,6 @@ UNSUPPORTED_FILES = (
     ("trajectory.json", "agents begin with the instruction alone"),
     ("environment/docker-compose.yaml", "a world is one sandbox: declare services in étude, or put all into one image"),
     ("environment/singularity-compose.yaml", "a world is one sandbox: write a Dockerfile"),
-    ("environment/.dockerignore", "the whole build context counts: remove what is not wanted"),
 )
 """Files that change what a task is, in ways that étude does not have."""
 LEFT_OUT = re.compile(r"(^|/)(\.git|\.DS_Store|__pycache__|\.pytest_cache|\.venv|node_modules)(/|$)|\.pyc$")
@@ -59,6 +58,8 @@ CANARY = re.compile(r"^(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 """Lines that mark a benchmark's files for collectors of training data; they are no part of the instruction."""
 RESERVED = ("/tests", "/logs", "/solution", "/proc", "/sys", "/dev", "/usr", "/etc", "/bin", "/lib", "/tmp")
 """Folders that no working folder may be: the agent owns its working folder."""
+UNKNOWN = "/unknown"
+"""Stands for the working folder of an image that is not built yet."""
 ID_LENGTH = 16
 """Hex digits of a task's id."""
 
@@ -100,10 +101,8 @@ class HarborTask:
     """The verifier's files, relative to ``tests/``."""
     solution: Mapping[str, str]
     """Relative to ``solution/``; empty where there is none."""
-    dockerfile: Dockerfile | None
-    workdir: str
-    artefacts: tuple[str, ...]
-    """Relative to ``workdir``."""
+    plain: PlainDockerfile | None
+    """Its Dockerfile, if that may need no image."""
 
     @property
     def template(self) -> str:
@@ -117,16 +116,31 @@ class HarborTask:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Variables of every command: the image's, then those of the settings."""
+        """Variables of every command, beside those of an image that was built."""
         own = fill_variables(self.settings.environment.env, source=f"{self.folder / SETTINGS}", key="environment.env")
-        return {**(self.dockerfile.environment if self.dockerfile else {}), **own}
+        return {**(self.plain.environment if self.plain else {}), **own}
 
-    def environment_spec(self, image: str) -> EnvironmentSpec:
-        """The sandbox spec, given the digest of the image that was built."""
+    def workdir(self, image: Image) -> str:
+        """The working folder in a sandbox of ``image``, one without a digest for a task that needs none.
+
+        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for one that no agent can own.
+        """
+        own = self.plain.workdir if self.plain and not image.digest else image.workdir
+        path = PurePosixPath(self.settings.environment.workdir or own)
+        reserved = any(path.is_relative_to(place) for place in RESERVED)
+        if not path.is_absolute() or ".." in path.parts or str(path) == "/" or reserved:
+            raise TaskFolderError(
+                f"{self.folder / SETTINGS}: the working folder is {str(path)!r}, and the agent owns its own: "
+                "set WORKDIR, or environment.workdir, to one of its own, such as /app"
+            )
+        return str(path)
+
+    def environment_spec(self, image: Image) -> EnvironmentSpec:
+        """The sandbox spec, given the image that was built."""
         limits = self.settings.environment.limits
         return EnvironmentSpec(
-            image=image,
-            workdir=self.workdir,
+            image=image.digest,
+            workdir=self.workdir(image),
             allow=self.origin.allow if self.origin.allow is not None else self.settings.environment.allow,
             variables=self.environment,
             limits=SandboxLimits(
@@ -137,8 +151,11 @@ class HarborTask:
             ),
         )
 
-    def task(self, split: Split, *, image: str = "", files: Mapping[str, str] | None = None) -> Task:
-        """The noun that the rest of étude knows; ``files`` are what the world has beside the image."""
+    def task(self, split: Split, *, image: Image, files: Mapping[str, str] | None = None) -> Task:
+        """The noun that the rest of étude knows; ``files`` are what the world has beside the image.
+
+        Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` for settings that do not fit the image.
+        """
         verifier = self.settings.verifier
         return Task(
             task_id=self.origin.task_id or self.digest[:ID_LENGTH],
@@ -149,7 +166,7 @@ class HarborTask:
             files=dict(files or {}),
             checks=ScriptChecks(
                 files=self.tests,
-                artefacts=self.artefacts,
+                artefacts=_artefacts(self, self.workdir(image)),
                 canary=self.origin.canary or "",
                 canary_tests=self.origin.canary_tests,
                 rewards=self.origin.rewards,
@@ -176,8 +193,6 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
     instruction = without_canary(_text(folder, INSTRUCTION)).strip("\n")
     if not instruction.strip():
         raise TaskFolderError(f"{folder / INSTRUCTION} is empty: say what the agent shall do")
-    dockerfile = _dockerfile(folder, settings)
-    workdir = _workdir(settings, dockerfile, source)
     task = HarborTask(
         name=_name(settings, folder, source),
         folder=folder,
@@ -187,9 +202,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
         instruction=instruction,
         tests=_texts(folder, TESTS, TEST_PROGRAM),
         solution=_texts(folder, SOLUTION, SOLVE_PROGRAM) if (folder / SOLUTION).is_dir() else {},
-        dockerfile=dockerfile,
-        workdir=workdir,
-        artefacts=_artefacts(settings, folder, workdir),
+        plain=plain_dockerfile(_dockerfile(folder, settings)),
     )
     if origin.canary is not None and origin.canary not in task.tests:
         raise TaskFolderError(f"{source}: metadata.etude.canary = {origin.canary!r}: {TESTS}/ has {list(task.tests)}")
@@ -197,7 +210,8 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
         raise TaskFolderError(
             f"{source}: metadata.etude.canary_tests and rewards do nothing without a canary: name one"
         )
-    task.task(Split.TRAIN)  # every part has been looked at once
+    image = Image() if task.plain else Image(digest="later", workdir=settings.environment.workdir or UNKNOWN)
+    task.task(Split.TRAIN, image=image)  # every part has been looked at once
     return task
 
 
@@ -305,51 +319,40 @@ def _name(settings: TaskSettings, folder: Path, source: str) -> str:
     return name
 
 
-def _dockerfile(folder: Path, settings: TaskSettings) -> Dockerfile | None:
+def _dockerfile(folder: Path, settings: TaskSettings) -> str:
+    """The text of the Dockerfile, or of one that begins with the image that is named in its place."""
     path = folder / ENVIRONMENT / "Dockerfile"
     if path.is_file():
-        return parse_dockerfile(_text(folder, f"{ENVIRONMENT}/Dockerfile"), source=str(path))
+        return _text(folder, f"{ENVIRONMENT}/Dockerfile")
     if settings.environment.docker_image is None:
         raise TaskFolderError(f"{path} is missing, and environment.docker_image is not set: a world needs either")
-    return None
+    return f"FROM {settings.environment.docker_image}\n"
 
 
-def _workdir(settings: TaskSettings, dockerfile: Dockerfile | None, source: str) -> str:
-    workdir = settings.environment.workdir or (dockerfile.workdir if dockerfile else WORKDIR)
-    path = PurePosixPath(workdir)
-    reserved = any(path.is_relative_to(place) for place in RESERVED)
-    if not path.is_absolute() or ".." in path.parts or str(path) == "/" or reserved:
-        raise TaskFolderError(
-            f"{source}: the working folder is {workdir!r}, and the agent owns its working folder: "
-            "set WORKDIR, or environment.workdir, to one of its own, such as /app"
-        )
-    return str(path)
-
-
-def _artefacts(settings: TaskSettings, folder: Path, workdir: str) -> tuple[str, ...]:
+def _artefacts(task: HarborTask, workdir: str) -> tuple[str, ...]:
     """The part of the agent's work that the verifier sees: what was declared, or the whole working folder for a
     verifier that was written to be in the agent's own world.
     """
-    if settings.verifier.environment_mode != "separate":
+    if task.settings.verifier.environment_mode != "separate":
         return (".",)
-    source = folder / SETTINGS
-    if (folder / TESTS / "Dockerfile").exists():
+    source = task.folder / SETTINGS
+    if (task.folder / TESTS / "Dockerfile").exists():
         raise TaskFolderError(
-            f"{folder / TESTS / 'Dockerfile'} is there: the verifier has a fresh copy of the task's own image; "
+            f"{task.folder / TESTS / 'Dockerfile'} is there: the verifier has a fresh copy of the task's own image; "
             "install its programs in environment/Dockerfile"
         )
-    if not settings.artifacts:
+    if not task.settings.artifacts:
         raise TaskFolderError(
             f"{source}: artifacts is empty: a separate verifier sees nothing but the files that are declared there"
         )
-    return tuple(_artefact(entry, source, workdir) for entry in settings.artifacts)
+    return tuple(_artefact(entry, source, workdir) for entry in task.settings.artifacts)
 
 
 def _artefact(entry: ArtifactSettings, source: Path, workdir: str) -> str:
     path = PurePosixPath(workdir) / entry.source
-    if ".." in path.parts or not path.is_relative_to(workdir):
+    if ".." in path.parts or (not path.is_relative_to(workdir) and workdir != UNKNOWN):
         raise TaskFolderError(
             f"{source}: artifacts has {entry.source!r}, outside of the working folder {workdir}: "
             "the agent can write nowhere else; ask for the file there"
         )
-    return str(path.relative_to(workdir))
+    return str(path.relative_to(workdir)) if path.is_relative_to(workdir) else str(path)
