@@ -30,7 +30,7 @@ def test_a_harbor_task_with_a_dockerfile_is_practised_in_the_image_that_was_buil
     )
     with pytest.raises(TaskFolderError, match="`etude tasks check` builds it"):
         open_family(config)
-    built = image_store(config.sandboxes, config.tasks).add((), workdir="/app", name=image_name(source, ""))
+    built = image_store(config.sandboxes, config.tasks).add((), workdir="/app", name=image_name(source))
     task = open_family(config).task(Split.TRAIN, 0)
     assert task.environment is not None
     assert task.environment.image == built.digest

@@ -83,7 +83,14 @@ read all along. Not to ``/tests``, where the right answers are, nor to ``/proc``
 """
 TEST = re.compile(r"^(?:async )?def (test_\w+)\(", re.MULTILINE)
 """A test of a module that belongs to no class."""
-CLEAR = 'for path; do case "$path" in .) find . -mindepth 1 -delete;; *) rm -rf -- "$path";; esac || exit 1; done'
+CLEAR = """
+for path; do
+    case "$path" in
+        .) find . -mindepth 1 -maxdepth 1 -exec rm -rf -- {} + ;;
+        *) rm -rf -- "$path" ;;
+    esac || exit 1
+done
+"""
 PREPARE = f"""
 umask 022 && rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS} /logs/agent /logs/artifacts && chmod 755 /logs || exit 1
 chown -R -h "$0" .

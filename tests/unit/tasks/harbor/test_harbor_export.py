@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError
-from etude.sandbox_spec import EnvironmentSpec, SandboxLimits, Service, ServiceKind
+from etude.sandbox_spec import EnvironmentSpec, Image, SandboxLimits, Service, ServiceKind
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.harbor.export import export_task
 from etude.tasks.harbor.folder import read_task
@@ -51,7 +51,7 @@ SCRIPT = ScriptChecks(
 def read_back(folder: Path) -> Task:
     source = read_task(folder)
     assert source.origin.split is not None
-    return source.task(source.origin.split, files=plain_files(source))
+    return source.task(source.origin.split, image=Image(), files=plain_files(source))
 
 
 @pytest.mark.parametrize("artefacts", [("util.py", "out"), (".",)])
@@ -66,7 +66,7 @@ def test_a_task_comes_back_as_it_was(artefacts: tuple[str, ...], tmp_path: Path)
 
 def test_a_folder_of_others_survives_the_round_trip(tmp_path: Path) -> None:
     source = read_task(write_folder(tmp_path / "first"))
-    task = source.task(Split.TRAIN, files=plain_files(source))
+    task = source.task(Split.TRAIN, image=Image(), files=plain_files(source))
     export_task(task, tmp_path / "second", solution=source.solution)
     assert read_back(tmp_path / "second") == task
 
@@ -90,7 +90,7 @@ def test_layers_of_an_image_become_archives(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "task" / "environment" / "layer-0.tar") as archive:
         archive.extractall(tmp_path / "again", filter="tar")
     assert store.add_layer(tmp_path / "again") == image.layers[0].name
-    assert read_task(tmp_path / "task").dockerfile is not None
+    assert plain_files(read_task(tmp_path / "task")) is None
 
 
 @pytest.mark.parametrize(

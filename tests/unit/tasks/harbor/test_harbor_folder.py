@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox_spec import EnvironmentSpec
+from etude.sandbox_spec import EnvironmentSpec, Image
 from etude.tasks.harbor.folder import digest_files, read_task, task_folders
 from etude.tasks.harbor.images import plain_files
 from etude.tasks.harbor.settings import TaskFolderError
@@ -17,7 +17,7 @@ SEPARATE = "[verifier]\nenvironment_mode = 'separate'\n"
 
 def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
     source = read_task(write_folder(tmp_path / "yes"))
-    task = source.task(Split.HELDOUT, files=plain_files(source))
+    task = source.task(Split.HELDOUT, image=Image(), files=plain_files(source))
     assert (task.family, task.template, task.split) == ("harbor", "yes", Split.HELDOUT)
     assert task.prompt == "Write yes into answer.txt."
     assert task.files == {"notes/a.txt": "a note\n"}
@@ -33,7 +33,7 @@ def test_a_folder_becomes_a_task(tmp_path: Path) -> None:
 
 def test_the_agents_sandbox_has_neither_tests_nor_solution(tmp_path: Path) -> None:
     source = read_task(write_folder(tmp_path / "yes"))
-    task = source.task(Split.TRAIN, files=plain_files(source))
+    task = source.task(Split.TRAIN, image=Image(), files=plain_files(source))
     seen = f"{task.prompt} {task.files} {task.environment}"
     assert "reward" not in seen
     assert "echo yes" not in seen
@@ -47,10 +47,10 @@ def test_the_agents_sandbox_has_neither_tests_nor_solution(tmp_path: Path) -> No
         ({"tests/test.sh": None}, "tests/test.sh is missing"),
         ({"solution/solve.sh": None, "solution/other": ""}, "solution/solve.sh is missing"),
         ({"environment/Dockerfile": None}, "Dockerfile is missing"),
-        ({"environment/Dockerfile": "FROM a"}, "the working folder is '/'"),
-        ({"environment/Dockerfile": "FROM a\nWORKDIR /tests/x"}, "the working folder is '/tests/x'"),
+        ({"environment/Dockerfile": "FROM debian:12"}, "the working folder is '/'"),
+        ({"environment/Dockerfile": "FROM debian:12\nWORKDIR /tests/x"}, "the working folder is '/tests/x'"),
+        ({"environment/Dockerfile": "FROM a", "task.toml": "environment.workdir = '/'"}, "the working folder is '/'"),
         ({"environment/docker-compose.yaml": ""}, "docker-compose.yaml is there"),
-        ({"environment/.dockerignore": "x"}, ".dockerignore is there"),
         ({"trajectory.json": "{}"}, "trajectory.json is there"),
         ({"task.toml": "[task]\nname = 3"}, "task.name = 3"),
         ({"task.toml": "[environment.env]\nA = '${B}'"}, "environment.env.A"),
@@ -92,8 +92,9 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
 
 def test_a_separate_verifier_sees_what_was_declared_and_any_other_the_whole_folder(tmp_path: Path) -> None:
     declared = write_folder(tmp_path / "declared", {"task.toml": f"artifacts = ['/app/out', 'b.txt']\n{SEPARATE}"})
-    assert read_task(declared).artefacts == ("out", "b.txt")
-    assert read_task(write_folder(tmp_path / "shared")).artefacts == (".",)
+    shared = write_folder(tmp_path / "shared")
+    checks = [read_task(folder).task(Split.TRAIN, image=Image()).checks for folder in (declared, shared)]
+    assert [check.artefacts for check in checks if isinstance(check, ScriptChecks)] == [("out", "b.txt"), (".",)]
 
 
 def test_the_digest_is_of_all_that_counts(tmp_path: Path) -> None:

@@ -1,0 +1,316 @@
+"""Images of containers, by every way to the store, and what they mean in every provider; task folders made of them."""
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.protocols import SandboxProvider
+from etude.rewards.graders.script import ScriptGrader
+from etude.sandbox_spec import Healthcheck, Image, ImageUser, SandboxSpec
+from etude.sandboxes.images.containers import add_image
+from etude.sandboxes.images.store import ImageStore
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.oci.provider import OciSandboxes
+from etude.sandboxes.oci.runtimes import CRUN
+from etude.sandboxes.qemu.provider import QemuSandboxes
+from etude.sandboxes.services import ServicedSandboxes
+from etude.taskgen.harbor.soundness import SoundnessCheck
+from etude.tasks.harbor.folder import read_task
+from etude.tasks.harbor.images import Builds, build_images
+from providers import no_virtual_machines
+from registries import PASSWORD, USER, Registry, running_registry, what_is_missing, write_files
+
+pytestmark = pytest.mark.heavy("podman, skopeo, docker-registry, busybox-static, and root", missing=what_is_missing())
+
+STAGES = {
+    "Dockerfile": """FROM localhost/base AS tools
+RUN mkdir -p /out && echo built >/out/tool
+FROM localhost/base
+RUN echo 'app:x:1234:77:the app:/srv/app:/bin/sh' >>/etc/passwd && echo 'us:x:77:' >>/etc/group \\
+    && mkdir -p /srv/app /app /opt/gone /opt/again && chown 1234:77 /srv/app && touch /opt/again/old /opt/lost
+COPY --from=tools /out/tool /opt/tool
+COPY entry.sh /entry.sh
+RUN rm -rf /opt/gone /opt/lost /opt/again && mkdir /opt/again && echo y >/opt/again/new && echo 1 >/app/given \\
+    && echo secret >/opt/secret && chmod 600 /opt/secret && touch /opt/other && chown 5:6 /opt/other
+WORKDIR /app
+ENV COLOUR=green
+USER app
+ENTRYPOINT ["/entry.sh"]
+HEALTHCHECK --interval=1s --timeout=9s --retries=60 CMD test -e /tmp/ready
+""",
+    "entry.sh": '#!/bin/sh\n(sleep 1; id -u >/tmp/ready) &\nexec "$@"\n',
+}
+"""Several stages, a user, files removed by a layer above, an entry point and a health check."""
+LOOK = """id -u; id -g; id -un; pwd; echo $HOME $COLOUR; ls /opt /opt/again; cat /opt/tool /tmp/ready given
+stat -c '%u:%g' /app /app/given /srv/app /opt/other /opt/again; cat /opt/secret 2>&1
+touch mine /srv/app/mine && echo fine"""
+SEEN = """1234
+77
+app
+/app
+/srv/app green
+/opt:
+again
+other
+secret
+tool
+
+/opt/again:
+new
+built
+1234
+1
+1234:77
+1234:77
+1234:77
+5:6
+0:0
+cat: can't open '/opt/secret': Permission denied
+fine
+"""
+
+PROVIDERS: Mapping[str, Callable[[ImageStore], SandboxProvider]] = {
+    "ns": lambda store: NamespaceSandboxes(bases=store.bases),
+    "crun": lambda store: OciSandboxes(CRUN, bases=store.bases),
+    "gvisor": lambda store: OciSandboxes(bases=store.bases),
+    "qemu": lambda store: QemuSandboxes(),
+}
+
+
+@pytest.fixture(scope="module")
+def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
+    with running_registry(tmp_path_factory.mktemp("registry")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
+    return ImageStore(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def staged(registry: Registry, store: ImageStore, tmp_path_factory: pytest.TempPathFactory) -> Image:
+    return add_image(store, str(write_files(tmp_path_factory.mktemp("staged"), STAGES)), name="staged")
+
+
+def pinned(reference: str) -> str:
+    """A reference by the digest that its tag has now."""
+    inspected = subprocess.run(["skopeo", "inspect", f"docker://{reference}"], capture_output=True, check=True)
+    return f"{reference.rpartition(':')[0]}@{json.loads(inspected.stdout)['Digest']}"
+
+
+def output(provider: SandboxProvider, image: Image, script: str) -> str:
+    """What a shell says in a fresh sandbox."""
+
+    async def act() -> str:
+        try:
+            sandbox = await provider.create({}, SandboxSpec(image=image))
+            done = await sandbox.exec(["sh", "-c", script], timeout_s=60)
+            return done.stdout + done.stderr
+        finally:
+            await provider.close()
+
+    return asyncio.run(act())
+
+
+def test_a_dockerfile_is_built_with_all_its_config_says(staged: Image) -> None:
+    assert (staged.workdir, staged.environment) == ("/app", {"COLOUR": "green"})
+    assert staged.user == ImageUser(uid=1234, gid=77, home="/srv/app")
+    assert staged.entrypoint == ("/entry.sh",)
+    argv = ("/bin/sh", "-c", "test -e /tmp/ready")
+    assert staged.healthcheck == Healthcheck(argv=argv, interval_s=1, timeout_s=9, retries=60)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_an_image_means_the_same_in_every_provider(name: str, staged: Image, store: ImageStore) -> None:
+    if name == "qemu" and (missing := no_virtual_machines()):
+        pytest.skip(missing)
+    assert output(PROVIDERS[name](store), staged, LOOK) == SEEN
+
+
+def test_every_way_to_an_image_leads_to_the_same_layers(
+    registry: Registry, store: ImageStore, staged: Image, tmp_path: Path
+) -> None:
+    reference = registry.build(tmp_path / "staged", STAGES, "tests/staged:1")
+    archive, layout, docker = tmp_path / "image.tar", tmp_path / "layout", tmp_path / "docker.tar"
+    registry.podman("push", reference, f"oci-archive:{archive}")
+    registry.podman("push", reference, f"oci:{layout}")
+    registry.podman("save", "--format=docker-archive", "-o", str(docker), reference)
+    before = {layer.name for layer in (store.folder / "layers").iterdir()}
+    tagged = add_image(store, reference, name="tagged")
+    by_digest = add_image(store, pinned(reference))
+    others = [add_image(store, str(path)) for path in (archive, layout, docker)]
+    assert tagged == by_digest == staged
+    assert [image.layers for image in others] == [staged.layers] * 3
+    assert {layer.name for layer in (store.folder / "layers").iterdir()} == before
+    store.verify(staged)
+    with pytest.raises(SandboxError, match="has the image sha256:"):
+        add_image(store, f"{archive}@sha256:{'0' * 64}")
+
+
+def test_a_private_registry_is_opened_by_the_kept_credentials_and_nothing_repeats_them(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "store")
+    with running_registry(tmp_path / "registry", private=True) as private:
+        login = ["login", "--username", USER, "--password-stdin", private.address]
+        private.podman(*login, stdin=PASSWORD.encode())
+        kept = Path(os.environ["REGISTRY_AUTH_FILE"]).read_text(encoding="utf-8")
+        reference = private.build(tmp_path / "image", {"Dockerfile": "FROM localhost/base\nWORKDIR /app\n"}, "a:1")
+        image = add_image(store, reference)
+        private.podman("logout", private.address)
+        with pytest.raises(SandboxError) as refused:
+            add_image(store, reference)
+    assert image.workdir == "/app"
+    (secret,) = (entry["auth"] for entry in json.loads(kept)["auths"].values())
+    texts = [str(refused.value), *(file.read_text() for file in (store.folder / "images").iterdir())]
+    assert "auth" in texts[0]
+    assert not any(word in text for text in texts for word in (PASSWORD, secret))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("USER nobody-here", "USER nobody-here"),
+        ("USER 65534", "user 65534 is none of 1 to 65533"),
+        ("RUN exit 7", "exit code 7|status 7"),
+        ("RUN rm /bin/sh", "no /bin/sh"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_before_anything_starts(
+    lines: str, words: str, registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    folder = write_files(tmp_path, {"Dockerfile": f"FROM localhost/base\n{lines}\n"})
+    with pytest.raises(EtudeError, match=words):
+        add_image(store, str(folder))
+
+
+def test_a_folder_that_is_nothing_and_a_program_that_is_missing_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ImageStore(tmp_path / "store")
+    with pytest.raises(ConfigError, match="neither a Dockerfile nor a file oci-layout"):
+        add_image(store, str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match="apt-get install skopeo"):
+        add_image(store, "debian:12")
+    write_files(tmp_path, {"Dockerfile": "FROM scratch\n"})
+    with pytest.raises(ConfigError, match="apt-get install podman"):
+        add_image(store, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["ns", "crun"])
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('ENTRYPOINT ["sh", "-c", "echo too bad; exit 3"]', "ENTRYPOINT.*too bad"),
+        ("HEALTHCHECK --interval=1s --retries=1 CMD echo not yet; false", "HEALTHCHECK.*not yet"),
+    ],
+)
+def test_a_sandbox_that_does_not_come_up_is_an_error_with_its_log(
+    name: str, lines: str, words: str, registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    folder = write_files(tmp_path, {"Dockerfile": f"FROM localhost/base\nWORKDIR /app\n{lines}\n"})
+    with pytest.raises(SandboxError, match=words):
+        output(PROVIDERS[name](store), add_image(store, str(folder)), "")
+
+
+# --- Task folders -------------------------------------------------------------------------------------------------
+
+INSTRUCTION = "Make it so.\n"
+TERMINAL_BENCH: Mapping[str, str] = {
+    "task.toml": 'schema_version = "1.1"\n[environment]\nmemory_mb = 1024\nstorage_mb = 1024\n'
+    '[environment.env]\nLEVEL = "7"\n[metadata.etude]\nprocesses = 128\n',
+    "instruction.md": INSTRUCTION,
+    "environment/.dockerignore": "ignored\n",
+    "environment/ignored": "",
+    "environment/Dockerfile": STAGES["Dockerfile"].replace("COPY entry.sh", "COPY . /context\nCOPY entry.sh"),
+    "environment/entry.sh": STAGES["entry.sh"],
+    "tests/test.sh": "#!/bin/bash\nset -e\ncp answer /tmp/seen || true\n"
+    '[ "$(cat answer)" = "green 7 1234 built" ] && [ ! -e /context/ignored ] && test -e /context/entry.sh \\\n'
+    "    && echo 1 >/logs/verifier/reward.txt || echo 0 >/logs/verifier/reward.txt\n",
+    "solution/solve.sh": '#!/bin/bash\necho "$COLOUR $LEVEL $(id -u) $(cat /opt/tool)" >answer\n',
+}
+"""As terminal-bench's: several stages, a user, an entry point that is waited for."""
+BUG = """from calc import add
+
+
+def test_add():
+    assert add(2, 3) == 5
+"""
+SWE_BENCH_IMAGE: Mapping[str, str] = {
+    "Dockerfile": """FROM docker.io/library/debian:12 AS source
+COPY calc.py test_calc.py /testbed/
+RUN cd /testbed && git init -q . && git add . && git -c user.name=a -c user.email=a@b commit -qm base
+FROM docker.io/library/debian:12
+RUN useradd --create-home nonroot
+COPY --from=source --chown=nonroot /testbed /testbed
+USER nonroot
+WORKDIR /testbed
+""",
+    "calc.py": "def add(a, b):\n    return a - b\n",
+    "test_calc.py": BUG,
+}
+PATCH = """--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a - b
++    return a + b
+"""
+SWE_BENCH: Mapping[str, str] = {
+    "task.toml": '[environment]\ndocker_image = "{image}"\nworkdir = "/testbed"\nmemory_mb = 1024\n'
+    "[verifier]\ntimeout_sec = 60.0\n[metadata.etude]\nprocesses = 128\n",
+    "instruction.md": INSTRUCTION,
+    "tests/test.sh": "#!/bin/bash\ngit diff --stat\npython3 -c 'import test_calc; test_calc.test_add()'\n"
+    'if [ $? = 0 ]; then echo 1; else echo 0; fi >"/logs/verifier/reward.txt"\n',
+    "solution/solve.sh": '#!/bin/bash\nset -e\ngit status --short\ngit apply "$(dirname "$0")/gold.patch"\n',
+    "solution/gold.patch": PATCH,
+}
+"""As SWE-bench's: an image of a registry, by digest, a repository that is not root's, and a patch."""
+
+
+def assert_sound(name: str, folder: Path, store: ImageStore) -> None:
+    """The empty answer fails and the solution passes, twice each."""
+    source = read_task(folder)
+
+    async def act() -> None:
+        sandboxes = ServicedSandboxes(PROVIDERS[name](store))
+        try:
+            builds: Builds = await build_images([source], store)
+            assert not builds.refused
+            grader = ScriptGrader(sandboxes, store)
+            (report,) = await SoundnessCheck(sandboxes, grader, repeats=2).check_all([source], builds)
+            assert (report.untouched, report.solved) == ((0.0, 0.0), (1.0, 1.0)), report.log
+        finally:
+            await sandboxes.close()
+
+    asyncio.run(act())
+
+
+@pytest.mark.parametrize("name", ["ns", "crun"])
+def test_a_task_like_terminal_benchs_is_sound(name: str, registry: Registry, store: ImageStore, tmp_path: Path) -> None:
+    assert_sound(name, write_files(tmp_path / "task", TERMINAL_BENCH), store)
+
+
+@pytest.fixture(scope="module")
+def swe_bench(registry: Registry, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The reference of an image, by digest, over the Debian base system that was built here."""
+    debian = ImageStore().bases.get("debian")
+    if debian is None:
+        pytest.skip("no base system: etude images build debian")
+    archive = tmp_path_factory.mktemp("debian") / "debian.tar"
+    subprocess.run(["tar", "-cf", str(archive), "-C", str(debian), "."], check=True)
+    registry.podman("import", str(archive), "docker.io/library/debian:12")
+    reference = registry.build(tmp_path_factory.mktemp("swe"), SWE_BENCH_IMAGE, "swe/calc:1")
+    return pinned(reference)
+
+
+@pytest.mark.parametrize("name", ["ns", "crun"])
+def test_a_task_like_swe_benchs_is_sound(name: str, swe_bench: str, store: ImageStore, tmp_path: Path) -> None:
+    files = {**SWE_BENCH, "task.toml": SWE_BENCH["task.toml"].format(image=swe_bench)}
+    assert_sound(name, write_files(tmp_path / "task", files), store)
