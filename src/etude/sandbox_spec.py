@@ -126,6 +126,8 @@ class SandboxSpec:
     limits: SandboxLimits = SandboxLimits()
     allow: tuple[str, ...] = ()
     """``host:port`` that commands may reach; none, and there is no network."""
+    names: tuple[str, ...] = ()
+    """Names beside ``localhost`` that lead to the sandbox's own loopback."""
     mounts: Mapping[str, Path] = field(default_factory=dict)
     """Folders and files of the machine, shown read-only, by their path inside."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -183,5 +185,11 @@ class EnvironmentSpec:
     workdir: str = WORKDIR
     services: tuple[Service, ...] = ()
     allow: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    """Names of its own loopback."""
+    entrypoint: tuple[str, ...] = ()
+    """Comes before that of the image, and runs it."""
+    healthcheck: Healthcheck | None = None
+    """In place of the image's."""
     variables: Mapping[str, str] = field(default_factory=dict)
     limits: SandboxLimits = SandboxLimits()

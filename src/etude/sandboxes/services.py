@@ -28,8 +28,9 @@ import orjson
 from etude.aio import gather_or_cancel
 from etude.errors import ConfigError, SandboxError
 from etude.protocols import Sandbox, SandboxProvider
-from etude.sandbox_spec import Capability, EnvironmentSpec, Image, SandboxSpec, Service, ServiceKind
+from etude.sandbox_spec import Capability, EnvironmentSpec, Image, ImageUser, SandboxSpec, Service, ServiceKind
 from etude.sandboxes.capabilities import check_capability
+from etude.sandboxes.entrypoint import started
 from etude.sandboxes.lifecycle import close_all
 
 HOME = "/home/agent/.services"
@@ -198,10 +199,17 @@ def sandbox_spec(environment: EnvironmentSpec, image: Image | None = None) -> Sa
         raise ConfigError(
             f"an environment is made from image {environment.image}, and no store of images was given: name one"
         )
+    image = image or Image()
     return SandboxSpec(
-        image=replace(image or Image(), workdir=environment.workdir),
+        image=replace(
+            image,
+            workdir=environment.workdir,
+            entrypoint=(*environment.entrypoint, *image.entrypoint),
+            healthcheck=environment.healthcheck or image.healthcheck,
+        ),
         limits=environment.limits,
         allow=environment.allow,
+        names=environment.names,
         environment=environment.variables,
     )
 
@@ -252,7 +260,16 @@ class ServicedSandboxes:
             return await self._provider.create(files, spec)
         live = await self._check_provider()
         complete = spec or SandboxSpec()
-        complete = replace(complete, environment={**complete.environment, **variables(services)})
+        image = complete.image
+        if image.user != ImageUser():
+            raise ConfigError(
+                f"services run as user {ImageUser().uid}, and the image has user {image.user.uid}: drop USER"
+            )
+        complete = replace(
+            complete,
+            image=replace(image, entrypoint=(), healthcheck=None),  # which may need the services
+            environment={**complete.environment, **variables(services)},
+        )
         sandbox = await self._fork(complete, tuple(services), live)
         try:
             if not live:
@@ -262,6 +279,7 @@ class ServicedSandboxes:
         except BaseException:
             await close_all([sandbox])
             raise
+        await started(sandbox, image)
         return sandbox
 
     async def close(self) -> None:

@@ -28,6 +28,7 @@ from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageUser
 from etude.sandboxes.images.layers import digest_tree, first_link, remove_tree
 from etude.sandboxes.images.machine_base import SEARCH_FOLDERS
 from etude.sandboxes.images.store import ImageStore, settle
+from etude.sandboxes.ns.root import HOSTNAME, hosts_text
 
 TRANSPORTS = ("docker:", "docker-archive:", "oci:", "oci-archive:", "containers-storage:")
 """Prefixes of references that skopeo is given as they are."""
@@ -293,7 +294,7 @@ def _user(text: str, trees: Sequence[Path]) -> ImageUser:
 
 
 def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None:
-    """A layer that names the user, made in ``tree``; ``None`` where the image does."""
+    """A layer that names the user and the machine, made in ``tree``; ``None`` where the image does."""
     lines = {
         "etc/passwd": (
             user.uid,
@@ -302,14 +303,20 @@ def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None
         ),
         "etc/group": (user.gid, f"agent:x:{user.gid}:", "root:x:0:"),
     }
+
+    def write(path: str, text: str) -> None:
+        file = tree / path
+        file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o644)
+
     for path, (number, line, root) in lines.items():
         rows = _rows(trees, path)
         if not any(len(row) > 2 and row[2] == str(number) for row in rows):
-            file = tree / path
-            file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            text = "\n".join([*(map(":".join, rows) if rows else [root]), line, ""])
-            file.write_text(text, encoding="utf-8")
-            file.chmod(0o644)
+            write(path, "\n".join([*(map(":".join, rows) if rows else [root]), line, ""]))
+    hosts = _topmost(trees, "etc/hosts")
+    if hosts is None or (not hosts.is_symlink() and hosts.stat().st_size == 0):
+        write("etc/hosts", hosts_text((), HOSTNAME))
     return tree if tree.exists() else None
 
 

@@ -202,7 +202,7 @@ class NamespaceSandboxes:
             system={target: str(path) for target, path in system.items()},
             shown={target: str(path.absolute()) for target, path in sorted(spec.mounts.items())},
             places=[list(place) for place in reachable],
-            hosts=hosts_text(reachable, HOSTNAME) if reachable or image.base else "",
+            hosts=hosts_text(reachable, HOSTNAME, spec.names) if reachable or spec.names or image.base else "",
             workdir=image.workdir,
             user=[image.user.uid, image.user.gid, image.user.home],
             as_root=spec.user == "root",

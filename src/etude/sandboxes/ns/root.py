@@ -86,9 +86,10 @@ def places(allow: Sequence[str]) -> tuple[AllowedPlace, ...]:
     return tuple(result)
 
 
-def hosts_text(reachable: Sequence[AllowedPlace], hostname: str) -> str:
-    """The text of a sandbox's ``/etc/hosts``."""
+def hosts_text(reachable: Sequence[AllowedPlace], hostname: str, names: Sequence[str] = ()) -> str:
+    """The text of a sandbox's ``/etc/hosts``; ``names`` are more of its own."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback", f"127.0.1.1 {hostname}"]
+    lines += [f"127.0.0.1 {name}" for name in names]
     lines += dict.fromkeys(f"{place.address} {place.host}" for place in reachable if place.host not in _silent(place))
     return "\n".join(lines) + "\n"
 

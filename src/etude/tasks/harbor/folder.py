@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 from etude.config.section import Section
 from etude.sandbox_spec import PLACE, EnvironmentSpec, Image, SandboxLimits
 from etude.sandboxes.egress import is_inward
+from etude.tasks.harbor.compose import ComposeServices, parse_compose
 from etude.tasks.harbor.dockerfile import PlainDockerfile, plain_dockerfile
 from etude.tasks.harbor.settings import (
     PROCESSES,
@@ -41,10 +42,10 @@ SETTINGS, INSTRUCTION, ENVIRONMENT, TESTS, SOLUTION = (
     "tests",
     "solution",
 )
+COMPOSE = f"{ENVIRONMENT}/docker-compose.yaml"
 TEST_PROGRAM, SOLVE_PROGRAM = "test.sh", "solve.sh"
 UNSUPPORTED_FILES = (
     ("trajectory.json", "agents begin with the instruction alone"),
-    ("environment/docker-compose.yaml", "a world is one sandbox: declare services in étude, or put all into one image"),
     ("environment/singularity-compose.yaml", "a world is one sandbox: write a Dockerfile"),
 )
 """Files that change what a task is, in ways that étude does not have."""
@@ -103,6 +104,7 @@ class HarborTask:
     """Relative to ``solution/``; empty where there is none."""
     plain: PlainDockerfile | None
     """Its Dockerfile, if that may need no image."""
+    services: ComposeServices
 
     @property
     def template(self) -> str:
@@ -118,7 +120,7 @@ class HarborTask:
     def environment(self) -> Mapping[str, str]:
         """Variables of every command, beside those of an image that was built."""
         own = fill_variables(self.settings.environment.env, source=f"{self.folder / SETTINGS}", key="environment.env")
-        return {**(self.plain.environment if self.plain else {}), **own}
+        return {**(self.plain.environment if self.plain else {}), **self.services.environment, **own}
 
     def workdir(self, image: Image) -> str:
         """The working folder in a sandbox of ``image``, one without a digest for a task that needs none.
@@ -142,6 +144,9 @@ class HarborTask:
             image=image.digest,
             workdir=self.workdir(image),
             allow=self.origin.allow if self.origin.allow is not None else self.settings.environment.allow,
+            names=self.services.names,
+            entrypoint=self.services.entrypoint,
+            healthcheck=self.services.healthcheck,
             variables=self.environment,
             limits=SandboxLimits(
                 memory_bytes=limits.memory_bytes,
@@ -203,6 +208,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
         tests=_texts(folder, TESTS, TEST_PROGRAM),
         solution=_texts(folder, SOLUTION, SOLVE_PROGRAM) if (folder / SOLUTION).is_dir() else {},
         plain=plain_dockerfile(_dockerfile(folder, settings)),
+        services=_services(folder, settings),
     )
     if origin.canary is not None and origin.canary not in task.tests:
         raise TaskFolderError(f"{source}: metadata.etude.canary = {origin.canary!r}: {TESTS}/ has {list(task.tests)}")
@@ -327,6 +333,13 @@ def _dockerfile(folder: Path, settings: TaskSettings) -> str:
     if settings.environment.docker_image is None:
         raise TaskFolderError(f"{path} is missing, and environment.docker_image is not set: a world needs either")
     return f"FROM {settings.environment.docker_image}\n"
+
+
+def _services(folder: Path, settings: TaskSettings) -> ComposeServices:
+    check = settings.environment.healthcheck.check if settings.environment.healthcheck else None
+    if not (folder / COMPOSE).exists():
+        return ComposeServices(healthcheck=check)
+    return parse_compose(_text(folder, COMPOSE), source=str(folder / COMPOSE), own=check)
 
 
 def _artefacts(task: HarborTask, workdir: str) -> tuple[str, ...]:

@@ -14,10 +14,11 @@ from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from etude.config.section import Section
 from etude.errors import UserError
-from etude.sandbox_spec import SandboxLimits
+from etude.sandbox_spec import Healthcheck, SandboxLimits
 
 PROCESSES = 512
 """Limit of one sandbox; Harbor has no key for it, and its containers have no such limit."""
@@ -40,7 +41,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "environment.tpu": "sandboxes have no TPU",
         "environment.mcp_servers": "agents of étude have the tools of their harness only",
         "environment.skills_dir": "agents of étude have the tools of their harness only",
-        "environment.healthcheck": "nothing is started in a sandbox that could be waited for",
         "verifier.collect": "nothing runs in the agent's world once it is done: declare files in artifacts",
         "verifier.environment": "the verifier has a fresh copy of the task's own image: install its programs there",
         "verifier.network_mode": "the verifier may reach what the environment may reach",
@@ -93,6 +93,29 @@ class AgentSettings(Section):
     """Agents are never root."""
 
 
+class HealthcheckSettings(Section):
+    """``[environment.healthcheck]``: a command that succeeds as soon as an agent may begin."""
+
+    command: str
+    interval_sec: float = Field(default=5.0, gt=0)
+    timeout_sec: float = Field(default=30.0, gt=0)
+    start_period_sec: float = Field(default=0.0, ge=0)
+    start_interval_sec: float = Field(default=5.0, gt=0)
+    """Sandboxes try every half second at least."""
+    retries: int = Field(default=3, gt=0)
+
+    @property
+    def check(self) -> Healthcheck:
+        """The same for a sandbox."""
+        return Healthcheck(
+            argv=("sh", "-c", self.command),
+            interval_s=self.interval_sec,
+            timeout_s=self.timeout_sec,
+            start_period_s=self.start_period_sec,
+            retries=self.retries,
+        )
+
+
 class EnvironmentSettings(Section):
     """``[environment]``: the agent's world."""
 
@@ -104,6 +127,7 @@ class EnvironmentSettings(Section):
     storage_mb: int = Field(default=10240, gt=0)
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = None
+    healthcheck: HealthcheckSettings | None = None
     network_mode: Literal["no-network", "public", "allowlist"] | None = None
     """``None`` is no network: what a task needs, its image has."""
     allowed_hosts: tuple[str, ...] = ()
@@ -208,9 +232,9 @@ def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSett
     faults = [f"{key} = {value!r}: {REFUSED[key]}" for key, value in _take_refused(tree) if value]
     settings = None
     try:
-        settings = TaskSettings.model_validate(_tuples(tree))
+        settings = TaskSettings.model_validate(frozen_lists(tree))
     except ValidationError as error:
-        faults += [_explain(fault["loc"], fault["type"], fault["msg"], fault["input"]) for fault in error.errors()]
+        faults += [explain(fault, "Harbor has no such key; put notes into [metadata]") for fault in error.errors()]
     if settings is not None and settings.environment.network_mode == "public" and not offline:
         faults.append(
             "environment.network_mode = 'public': sandboxes reach what is on a list or nothing; name the hosts in "
@@ -252,16 +276,17 @@ def _take_refused(tree: dict[str, Any]) -> list[tuple[str, Any]]:
     return taken
 
 
-def _tuples(value: Any) -> Any:
+def frozen_lists(value: Any) -> Any:
     """Lists as tuples, all the way down: settings are frozen."""
     if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+        return {key: frozen_lists(item) for key, item in value.items()}
+    return tuple(map(frozen_lists, value)) if isinstance(value, list) else value
 
 
-def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    key = ".".join(map(str, location)) or "the file"
-    if kind == "extra_forbidden":
-        return f"{key} = {value!r}: Harbor has no such key; put notes into [metadata]"
+def explain(fault: ErrorDetails, unknown: str) -> str:
+    """A line about a fault that pydantic found; ``unknown`` is said of keys that there are not."""
+    key, value = ".".join(map(str, fault["loc"])) or "the file", fault["input"]
+    if fault["type"] == "extra_forbidden":
+        return f"{key} = {value!r}: {unknown}"
     shown = "" if isinstance(value, dict) else f" = {value!r}"
-    return f"{key}{shown}: {message.removeprefix('Value error, ')}"
+    return f"{key}{shown}: {fault['msg'].removeprefix('Value error, ')}"

@@ -50,7 +50,6 @@ def test_the_agents_sandbox_has_neither_tests_nor_solution(tmp_path: Path) -> No
         ({"environment/Dockerfile": "FROM debian:12"}, "the working folder is '/'"),
         ({"environment/Dockerfile": "FROM debian:12\nWORKDIR /tests/x"}, "the working folder is '/tests/x'"),
         ({"environment/Dockerfile": "FROM a", "task.toml": "environment.workdir = '/'"}, "the working folder is '/'"),
-        ({"environment/docker-compose.yaml": ""}, "docker-compose.yaml is there"),
         ({"trajectory.json": "{}"}, "trajectory.json is there"),
         ({"task.toml": "[task]\nname = 3"}, "task.name = 3"),
         ({"task.toml": "[environment.env]\nA = '${B}'"}, "environment.env.A"),

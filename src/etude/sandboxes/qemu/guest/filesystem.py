@@ -169,10 +169,12 @@ class GuestEnvironment:
     def __init__(self, order: dict[str, Any]) -> None:
         """``order`` says: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
         root lies under them; ``mounts``, lists of disk, path and name in the disk; ``upper``, the disk that is written;
-        ``workdir``, ``user`` (name, number, group, home), ``environment``, ``memory_bytes``, ``processes``, ``cpus``.
+        ``workdir``, ``user`` (name, number, group, home), ``names`` (of the loopback), ``environment``,
+        ``memory_bytes``, ``processes``, ``cpus``.
         """
         name, self.owner, self.group, self.home = order["user"]
         self.workdir: str = order["workdir"]
+        self._hosts = "".join(f"127.0.0.1 {name}\n" for name in order["names"])
         self.environment = {
             "PATH": SEARCH_PATH,
             "HOME": self.home,
@@ -198,7 +200,7 @@ class GuestEnvironment:
 
     def rename(self, name: str, hosts: str) -> None:
         """Tell commands how their machine is called and where the names of others lead, as lines of ``/etc/hosts``."""
-        texts = {"hosts": f"{hosts}127.0.1.1 {name}\n", "hostname": f"{name}\n"}
+        texts = {"hosts": f"{hosts}127.0.1.1 {name}\n{self._hosts}", "hostname": f"{name}\n"}
         for file, text in texts.items():
             os.ftruncate(self._names[file], 0)
             os.pwrite(self._names[file], text.encode(), 0)

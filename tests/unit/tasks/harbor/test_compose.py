@@ -1,0 +1,94 @@
+"""Services of a task folder: what is read of a compose file, what is refused by name, and that they run beside an agent."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox_spec import Capability, Healthcheck, Image
+from etude.sandboxes.ns.provider import NamespaceSandboxes
+from etude.sandboxes.services import sandbox_spec
+from etude.tasks.harbor.compose import parse_compose, seconds
+from etude.tasks.harbor.folder import read_task
+from etude.tasks.harbor.images import plain_files
+from etude.tasks.harbor.settings import TaskFolderError
+from etude.types import Split
+from harbor_folders import write_folder
+
+SERVED = """
+services:
+  main:
+    build: .
+    command: sh -c 'sleep infinity'
+    depends_on: {front: {condition: service_healthy}}
+    environment: [API=http://front:8081/word]
+    healthcheck: {test: [CMD, test, -e, notes/a.txt], interval: 1s}
+  front:
+    build: {context: .}
+    command: python3 -m http.server --directory /tmp 8081
+    depends_on: [back]
+    ports: ["8081:8081"]
+    healthcheck: {test: test -e /tmp/word, interval: 1s, retries: 30}
+  back:
+    build: .
+    command: [sh, -c, "sleep 1; echo $$WORD >/tmp/word"]
+    environment: {WORD: 42}
+"""
+
+
+def test_durations_are_those_of_compose() -> None:
+    assert [seconds(text) for text in ("5s", "500ms", "1m30s", "1h", "1.5s")] == [5, 0.5, 90, 3600, 1.5]
+    with pytest.raises(ValueError, match="'5' is no duration"):
+        seconds("5")
+
+
+def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
+    services = parse_compose("services: {main: {healthcheck: {test: [CMD, 'true'], timeout: 2s}}}", source="c")
+    assert (services.entrypoint, services.names) == ((), ())
+    assert services.healthcheck == Healthcheck(argv=("true",), timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [", "is no YAML"),
+        ("services: {}", "services"),
+        ("services: {api: {build: ., command: x}}", "no 'main'"),
+        ("volumes: {x: {}}\nservices: {main: {}}", "volumes = {'x': {}}: it is not held to"),
+        ("services: {main: {privileged: true}}", "services.main.privileged = True: it is not held to"),
+        ("services: {main: {}, db: {image: 'postgres:16'}}", "services.db.image = 'postgres:16': it is not held to"),
+        ("services: {main: {}, db: {build: ./db, command: x}}", "services.db.build = './db': a sandbox has one root"),
+        ("services: {main: {}, db: {command: x}}", "services.db needs a command, and build: ."),
+        ("services: {main: {command: ./serve}}", "services.main.command"),
+        ("services: {main: {depends_on: [x]}}", "depends_on names ['x']"),
+        ("services: {main: {depends_on: [a]}, a: {build: ., command: x, depends_on: [main]}}", "in a circle"),
+        ("services: {main: {environment: [SECRET]}}", "services.main.environment.SECRET"),
+        ("services: {main: {healthcheck: {test: x, interval: soon}}}", "'soon' is no duration"),
+    ],
+)
+def test_what_is_not_held_to_is_refused_by_its_name(text: str, words: str) -> None:
+    with pytest.raises(TaskFolderError) as refused:
+        parse_compose(text, source="docker-compose.yaml")
+    assert words in str(refused.value)
+
+
+def test_services_run_beside_the_agent_and_are_found_by_their_names(tmp_path: Path) -> None:
+    changes = {"environment/docker-compose.yaml": SERVED.replace("$$", "$")}
+    source = read_task(write_folder(tmp_path / "task", changes))
+    script = "import os, urllib.request; print(urllib.request.urlopen(os.environ['API']).read().decode())"
+
+    async def act() -> str:
+        sandboxes = NamespaceSandboxes()
+        try:
+            if Capability.CONFINED not in await sandboxes.capabilities():
+                pytest.skip("no sandbox with namespaces can be made here")
+            task = source.task(Split.TRAIN, image=Image(), files=plain_files(source))
+            assert task.environment is not None
+            sandbox = await sandboxes.create(task.files, sandbox_spec(task.environment))
+            done = await sandbox.exec(["python3", "-c", script], timeout_s=30)
+            assert done.exit_code == 0, done.stderr
+            return done.stdout
+        finally:
+            await sandboxes.close()
+
+    assert asyncio.run(act()).strip() == "42"
