@@ -98,7 +98,8 @@ class Image:
     """Owns the working folder and its home."""
     entrypoint: tuple[str, ...] = ()
     """Started in every sandbox before its first command, and left running."""
-    healthcheck: Healthcheck | None = None
+    healthchecks: tuple[Healthcheck, ...] = ()
+    """Have to succeed, one after the other, before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,7 @@ class EnvironmentSpec:
     """Names of its own loopback."""
     entrypoint: tuple[str, ...] = ()
     """Comes before that of the image, and runs it."""
-    healthcheck: Healthcheck | None = None
-    """In place of the image's."""
+    healthchecks: tuple[Healthcheck, ...] = ()
+    """Come before those of the image."""
     variables: Mapping[str, str] = field(default_factory=dict)
     limits: SandboxLimits = SandboxLimits()

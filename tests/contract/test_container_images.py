@@ -124,7 +124,7 @@ def test_a_dockerfile_is_built_with_all_its_config_says(staged: Image) -> None:
     assert staged.user == ImageUser(uid=1234, gid=77, home="/srv/app")
     assert staged.entrypoint == ("/entry.sh",)
     argv = ("/bin/sh", "-c", "test -e /tmp/ready")
-    assert staged.healthcheck == Healthcheck(argv=argv, interval_s=1, timeout_s=9, retries=60)
+    assert staged.healthchecks == (Healthcheck(argv=argv, interval_s=1, timeout_s=9, retries=60),)
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -236,6 +236,26 @@ TERMINAL_BENCH: Mapping[str, str] = {
     "solution/solve.sh": '#!/bin/bash\necho "$COLOUR $LEVEL $(id -u) $(cat /opt/tool)" >answer\n',
 }
 """As terminal-bench's: several stages, a user, an entry point that is waited for."""
+COMPOSED: Mapping[str, str] = {
+    **TERMINAL_BENCH,
+    "environment/docker-compose.yaml": """services:
+  main:
+    build: .
+    depends_on: [web]
+    environment: {WEB: "http://web:8080/word"}
+  web:
+    build: .
+    command: echo $WORD >/tmp/word && exec httpd -f -p 8080 -h /tmp
+    environment: {WORD: served}
+    expose: [8080]
+    healthcheck: {test: "wget -q -O- http://web:8080/word", interval: 1s, retries: 60}
+""",
+    "tests/test.sh": "#!/bin/bash\n"
+    'if [ "$(cat answer)" = "$(wget -q -O- $WEB)" ] && [ -e /tmp/ready ]; then echo 1; else echo 0; fi '
+    ">/logs/verifier/reward.txt\n",
+    "solution/solve.sh": "#!/bin/bash\nwget -q -O answer $WEB\n",
+}
+"""The same with a service beside it, which the verifier asks, too."""
 BUG = """from calc import add
 
 
@@ -290,6 +310,13 @@ def assert_sound(name: str, folder: Path, store: ImageStore) -> None:
             await sandboxes.close()
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize("name", ["ns", "crun"])
+def test_a_task_with_services_by_compose_is_sound(
+    name: str, registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    assert_sound(name, write_files(tmp_path / "task", COMPOSED), store)
 
 
 @pytest.mark.parametrize("name", ["ns", "crun"])

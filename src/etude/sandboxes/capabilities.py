@@ -40,7 +40,7 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
         )
     elif spec.user == "root":
         needed[Capability.IMAGES] = "user='root'"
-    for name, argv in (("ENTRYPOINT", spec.image.entrypoint), ("HEALTHCHECK", spec.image.healthcheck)):
+    for name, argv in (("ENTRYPOINT", spec.image.entrypoint), ("HEALTHCHECK", spec.image.healthchecks)):
         if argv:
             needed[Capability.BACKGROUND] = f"{name} {argv}"
     if spec.allow:

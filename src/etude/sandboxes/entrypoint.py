@@ -47,8 +47,8 @@ async def started(sandbox: Sandbox, image: Image) -> None:
             done = await sandbox.exec(argv, timeout_s=START_TIMEOUT_S)
             if done.exit_code != 0:
                 raise SandboxError(f"ENTRYPOINT {list(image.entrypoint)} ended: {(done.stdout + done.stderr)[-2000:]}")
-        if image.healthcheck is not None:
-            await _wait_until_healthy(sandbox, image.healthcheck)
+        for check in image.healthchecks:
+            await _wait_until_healthy(sandbox, check)
     except BaseException:
         await close_all([sandbox])
         raise

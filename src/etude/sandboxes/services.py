@@ -205,7 +205,7 @@ def sandbox_spec(environment: EnvironmentSpec, image: Image | None = None) -> Sa
             image,
             workdir=environment.workdir,
             entrypoint=(*environment.entrypoint, *image.entrypoint),
-            healthcheck=environment.healthcheck or image.healthcheck,
+            healthchecks=(*environment.healthchecks, *image.healthchecks),
         ),
         limits=environment.limits,
         allow=environment.allow,
@@ -267,7 +267,7 @@ class ServicedSandboxes:
             )
         complete = replace(
             complete,
-            image=replace(image, entrypoint=(), healthcheck=None),  # which may need the services
+            image=replace(image, entrypoint=(), healthchecks=()),  # which may need the services
             environment={**complete.environment, **variables(services)},
         )
         sandbox = await self._fork(complete, tuple(services), live)

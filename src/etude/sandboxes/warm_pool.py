@@ -622,7 +622,7 @@ def _key(spec: SandboxSpec) -> str:
     return json.dumps(
         [
             [image.digest, image.base, list(map(str, image.layers)), dict(image.environment), image.workdir],
-            [astuple(image.user), image.entrypoint, image.healthcheck and astuple(image.healthcheck)],
+            [astuple(image.user), image.entrypoint, list(map(astuple, image.healthchecks))],
             [astuple(spec.limits), spec.allow, spec.names, spec.user, spec.ttl_s],
             [{inside: str(path) for inside, path in spec.mounts.items()}, dict(spec.environment)],
         ],

@@ -171,7 +171,7 @@ def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: st
         workdir=workdir or config.get("WorkingDir") or "/",
         user=user,
         entrypoint=tuple(config.get("Entrypoint") or ()),
-        healthcheck=_healthcheck(config.get("Healthcheck") or {}),
+        healthchecks=_healthchecks(config.get("Healthcheck") or {}),
     )
     accounts = _accounts(trees, user, folder / "accounts")
     digests = [_store_layer(store, blob, tree, image, folder) for blob, tree in zip(blobs, trees, strict=True)]
@@ -328,19 +328,20 @@ def _environment(lines: Sequence[str]) -> dict[str, str]:
     return variables
 
 
-def _healthcheck(stored: Mapping[str, Any]) -> Healthcheck | None:
+def _healthchecks(stored: Mapping[str, Any]) -> tuple[Healthcheck, ...]:
     kind, *words = stored.get("Test") or ["NONE"]
     if kind == "NONE":
-        return None
+        return ()
     usual = Healthcheck(argv=("/bin/sh", "-c", *words) if kind == "CMD-SHELL" else tuple(words))
 
     def seconds(key: str, default: float) -> float:
         return stored.get(key, 0) / SECOND_NS or default
 
-    return Healthcheck(
+    check = Healthcheck(
         argv=usual.argv,
         interval_s=seconds("Interval", usual.interval_s),
         timeout_s=seconds("Timeout", usual.timeout_s),
         start_period_s=seconds("StartPeriod", usual.start_period_s),
         retries=stored.get("Retries") or usual.retries,
     )
+    return (check,)

@@ -39,7 +39,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 """Names of images and base systems."""
 FOLDERS = ("images", "names", "blobs")
-OF_CONTAINERS = ("user", "entrypoint", "healthcheck")
+OF_CONTAINERS = ("user", "entrypoint", "healthchecks")
 """Settings of an image that are written where they are not the usual ones."""
 PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
 """Folders of images' files, which no other user may run."""
@@ -168,7 +168,7 @@ class ImageStore:
         if missing:
             raise ConfigError(f"image {reference!r} needs layers {missing}, not in {self.folder}: build it again")
         self._check_base(stored["base"])
-        healthcheck = stored.get("healthcheck")
+        checks = [{**check, "argv": tuple(check["argv"])} for check in stored.get("healthchecks", ())]
         return Image(
             digest=digest,
             base=stored["base"],
@@ -177,7 +177,7 @@ class ImageStore:
             workdir=stored["workdir"],
             user=ImageUser(**stored.get("user", {})),
             entrypoint=tuple(stored.get("entrypoint", ())),
-            healthcheck=Healthcheck(**{**healthcheck, "argv": tuple(healthcheck["argv"])}) if healthcheck else None,
+            healthchecks=tuple(Healthcheck(**check) for check in checks),
         )
 
     def verify(self, image: Image) -> None:

@@ -125,8 +125,9 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
         lines.append(f'[ "$(stat -c %u {inner})" = {user.uid} ] || chown -R -h {user.uid}:{user.gid} {inner}')
     lines.append(f"mkdir -p {' '.join(root + path for path in OWN_FOLDERS)} && chmod 1777 {root}/tmp")
     lines.append(f"mkdir {place}/tmp && mount --bind {root}/tmp {place}/tmp")
-    for name in spec.names:
-        lines.append(_no_links("/etc/hosts") + f"; echo 127.0.0.1 {shlex.quote(name)} >>{root}/etc/hosts")
+    if spec.names:
+        lines.append(_no_links("/etc/hosts"))
+        lines.append(f"printf '127.0.0.1 %s\\n' {shlex.join(spec.names)} >>{root}/etc/hosts")
     for target, source in spec.mounts.items():
         inner, shown = root + shlex.quote(target), shlex.quote(str(source))
         make = f"mkdir -p {inner}" if _is_folder(source) else f'mkdir -p "$(dirname {inner})" && touch {inner}'

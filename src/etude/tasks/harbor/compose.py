@@ -115,14 +115,14 @@ class ComposeServices:
 
     entrypoint: tuple[str, ...] = ()
     """Comes before that of the image."""
-    healthcheck: Healthcheck | None = None
+    healthchecks: tuple[Healthcheck, ...] = ()
     names: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Of ``main``."""
 
 
-def parse_compose(text: str, *, source: str, own: Healthcheck | None = None) -> ComposeServices:
-    """Read a compose file; ``source`` is its path, for messages, and ``own`` the health check of the task.
+def parse_compose(text: str, *, source: str) -> ComposeServices:
+    """Read a compose file; ``source`` is its path, for messages.
 
     Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` with every key that is not held to.
     """
@@ -142,12 +142,10 @@ def parse_compose(text: str, *, source: str, own: Healthcheck | None = None) -> 
             f"{source}: services.main.command and working_dir: write ENTRYPOINT, and WORKDIR, instead"
         )
     scripts = [_script(name, settings.services[name], source) for name in others]
-    if main.healthcheck and own:
-        raise TaskFolderError(f"{source}: services.main.healthcheck: environment.healthcheck is another one: keep one")
-    check = main.healthcheck.check if main.healthcheck else own
+    checks = (main.healthcheck.check,) if main.healthcheck else ()
     return ComposeServices(
         entrypoint=("sh", "-c", "\n".join([*scripts, f": >{UP}", 'exec "$@"']), "services") if scripts else (),
-        healthcheck=_all_healthy(check, settings) if scripts else check,
+        healthchecks=(_all_healthy(settings), *checks) if scripts else checks,
         names=tuple(others),
         environment=fill_variables(main.variables, source=source, key="services.main.environment"),
     )
@@ -199,14 +197,9 @@ def _patience_s(check: Healthcheck) -> float:
     return check.start_period_s + check.retries * check.interval_s
 
 
-def _all_healthy(own: Healthcheck | None, settings: ComposeSettings) -> Healthcheck:
-    """A check that succeeds when all services do, and then ``own``."""
-    words = own.argv if own else ("true",)
-    script = f'[ -e {UP} ] && [ ! -e {LOGS} ] && exec "$@"; cat {LOGS} 2>/dev/null; exit 1'
+def _all_healthy(settings: ComposeSettings) -> Healthcheck:
+    """A check that succeeds when the script has found all services healthy."""
     checks = [service.healthcheck.check for service in settings.services.values() if service.healthcheck]
-    return Healthcheck(
-        argv=("sh", "-c", script, "services", *words),
-        interval_s=1.0,
-        timeout_s=own.timeout_s if own else 30.0,
-        retries=3 + round(sum(map(_patience_s, checks))),
-    )
+    script = f"[ -e {UP} ] && [ ! -e {LOGS} ] || {{ cat {LOGS} 2>/dev/null; exit 1; }}"
+    retries = 3 + round(sum(map(_patience_s, checks)))
+    return Healthcheck(argv=("sh", "-c", script), interval_s=1.0, retries=retries)

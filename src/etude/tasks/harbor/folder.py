@@ -140,13 +140,14 @@ class HarborTask:
     def environment_spec(self, image: Image) -> EnvironmentSpec:
         """The sandbox spec, given the image that was built."""
         limits = self.settings.environment.limits
+        own = [self.settings.environment.healthcheck.check] if self.settings.environment.healthcheck else []
         return EnvironmentSpec(
             image=image.digest,
             workdir=self.workdir(image),
             allow=self.origin.allow if self.origin.allow is not None else self.settings.environment.allow,
             names=self.services.names,
             entrypoint=self.services.entrypoint,
-            healthcheck=self.services.healthcheck,
+            healthchecks=(*self.services.healthchecks, *own),
             variables=self.environment,
             limits=SandboxLimits(
                 memory_bytes=limits.memory_bytes,
@@ -208,7 +209,7 @@ def read_task(folder: Path, *, offline: bool = False) -> HarborTask:
         tests=_texts(folder, TESTS, TEST_PROGRAM),
         solution=_texts(folder, SOLUTION, SOLVE_PROGRAM) if (folder / SOLUTION).is_dir() else {},
         plain=plain_dockerfile(_dockerfile(folder, settings)),
-        services=_services(folder, settings),
+        services=_services(folder),
     )
     if origin.canary is not None and origin.canary not in task.tests:
         raise TaskFolderError(f"{source}: metadata.etude.canary = {origin.canary!r}: {TESTS}/ has {list(task.tests)}")
@@ -335,11 +336,10 @@ def _dockerfile(folder: Path, settings: TaskSettings) -> str:
     return f"FROM {settings.environment.docker_image}\n"
 
 
-def _services(folder: Path, settings: TaskSettings) -> ComposeServices:
-    check = settings.environment.healthcheck.check if settings.environment.healthcheck else None
+def _services(folder: Path) -> ComposeServices:
     if not (folder / COMPOSE).exists():
-        return ComposeServices(healthcheck=check)
-    return parse_compose(_text(folder, COMPOSE), source=str(folder / COMPOSE), own=check)
+        return ComposeServices()
+    return parse_compose(_text(folder, COMPOSE), source=str(folder / COMPOSE))
 
 
 def _artefacts(task: HarborTask, workdir: str) -> tuple[str, ...]:

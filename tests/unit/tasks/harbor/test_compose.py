@@ -1,4 +1,4 @@
-"""Services of a task folder: what is read of a compose file, what is refused by name, and that they run beside an agent."""
+"""Services of a task folder: what is read of a compose file, what is refused by name, and that they run."""
 
 import asyncio
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_durations_are_those_of_compose() -> None:
 def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
     services = parse_compose("services: {main: {healthcheck: {test: [CMD, 'true'], timeout: 2s}}}", source="c")
     assert (services.entrypoint, services.names) == ((), ())
-    assert services.healthcheck == Healthcheck(argv=("true",), timeout_s=2)
+    assert services.healthchecks == (Healthcheck(argv=("true",), timeout_s=2),)
 
 
 @pytest.mark.parametrize(

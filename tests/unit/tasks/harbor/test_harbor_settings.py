@@ -64,7 +64,6 @@ def test_old_names_of_keys_are_understood() -> None:
         ("[environment]\ncolour = 1", "environment.colour = 1: Harbor has no such key"),
         ("colour = 1", "colour = 1: Harbor has no such key"),
         ("[environment]\ngpus = 1", "environment.gpus = 1: sandboxes have no GPU"),
-        ("[environment.healthcheck]\ncommand = 'true'", "environment.healthcheck"),
         ("[[steps]]\nname = 'one'", "write a folder for each"),
         ("[[verifier.collect]]\ncommand = 'dump'", "declare files in artifacts"),
         ("[environment]\nos = 'windows'", "environment.os"),
