@@ -34,6 +34,7 @@ from etude.taskgen.installer import InstallerOptions
 from etude.taskgen.preparation import Settings
 from etude.taskgen.verdicts import Rejection
 from etude.tasks.harbor.family import HELDOUT_ONE_IN, read_tasks, side_of
+from etude.tasks.harbor.features import markdown
 from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import build_images
 from etude.tasks.harbor.settings import TaskFolderError
@@ -136,6 +137,12 @@ def list_tasks(
     else:
         lines = _repository_lines(source, split, count)
     print("\n".join(lines))
+
+
+@app.command("features")
+def list_features() -> None:
+    """Print the features of Harbor's format, and whether étude holds to each."""
+    print(markdown(), end="")
 
 
 @app.command("export")

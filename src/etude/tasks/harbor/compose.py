@@ -14,7 +14,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -25,6 +26,35 @@ from etude.tasks.harbor.settings import TaskFolderError, explain, fill_variables
 
 MAIN = "main"
 """The agent's own service."""
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "image": "a sandbox has one root: install its program in the Dockerfile of main, and write build: .",
+        "entrypoint": "write it into command",
+        "user": "services run as the agent does",
+        "volumes": "services have the files of the sandbox",
+        "networks": "services have the loopback of the sandbox",
+        "network_mode": "services have the loopback of the sandbox",
+        "env_file": "write environment",
+        "restart": "a service that ends has ended",
+        "deploy": "the limits are those of task.toml, for all services together",
+        "cap_add": "no command of a sandbox has capabilities",
+        "privileged": "no command of a sandbox has capabilities",
+    }
+)
+"""Keys of a service that are refused, and what to do; so is any other that is not a field below."""
+NOTES: Mapping[str, str] = MappingProxyType(
+    {
+        "version": "carried",
+        "services.*.build": "in part: . alone, the image of main",
+        "services.*.environment": "in part: values and defaults, no variable of the machine",
+        "services.*.command": "in part: main does nothing but sleep",
+        "services.*.working_dir": "in part: of main it is WORKDIR, or environment.workdir",
+        "services.*.depends_on.*.condition": "in part: started is healthy, too, where there is a check",
+        "services.*.ports": "in part: every port is the sandbox's own, and none is seen outside",
+        "services.*.expose": "every port is the sandbox's own",
+    }
+)
+"""How far a key is held to, where its name alone does not say it."""
 UNKNOWN_KEY = "it is not held to: a service is the image of main (build: .) with a command of its own"
 UP, LOGS = "/tmp/.services-up", "/tmp/.services"
 """A file that is there when all services are healthy, and the end of their logs, inside."""
@@ -65,6 +95,12 @@ class HealthcheckSettings(Section):
         )
 
 
+class DependencySettings(Section):
+    """A service that another one depends on."""
+
+    condition: Literal["service_started", "service_healthy"] = "service_started"
+
+
 class ServiceSettings(Section):
     """A service, as far as étude holds to it."""
 
@@ -74,8 +110,8 @@ class ServiceSettings(Section):
     working_dir: str = ""
     """Empty: that of the image."""
     healthcheck: HealthcheckSettings | None = None
-    depends_on: tuple[str, ...] | dict[str, Any] = ()
-    """Always until it is healthy."""
+    depends_on: tuple[str, ...] | dict[str, DependencySettings] = ()
+    """Always until it is healthy, if it has a check."""
     ports: tuple[Any, ...] = ()
     expose: tuple[Any, ...] = ()
     """Every port is the sandbox's own, and none is seen outside."""
@@ -131,7 +167,7 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
     except yaml.YAMLError as error:
         raise TaskFolderError(f"{source} is no YAML: {error}") from error
     except ValidationError as error:
-        faults = [explain(fault, UNKNOWN_KEY) for fault in error.errors()]
+        faults = [explain(fault, REFUSED.get(str(fault["loc"][-1]), UNKNOWN_KEY)) for fault in error.errors()]
         raise TaskFolderError(f"{source}:\n  " + "\n  ".join(faults)) from error
     if MAIN not in settings.services:
         raise TaskFolderError(f"{source}: services has {list(settings.services)}, and no {MAIN!r}, the agent's own")

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Annotated
 
 from pydantic import Field, ValidationError
@@ -44,9 +45,26 @@ SETTINGS, INSTRUCTION, ENVIRONMENT, TESTS, SOLUTION = (
 )
 COMPOSE = f"{ENVIRONMENT}/docker-compose.yaml"
 TEST_PROGRAM, SOLVE_PROGRAM = "test.sh", "solve.sh"
+FILES: Mapping[str, str] = MappingProxyType(
+    {
+        SETTINGS: "",
+        INSTRUCTION: "",
+        f"{ENVIRONMENT}/Dockerfile": "built by podman, unless it only puts text into a known base system",
+        f"{ENVIRONMENT}/.dockerignore": "",
+        COMPOSE: "in part: services that have the image of main",
+        f"{TESTS}/{TEST_PROGRAM}": "as root, in a sandbox where no agent was",
+        f"{TESTS}/*": "in part: text, at most 16 MiB",
+        f"{SOLUTION}/{SOLVE_PROGRAM}": "as the agent, of `etude tasks check`",
+        f"{SOLUTION}/*": "in part: text, at most 16 MiB",
+    }
+)
+"""Files that are read, by étude or podman, and how far."""
 UNSUPPORTED_FILES = (
     ("trajectory.json", "agents begin with the instruction alone"),
     ("environment/singularity-compose.yaml", "a world is one sandbox: write a Dockerfile"),
+    ("tests/Dockerfile", "the verifier has a fresh copy of the task's own image: install its programs there"),
+    ("tests/test.bat", "sandboxes are Linux: write tests/test.sh"),
+    ("solution/solve.bat", "sandboxes are Linux: write solution/solve.sh"),
 )
 """Files that change what a task is, in ways that étude does not have."""
 LEFT_OUT = re.compile(r"(^|/)(\.git|\.DS_Store|__pycache__|\.pytest_cache|\.venv|node_modules)(/|$)|\.pyc$")
@@ -349,11 +367,6 @@ def _artefacts(task: HarborTask, workdir: str) -> tuple[str, ...]:
     if task.settings.verifier.environment_mode != "separate":
         return (".",)
     source = task.folder / SETTINGS
-    if (task.folder / TESTS / "Dockerfile").exists():
-        raise TaskFolderError(
-            f"{task.folder / TESTS / 'Dockerfile'} is there: the verifier has a fresh copy of the task's own image; "
-            "install its programs in environment/Dockerfile"
-        )
     if not task.settings.artifacts:
         raise TaskFolderError(
             f"{source}: artifacts is empty: a separate verifier sees nothing but the files that are declared there"

@@ -50,6 +50,32 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Keys that change what a task is, in ways that étude does not have, and what to do."""
+NOTES: Mapping[str, str] = MappingProxyType(
+    {
+        "source": "carried",
+        "task": "carried; task.name is the name of the task",
+        "metadata": "carried; metadata.etude is étude's own table",
+        "artifacts.source": "in part: below the working folder, of which alone the agent is the owner",
+        "artifacts.destination": "carried: a folder of the machine that Harbor runs on",
+        "artifacts.exclude": "in part: empty",
+        "artifacts.service": "in part: main",
+        "verifier.user": "in part: root, in a sandbox of its own",
+        "verifier.environment_mode": "in part: always apart; for shared with the agent's whole working folder",
+        "verifier.env": "in part: values and defaults, no variable of the machine",
+        "agent.timeout_sec": "in part: of a solution that is checked; a harness has its own",
+        "agent.user": "in part: agent; else the image's USER, and agent where that is root",
+        "environment.docker_image": "by tag or digest; not read where there is a Dockerfile",
+        "environment.os": "in part: linux",
+        "environment.env": "in part: values and defaults, no variable of the machine",
+        "environment.network_mode": "in part: no network unless said; public for folders that are read as offline",
+        "environment.allowed_hosts": "in part: whole names, at ports 80 and 443",
+        "environment.memory_mb": "also as memory",
+        "environment.storage_mb": "also as storage",
+        "environment.healthcheck.start_interval_sec": "tried every half second at least",
+        "solution.env": "in part: values and defaults, no variable of the machine",
+    }
+)
+"""How far a key is held to, or what it is for, where its name alone does not say it."""
 
 
 class TaskFolderError(UserError):

@@ -1,0 +1,118 @@
+"""Features of Harbor's format, by the format's own names, and whether étude holds to each.
+
+Made of what the reader of task folders itself reads with: the fields of its settings, and the tables of what it
+refuses. So a key that is added or refused there is in this list, and none is ignored silently: a key that is in neither
+table is refused as unknown.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import BaseModel
+
+from etude.config.section import Section
+from etude.tasks.harbor import compose, folder, settings
+
+FORMAT = "Harbor 0.26, schema 1.4"
+"""The release whose models the tables were compared with."""
+INSTRUCTIONS = {
+    "FROM, RUN, COPY, ADD, ARG, SHELL, ONBUILD": "podman's: any image, many stages, mounts, here-documents",
+    "ENV": "",
+    "WORKDIR": "the agent owns it",
+    "USER": "in part: any but root, for which agents are the user agent",
+    "ENTRYPOINT": "in part: as Harbor starts it, but as the agent's user",
+    "HEALTHCHECK": "waited for",
+    "CMD": "carried: neither Harbor nor étude runs it",
+    "EXPOSE, LABEL, STOPSIGNAL, VOLUME": "carried: a volume is a folder like any other",
+}
+"""Instructions of a Dockerfile; what they make is read by :mod:`etude.sandboxes.images.containers`."""
+
+
+class Standing(StrEnum):
+    """How much étude holds to a feature."""
+
+    HONOURED = "honoured"
+    PART = "in part"
+    CARRIED = "carried"
+    REFUSED = "refused"
+
+    @property
+    def meaning(self) -> str:
+        """The same in words."""
+        return MEANINGS[self]
+
+
+MEANINGS = {
+    Standing.HONOURED: "as the format says",
+    Standing.PART: "with the difference that stands beside; other values are refused by name",
+    Standing.CARRIED: "decides nothing",
+    Standing.REFUSED: "by its name, with the fix, before anything starts",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """A file, key or instruction of the format."""
+
+    name: str
+    standing: Standing
+    note: str = ""
+
+
+def features() -> tuple[Feature, ...]:
+    """All features, in the order of the format: files, ``task.toml``, the Dockerfile's, and compose's."""
+    refused_files = ((path, fix) for path, fix in folder.UNSUPPORTED_FILES)
+    return (
+        *(_feature(path, note) for path, note in folder.FILES.items()),
+        *(Feature(name=path, standing=Standing.REFUSED, note=fix) for path, fix in refused_files),
+        *(_feature(f"task.toml: {key}", settings.NOTES.get(key, "")) for key in _keys(settings.TaskSettings)),
+        *(
+            Feature(name=f"task.toml: {key}", standing=Standing.REFUSED, note=fix)
+            for key, fix in settings.REFUSED.items()
+        ),
+        *(_feature(f"Dockerfile: {key}", note) for key, note in INSTRUCTIONS.items()),
+        *(_feature(f"compose: {key}", compose.NOTES.get(key, "")) for key in _keys(compose.ComposeSettings)),
+        *(
+            Feature(name=f"compose: services.*.{key}", standing=Standing.REFUSED, note=fix)
+            for key, fix in compose.REFUSED.items()
+        ),
+    )
+
+
+def markdown() -> str:
+    """The table as a page, with the share of each standing above it."""
+    rows = features()
+    lines = [f"{FORMAT}, {len(rows)} features:"]
+    for standing in Standing:
+        count = sum(row.standing is standing for row in rows)
+        lines.append(f"{count} ({100 * count / len(rows):.0f} %) {standing}, {standing.meaning};")
+    lines += ["none is ignored silently.", "", "| feature | | |", "|---|---|---|"]
+    lines += [f"| `{row.name}` | {row.standing} | {row.note} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _feature(name: str, note: str) -> Feature:
+    """A feature that is read; its note begins with its standing unless it is honoured."""
+    for standing in (Standing.PART, Standing.CARRIED):
+        if note.startswith(standing):
+            return Feature(name=name, standing=standing, note=note.removeprefix(standing).lstrip(":; "))
+    return Feature(name=name, standing=Standing.HONOURED, note=note)
+
+
+def _keys(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    """The keys of a section and of those in it, with dots between."""
+    for name, field in section.model_fields.items():
+        inner = _sections(field.annotation)
+        for each in inner:
+            part = "*." if "dict" in str(field.annotation) else ""
+            yield from _keys(each, f"{above}{name}.{part}")
+        if not inner:
+            yield f"{above}{name}"
+
+
+def _sections(annotation: object) -> list[type[BaseModel]]:
+    """The sections in a type such as ``dict[str, Section]`` or ``Section | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [each for part in getattr(annotation, "__args__", ()) for each in _sections(part)]
