@@ -128,7 +128,7 @@ def test_a_dockerfile_is_built_with_all_its_config_says(staged: Image) -> None:
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
-def test_an_image_means_the_same_in_every_provider(name: str, staged: Image, store: ImageStore) -> None:
+def test_an_image_is_the_same_in_every_provider(name: str, staged: Image, store: ImageStore) -> None:
     if name == "qemu" and (missing := no_virtual_machines()):
         pytest.skip(missing)
     assert output(PROVIDERS[name](store), staged, LOOK) == SEEN
@@ -159,14 +159,14 @@ def test_a_private_registry_is_opened_by_the_kept_credentials_and_nothing_repeat
     with running_registry(tmp_path / "registry", private=True) as private:
         login = ["login", "--username", USER, "--password-stdin", private.address]
         private.podman(*login, stdin=PASSWORD.encode())
-        kept = Path(os.environ["REGISTRY_AUTH_FILE"]).read_text(encoding="utf-8")
+        credentials = Path(os.environ["REGISTRY_AUTH_FILE"]).read_text(encoding="utf-8")
         reference = private.build(tmp_path / "image", {"Dockerfile": "FROM localhost/base\nWORKDIR /app\n"}, "a:1")
         image = add_image(store, reference)
         private.podman("logout", private.address)
         with pytest.raises(SandboxError) as refused:
             add_image(store, reference)
     assert image.workdir == "/app"
-    (secret,) = (entry["auth"] for entry in json.loads(kept)["auths"].values())
+    (secret,) = (entry["auth"] for entry in json.loads(credentials)["auths"].values())
     texts = [str(refused.value), *(file.read_text() for file in (store.folder / "images").iterdir())]
     assert "auth" in texts[0]
     assert not any(word in text for text in texts for word in (PASSWORD, secret))

@@ -42,6 +42,8 @@ USERS = range(1, 65534)
 """Numbers of users that commands may run as: a sandbox has 65,536, of which the last two are not the image's."""
 WHITEOUT, OPAQUE, IGNORED = ".wh.", ".wh..wh..opq", ".wh..wh."
 """Names in a blob that say what is removed from those below. Source: https://github.com/opencontainers/image-spec."""
+SYSTEM = ("usr", "bin", "sbin", "lib", "etc", "dev", "proc", "sys", "root")
+"""Folders in which users of Debian's own have their homes, which become nobody's."""
 SECOND_NS = 1_000_000_000
 
 
@@ -63,7 +65,7 @@ class _Fetched:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What a container is to be like."""
+        """Settings of its containers."""
         config: Mapping[str, Any] = json.loads(self._blob(self._manifest["config"]).read_bytes()).get("config") or {}
         return config
 
@@ -158,9 +160,7 @@ def _run(argv: Sequence[str], timeout_s: float, what: str) -> None:
 def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: str) -> Image:
     """Unpack what is not there yet; ``folder`` is for what is on the way."""
     config = fetched.config
-    blobs = list({blob.name: blob for blob in reversed(fetched.blobs)}.values())[
-        ::-1
-    ]  # one that comes twice, at its last
+    blobs = [*dict.fromkeys(reversed(fetched.blobs))][::-1]  # one that comes twice, at its last place
     trees = [_known_tree(store, blob) or _unpack(blob, folder / f"tree-{blob.name}") for blob in blobs]
     if not any(_topmost(trees, path) for path in ("bin/sh", "usr/bin/sh")):
         raise ConfigError(f"the image {fetched.digest} has no /bin/sh, which harnesses and graders run: add a shell")
@@ -203,7 +203,8 @@ def _store_layer(store: ImageStore, blob: Path, tree: Path, image: Image, folder
         for path in _below(tree / place.lstrip("/")):
             os.chown(path, uid, gid, follow_symlinks=False)
     digest = _settle_layer(store, tree)
-    note.write_text(digest, encoding="ascii")
+    (folder / "note").write_text(digest, encoding="ascii")
+    (folder / "note").replace(note)
     return digest
 
 
@@ -287,37 +288,29 @@ def _user(text: str, trees: Sequence[Path]) -> ImageUser:
         raise ConfigError(f"USER {text}: /etc/passwd or /etc/group of the image has no such row: add it, or drop USER")
     if int(uid) not in USERS:
         raise ConfigError(f"USER {text}: user {uid} is none of 1 to {USERS[-1]}, which sandboxes have: use another one")
-    home = rows[0][5] if rows else ""
-    place = _topmost(trees, home.lstrip("/")) if len(PurePosixPath(home).parts) > 1 else None
-    is_own = place is not None and place.is_dir() and place.lstat().st_uid == int(uid)
-    return ImageUser(uid=int(uid), gid=int(gid), home=home if is_own else ImageUser().home)
+    home = rows[0][5].strip("/") if rows else ""
+    is_own = bool(home) and home.split("/")[0] not in SYSTEM and _topmost(trees, home) is not None
+    return ImageUser(uid=int(uid), gid=int(gid), home=f"/{home}" if is_own else ImageUser().home)
 
 
 def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None:
     """A layer that names the user and the machine, made in ``tree``; ``None`` where the image does."""
-    lines = {
-        "etc/passwd": (
-            user.uid,
-            f"agent:x:{user.uid}:{user.gid}::{user.home}:/bin/sh",
-            "root:x:0:0:root:/root:/bin/sh",
-        ),
-        "etc/group": (user.gid, f"agent:x:{user.gid}:", "root:x:0:"),
-    }
-
-    def write(path: str, text: str) -> None:
-        file = tree / path
-        file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        file.chmod(0o644)
-
-    for path, (number, line, root) in lines.items():
+    texts: dict[str, str] = {}
+    for path, number, rest in (
+        ("etc/passwd", user.uid, f":{user.gid}::{user.home}:/bin/sh"),
+        ("etc/group", user.gid, ":"),
+    ):
         rows = _rows(trees, path)
-        if not any(len(row) > 2 and row[2] == str(number) for row in rows):
-            write(path, "\n".join([*(map(":".join, rows) if rows else [root]), line, ""]))
+        if not any(row[2:3] == [str(number)] for row in rows):
+            texts[path] = "\n".join([*map(":".join, rows), f"agent:x:{number}{rest}", ""])
     hosts = _topmost(trees, "etc/hosts")
     if hosts is None or (not hosts.is_symlink() and hosts.stat().st_size == 0):
-        write("etc/hosts", hosts_text((), HOSTNAME))
-    return tree if tree.exists() else None
+        texts["etc/hosts"] = hosts_text((), HOSTNAME)
+    for path, text in texts.items():
+        (tree / "etc").mkdir(mode=0o755, parents=True, exist_ok=True)
+        (tree / path).write_text(text, encoding="utf-8")
+        (tree / path).chmod(0o644)
+    return tree if texts else None
 
 
 def _environment(lines: Sequence[str]) -> dict[str, str]:
@@ -332,16 +325,7 @@ def _healthchecks(stored: Mapping[str, Any]) -> tuple[Healthcheck, ...]:
     kind, *words = stored.get("Test") or ["NONE"]
     if kind == "NONE":
         return ()
-    usual = Healthcheck(argv=("/bin/sh", "-c", *words) if kind == "CMD-SHELL" else tuple(words))
-
-    def seconds(key: str, default: float) -> float:
-        return stored.get(key, 0) / SECOND_NS or default
-
-    check = Healthcheck(
-        argv=usual.argv,
-        interval_s=seconds("Interval", usual.interval_s),
-        timeout_s=seconds("Timeout", usual.timeout_s),
-        start_period_s=seconds("StartPeriod", usual.start_period_s),
-        retries=stored.get("Retries") or usual.retries,
-    )
-    return (check,)
+    argv = ("/bin/sh", "-c", *words) if kind == "CMD-SHELL" else tuple(words)
+    keys = {"interval_s": "Interval", "timeout_s": "Timeout", "start_period_s": "StartPeriod"}
+    times = {name: stored[key] / SECOND_NS for name, key in keys.items() if stored.get(key)}
+    return (Healthcheck(argv=argv, retries=stored.get("Retries") or Healthcheck(argv=()).retries, **times),)

@@ -95,16 +95,16 @@ class ImageStore:
             StoredImage(image=image, names=named, size_bytes=sum(map(size_of, image.layers))) for image, named in images
         ]
 
-    def add_layer(self, tree: Path, *, owned: Sequence[str] = OWNED) -> str:
+    def add_layer(self, tree: Path) -> str:
         """Copy what is in ``tree`` in and return its digest; a layer that is there already is left as it is.
 
-        What is under the places ``owned`` belongs to the agent, the rest to root, unless it is user 1000's on this
+        What is under the places ``OWNED`` belongs to the agent, the rest to root, unless it is user 1000's on this
         machine. Raises ``ValueError`` for what no layer can hold and :class:`~etude.errors.SandboxError` when the
         tree cannot be read or the store is full.
         """
         try:
             with self.incoming() as folder:
-                digest = copy_tree(tree, folder / "layer", owned)
+                digest = copy_tree(tree, folder / "layer")
                 settle(folder / "layer", self.layer(digest))
         except OSError as error:
             raise SandboxError(f"{tree} cannot be stored as a layer in {self.folder}: {error}") from error
@@ -214,15 +214,18 @@ class ImageStore:
         for disk in (self.folder / "disks").glob("*.squashfs"):
             if disk.stem not in used:
                 disk.unlink()
+        for note in (self.folder / "blobs").iterdir():
+            if note.read_text(encoding="ascii") not in used:
+                note.unlink()
         return len(unused)
 
     def disk_image(self, layer: Path) -> Path:
         """A squashfs of a layer, made when it is not there; slow, so not for an event loop.
 
-        ``layer`` may be outside of the store. Raises :class:`~etude.errors.SandboxError` when it cannot be made.
+        ``layer`` may be another store's, or any tree. Raises :class:`~etude.errors.SandboxError` when it cannot be made.
         """
         try:
-            digest = layer.name if layer.parent == self.folder / "layers" else digest_tree(layer, None)
+            digest = layer.name if DIGEST.fullmatch(layer.name) else digest_tree(layer, None)
             disk = self.folder / "disks" / f"{digest}.squashfs"
             if not disk.exists():
                 with self.incoming() as folder:

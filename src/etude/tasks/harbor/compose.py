@@ -54,7 +54,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "services.*.expose": "every port is the sandbox's own",
     }
 )
-"""How far a key is held to, where its name alone does not say it."""
+"""Limits of keys that are read, where the name alone does not say it."""
 UNKNOWN_KEY = "it is not held to: a service is the image of main (build: .) with a command of its own"
 UP, LOGS = "/tmp/.services-up", "/tmp/.services"
 """A file that is there when all services are healthy, and the end of their logs, inside."""
@@ -67,7 +67,7 @@ DURATION = re.compile(rf"(?:{PART.pattern})+")
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class HealthcheckSettings(Section):
+class CheckSettings(Section):
     """``healthcheck`` of a service."""
 
     test: str | tuple[str, ...]
@@ -109,7 +109,7 @@ class ServiceSettings(Section):
     command: str | tuple[str, ...] = ()
     working_dir: str = ""
     """Empty: that of the image."""
-    healthcheck: HealthcheckSettings | None = None
+    healthcheck: CheckSettings | None = None
     depends_on: tuple[str, ...] | dict[str, DependencySettings] = ()
     """Always until it is healthy, if it has a check."""
     ports: tuple[Any, ...] = ()
@@ -147,14 +147,14 @@ class ComposeSettings(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposeServices:
-    """What a task's services add to its sandbox."""
+    """Services of a task: what they add to its sandbox."""
 
     entrypoint: tuple[str, ...] = ()
     """Comes before that of the image."""
     healthchecks: tuple[Healthcheck, ...] = ()
     names: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of ``main``."""
+    """Variables of ``main``."""
 
 
 def parse_compose(text: str, *, source: str) -> ComposeServices:
@@ -222,14 +222,14 @@ def _script(name: str, service: ServiceSettings, source: str) -> str:
         check = service.healthcheck.check
         lines += [
             f"tries=0; until {shlex.join(check.argv)} >/dev/null 2>&1; do",
-            f"    tries=$((tries + 1)); [ $tries -le {_patience_s(check):.0f} ] || break; sleep 1",
-            f"done; [ $tries -le {_patience_s(check):.0f} ] ||",
+            f"    tries=$((tries + 1)); [ $tries -le {_retry_timeout_s(check):.0f} ] || break; sleep 1",
+            f"done; [ $tries -le {_retry_timeout_s(check):.0f} ] ||",
             f"    {{ echo service {name} is not healthy; tail -n 20 {LOGS}-{name}; }} >{LOGS}",
         ]
     return "\n".join(lines)
 
 
-def _patience_s(check: Healthcheck) -> float:
+def _retry_timeout_s(check: Healthcheck) -> float:
     return check.start_period_s + check.retries * check.interval_s
 
 
@@ -237,5 +237,5 @@ def _all_healthy(settings: ComposeSettings) -> Healthcheck:
     """A check that succeeds when the script has found all services healthy."""
     checks = [service.healthcheck.check for service in settings.services.values() if service.healthcheck]
     script = f"[ -e {UP} ] && [ ! -e {LOGS} ] || {{ cat {LOGS} 2>/dev/null; exit 1; }}"
-    retries = 3 + round(sum(map(_patience_s, checks)))
+    retries = 3 + round(sum(map(_retry_timeout_s, checks)))
     return Healthcheck(argv=("sh", "-c", script), interval_s=1.0, retries=retries)

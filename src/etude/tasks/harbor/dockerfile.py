@@ -33,7 +33,7 @@ class PlainDockerfile:
 
 
 def plain_dockerfile(text: str) -> PlainDockerfile | None:
-    """What a Dockerfile says; ``None`` for one that does more than put files into one folder of a known base system."""
+    """Read a Dockerfile; ``None`` for one that does more than put files into one folder of a known base system."""
     parent, workdir = "", ""
     environment: dict[str, str] = {}
     copies: list[tuple[str, ...]] = []

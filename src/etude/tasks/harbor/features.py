@@ -29,25 +29,20 @@ INSTRUCTIONS = {
 """Instructions of a Dockerfile; what they make is read by :mod:`etude.sandboxes.images.containers`."""
 
 
-class Standing(StrEnum):
-    """How much étude holds to a feature."""
+class Support(StrEnum):
+    """Support of a feature, from all to none."""
 
     HONOURED = "honoured"
     PART = "in part"
     CARRIED = "carried"
     REFUSED = "refused"
 
-    @property
-    def meaning(self) -> str:
-        """The same in words."""
-        return MEANINGS[self]
-
 
 MEANINGS = {
-    Standing.HONOURED: "as the format says",
-    Standing.PART: "with the difference that stands beside; other values are refused by name",
-    Standing.CARRIED: "decides nothing",
-    Standing.REFUSED: "by its name, with the fix, before anything starts",
+    Support.HONOURED: "as the format says",
+    Support.PART: "with the difference that stands beside; other values are refused by name",
+    Support.CARRIED: "decides nothing",
+    Support.REFUSED: "by its name, with the fix, before anything starts",
 }
 
 
@@ -56,7 +51,7 @@ class Feature:
     """A file, key or instruction of the format."""
 
     name: str
-    standing: Standing
+    support: Support
     note: str = ""
 
 
@@ -65,39 +60,39 @@ def features() -> tuple[Feature, ...]:
     refused_files = ((path, fix) for path, fix in folder.UNSUPPORTED_FILES)
     return (
         *(_feature(path, note) for path, note in folder.FILES.items()),
-        *(Feature(name=path, standing=Standing.REFUSED, note=fix) for path, fix in refused_files),
+        *(Feature(name=path, support=Support.REFUSED, note=fix) for path, fix in refused_files),
         *(_feature(f"task.toml: {key}", settings.NOTES.get(key, "")) for key in _keys(settings.TaskSettings)),
         *(
-            Feature(name=f"task.toml: {key}", standing=Standing.REFUSED, note=fix)
+            Feature(name=f"task.toml: {key}", support=Support.REFUSED, note=fix)
             for key, fix in settings.REFUSED.items()
         ),
         *(_feature(f"Dockerfile: {key}", note) for key, note in INSTRUCTIONS.items()),
         *(_feature(f"compose: {key}", compose.NOTES.get(key, "")) for key in _keys(compose.ComposeSettings)),
         *(
-            Feature(name=f"compose: services.*.{key}", standing=Standing.REFUSED, note=fix)
+            Feature(name=f"compose: services.*.{key}", support=Support.REFUSED, note=fix)
             for key, fix in compose.REFUSED.items()
         ),
     )
 
 
 def markdown() -> str:
-    """The table as a page, with the share of each standing above it."""
+    """The table as a page, with the share of each support above it."""
     rows = features()
     lines = [f"{FORMAT}, {len(rows)} features:"]
-    for standing in Standing:
-        count = sum(row.standing is standing for row in rows)
-        lines.append(f"{count} ({100 * count / len(rows):.0f} %) {standing}, {standing.meaning};")
+    for support in Support:
+        count = sum(row.support is support for row in rows)
+        lines.append(f"{count} ({100 * count / len(rows):.0f} %) {support}, {MEANINGS[support]};")
     lines += ["none is ignored silently.", "", "| feature | | |", "|---|---|---|"]
-    lines += [f"| `{row.name}` | {row.standing} | {row.note} |" for row in rows]
+    lines += [f"| `{row.name}` | {row.support} | {row.note} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def _feature(name: str, note: str) -> Feature:
-    """A feature that is read; its note begins with its standing unless it is honoured."""
-    for standing in (Standing.PART, Standing.CARRIED):
-        if note.startswith(standing):
-            return Feature(name=name, standing=standing, note=note.removeprefix(standing).lstrip(":; "))
-    return Feature(name=name, standing=Standing.HONOURED, note=note)
+    """A feature that is read; its note begins with its support unless it is honoured."""
+    for support in (Support.PART, Support.CARRIED):
+        if note.startswith(support):
+            return Feature(name=name, support=support, note=note.removeprefix(support).lstrip(":; "))
+    return Feature(name=name, support=Support.HONOURED, note=note)
 
 
 def _keys(section: type[BaseModel], above: str = "") -> Iterator[str]:

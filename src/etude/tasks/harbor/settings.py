@@ -75,7 +75,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "solution.env": "in part: values and defaults, no variable of the machine",
     }
 )
-"""How far a key is held to, or what it is for, where its name alone does not say it."""
+"""Limits of keys that are read, or what they are for, where the name alone does not say it."""
 
 
 class TaskFolderError(UserError):

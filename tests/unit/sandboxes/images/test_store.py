@@ -83,7 +83,7 @@ def test_every_change_gives_another_digest(tmp_path: Path, change: str) -> None:
 
 
 def test_what_is_in_the_working_folder_is_the_agents(tmp_path: Path) -> None:
-    owners = {entry.path: entry.owner for entry in entries(plant(tmp_path / "tree"))}
+    owners = {entry.path: entry.user for entry in entries(plant(tmp_path / "tree"))}
     assert owners == {
         **dict.fromkeys(("work", "work/inner", "work/inner/a"), AGENT),
         **dict.fromkeys(("usr", "usr/tool", "usr/link"), 0),
@@ -204,8 +204,8 @@ def test_a_disk_has_the_layers_files_and_owners(store: ImageStore, tmp_path: Pat
     listed = subprocess.run(["unsquashfs", "-lln", disk], capture_output=True, text=True, check=True).stdout
     owners = {line.split()[-1]: line.split()[1] for line in listed.splitlines() if "inner/a" in line or "tool" in line}
     assert owners == {"squashfs-root/work/inner/a": f"{AGENT}/{AGENT}", "squashfs-root/usr/tool": "0/0"}
-    outside = store.disk_image(plant(tmp_path / "outside"))
-    assert outside == disk
+    elsewhere = ImageStore(tmp_path / "elsewhere")
+    assert store.disk_image(elsewhere.layer(elsewhere.add_layer(tmp_path / "tree"))) == disk
 
 
 def test_the_store_is_in_the_users_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

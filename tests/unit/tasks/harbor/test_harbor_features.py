@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from etude.tasks.harbor import compose, settings
-from etude.tasks.harbor.features import Standing, features, markdown
+from etude.tasks.harbor.features import Support, features, markdown
 
 PAGE = Path(__file__).parents[4] / "docs" / "harbor-features.md"
 HEALTHCHECK = ("command", "interval_sec", "timeout_sec", "start_period_sec", "start_interval_sec", "retries")
@@ -30,10 +30,10 @@ def test_every_key_of_the_format_is_in_the_table_once_and_no_other() -> None:
 
 def test_notes_are_about_what_there_is() -> None:
     rows = {feature.name: feature for feature in features()}
-    read = {name for name, row in rows.items() if row.standing is not Standing.REFUSED}
+    read = {name for name, row in rows.items() if row.support is not Support.REFUSED}
     notes = [f"task.toml: {key}" for key in settings.NOTES] + [f"compose: {key}" for key in compose.NOTES]
     assert not {*notes} - read
-    assert all(row.note for row in rows.values() if row.standing in (Standing.PART, Standing.REFUSED))
+    assert all(row.note for row in rows.values() if row.support in (Support.PART, Support.REFUSED))
 
 
 def test_the_page_shows_the_table() -> None:
