@@ -134,6 +134,18 @@ def test_an_image_is_the_same_in_every_provider(name: str, staged: Image, store:
     assert output(PROVIDERS[name](store), staged, LOOK) == SEEN
 
 
+def test_a_virtual_machine_has_images_of_more_layers_than_places_for_disks(
+    registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    if missing := no_virtual_machines():
+        pytest.skip(missing)
+    lines = [f"RUN echo {number} >/opt-{number}; rm -f /opt-{number - 2}" for number in range(14)]
+    folder = write_files(tmp_path, {"Dockerfile": "\n".join(["FROM localhost/base", "WORKDIR /app", *lines, ""])})
+    image = add_image(store, str(folder))
+    assert len(image.layers) > 14
+    assert output(PROVIDERS["qemu"](store), image, "ls -d /opt*") == "/opt-12\n/opt-13\n"
+
+
 def test_every_way_to_an_image_leads_to_the_same_layers(
     registry: Registry, store: ImageStore, staged: Image, tmp_path: Path
 ) -> None:

@@ -18,14 +18,14 @@ import signal
 import stat
 import subprocess
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageUser
-from etude.sandboxes.images.layers import digest_tree, first_link, remove_tree
+from etude.sandboxes.images.layers import digest_tree, first_link, give_away, paths_below, places_in, remove_tree
 from etude.sandboxes.images.machine_base import SEARCH_FOLDERS
 from etude.sandboxes.images.store import ImageStore, settle
 from etude.sandboxes.ns.root import HOSTNAME, hosts_text
@@ -190,18 +190,14 @@ def _known_tree(store: ImageStore, blob: Path) -> Path | None:
 
 def _store_layer(store: ImageStore, blob: Path, tree: Path, image: Image, folder: Path) -> str:
     """The digest of a blob's layer, in which what is in the user's places is the user's."""
-    uid, gid, places = image.user.uid, image.user.gid, (image.workdir, image.user.home)
-    inside = [place for place in places if place.strip("/") and os.path.lexists(tree / place.lstrip("/"))]
-    inside = [place for place in inside if first_link(tree, place) is None]
-    variant = hashlib.sha256(repr((uid, gid, inside)).encode()).hexdigest()[:16] if inside else ""
+    inside = places_in(tree, (image.workdir, image.user.home))
+    variant = hashlib.sha256(repr((image.user, inside)).encode()).hexdigest()[:16] if inside else ""
     note = store.folder / "blobs" / f"{blob.name}{variant}"
     if note.is_file() and store.layer(digest := note.read_text(encoding="ascii")).is_dir():
         return digest
     if not tree.is_relative_to(folder):  # it was unpacked for another user or place
         tree = _unpack(blob, folder / f"tree-{blob.name}")
-    for place in inside:
-        for path in _below(tree / place.lstrip("/")):
-            os.chown(path, uid, gid, follow_symlinks=False)
+    give_away(tree, inside, image.user)
     digest = _settle_layer(store, tree)
     (folder / "note").write_text(digest, encoding="ascii")
     (folder / "note").replace(note)
@@ -222,7 +218,7 @@ def _unpack(blob: Path, tree: Path) -> Path:
     tree.mkdir(mode=0o755)
     argv = ["tar", "--extract", "--preserve-permissions", "--numeric-owner", f"--file={blob}", f"--directory={tree}"]
     _run(argv, UNPACK_TIMEOUT_S, f"the blob {blob.name}")
-    for path in list(_below(tree)):
+    for path in list(paths_below(tree)):
         if not os.path.lexists(path):
             continue  # what it was in is removed
         kind = stat.S_IFMT(path.lstat().st_mode)
@@ -242,14 +238,6 @@ def _hide(path: Path) -> None:
         os.mknod(path, stat.S_IFCHR | 0o600, 0)
     elif path.is_dir() and not path.is_symlink():
         os.setxattr(path, "user.overlay.opaque", b"y")
-
-
-def _below(place: Path) -> Iterator[Path]:
-    """A path and all that is below it, folders before their contents; no link is followed."""
-    yield place
-    if place.is_dir() and not place.is_symlink():
-        for parent, folders, files in os.walk(place):
-            yield from (Path(parent, name) for name in (*folders, *files))
 
 
 def _topmost(trees: Sequence[Path], path: str) -> Path | None:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from etude.sandbox_spec import WORKDIR
+from etude.sandbox_spec import WORKDIR, ImageUser
 
 AGENT = 1000
 """User and group that commands run as, inside."""
@@ -102,6 +102,27 @@ def first_link(tree: Path, place: str) -> str | None:
     parts = PurePosixPath(place.lstrip("/")).parts
     ways = ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
     return next((f"/{way}" for way in ways if (tree / way).is_symlink()), None)
+
+
+def paths_below(place: Path) -> Iterator[Path]:
+    """A path and all that is below it, folders before their contents; no link is followed."""
+    yield place
+    if place.is_dir() and not place.is_symlink():
+        for parent, folders, files in os.walk(place):
+            yield from (Path(parent, name) for name in (*folders, *files))
+
+
+def places_in(tree: Path, places: Sequence[str]) -> list[str]:
+    """Those of some places that are in a tree, but for its root and what is behind a link."""
+    there = [place for place in places if place.strip("/") and os.path.lexists(tree / place.lstrip("/"))]
+    return [place for place in there if first_link(tree, place) is None]
+
+
+def give_away(tree: Path, places: Sequence[str], user: ImageUser) -> None:
+    """Make a user the owner of places in a tree, with all that is in them."""
+    for place in places_in(tree, places):
+        for path in paths_below(tree / place.lstrip("/")):
+            os.chown(path, user.uid, user.gid, follow_symlinks=False)
 
 
 def remove_tree(tree: Path) -> None:

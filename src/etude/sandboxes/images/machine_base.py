@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from etude.sandbox_spec import WORKDIR
+from etude.sandbox_spec import WORKDIR, SandboxSpec
 from etude.sandboxes.ns.root import AGENT, HOME, HOSTNAME, hosts_text
 
 SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -39,6 +39,7 @@ OWN_FILES = {
 """Files that tell a program its user and its machine."""
 SEARCH_FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 """Folders of every search path, in this order."""
+ROOT_HOME = "/root"
 PERMANENT = 0o755
 
 
@@ -80,16 +81,20 @@ def machine_folders() -> Mapping[str, Path]:
     return MappingProxyType(shown)
 
 
-def search_path(mounts: Mapping[str, Path], *, own_base: bool) -> str:
-    """The ``PATH`` of commands: programs of the mounts, the system's, and last those of the Python that runs here.
+def variables_of(spec: SandboxSpec) -> dict[str, str]:
+    """Variables of every command.
 
-    ``own_base`` is whether the base system is the machine's.
+    The ``PATH`` has the programs of the mounts, the image's own or the system's, and last those of the Python that runs
+    here, where the base system is the machine's.
     """
-    folders = [f"{target}/bin" for target, source in mounts.items() if (source / "bin").is_dir()]
-    folders += SEARCH_FOLDERS
-    if own_base and not Path(sys.base_prefix).is_relative_to("/usr"):
+    image = spec.image
+    folders = [f"{target}/bin" for target, source in spec.mounts.items() if (source / "bin").is_dir()]
+    folders += image.environment["PATH"].split(":") if "PATH" in image.environment else SEARCH_FOLDERS
+    if not image.base and not Path(sys.base_prefix).is_relative_to("/usr"):
         folders.append(f"{sys.base_prefix}/bin")
-    return ":".join(folders)
+    home = ROOT_HOME if spec.user == "root" else image.user.home
+    usual = {"LANG": "C.UTF-8", "HOME": home, **image.environment, "PATH": ":".join(folders)}
+    return {**usual, **spec.environment}
 
 
 def environment_mounts(folder: Path) -> dict[str, Path]:

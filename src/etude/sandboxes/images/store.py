@@ -45,6 +45,7 @@ PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
 """Folders of images' files, which no other user may run."""
 DISK_TIMEOUT_S = 1800.0
 """For ``mksquashfs`` to pack one layer."""
+MOUNT_AND_RUN = 'mount -t overlay -o "$0" overlay "$1" && shift && exec "$@"'
 DISK_OPTIONS = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-quiet", "-mkfs-time", "0")
 """Nothing is compressed: a machine without hardware virtualisation would spend its time unpacking. Files keep their
 times: Python believes its compiled files by them.
@@ -222,7 +223,8 @@ class ImageStore:
     def disk_image(self, layer: Path) -> Path:
         """A squashfs of a layer, made when it is not there; slow, so not for an event loop.
 
-        ``layer`` may be another store's, or any tree. Raises :class:`~etude.errors.SandboxError` when it cannot be made.
+        ``layer`` may be another store's, or any tree. Raises :class:`~etude.errors.SandboxError` when it cannot be
+        made.
         """
         try:
             digest = layer.name if DIGEST.fullmatch(layer.name) else digest_tree(layer, None)
@@ -233,6 +235,20 @@ class ImageStore:
                     settle(folder / "disk", disk)
         except (OSError, ValueError) as error:
             raise SandboxError(f"layer {layer} cannot be made a disk: {error}") from error
+        return disk
+
+    def merged_disk(self, layers: Sequence[Path]) -> Path:
+        """A squashfs of several layers, lowest first, as one; takes root, and is slow when it is made.
+
+        Raises :class:`~etude.errors.SandboxError` when it cannot be made.
+        """
+        digest = hashlib.sha256("".join(layer.name for layer in layers).encode()).hexdigest()
+        disk = self.folder / "disks" / f"{digest}.squashfs"
+        if not disk.exists():
+            with self.incoming() as folder:
+                (folder / "merged").mkdir()
+                pack(folder / "merged", folder / "disk", under=layers)
+                settle(folder / "disk", disk)
         return disk
 
     @contextmanager
@@ -316,8 +332,10 @@ def settle(source: Path, target: Path) -> None:
             raise
 
 
-def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED) -> None:
-    """Make the squashfs ``disk`` of a tree; everything in it belongs to root or the agent.
+def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED, *, under: Sequence[Path] = ()) -> None:
+    """Make the squashfs ``disk`` of a tree; what another user than root packs belongs to root or the agent.
+
+    With layers that are to be mounted ``under`` the tree, lowest first, it has theirs as one.
 
     Raises :class:`~etude.errors.SandboxError` with what ``mksquashfs`` said.
     """
@@ -325,6 +343,9 @@ def pack(tree: Path, disk: Path, owned: Sequence[str] = OWNED) -> None:
     if program is None:
         raise SandboxError("'mksquashfs' is not installed: on Debian or Ubuntu, apt-get install squashfs-tools")
     argv = [program, str(tree), str(disk), *DISK_OPTIONS]
+    if under:
+        options = f"userxattr,lowerdir={':'.join(map(str, reversed(under)))}"
+        argv = ["unshare", "--mount", "sh", "-c", MOUNT_AND_RUN, options, str(tree), *argv]
     if os.geteuid() != 0:
         argv += ["-all-root", "-pf", "/dev/stdin"]
     done = subprocess.run(

@@ -38,7 +38,7 @@ from etude.sandboxes.egress import EgressProxy
 from etude.sandboxes.entrypoint import started
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.layers import remove_tree
-from etude.sandboxes.images.machine_base import machine_folders, search_path, write_skeleton
+from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import all_or_none, close_all
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.cgroups import MEMORY
@@ -170,10 +170,7 @@ class NamespaceSandboxes:
             egress = EgressProxy()
             await egress.open(reachable, made["descriptors"])
             self._hold(spec.image.layers)
-            path = search_path(spec.mounts, own_base=not spec.image.base)
-            sandbox = NamespaceSandbox(
-                home, HandleArguments(box=creation["box"], spec=spec, search_path=path, egress=egress)
-            )
+            sandbox = NamespaceSandbox(home, HandleArguments(box=creation["box"], spec=spec, egress=egress))
             self._sandboxes.add(sandbox)
         except BaseException:
             with suppress(SandboxError):  # it is gone with its launcher

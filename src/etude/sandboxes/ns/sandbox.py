@@ -24,6 +24,7 @@ from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.egress import EgressProxy
 from etude.sandboxes.folder_sandbox import Command, too_long
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
+from etude.sandboxes.images.machine_base import variables_of
 from etude.sandboxes.ns import wire
 from etude.sandboxes.ns.child import JobVerdict
 from etude.sandboxes.ns.link import LauncherLink
@@ -159,7 +160,6 @@ CLOSE_TIMEOUT_S = 30.0
 """For a sandbox's last process to be gone."""
 STATS_TIMEOUT_S = 30.0
 """For the launcher to count."""
-ROOT_HOME = "/root"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +179,6 @@ class HandleArguments:
     box: int
     """The launcher's number of it."""
     spec: SandboxSpec
-    search_path: str
-    """The ``PATH`` of its commands."""
     egress: EgressProxy
 
 
@@ -195,9 +193,7 @@ class NamespaceSandbox:
         """The launcher's number of it."""
         self._egress = arguments.egress
         self._commands = Commands(home.link, self.box, check_open=self._check_open, fail=self._fail)
-        user_home = ROOT_HOME if self.spec.user == "root" else self.spec.image.user.home
-        self._environment = {"PATH": arguments.search_path, "LANG": "C.UTF-8", "HOME": user_home}
-        self._environment |= {**self.spec.image.environment, **self.spec.environment}
+        self._environment = variables_of(self.spec)
         self._born_s = time.monotonic()
         self._end = home.link.watch_box(self.box)
         self._why = ""

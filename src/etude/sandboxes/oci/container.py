@@ -22,7 +22,7 @@ from etude.protocols import ExecResult
 from etude.sandbox_spec import ImageUser, SandboxSpec
 from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.folder_sandbox import Command
-from etude.sandboxes.images.machine_base import search_path
+from etude.sandboxes.images.machine_base import variables_of
 from etude.sandboxes.oci.bundle import ROOT, process
 from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
 from etude.sandboxes.oci.runtimes import OciRuntime
@@ -202,10 +202,10 @@ class Container:
 def _order(command: Command, *, has_input: bool) -> bytes:
     """``process.json`` of a command."""
     spec = command.spec
-    user = _user(spec)
-    usual = {"PATH": search_path(spec.mounts, own_base=not spec.image.base), "LANG": "C.UTF-8", "HOME": user.home}
     argv = ["/bin/sh", "-c", EXEC if has_input else EXEC_WITHOUT_INPUT, "sh", *command.argv]
-    return orjson.dumps(process(argv, usual | dict(command.environment), spec.image.workdir, user=user))
+    return orjson.dumps(
+        process(argv, variables_of(spec) | dict(command.environment), spec.image.workdir, user=_user(spec))
+    )
 
 
 def _user(spec: SandboxSpec) -> ImageUser:

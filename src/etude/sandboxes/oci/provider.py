@@ -31,7 +31,7 @@ from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxSpec
 from etude.sandboxes.capabilities import check_sources, check_spec
 from etude.sandboxes.entrypoint import started
-from etude.sandboxes.images.layers import copy_tree, first_link, remove_tree
+from etude.sandboxes.images.layers import copy_tree, first_link, give_away, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import close_all
 from etude.sandboxes.oci.bundle import RootOverlay, bundle, overlays, root_script, stage_script
@@ -193,12 +193,13 @@ class OciSandboxes:
         await sandbox.container.pause()
         try:
             await asyncio.to_thread(_copy_upper_folders, sandbox.stage / "upper", targets, layer)
+            image = sandbox.spec.image
+            await asyncio.to_thread(give_away, layer, (image.workdir, image.user.home), image.user)
         except ValueError as error:
             await asyncio.to_thread(remove_tree, layer)
             raise SandboxError(f"a sandbox cannot be kept: {error}") from error
         finally:
             await sandbox.container.resume()
-        image = sandbox.spec.image
         return replace(image, digest="", layers=(*image.layers, layer))
 
     async def _fork_files(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:

@@ -91,7 +91,7 @@ class OciSandbox:
         goes on.
         """
         self._check_open()
-        variables = {**self.spec.image.environment, **self.spec.environment, **(environment or {})}
+        variables = dict(environment or {})
         command = Command(argv=argv, stdin=stdin, timeout_s=timeout_s, environment=variables, spec=self.spec)
         if command.size_bytes > ARGUMENT_LIMIT_BYTES:
             return too_long(argv[0])

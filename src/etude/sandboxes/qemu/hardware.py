@@ -12,7 +12,7 @@ import hashlib
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import orjson
@@ -204,8 +204,12 @@ def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Bas
     user = image.user
     is_system = image.base in ("", base.name)
     disks = [] if is_system or image.base == SCRATCH else [open_base(store, image.base).disk]
-    disks += [store.disk_image(layer) for layer in image.layers]
     mounts = sorted(spec.mounts.items())
+    surplus = len(image.layers) + len(mounts) - LAYER_DISKS
+    if image.base == SCRATCH and surplus > 0:  # nothing is below them that they could hide
+        disks.append(store.merged_disk(image.layers[: surplus + 1]))
+        image = replace(image, layers=image.layers[surplus + 1 :])
+    disks += [store.disk_image(layer) for layer in image.layers]
     first_mount = FIRST_LAYER + len(disks)
     if len(disks) + len(mounts) > LAYER_DISKS:
         raise SandboxError(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandboxes.images.machine_base import environment_mounts, machine_folders, search_path, write_skeleton
+from etude.sandbox_spec import Image, SandboxSpec
+from etude.sandboxes.images.machine_base import environment_mounts, machine_folders, variables_of, write_skeleton
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +43,14 @@ def test_every_place_that_something_is_mounted_on_is_there(skeleton: Path) -> No
 
 def test_programs_of_mounts_come_first_and_the_interpreter_last(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
-    path = search_path({"/harness": tmp_path, "/data": tmp_path / "none"}, own_base=True).split(":")
+    mounts = {"/harness": tmp_path, "/data": tmp_path / "none"}
+    path = variables_of(SandboxSpec(mounts=mounts))["PATH"].split(":")
     assert path[0] == "/harness/bin"
     assert "/usr/bin" in path
-    own = search_path({}, own_base=False).split(":")
-    assert own == ["/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    own = variables_of(SandboxSpec(image=Image(base="debian")))["PATH"]
+    assert own == "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    image = Image(base="scratch", environment={"PATH": "/opt/conda/bin:/bin"})
+    assert variables_of(SandboxSpec(image=image, mounts=mounts))["PATH"] == "/harness/bin:/opt/conda/bin:/bin"
 
 
 def test_a_python_environment_brings_its_python(tmp_path: Path) -> None:
