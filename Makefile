@@ -150,7 +150,8 @@ sizes:
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.
 MACHINES := runsc:runsc qemu-system-x86_64:qemu-system-x86 qemu-img:qemu-utils mmdebstrap:mmdebstrap mksquashfs:squashfs-tools \
-  mke2fs:e2fsprogs gcc:gcc redis-server:redis-server pg_ctlcluster:postgresql crun:crun podman:podman bwrap:bubblewrap
+  mke2fs:e2fsprogs gcc:gcc redis-server:redis-server pg_ctlcluster:postgresql crun:crun podman:podman skopeo:skopeo \
+  docker-registry:docker-registry busybox:busybox-static bwrap:bubblewrap
 
 machines:
 	@missing=""; for pair in $(MACHINES); do \

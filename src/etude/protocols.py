@@ -246,8 +246,9 @@ class SandboxProvider(Protocol):
         ...
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
-        """A fresh sandbox that holds ``files``. Raises :class:`~etude.errors.SandboxError`, and its kind
-        :class:`~etude.errors.Unsupported` for a spec that asks for what is not claimed.
+        """A fresh sandbox that holds ``files``, in which the entry point of its image runs, and its health checks have
+        succeeded. Raises :class:`~etude.errors.SandboxError`, and its kind :class:`~etude.errors.Unsupported` for a
+        spec that asks for what is not claimed.
         """
         ...
 

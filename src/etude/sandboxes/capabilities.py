@@ -43,6 +43,8 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
     for name, argv in (("ENTRYPOINT", spec.image.entrypoint), ("HEALTHCHECK", spec.image.healthchecks)):
         if argv:
             needed[Capability.BACKGROUND] = f"{name} {argv}"
+    if spec.names:
+        needed[Capability.CONFINED] = f"names={list(spec.names)}"
     if spec.allow:
         needed[Capability.ALLOW_LIST] = f"allow={list(spec.allow)}"
     usual = SandboxLimits()

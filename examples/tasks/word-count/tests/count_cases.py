@@ -1,11 +1,9 @@
 """Ask the program a few questions, each in a process of its own, and print the reward."""
 
 import json
-import os
 import subprocess
-from pathlib import Path
 
-RHYME = Path(os.environ["SAMPLES"], "rhyme.txt").read_text(encoding="utf-8")
+RHYME = "Morning morning\nNOON noon night\n"
 CASES = (("", "0"), ("Eins zwei EINS", "2"), ("a b\nA\tB c", "3"), ("one", "1"), (RHYME, "3"))
 
 

@@ -198,8 +198,8 @@ class Permissions:
 
         Raises :class:`~etude.errors.Unsupported` for places and paths that are not allowed.
 
-        An image is found by its digest, so that a client may name one that is stored on both machines; variables and
-        working folder of the specification come before those that are stored.
+        An image is found by its digest, so that a client may name one that is stored on both machines; what the
+        specification says of variables, working folder, entry point and checks comes before what is stored.
         """
         for place in spec.allow:
             if place not in self.allow:
@@ -213,7 +213,14 @@ class Permissions:
             return spec
         environment = {**stored.environment, **spec.image.environment}
         workdir = stored.workdir if spec.image.workdir == WORKDIR else spec.image.workdir
-        return replace(spec, image=replace(stored, environment=environment, workdir=workdir))
+        image = replace(
+            stored,
+            environment=environment,
+            workdir=workdir,
+            entrypoint=spec.image.entrypoint or stored.entrypoint,
+            healthchecks=spec.image.healthchecks or stored.healthchecks,
+        )
+        return replace(spec, image=image)
 
     def _stored(self, image: Image, snapshots: Mapping[str, Image]) -> Image | None:
         if not image.digest:

@@ -15,6 +15,9 @@ from etude.tasks.harbor.folder import HarborTask, read_task
 from etude.tasks.harbor.images import build_images, plain_files
 from harbor_folders import write_folder
 
+EXAMPLES = Path(__file__).parents[4] / "examples" / "tasks"
+"""They need no image, so they can be checked without podman."""
+
 
 def source_of(tmp_path: Path, changes: Mapping[str, str | None], name: str = "task") -> HarborTask:
     return read_task(write_folder(tmp_path / name, changes))
@@ -91,7 +94,8 @@ def test_tasks_are_sound_where_their_parts_are_and_broken_ones_are_told(tmp_path
         "wrong": {"solution/solve.sh": "#!/bin/bash\necho no > answer.txt"},
         "stuck": {"solution/solve.sh": "#!/bin/bash\necho tried; exit 5"},
     }
-    tasks = [source_of(tmp_path, change, name) for name, change in changes.items()]
+    examples = [read_task(EXAMPLES / name) for name in ("greeting", "word-count")]
+    tasks = [*examples, *(source_of(tmp_path, change, name) for name, change in changes.items())]
     store = ImageStore(tmp_path / "store")
 
     async def check() -> tuple[Soundness, ...]:
@@ -106,8 +110,9 @@ def test_tasks_are_sound_where_their_parts_are_and_broken_ones_are_told(tmp_path
             await sandboxes.close()
 
     reports = {report.name: report for report in asyncio.run(check())}
-    fine = reports["fine"]
-    assert (fine.is_sound, fine.untouched, fine.solved) == (True, (0.0, 0.0), (1.0, 1.0)), fine
+    for task in (*examples, tasks[len(examples)]):
+        report = reports[task.name]
+        assert (report.is_sound, report.untouched, report.solved) == (True, (0.0, 0.0), (1.0, 1.0)), report
     assert "no verdict" in reports["broken"].log
     assert reports["easy"].faults == ("doing nothing passes: rewards [1.0, 1.0]",)
     assert reports["wrong"].faults == ("its own solution fails: rewards [0.0, 0.0]",)
