@@ -124,7 +124,7 @@ def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_soluti
     """The faults of a task with these rewards; ``log`` is of the error that stopped the check, if any."""
     faults = []
     if log:
-        faults.append("it could not be checked to the end")
+        faults.append(f"it could not be checked to the end: {log}")
     if any(reward >= PASSES for reward in untouched):
         faults.append(f"doing nothing passes: rewards {list(untouched)}")
     if not has_solution:
@@ -137,7 +137,7 @@ def faults_of(untouched: Sequence[float], solved: Sequence[float], *, has_soluti
 
 
 def _unbuilt(task: HarborTask, log: str) -> Soundness:
-    return Soundness(name=task.name, untouched=(), solved=(), faults=("it has no image",), log=log, seconds=0.0)
+    return Soundness(name=task.name, untouched=(), solved=(), faults=(f"it has no image: {log}",), log=log, seconds=0.0)
 
 
 async def _solve(sandbox: Sandbox, source: HarborTask) -> None:
