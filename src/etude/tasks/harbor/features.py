@@ -17,7 +17,8 @@ from etude.tasks.harbor import compose, folder, settings
 FORMAT = "Harbor 0.26, schema 1.4"
 """The release whose models the tables were compared with."""
 INSTRUCTIONS = {
-    "FROM, RUN, COPY, ADD, ARG, SHELL, ONBUILD": "podman's: any image, many stages, mounts; here-documents not in Debian 12's 4.3",
+    "FROM, COPY, ADD, ARG, SHELL, ONBUILD": "as podman does: any image, many stages",
+    "RUN": "in part: as podman does, mounts, too; that of Debian 12 has no here-documents",
     "ENV": "",
     "WORKDIR": "the agent owns it",
     "USER": "in part: any but root, for which agents are the user agent",
