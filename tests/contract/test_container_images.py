@@ -324,10 +324,12 @@ def assert_sound(name: str, folder: Path, store: ImageStore) -> None:
     asyncio.run(act())
 
 
-@pytest.mark.parametrize("name", ["ns", "crun"])
+@pytest.mark.parametrize("name", ["ns", "crun", "qemu"])
 def test_a_task_with_services_by_compose_is_sound(
     name: str, registry: Registry, store: ImageStore, tmp_path: Path
 ) -> None:
+    if name == "qemu" and (missing := no_virtual_machines()):
+        pytest.skip(missing)
     assert_sound(name, write_files(tmp_path / "task", COMPOSED), store)
 
 

@@ -58,7 +58,8 @@ REWARD_LIMIT_CHARACTERS = 64 << 10
 """Limit of a reward file."""
 PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
 """Limits of a reward's parts, and of the name of one."""
-ARTEFACT_LIMIT_BYTES = 256 << 20
+ARTEFACT_LIMIT_BYTES = 128 << 20
+"""As much as any provider exports: a virtual machine no more."""
 PREPARE_TIMEOUT_S = 60.0
 """For a sandbox to be made ready; removing a large working folder takes a while."""
 GRACE_S = 300.0
