@@ -78,10 +78,13 @@ def save_checkpoint(folder: Path) -> None:
     """Write a small Llama with random weights and a chat template, as transformers writes one."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers annotates it in part
+        tokenizer_object=make_tokenizer(), eos_token="<|im_end|>"
+    )
     tokenizer.chat_template = (TEMPLATES / "qwen.jinja").read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int)
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
