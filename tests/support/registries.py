@@ -121,6 +121,8 @@ def running_registry(folder: Path, *, private: bool = False) -> Iterator[Registr
         finally:
             process.terminate()
             subprocess.run(["podman", "rmi", "--all", "--force"], capture_output=True, check=False)
+            overlay = str(folder / "storage" / "overlay")  # a mount of podman's own, now and then left behind
+            subprocess.run(["umount", "--lazy", overlay], capture_output=True, check=False)
             for name in os.environ.keys() - before.keys():
                 del os.environ[name]
             os.environ |= before
