@@ -113,6 +113,8 @@ FAMILY_OPTIONS = OptionsOf(
     },
     names=FAMILIES,
 )
+GRADERS = Registry("tasks.graders", "grader", {"outcome": "etude.tasks.outcomes:OutcomeGrader"})
+"""Graders by name: each is called with a task's options and a :class:`~etude.protocols.GraderContext`."""
 
 
 class TaskConfig(Section):
@@ -134,6 +136,10 @@ class TaskConfig(Section):
     """Times that each training task may be trained on, in an order of its own each time; 0: as often as the steps
     need. A run that needs more is refused before it starts.
     """
+    graders: dict[str, str] = Field(default={})
+    """Graders of your own: the name by which tasks call one → ``module:Name`` or ``@file.py:Name``
+    (``docs/extending.md``).
+    """
     options: Annotated[SerializeAsAny[Section], PlainValidator(FAMILY_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -148,6 +154,8 @@ class TaskConfig(Section):
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
+        for name in self.graders.values():
+            GRADERS(name)
         if self.family in ENDLESS:
             self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
