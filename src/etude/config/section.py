@@ -3,10 +3,22 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
 
 from etude.config.plugins import Registry
+
+
+def _lists(value: object) -> object:
+    """Arrays of a recipe, which are tuples, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+JsonTable: TypeAlias = Annotated[dict[str, JsonValue], BeforeValidator(_lists)]
+"""A table for somebody else's program: any keys, any values."""
 
 
 class Section(BaseModel):

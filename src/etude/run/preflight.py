@@ -27,7 +27,8 @@ from etude.errors import ConfigError, DamagedError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec, spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.protocols import Completion
+from etude.protocols import Completion, TaskFamily
+from etude.rewards.graders.named import find_grader
 from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import probe_ports
 from etude.run.folder import RunFolder
@@ -37,14 +38,14 @@ from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
-from etude.run.task_families import open_demonstrations, open_family
-from etude.run.task_plan import plan_tasks
+from etude.run.task_families import open_demonstrations
+from etude.run.task_plan import open_tasks, plan_tasks
 from etude.storage import free_bytes
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, ChatFormat, TemplateKwargs
 from etude.tokens.render_differences import rendered_differently
-from etude.types import Rollout, RolloutStatus, Split, Task, TokenIds
+from etude.types import NamedChecks, Rollout, RolloutStatus, Split, Task, TokenIds
 
 SESSION_CALLS = 5
 """Calls to the model after which a session has shown enough: an agent may go on with random words for ever."""
@@ -78,9 +79,10 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
     yield from check_room(config, out)
     if isinstance(config.harness.options, CommandOptions):
         harness_mounts(config.harness.options.mounts)
-    plan = plan_tasks(config)
+    family = open_tasks(config)
+    plan = plan_tasks(config, family)
     plan.check()
-    task, *_ = first_tasks(config)
+    task, *_ = first_tasks(config, family)
     check_texts(config)
     yield MachineFinding(name="tasks", words="; ".join(plan.describe()))
     yield check_session(config, task)
@@ -154,10 +156,17 @@ def check_texts(config: RunConfig) -> None:
             raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or leave it out")
 
 
-def first_tasks(config: RunConfig) -> list[Task]:
-    """One task of each side that a recipe needs, the one of training first."""
-    family = open_family(config)
-    return [family.task(split, 0) for split in ([Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN])]
+def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:
+    """One task of each side that a recipe needs, the one of training first.
+
+    Raises :class:`~etude.errors.ConfigError` for one whose grader cannot be found.
+    """
+    sides = [Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN]
+    tasks = [family.task(split, 0) for split in sides]
+    for task in tasks:
+        if isinstance(task.checks, NamedChecks):
+            find_grader(task, config.tasks.graders)
+    return tasks
 
 
 def check_session(config: RunConfig, task: Task) -> MachineFinding:

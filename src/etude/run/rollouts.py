@@ -366,7 +366,7 @@ async def open_stage(
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
-    options, harness = config.sandboxes.options, _open_harness(config, http)
+    options, harness = config.sandboxes.options, _open_harness(config, http, stack)
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
@@ -393,9 +393,10 @@ async def open_stage(
     return task_sandboxes, grader, harness
 
 
-def _open_harness(config: RunConfig, http: aiohttp.ClientSession) -> Harness:
+def _open_harness(config: RunConfig, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack) -> Harness:
     make = cast("MakeHarness", HARNESSES.find(config.harness.kind))
-    return make(config.harness.options, HarnessContext(http=http))
+    context = HarnessContext(http=http, tasks=config.tasks, on_close=stack.push_async_callback)
+    return make(config.harness.options, context)
 
 
 def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:
