@@ -24,9 +24,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.engines.api_client import ApiClient
 from etude.engines.native.scheduler import SwapMode
+from etude.engines.server_process import ServerProcess, limits_of
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
-from etude.engines.server_process import ServerProcess, limits_of
 from etude.engines.vllm.process import VllmServer, start
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, SamplingParams, TokenChunk

@@ -9,19 +9,24 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 
+from etude.config.plugins import load
+from etude.config.section import Section
 from etude.errors import ConfigError
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.run.serving import listening
+from etude.run.task_sandboxes import MakeProvider
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import LIMITS
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.oci.runtimes import CRUN
+from etude.sandboxes.providers import ProviderContext
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.principals import Permissions, SandboxClient
@@ -196,9 +201,18 @@ def no_virtual_machines() -> str:
     return ""
 
 
+def example(scratch: Path) -> SandboxProvider:
+    """The provider of ``docs/extending.md``."""
+    place = Path(__file__).parents[2] / "examples" / "extend" / "provider.py"
+    options = cast("type[Section]", load(f"@{place}:NotesOptions", "a test"))
+    make = cast("MakeProvider", load(f"@{place}:WithNotes", "a test"))
+    return make(options(), ProviderContext(kind="example", store=ImageStore(scratch)))
+
+
 PROVIDERS: dict[str, Candidate] = {
     "local": Candidate(make=lambda scratch: LocalSandboxes(2, scratch)),
     "local without namespaces": Candidate(make=lambda scratch: LocalSandboxes(2, scratch, isolate=False)),
+    "example": Candidate(make=example),
     "crun": Candidate(
         make=lambda scratch: OciSandboxes(CRUN, scratch=scratch),
         missing=needs("crun", root=True),

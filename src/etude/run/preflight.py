@@ -18,11 +18,14 @@ import torch
 from etude.aio import background_task, without_event_loop
 from etude.clock import SystemClock
 from etude.config.imitation import FILE_SOURCES
+from etude.config.inference import SglangOptions, VllmOptions
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
 from etude.engines.fake import FakeEngine
+from etude.engines.sglang import server as sglang
+from etude.engines.vllm import process as vllm
 from etude.errors import ConfigError, DamagedError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec, spec_from_shape
 from etude.models.decoder import Decoder
@@ -91,12 +94,22 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
     """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
     check_devices(config)
+    check_interpreter(config)
     trainer, engine = resolve_device(config.trainer.device), resolve_device(config.engine.device)
     yield MachineFinding(name="devices", words=f"trainer on {trainer}, engine on {engine}")
     yield from (MachineFinding(name="devices", words=line, works=False) for line in about_numerics(config))
     probe_ports(config)
     ports = {"engine.port": config.engine.port, "gateway.port": config.gateway.port}
     yield MachineFinding(name="ports", words=", ".join(f"{key} {port or 'any'}" for key, port in ports.items()))
+
+
+def check_interpreter(config: RunConfig) -> None:
+    """Look for the Python of an engine that has one of its own. Raises :class:`~etude.errors.UserError`."""
+    match config.engine.options:
+        case VllmOptions(python=python):
+            vllm.find_python(python)
+        case SglangOptions(python=python):
+            sglang.find_python(python)
 
 
 def check_model(config: RunConfig) -> Iterator[MachineFinding]:

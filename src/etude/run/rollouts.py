@@ -366,7 +366,8 @@ async def open_stage(
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
-    options, harness = config.sandboxes.options, _open_harness(config, http, stack)
+    context = HarnessContext(http=http, tasks=config.tasks, on_close=stack.push_async_callback)
+    options, harness = config.sandboxes.options, make_harness(config, context)
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
@@ -393,9 +394,9 @@ async def open_stage(
     return task_sandboxes, grader, harness
 
 
-def _open_harness(config: RunConfig, http: aiohttp.ClientSession, stack: contextlib.AsyncExitStack) -> Harness:
+def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
+    """The harness of a recipe. Raises :class:`~etude.errors.ConfigError` for what this machine does not have."""
     make = cast("MakeHarness", HARNESSES.find(config.harness.kind))
-    context = HarnessContext(http=http, tasks=config.tasks, on_close=stack.push_async_callback)
     return make(config.harness.options, context)
 
 

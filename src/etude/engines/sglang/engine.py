@@ -1,5 +1,5 @@
-"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its shapes are those of SGLang 0.5.23's own
-sources (``srt/managers/io_struct.py``, ``srt/entrypoints/http_server.py``, ``srt/managers/tokenizer_manager.py``,
+"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its shapes are those of the sources of
+SGLang 0.5.23 (``srt/managers/io_struct.py``, ``srt/entrypoints/http_server.py``, ``srt/managers/tokenizer_manager.py``,
 ``srt/state_capturer/routed_experts.py``), and tested as such.
 
     generate ──gate──▶ /generate, again for the rest after each update
@@ -65,7 +65,7 @@ class SglangFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SglangAnswer:
-    """The result of one call to ``/generate``, up to the latest event."""
+    """The result of one call to ``/generate``, up to the latest event; no token where it ended in waiting."""
 
     token_ids: Ids
     logprobs: Floats
@@ -245,7 +245,7 @@ def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features
     if not np.array_equal(token_ids, labels) or not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")
     routes = None
-    if params.want_routes and finish is not None:
+    if params.want_routes and finish is not None and len(token_ids):  # without tokens it ended before it was read
         routes = decode_routes(text, prompt_tokens + len(token_ids), features)
     if params.temperature == 0:
         logprobs = np.zeros_like(logprobs)  # it was certain
