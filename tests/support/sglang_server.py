@@ -9,6 +9,8 @@ import argparse
 import asyncio
 import base64
 import os
+import stat
+import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
@@ -43,6 +45,18 @@ SAMPLING: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 """Keys of ``sampling_params`` (``srt/sampling/sampling_params.py``) and their types, likewise."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def stand_in(folder: Path, script: Path = Path(__file__)) -> Path:
+    """An interpreter that runs the stand-in for ``python -m sglang.launch_server``."""
+    program = folder / "python"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    program.write_text(
+        f'#!/bin/sh\ntest "$1 $2" = "-m sglang.launch_server" || exit 3\nshift 2\n'
+        f'PYTHONPATH="{path}" exec "{sys.executable}" "{script}" "$@"\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    return program
 
 
 def arguments() -> argparse.Namespace:

@@ -108,7 +108,7 @@ class VerifiersOptions(Section):
     ``.venv-environments``.
     """
     max_tasks: int = Field(default=1000, ge=1)
-    """Of its tasks so many are used, the first ones."""
+    """Tasks that are used, the first ones of the environment."""
 
 
 class OpenEnvOptions(Section):

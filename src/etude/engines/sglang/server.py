@@ -11,7 +11,7 @@ PYTHON_VARIABLE = "ETUDE_SGLANG_PYTHON"
 """Environment variable that names the interpreter of SGLang's environment."""
 MODULE = "sglang.launch_server"
 BEFORE_TEMPERATURE = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Where it is set, logprobs are those before the temperature: not what was sampled with."""
+"""Environment variable under which logprobs are those before the temperature: not what was sampled with."""
 
 
 def find_python(configured: str = "") -> Path:

@@ -58,8 +58,8 @@ def find_grader(task: Task, names: Mapping[str, str]) -> tuple[MakeGrader, Secti
         options = own_options(thing, where).model_validate_json(json.dumps(dict(checks.options)))
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-        known = ", ".join(own_options(thing, where).model_fields) or "none"
-        raise ConfigError(f"{where}, whose options are {known}: {faults}") from error
+        fields = ", ".join(own_options(thing, where).model_fields) or "none"
+        raise ConfigError(f"{where}, whose options are {fields}: {faults}") from error
     except ValueError as error:
         named = f", or a name of tasks.graders: {', '.join(names)}" if names else ""
         raise ConfigError(f"{where}: {error}{named}") from error

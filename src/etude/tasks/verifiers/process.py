@@ -77,7 +77,7 @@ class EnvironmentCommand:
         )
 
     @property
-    def listing(self) -> dict[str, Json]:
+    def list_request(self) -> dict[str, Json]:
         """The request for the list of tasks."""
         return {"do": "list", "limit": self.max_tasks}
 
@@ -87,7 +87,7 @@ def list_tasks(command: EnvironmentCommand) -> list[Card]:
 
     Raises :class:`~etude.errors.ConfigError`, with what it printed, for one that cannot be opened.
     """
-    request = json.dumps({"id": 0, **command.listing}).encode() + b"\n"
+    request = json.dumps({"id": 0, **command.list_request}).encode() + b"\n"
     try:
         done = subprocess.run(
             command.argv, input=request, capture_output=True, env=command.variables, timeout=OPEN_TIMEOUT_S, check=False
@@ -130,7 +130,7 @@ class EnvironmentProcess:
         )
         self._readers = [asyncio.create_task(self._read_answers()), asyncio.create_task(self._read_log())]
         try:
-            await self.ask(self._command.listing, OPEN_TIMEOUT_S)
+            await self.ask(self._command.list_request, OPEN_TIMEOUT_S)
         except BaseException:
             await self.close()
             raise

@@ -1,9 +1,6 @@
 """The SGLang kind of engine, from a recipe to its server's end, with a stand-in for the server."""
 
 import asyncio
-import os
-import stat
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import sglang_server
 from etude.config.inference import ENGINES
 from etude.config.loading import default_recipe
 from etude.engines.kinds import ServedEngine, WeightUpdate
@@ -23,18 +19,7 @@ from etude.protocols import SamplingParams
 from etude.run.preflight import check_machine
 from etude.run.resolve import resolve
 from served_engines import PulledStates, context_of
-
-
-def stand_in(folder: Path, script: Path = Path(sglang_server.__file__)) -> Path:
-    """An interpreter that runs the stand-in for ``python -m sglang.launch_server``."""
-    program = folder / "python"
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    program.write_text(
-        f'#!/bin/sh\ntest "$1 $2" = "-m sglang.launch_server" || exit 3\nshift 2\n'
-        f'PYTHONPATH="{path}" exec "{sys.executable}" "{script}" "$@"\n'
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    return program
+from sglang_server import stand_in
 
 
 @asynccontextmanager
