@@ -11,7 +11,7 @@ import base64
 import os
 import stat
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -219,7 +219,7 @@ async def read(request: web.Request) -> dict[str, Any]:
     return checked(orjson.loads(await request.read()), types)
 
 
-def checked(body: dict[str, Any], types: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+def checked(body: dict[str, Any], types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
     """The body, if it is as ``types`` say."""
     for name, value in body.items():
         if name not in types or type(value) not in types[name]:

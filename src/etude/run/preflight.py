@@ -20,7 +20,7 @@ from etude.clock import SystemClock
 from etude.config.imitation import FILE_SOURCES
 from etude.config.inference import SglangOptions, VllmOptions
 from etude.config.recipe import RunConfig
-from etude.config.rollouts import CommandOptions
+from etude.config.rollouts import CommandOptions, VerifiersHarnessOptions
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
 from etude.engines.fake import FakeEngine
@@ -44,6 +44,7 @@ from etude.run.rollouts import harness_mounts
 from etude.run.task_families import open_demonstrations
 from etude.run.task_plan import open_tasks, plan_tasks
 from etude.storage import free_bytes
+from etude.tasks.verifiers.process import OPEN_TIMEOUT_S
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, ChatFormat, TemplateKwargs
@@ -53,7 +54,7 @@ from etude.types import NamedChecks, Rollout, RolloutStatus, Split, Task, TokenI
 SESSION_CALLS = 5
 """Calls to the model after which a session has shown enough: an agent may go on with random words for ever."""
 SESSION_S = 60.0
-"""Longest time that a session may take to call the model for the first time."""
+"""Longest time that a session may take to call the model for the first time, beside the start of an environment."""
 PLENTY = 1_000_000
 """Context for a session whose tokenizer is not learnt yet: its stand-in needs many times the tokens."""
 POLL_S = 0.05
@@ -190,6 +191,8 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
     chat, max_length = _chat_of(config, task)
     engine = FakeEngine(SystemClock(), vocab_size=chat.vocab_size, max_length=max_length, seed=config.seed)
     calls, started_s = list[Completion](), time.monotonic()
+    is_process = isinstance(config.harness.options, VerifiersHarnessOptions)
+    session_s = SESSION_S + (OPEN_TIMEOUT_S if is_process else 0.0)
 
     def note(_prompt_ids: TokenIds, completion: Completion) -> None:
         calls.append(completion)
@@ -197,13 +200,13 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
     with tempfile.TemporaryDirectory(prefix="etude-check-") as scratch:
         stage = Stage(config=config, chat=chat, engine=engine, folder=Path(scratch), max_length=max_length)
         ended = without_event_loop(
-            lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls)))
+            lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls), session_s))
         )
     if ended is not None and ended.status is not RolloutStatus.GRADED:
         raise ConfigError(f"{_harness_key(config)}: a session with task {task.task_id} fails: {ended.reason}")
     if not calls:
         raise ConfigError(
-            f"{_harness_key(config)}: a session with task {task.task_id} has not called the model within {SESSION_S:g} "
+            f"{_harness_key(config)}: a session with task {task.task_id} has not called the model within {session_s:g} "
             f"s: where does it look for one? OPENAI_BASE_URL and ANTHROPIC_BASE_URL name it"
         )
     end = "stopped" if ended is None else f"ended ({ended.reason}) and graded"
@@ -211,9 +214,9 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
     return MachineFinding(name="session", words=f"{words}, {time.monotonic() - started_s:.1f} s")
 
 
-async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], int]) -> Rollout | None:
+async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], int], session_s: float) -> Rollout | None:
     """The rollout, or ``None`` where it is not over after all the calls or all the time that it is given."""
-    deadline_s = time.monotonic() + SESSION_S
+    deadline_s = time.monotonic() + session_s
     async with background_task(playing) as played:
         while not played.done():
             if calls() >= SESSION_CALLS or time.monotonic() > deadline_s:

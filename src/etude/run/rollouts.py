@@ -375,8 +375,8 @@ async def open_stage(
         # Nothing outlives a command there, so an agent is gone when its last one is.
         plain = PlainTaskSandboxes(local)
         named = NamedGrader(config.tasks.graders, GraderContext(open_sandbox=plain.open))
-        graders = {FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader(), NamedChecks: named}
-        return plain, GraderByKind(graders), harness
+        graders = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader(), NamedChecks: named})
+        return plain, graders, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
