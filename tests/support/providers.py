@@ -41,6 +41,8 @@ SECRET = "a secret of the provider's process"
 TIGHT = SandboxLimits(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=32)
 """What sandboxes get whose limits are tested: the same for all, since a template may have to be made for it."""
 TIMEOUT_S = 30.0
+IMAGES = tempfile.TemporaryDirectory()
+"""The store of images that a provider of one's own is made with."""
 WAIT_S = 20.0
 """For what goes on beside us, on a busy machine."""
 """For one command of a test, on a machine that is busy with others."""
@@ -204,9 +206,9 @@ def no_virtual_machines() -> str:
 def example(scratch: Path) -> SandboxProvider:
     """The provider of ``docs/extending.md``."""
     place = Path(__file__).parents[2] / "examples" / "extend" / "provider.py"
-    options = cast("type[Section]", load(f"@{place}:NotesOptions", "a test"))
-    make = cast("MakeProvider", load(f"@{place}:WithNotes", "a test"))
-    return make(options(), ProviderContext(kind="example", store=ImageStore(scratch)))
+    options = cast("type[Section]", load(f"@{place}:ZoneOptions", "a test"))
+    make = cast("MakeProvider", load(f"@{place}:Zoned", "a test"))
+    return make(options(), ProviderContext(kind="example", store=ImageStore(Path(IMAGES.name))))
 
 
 PROVIDERS: dict[str, Candidate] = {
