@@ -114,6 +114,8 @@ class OpenEnvHarnessOptions(Section):
     """Deadline of one model call, retries included."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that the server has for each of its answers."""
+    wait_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rollout waits for a server whose sessions are all taken."""
 
 
 HARNESSES = Registry(

@@ -84,7 +84,7 @@ def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> 
         case VerifiersHarnessOptions() as options:
             return config.silence_timeout_s + options.timeout_s
         case OpenEnvHarnessOptions() as options:
-            return (options.max_steps + 1) * (options.turn_timeout_s + options.step_timeout_s)
+            return options.wait_timeout_s + (options.max_steps + 1) * (options.turn_timeout_s + options.step_timeout_s)
         case _:
             return 0.0
 

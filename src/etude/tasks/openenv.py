@@ -22,6 +22,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from etude.backoff import Backoff
 from etude.config.rollouts import OpenEnvHarnessOptions
 from etude.config.tasks import OpenEnvOptions
 from etude.errors import ConfigError, SandboxError
@@ -38,6 +39,10 @@ MESSAGE_LIMIT_BYTES = 16 << 20
 OBSERVATION_CHARACTERS = 20_000
 """Limit of one observation, as the model sees it."""
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+FULL = "CAPACITY_REACHED"
+"""Error of a server whose sessions are all taken, which is no fault: a rollout waits."""
+PAUSES = Backoff(first_s=0.1, longest_s=2.0, jitter=0.5)
+"""Between two tries to get a session."""
 REFUSED_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Errors that an action can cause; the model is told."""
 RULES = """{description}
@@ -100,14 +105,28 @@ class OpenEnvHarness:
         """
         try:
             self._schema = self._schema or await self._action_schema()
-            async with self._http.ws_connect(
-                self._url.replace("http", "ws", 1) + "/ws", max_msg_size=MESSAGE_LIMIT_BYTES
-            ) as socket:
-                return await self._play(
-                    _Episode(socket, self._options.step_timeout_s), task, session, sandbox, temperature
-                )
+            return await self._play_in_turn(task, session, sandbox, temperature)
         except (aiohttp.ClientError, OSError) as error:
             raise SandboxError(f"the environment at {self._url} is gone: {type(error).__name__}: {error}") from error
+
+    async def _play_in_turn(self, task: Task, session: Session, sandbox: Sandbox, temperature: float) -> HarnessResult:
+        """Play as soon as the server has a session: it says that it has none before anything is played."""
+        loop, url = asyncio.get_running_loop(), self._url.replace("http", "ws", 1) + "/ws"
+        deadline_s = loop.time() + self._options.wait_timeout_s
+        for pause_s in PAUSES.delays():
+            try:
+                async with self._http.ws_connect(url, max_msg_size=MESSAGE_LIMIT_BYTES) as socket:
+                    episode = _Episode(socket, self._options.step_timeout_s)
+                    return await self._play(episode, task, session, sandbox, temperature)
+            except _ServerFullError as error:
+                if loop.time() + pause_s > deadline_s:
+                    raise SandboxError(
+                        f"the environment at {self._url} had no session within harness.options.wait_timeout_s = "
+                        f"{self._options.wait_timeout_s:g} ({error}): let it have more (max_concurrent_envs), or lower "
+                        f"rollouts.concurrency"
+                    ) from error
+            await asyncio.sleep(pause_s)
+        raise AssertionError("delays have no end")
 
     async def _play(
         self, episode: "_Episode", task: Task, session: Session, sandbox: Sandbox, temperature: float
@@ -155,6 +174,10 @@ class OpenEnvHarness:
         return schema
 
 
+class _ServerFullError(Exception):
+    """All sessions of a server are taken."""
+
+
 class _State:
     """Answer of an environment to a reset or a step."""
 
@@ -174,7 +197,7 @@ class _Episode:
     async def ask(self, kind: Literal["reset", "step"], data: Mapping[str, Json]) -> _State | str:
         """The state that follows, or in which words the environment turned an action down.
 
-        Raises :class:`~etude.errors.SandboxError` for anything else.
+        Raises :class:`_ServerFullError`, and :class:`~etude.errors.SandboxError` for anything else.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -188,6 +211,8 @@ class _Episode:
             answer = json.loads(message.data)
             if answer["type"] == "error" and answer["data"].get("code") in REFUSED_ACTION:
                 return f"{answer['data']['code']}: {answer['data'].get('errors') or answer['data'].get('message')}"
+            if answer["type"] == "error" and answer["data"].get("code") == FULL:
+                raise _ServerFullError(answer["data"].get("message"))
             if answer["type"] == "observation":
                 return _State(answer["data"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:

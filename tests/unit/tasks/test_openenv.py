@@ -58,7 +58,9 @@ async def play(
 
 
 def recipe(url: str, *settings: str) -> RunConfig:
-    timeouts = ["harness.options.turn_timeout_s=10.0", "harness.options.step_timeout_s=60.0"]
+    timeouts = [
+        f"harness.options.{key}" for key in ("turn_timeout_s=10.0", "step_timeout_s=60.0", "wait_timeout_s=2.0")
+    ]
     return default_recipe(["tasks.family=openenv", f"tasks.options.url={url}", *timeouts, *settings])
 
 
@@ -165,7 +167,7 @@ def test_the_model_is_told_what_was_wrong_with_its_action(tmp_path: Path) -> Non
     ("reply", "words"),
     [
         (None, "hung up"),
-        ({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}, "full"),
+        ({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}, r"had no session.*\(full\)"),
         ({"type": "error", "data": {"message": "no data", "code": "EXECUTION_ERROR"}}, "cannot begin with seed"),
         ({"type": "observation", "data": {}}, "unreadable"),
         ({"type": "observation", "data": {"observation": {}, "reward": "much"}}, "unreadable"),
@@ -175,6 +177,16 @@ def test_the_model_is_told_what_was_wrong_with_its_action(tmp_path: Path) -> Non
 def test_a_server_that_fails_is_infrastructure(reply: Json, words: str, tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match=words):
         record(lambda message: reply, ScriptedModel(lambda messages: "{}"), tmp_path)
+
+
+def test_a_rollout_waits_for_a_server_whose_sessions_are_taken(tmp_path: Path) -> None:
+    replies = [{"type": "error", "data": {"message": "1/1", "code": "CAPACITY_REACHED"}}] * 2
+
+    def answer(message: dict[str, Json]) -> Json:
+        return replies.pop() if replies else observation("on", 0.5, done=True)  # type: ignore[return-value]  # JSON
+
+    result, reward = record(answer, ScriptedModel(lambda messages: "{}"), tmp_path)
+    assert (result.reason, reward.value, replies) == ("submit", 0.5, [])
 
 
 def test_a_reward_that_is_no_number_is_the_environments_fault(tmp_path: Path) -> None:
