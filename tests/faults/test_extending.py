@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.api.run import open_run
 from etude.config.loading import load_recipe
 from etude.run.folder import RunFolder
 from etude.run.preflight import check_ready
@@ -34,3 +35,5 @@ def test_a_run_of_ones_own_parts_outlives_the_folder_of_its_recipe(tmp_path: Pat
     rewards = [float(line.split()[1]) for line in curve.read_text(encoding="utf-8").splitlines()]
     assert len(rewards) == STEPS
     assert all(0 < reward <= 1 for reward in rewards)
+    steps = open_run(folder.path).steps()
+    assert all({"near", "exact", "variety"} <= step.reward_parts.keys() for step in steps)
