@@ -171,6 +171,10 @@ class RunConfig(Section):
                 f"{' and '.join(map(repr, THIRD_PARTY))} and the families of these names belong together; leave "
                 f"harness.kind out"
             )
+        if family in THIRD_PARTY:
+            self.cheating.refuse_idle(
+                "cheating", ["honeypots"], f"with tasks.family = {family!r}, whose agents never see a sandbox of ours"
+            )
         return self
 
     @model_validator(mode="after")
