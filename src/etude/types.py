@@ -185,7 +185,16 @@ class AnswerChecks:
             raise ValueError("the right answer of a task has no word: nothing could be compared with it")
 
 
-Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedChecks:
+    """Checks by a grader that is chosen by its name, with options that its own class reads."""
+
+    grader: str
+    """A name in the recipe's ``tasks.graders``, a built-in one, ``module:Name`` or an entry point."""
+    options: Mapping[str, Json] = field(default_factory=dict)
+
+
+Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks | NamedChecks
 """Checks that grade a task."""
 
 

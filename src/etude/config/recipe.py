@@ -6,7 +6,7 @@ prints the resolved whole.
 A stage receives its own section, never the tree.
 """
 
-from typing import Self
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -22,6 +22,7 @@ from etude.config.section import Section
 from etude.config.tasks import (
     ASKING,
     OF_MACHINES,
+    THIRD_PARTY,
     TOOL_HABITS,
     BugfixOptions,
     CheatingConfig,
@@ -151,6 +152,30 @@ class RunConfig(Section):
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
     """The measurement."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_harness(cls, tree: object) -> object:
+        """A third-party environment's harness is the one of its name, unless the recipe says otherwise."""
+        tasks, harness = (tree.get(name, {}) for name in ("tasks", "harness")) if isinstance(tree, dict) else ({}, {})
+        if isinstance(tasks, dict) and isinstance(harness, dict) and tasks.get("family") in THIRD_PARTY:
+            return {**cast("dict[str, object]", tree), "harness": {"kind": tasks["family"], **harness}}
+        return tree
+
+    @model_validator(mode="after")
+    def _played(self) -> Self:
+        family, kind = self.tasks.family, self.harness.kind
+        if (family in THIRD_PARTY or kind in THIRD_PARTY) and family != kind:
+            raise ValueError(
+                f"harness.kind = {kind!r} does not go with tasks.family = {family!r}: the harnesses "
+                f"{' and '.join(map(repr, THIRD_PARTY))} and the families of these names belong together; leave "
+                f"harness.kind out"
+            )
+        if family in THIRD_PARTY:
+            self.cheating.refuse_idle(
+                "cheating", ["honeypots"], f"with tasks.family = {family!r}, whose agents never see a sandbox of ours"
+            )
+        return self
 
     @model_validator(mode="after")
     def _taken_as_meant(self) -> Self:

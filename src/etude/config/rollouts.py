@@ -96,24 +96,58 @@ class CommandOptions(Section):
         return self
 
 
+class VerifiersHarnessOptions(Section):
+    """The agent of a ``verifiers`` environment."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that one rollout may take there; one that takes longer is tried again."""
+
+
+class OpenEnvHarnessOptions(Section):
+    """A conversation with an OpenEnv environment."""
+
+    max_steps: int = Field(default=50, ge=1)
+    """Answers of the model after which a session ends."""
+    max_tokens_per_turn: int = Field(default=256, ge=4)
+    """Sampled tokens per answer."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one model call, retries included."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that the server has for each of its answers."""
+    wait_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rollout waits for a server whose sessions are all taken."""
+
+
 HARNESSES = Registry(
     "harness.kind",
     "harness",
     {
         "coding": "etude.harnesses.coding:CodingHarness.open",
         "command": "etude.harnesses.command:CommandHarness.open",
+        "verifiers": "etude.tasks.verifiers.harness:VerifiersHarness",
+        "openenv": "etude.tasks.openenv:OpenEnvHarness",
     },
 )
 """Harnesses by name: each is called with its options and a :class:`~etude.harnesses.completions.HarnessContext`."""
-HARNESS_OPTIONS = OptionsOf("harness", "kind", {"coding": CodingOptions, "command": CommandOptions}, names=HARNESSES)
+HARNESS_OPTIONS = OptionsOf(
+    "harness",
+    "kind",
+    {
+        "coding": CodingOptions,
+        "command": CommandOptions,
+        "verifiers": VerifiersHarnessOptions,
+        "openenv": OpenEnvHarnessOptions,
+    },
+    names=HARNESSES,
+)
 
 
 class HarnessConfig(Section):
     """``[harness]``: who drives the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
-    """The built-in coding agent, or any program that talks to a model over HTTP. Or a harness of your own
-    (``docs/extending.md``).
+    """The built-in coding agent, or any program that talks to a model over HTTP; ``verifiers`` and ``openenv`` are
+    those of the families of that name, and the default there. Or a harness of your own (``docs/extending.md``).
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(HARNESS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True

@@ -5,13 +5,17 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
 from etude.config.plugins import Registry
-from etude.config.section import OptionsOf, Section
+from etude.config.section import JsonTable, OptionsOf, Section
 
 IN_FOLDERS = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
+FOLDER_OPTIONAL = ("verifiers",)
+"""Families that look into a folder where one is named."""
+THIRD_PARTY = ("verifiers", "openenv")
+"""Families of other people's environments, each played by the harness of its name."""
 OF_MACHINES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
-ENDLESS = ("bugfix", "migrations", "lookup", "nextedit")
+ENDLESS = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
 """Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
 ASKING = ("lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
@@ -20,6 +24,8 @@ OF_ONE_ANSWER = {
     "lookup": "a single right answer",
     "nextedit": "a single right line",
     "summaries": "a single right line",
+    "verifiers": "an environment's own rewards",
+    "openenv": "an environment's own rewards",
 }
 """Families whose checks cannot be made to contradict each other, and what those are."""
 TOOL_HABITS = ("bad_call", "reminded")
@@ -88,6 +94,30 @@ class NextEditOptions(Section):
     """Demonstrations: probability that a suggestion is the right one."""
 
 
+class VerifiersOptions(Section):
+    """An environment of the ``verifiers`` package, run as it is in a Python of its own."""
+
+    env: str = Field(default="", min_length=1, validate_default=True)
+    """Name of the environment: of an installed package, or of a module in ``tasks.folder``."""
+    args: JsonTable = Field(default={})
+    """Keys of the environment's taskset, as its own class has them."""
+    agent: JsonTable = Field(default={})
+    """Keys of the agent that the package runs, as its ``[env.agent]`` has them, such as ``harness``, ``max_turns``."""
+    python: str = ""
+    """The interpreter of an environment with ``verifiers``; empty looks at ``ETUDE_VERIFIERS_PYTHON``, then in
+    ``.venv-environments``.
+    """
+    max_tasks: int = Field(default=1000, ge=1)
+    """Tasks that are used, the first ones of the environment."""
+
+
+class OpenEnvOptions(Section):
+    """An environment that a server with OpenEnv's protocol plays."""
+
+    url: str = Field(default="", pattern=r"^https?://", validate_default=True)
+    """URL of the server, which is started and stopped elsewhere."""
+
+
 FAMILIES = Registry(
     "tasks.family",
     "task family",
@@ -99,6 +129,8 @@ FAMILIES = Registry(
         "lookup": "etude.tasks.lookup:LookupFamily.open",
         "nextedit": "etude.tasks.nextedit:NextEditFamily.open",
         "summaries": "etude.tasks.summaries:SummariesFamily.open",
+        "verifiers": "etude.tasks.verifiers.family:VerifiersTasks",
+        "openenv": "etude.tasks.openenv:OpenEnvTasks",
     },
 )
 """Families by name: each is called with its options and a :class:`~etude.protocols.FamilyContext`."""
@@ -110,9 +142,13 @@ FAMILY_OPTIONS = OptionsOf(
         "repository": RepositoryOptions,
         "lookup": LookupOptions,
         "nextedit": NextEditOptions,
+        "verifiers": VerifiersOptions,
+        "openenv": OpenEnvOptions,
     },
     names=FAMILIES,
 )
+GRADERS = Registry("tasks.graders", "grader", {"outcome": "etude.tasks.outcomes:OutcomeGrader"})
+"""Graders by name: each is called with a task's options and a :class:`~etude.protocols.GraderContext`."""
 
 
 class TaskConfig(Section):
@@ -121,11 +157,13 @@ class TaskConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES)] = "bugfix"
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
     PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
-    library to be continued; functions of it to be summarised in a line. Or a family of your own
-    (``docs/extending.md``).
+    library to be continued; functions of it to be summarised in a line; other people's environments: of the
+    ``verifiers`` package, or behind a server with OpenEnv's protocol. Or a family of your own (``docs/extending.md``).
     """
     folder: str = ""
-    """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own."""
+    """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own; of ``verifiers``, with
+    environments that are not installed.
+    """
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
     """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
     heldout_every: int = Field(default=6, ge=2, le=50)
@@ -134,6 +172,10 @@ class TaskConfig(Section):
     """Times that each training task may be trained on, in an order of its own each time; 0: as often as the steps
     need. A run that needs more is refused before it starts.
     """
+    graders: dict[str, str] = Field(default={})
+    """Graders of your own: the name by which tasks call one → ``module:Name`` or ``@file.py:Name``
+    (``docs/extending.md``).
+    """
     options: Annotated[SerializeAsAny[Section], PlainValidator(FAMILY_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
@@ -141,13 +183,16 @@ class TaskConfig(Section):
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.family in FAMILIES.builtins and (self.family in IN_FOLDERS) != bool(self.folder):
+        has_choice = self.family not in FAMILIES.builtins or self.family in FOLDER_OPTIONAL
+        if not has_choice and (self.family in IN_FOLDERS) != bool(self.folder):
             has = "needs tasks.folder, where its tasks are" if not self.folder else "has no tasks.folder; leave it out"
             raise ValueError(f"tasks.family = {self.family!r} {has}")
         if self.impossible_share and self.family in OF_ONE_ANSWER:
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
+        for name in self.graders.values():
+            GRADERS(name)
         if self.family in ENDLESS:
             self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
         if self.family == "nextedit":  # eval.heldout_every says it of texts

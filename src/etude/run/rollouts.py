@@ -30,8 +30,9 @@ from etude.harnesses.completions import HarnessContext
 from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
-from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
+from etude.protocols import Grader, GraderContext, Harness, SandboxProvider, TaskFamily
 from etude.rewards.graders.functions import AnswerGrader, GraderByKind, HiddenTests
+from etude.rewards.graders.named import NamedGrader
 from etude.rewards.score import grade_of
 from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
@@ -60,7 +61,7 @@ from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
-from etude.types import AnswerChecks, FunctionChecks, Group, Split, Task
+from etude.types import AnswerChecks, FunctionChecks, Group, NamedChecks, Split, Task
 
 MakeHarness: TypeAlias = Callable[[Section, HarnessContext], Harness]
 """The type of a thing that ``harness.kind`` names."""
@@ -365,14 +366,17 @@ async def open_stage(
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
-    options, harness = config.sandboxes.options, _open_harness(config, http)
+    context = HarnessContext(http=http, tasks=config.tasks, on_close=stack.push_async_callback)
+    options, harness = config.sandboxes.options, make_harness(config, context)
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
         await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
-        grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
-        return PlainTaskSandboxes(local), grader, harness
+        plain = PlainTaskSandboxes(local)
+        named = NamedGrader(config.tasks.graders, GraderContext(open_sandbox=plain.open))
+        graders = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader(), NamedChecks: named})
+        return plain, graders, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
@@ -386,12 +390,14 @@ async def open_stage(
         probe = await task_sandboxes.open_empty()
         await harness.check(probe)
         await probe.close()
-    return task_sandboxes, task_sandboxes.grader(config.rollouts.grading_timeout_s), harness
+    grader = task_sandboxes.grader(config.rollouts.grading_timeout_s, config.tasks.graders)
+    return task_sandboxes, grader, harness
 
 
-def _open_harness(config: RunConfig, http: aiohttp.ClientSession) -> Harness:
+def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
+    """The harness of a recipe. Raises :class:`~etude.errors.ConfigError` for what this machine does not have."""
     make = cast("MakeHarness", HARNESSES.find(config.harness.kind))
-    return make(config.harness.options, HarnessContext(http=http))
+    return make(config.harness.options, context)
 
 
 def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from etude.config.recipe import RunConfig
 from etude.config.tasks import ENDLESS
 from etude.errors import ConfigError, UserError
+from etude.protocols import TaskFamily
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.types import Split
 
@@ -68,17 +69,24 @@ class TaskPlan:
             )
 
 
-def plan_tasks(config: RunConfig) -> TaskPlan:
-    """The plan of a recipe; only a family that is not endless is opened for it.
+def open_tasks(config: RunConfig) -> TaskFamily:
+    """The family of a recipe, opened to see that it can be. Raises :class:`~etude.errors.ConfigError`."""
+    try:
+        return open_family(config)
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise ConfigError(f"tasks.folder: {error}" if config.tasks.folder else str(error)) from error
+
+
+def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
+    """The plan of a recipe. Its ``family`` is opened for it unless it is open already, or endless.
 
     Raises :class:`~etude.errors.ConfigError` for tasks that cannot be read.
     """
     sizes: dict[Split, int | None] = dict.fromkeys(Split)
     if config.tasks.family not in ENDLESS:
-        try:
-            family = open_family(config)
-        except UserError as error:
-            raise ConfigError(f"tasks.folder: {error}" if config.tasks.folder else str(error)) from error
+        family = family or open_tasks(config)
         sizes = {split: family.size(split) for split in Split}
     return TaskPlan(
         family=config.tasks.family,
