@@ -172,13 +172,20 @@ class QueryChecks:
             raise ValueError(f"the task about {self.path!r} asks its database nothing: it could not be graded")
 
 
+AnswerMatch: TypeAlias = Literal["exact", "normalised", "choice", "math"]
+"""Rule by which an answer is compared with the right one; :mod:`etude.rewards.graders.answers` has them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChecks:
-    """Checks of an answer: the agent's last message is compared with the expected ones, ignoring white space."""
+    """Checks of an answer: the agent's last message is compared with the right one."""
 
     answer: str
     facts: tuple[str, ...] = ()
     """Pieces of the material that the answer takes, as they stand there: what a good summary keeps."""
+    match: AnswerMatch = "exact"
+    after: str = ""
+    """Text behind whose last occurrence the agent's answer stands; empty: the whole message is read."""
 
     def __post_init__(self) -> None:
         if not self.answer.split():
@@ -187,6 +194,14 @@ class AnswerChecks:
 
 Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks
 """Checks that grade a task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMessage:
+    """One message of a conversation that a task begins with."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +222,8 @@ class Task:
     checks: Checks
     environment: EnvironmentSpec | None = None
     """Specification of its sandbox; ``None``: nothing but ``files``."""
+    history: tuple[PromptMessage, ...] = ()
+    """Conversation before the prompt, for a harness of a single turn."""
 
     @property
     def function_checks(self) -> FunctionChecks:

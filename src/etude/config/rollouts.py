@@ -96,24 +96,41 @@ class CommandOptions(Section):
         return self
 
 
+class SingleTurnOptions(Section):
+    """One call of the model, whose reply is the answer."""
+
+    max_tokens_per_turn: int = Field(default=256, ge=1)
+    """Sampled tokens of the reply; one that is cut is no answer."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of the call, retries included."""
+    system: str = ""
+    """System message before each prompt; empty: none."""
+
+
 HARNESSES = Registry(
     "harness.kind",
     "harness",
     {
         "coding": "etude.harnesses.coding:CodingHarness.open",
         "command": "etude.harnesses.command:CommandHarness.open",
+        "single_turn": "etude.harnesses.single_turn:SingleTurnHarness.open",
     },
 )
 """Harnesses by name: each is called with its options and a :class:`~etude.harnesses.completions.HarnessContext`."""
-HARNESS_OPTIONS = OptionsOf("harness", "kind", {"coding": CodingOptions, "command": CommandOptions}, names=HARNESSES)
+HARNESS_OPTIONS = OptionsOf(
+    "harness",
+    "kind",
+    {"coding": CodingOptions, "command": CommandOptions, "single_turn": SingleTurnOptions},
+    names=HARNESSES,
+)
 
 
 class HarnessConfig(Section):
     """``[harness]``: who drives the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
-    """The built-in coding agent, or any program that talks to a model over HTTP. Or a harness of your own
-    (``docs/extending.md``).
+    """The built-in coding agent; any program that talks to a model over HTTP; a single call, whose reply is the answer.
+    Or a harness of your own (``docs/extending.md``).
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(HARNESS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True

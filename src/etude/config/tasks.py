@@ -13,9 +13,10 @@ OF_MACHINES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
 ENDLESS = ("bugfix", "migrations", "lookup", "nextedit")
 """Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
-ASKING = ("lookup", "nextedit", "summaries")
+ASKING = ("dataset", "lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
 OF_ONE_ANSWER = {
+    "dataset": "a single right answer",
     "harbor": "Harbor's verifiers",
     "lookup": "a single right answer",
     "nextedit": "a single right line",
@@ -88,6 +89,51 @@ class NextEditOptions(Section):
     """Demonstrations: probability that a suggestion is the right one."""
 
 
+class DatasetOptions(Section):
+    """Rows of a data set: what is asked, and the right answer."""
+
+    path: str = Field(default="", min_length=1, validate_default=True)
+    """JSON lines (``.jsonl``), a Parquet file, a folder of either, or one that Hugging Face's ``save_to_disk`` made. Of
+    a set of several splits, the folder of one.
+    """
+    heldout_path: str = ""
+    """Likewise, the rows that are held out; empty: one row in ``tasks.heldout_every`` is, by the hash of what it asks.
+    """
+    prompt: str = Field(default="prompt", min_length=1)
+    """Column with what is asked."""
+    messages: str = ""
+    """Column with a conversation in place of ``prompt``: a list of ``{"role": …, "content": …}`` that ends with the
+    user's message; or with the assistant's, which then is the right answer where ``answer`` is empty.
+    """
+    answer: str = "answer"
+    """Column with the right answer, a text or a number; with ``match = "choice"`` a letter, or a number from 0."""
+    choices: str = ""
+    """Column with the list of answers to choose from, which are written behind the prompt as ``A. …``, ``B. …``."""
+    answer_after: str = ""
+    """Text behind whose last occurrence the answer stands, such as ``####``: what a model writes before it is not
+    compared, nor is what the column has before it.
+    """
+    match: Literal["exact", "normalised", "choice", "math"] = "normalised"
+    """Comparison of answers: ``exact``, word by word; ``normalised``, but for case, articles and punctuation;
+    ``choice``, the letter alone; ``math``, as mathematics (``math-verify``: extra ``math``).
+    """
+    right_answer: float = Field(default=1.0, ge=0, le=1)
+    """Demonstrations: probability that the answer is the right one, rather than that of another row."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.messages:
+            self.refuse_idle("tasks.options", ["prompt"], "with tasks.options.messages")
+        elif not self.answer:
+            raise ValueError(
+                "tasks.options.answer is empty: name the column of right answers, or a column of conversations that "
+                "end with one (tasks.options.messages)"
+            )
+        if self.match != "choice":
+            self.refuse_idle("tasks.options", ["choices"], f"with tasks.options.match = {self.match!r}; set 'choice'")
+        return self
+
+
 FAMILIES = Registry(
     "tasks.family",
     "task family",
@@ -99,6 +145,7 @@ FAMILIES = Registry(
         "lookup": "etude.tasks.lookup:LookupFamily.open",
         "nextedit": "etude.tasks.nextedit:NextEditFamily.open",
         "summaries": "etude.tasks.summaries:SummariesFamily.open",
+        "dataset": "etude.tasks.datasets.family:DatasetTasks.open",
     },
 )
 """Families by name: each is called with its options and a :class:`~etude.protocols.FamilyContext`."""
@@ -110,6 +157,7 @@ FAMILY_OPTIONS = OptionsOf(
         "repository": RepositoryOptions,
         "lookup": LookupOptions,
         "nextedit": NextEditOptions,
+        "dataset": DatasetOptions,
     },
     names=FAMILIES,
 )
@@ -121,8 +169,8 @@ class TaskConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES)] = "bugfix"
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
     PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
-    library to be continued; functions of it to be summarised in a line. Or a family of your own
-    (``docs/extending.md``).
+    library to be continued; functions of it to be summarised in a line; prompts with right answers out of a data set.
+    Or a family of your own (``docs/extending.md``).
     """
     folder: str = ""
     """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own."""
@@ -150,6 +198,8 @@ class TaskConfig(Section):
             )
         if self.family in ENDLESS:
             self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
+        if isinstance(self.options, DatasetOptions) and self.options.heldout_path:
+            self.refuse_idle("tasks", ["heldout_every"], "with tasks.options.heldout_path, which says what is held out")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'nextedit'")
         return self

@@ -27,11 +27,13 @@ from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
+from etude.harnesses.single_turn import SingleTurnHarness
 from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
-from etude.rewards.graders.functions import AnswerGrader, GraderByKind, HiddenTests
+from etude.rewards.graders.answers import AnswerGrader
+from etude.rewards.graders.functions import GraderByKind, HiddenTests
 from etude.rewards.score import grade_of
 from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
@@ -365,13 +367,15 @@ async def open_stage(
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
-    options, harness = config.sandboxes.options, _open_harness(config, http)
+    options, harness, answers = config.sandboxes.options, _open_harness(config, http), AnswerGrader()
+    stack.push_async_callback(answers.close)
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
-        await check_sandboxes(local, config)
+        if not isinstance(harness, SingleTurnHarness):  # which runs nothing
+            await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
-        grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
+        grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: answers})
         return PlainTaskSandboxes(local), grader, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
@@ -386,7 +390,7 @@ async def open_stage(
         probe = await task_sandboxes.open_empty()
         await harness.check(probe)
         await probe.close()
-    return task_sandboxes, task_sandboxes.grader(config.rollouts.grading_timeout_s), harness
+    return task_sandboxes, task_sandboxes.grader(config.rollouts.grading_timeout_s, answers), harness
 
 
 def _open_harness(config: RunConfig, http: aiohttp.ClientSession) -> Harness:
