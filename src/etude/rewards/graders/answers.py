@@ -26,7 +26,7 @@ AROUND = string.punctuation + "“”‘’«»…–—"
 """Punctuation that is no part of a word when it stands at its ends."""
 SIGNED = re.compile(r"[-+]?\.?\d")
 """Beginning of a number, whose sign and point belong to it."""
-CHOSEN = re.compile(r"(?i:answer|choice|option)(?i: is)?:? ?\**\(?([A-Z])\b")
+CHOSEN = re.compile(r"(?i:answer|choice|option)(?i: is)?\W{0,4}([A-Z])\b")
 BRACKETED = re.compile(r"\(([A-Z])\)")
 ALONE = re.compile(r"\W*([A-Za-z])(?:\W.*)?", re.DOTALL)
 """Ways to name a choice: ``the answer is C``, ``(C)``, ``C. because …``."""
