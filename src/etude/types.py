@@ -6,6 +6,7 @@ I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens 
     Task ──▶ Rollout (Turns) ──▶ Trajectory ──▶ Batch ──▶ WeightVersion
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -551,6 +552,12 @@ class Group:
     """Time, from 1, that the task is admitted for training in this run."""
     lost: int = 0
     """Slots given up to infrastructure: so many rollouts more were planned."""
+    weight: float = 1.0
+    """Importance weight of the task: how likely it is to be drawn if all tasks are, over how likely it was."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"group {self.index} has importance weight {self.weight!r}, expected a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -601,8 +608,8 @@ class Batch:
     """Those with a signal: groups whose rewards are all equal have none and are left out."""
     num_loss_tokens: int
     num_lost_tokens: float
-    """Token count that stands for lost rollouts, each as much as those of its group that are there: the loss is divided
-    by both.
+    """Token count that stands for lost rollouts, each as much as those of its group that are there, and for tasks that
+    were drawn more or less often than others: the loss is divided by both.
     """
     num_lost_trajectories: float
     num_sampled_trajectories: int

@@ -256,6 +256,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _resampled(self) -> Self:
+        others = {
+            f"credit.kind = {self.credit.kind!r}": self.credit.is_by_turn,
+            "effort.weight": self.effort.weight > 0,
+            "hints.weight": self.hints.weight > 0,
+        }
+        teaching = [name for name, teaches in others.items() if teaches]
+        if self.rollouts.max_resamples and teaching:
+            raise ValueError(
+                f"rollouts.max_resamples = {self.rollouts.max_resamples} leaves out groups whose rewards are all alike, "
+                f"but {teaching[0]} teaches from these, too: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _controlled(self) -> Self:
         others = {"credit.kind = 'shaped'": self.credit.kind == "shaped", "hints.weight": self.hints.weight > 0}
         teaching = [name for name, teaches in others.items() if teaches]

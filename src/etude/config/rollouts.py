@@ -151,6 +151,10 @@ class RolloutConfig(Section):
     """Rollouts in flight (C)."""
     max_attempts: int = Field(default=4, ge=1)
     """Tries of one rollout slot before it is lost to infrastructure; a group that loses more than half is dropped."""
+    max_resamples: int = Field(default=0, ge=0)
+    """Groups without a signal, all of whose rewards are alike, that may be left out between two batches, others being
+    sampled in their place; 0: they count as groups of their step.
+    """
     timeout_s: float = Field(default=120.0, gt=0)
     """Time that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
     model is free: what it samples is bounded by ``[harness]``.

@@ -163,6 +163,70 @@ FAMILY_OPTIONS = OptionsOf(
 )
 
 
+class PoolsOptions(Section):
+    """Tasks in pools of easy, normal and hard ones, by the mean reward of each when it was last tried."""
+
+    easy_share: float = Field(default=0.15, ge=0, le=1)
+    """Share of draws from the pool of easy tasks."""
+    hard_share: float = Field(default=0.15, ge=0, le=1)
+    """Share of draws from the pool of hard tasks; the rest is from the others, those never tried among them. A pool
+    without tasks leaves its share to the others.
+    """
+    easy_from: float = Field(default=0.8, gt=0, le=1)
+    """Mean reward from which a task is easy."""
+    hard_to: float = Field(default=0.2, ge=0, lt=1)
+    """Mean reward up to which a task is hard."""
+    rest_epochs: float = Field(default=2.0, ge=0)
+    """Epochs for which a task rests, out of all pools, whose rewards were all 1, or all 0."""
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.easy_share + self.hard_share >= 1:
+            raise ValueError(
+                f"tasks.selection.options: easy_share = {self.easy_share:g} and hard_share = {self.hard_share:g} leave "
+                f"nothing for tasks that are neither: their sum must be below 1"
+            )
+        if self.hard_to >= self.easy_from:
+            raise ValueError(
+                f"tasks.selection.options: hard_to = {self.hard_to:g} must be below easy_from = {self.easy_from:g}"
+            )
+        return self
+
+
+class ThompsonOptions(Section):
+    """Thompson sampling: each task's pass rate p is drawn from what is known of it, and tasks by p (1 − p)."""
+
+    uniform_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of draws from all tasks alike: a group counts at most 1 / ``uniform_share`` times as much as another."""
+    half_life_epochs: float = Field(default=2.0, gt=0)
+    """Epochs after which what was seen of a task counts half: the model learns, and what is not tried becomes unknown.
+    """
+
+
+SELECTION_OPTIONS = OptionsOf("tasks.selection", "kind", {"pools": PoolsOptions, "thompson": ThompsonOptions})
+
+
+class SelectionConfig(Section):
+    """``[tasks.selection]``: which training task comes next. An epoch is as many draws as there are tasks."""
+
+    kind: Literal["in_order", "pools", "thompson"] = "in_order"
+    """All tasks, once an epoch; more of those from which something can be learnt now."""
+    importance_weights: bool = True
+    """Weigh each group by how likely its task would be if all were, over how likely it was: the gradient stays that of
+    the mean over all tasks. Off, it is that of the tasks as they are drawn (``docs/control.md``).
+    """
+    options: Annotated[SerializeAsAny[Section], PlainValidator(SELECTION_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[tasks.selection.options]``: keys of the kind alone."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.kind == "in_order":
+            self.refuse_idle("tasks.selection", ["importance_weights"], "with tasks.selection.kind = 'in_order'")
+        return self
+
+
 class TaskConfig(Section):
     """``[tasks]``: the family of tasks, and what is held out of it."""
 
@@ -186,6 +250,8 @@ class TaskConfig(Section):
         default_factory=Section, validate_default=True
     )
     """``[tasks.options]``: keys of the family alone."""
+    selection: SelectionConfig = SelectionConfig()
+    """The tasks to spend on."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
@@ -198,6 +264,14 @@ class TaskConfig(Section):
             )
         if self.family in ENDLESS:
             self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
+        if self.selection.kind != "in_order":
+            why = f"with tasks.selection.kind = {self.selection.kind!r}"
+            if self.family in ENDLESS:
+                raise ValueError(
+                    f"tasks.selection.kind = {self.selection.kind!r} chooses among tasks that come again, but those of "
+                    f"tasks.family = {self.family!r} have no end: leave it out"
+                )
+            self.refuse_idle("tasks", ["epochs"], f"{why}, which lets a task come as often as it is worth it")
         if isinstance(self.options, DatasetOptions) and self.options.heldout_path:
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.options.heldout_path, which says what is held out")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
