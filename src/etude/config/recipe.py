@@ -265,8 +265,8 @@ class RunConfig(Section):
         teaching = [name for name, teaches in others.items() if teaches]
         if self.rollouts.max_resamples and teaching:
             raise ValueError(
-                f"rollouts.max_resamples = {self.rollouts.max_resamples} leaves out groups whose rewards are all alike, "
-                f"but {teaching[0]} teaches from these, too: leave one of the two out"
+                f"rollouts.max_resamples = {self.rollouts.max_resamples} leaves out groups with equal rewards, but "
+                f"{teaching[0]} teaches from these, too: leave one of the two out"
             )
         return self
 

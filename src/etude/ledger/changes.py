@@ -178,9 +178,9 @@ def _settle(
         and purpose == TRAIN
         and max_resamples
         and rows.is_without_signal(db, group.group_index)
+        and rows.resampled_since_claim(db, NO_SIGNAL) < max_resamples
     ):
-        if rows.resampled_since_claim(db, NO_SIGNAL) < max_resamples:
-            state, reason = GroupState.DROPPED, NO_SIGNAL
+        state, reason = GroupState.DROPPED, NO_SIGNAL
     if state is not GroupState.OPEN:
         rows.move_group(db, purpose, group, state, reason if state is GroupState.DROPPED else "")
     return state

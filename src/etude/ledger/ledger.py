@@ -175,9 +175,9 @@ class Ledger(LedgerConnection):
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
         With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
-        most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the same
-        rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot that
-        is graded or lost already, an attempt out of turn, or dropped while its group is not.
+        most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
+        same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
+        that is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
         encoded, worker = encode_rollout(rollout), self.leases.worker
         return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, worker, max_resamples))

@@ -243,8 +243,8 @@ def usable_groups(db: Database, purpose: str) -> int:
 
 def is_without_signal(db: Database, index: int) -> bool:
     """Return true if all rewards of a training group are alike, or too few to be compared."""
-    sql = f"SELECT count(*), min(reward), max(reward) FROM catalogue WHERE purpose = 'train' AND group_index = ? AND {KEPT}"
-    ((count, lowest, highest),) = db.execute(sql, index)
+    sql = "SELECT count(*), min(reward), max(reward) FROM catalogue WHERE purpose = 'train' AND group_index = ?"
+    ((count, lowest, highest),) = db.execute(f"{sql} AND {KEPT}", index)
     return int(count) < 2 or lowest == highest
 
 

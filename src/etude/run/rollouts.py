@@ -30,7 +30,7 @@ from etude.harnesses.completions import HarnessContext
 from etude.harnesses.single_turn import SingleTurnHarness
 from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
-from etude.ledger.ledger import Ledger
+from etude.ledger.ledger import Ledger, TaskDraw
 from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
 from etude.rewards.graders.answers import AnswerGrader
 from etude.rewards.graders.functions import GraderByKind, HiddenTests
@@ -40,7 +40,9 @@ from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
+from etude.rollouts.task_selection import TaskSelection
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
@@ -218,7 +220,7 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
-            draw=TaskOrder(family, seed=config.seed).draw,
+            draw=open_draws(config, family, ledger),
             context=context,
             events=events,
             serving_version=served,
@@ -232,6 +234,15 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
             dispatcher=dispatcher,
             served=served,
         )
+
+
+def open_draws(config: RunConfig, family: TaskFamily, ledger: Ledger) -> Callable[[int], TaskDraw]:
+    """The training task at each position of a recipe's training data."""
+    selection, size = config.tasks.selection, family.size(Split.TRAIN)
+    if selection.kind == "in_order":
+        return TaskOrder(family, seed=config.seed).draw
+    assert size is not None, "a plan of the tasks refuses a selection of endless ones"
+    return SelectedTasks(family, TaskSelection(selection, size=size, seed=config.seed), ledger).draw
 
 
 def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
