@@ -220,7 +220,7 @@ class Ledger(LedgerConnection):
         return self._db.read(lambda db: rows.resampled_before(db, step, changes.NO_SIGNAL))
 
     def task_outcomes(self, first: int = 0) -> list[TaskOutcome]:
-        """What became of each training group from index ``first`` on, in admission order."""
+        """The outcome of each training group from index ``first`` on, so far, in admission order."""
         return self._db.read(lambda db: rows.task_outcomes(db, first))
 
     def progress(self, purpose: str = TRAIN) -> RunProgress:

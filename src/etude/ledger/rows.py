@@ -32,7 +32,7 @@ class GroupRow(NamedTuple):
 
 
 class TaskOutcome(NamedTuple):
-    """What became of one group of the training tasks so far."""
+    """The outcome of one group of training, so far."""
 
     group_index: int
     task_id: str
@@ -55,7 +55,7 @@ class DataCursor(NamedTuple):
 
 
 GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch, weight"
-KEPT = "status = 'graded' AND (disposition IS NULL OR disposition <> 'quarantine')"
+COMPARED = "status = 'graded' AND (disposition IS NULL OR disposition <> 'quarantine')"
 """Rollouts that are compared with each other, of a catalogue."""
 
 
@@ -244,7 +244,7 @@ def usable_groups(db: Database, purpose: str) -> int:
 def is_without_signal(db: Database, index: int) -> bool:
     """Return true if all rewards of a training group are alike, or too few to be compared."""
     sql = "SELECT count(*), min(reward), max(reward) FROM catalogue WHERE purpose = 'train' AND group_index = ?"
-    ((count, lowest, highest),) = db.execute(f"{sql} AND {KEPT}", index)
+    ((count, lowest, highest),) = db.execute(f"{sql} AND {COMPARED}", index)
     return int(count) < 2 or lowest == highest
 
 
@@ -270,13 +270,13 @@ def resampled_before(db: Database, step: int, reason: str) -> int:
 
 
 def task_outcomes(db: Database, first: int) -> list[TaskOutcome]:
-    """What became of the training groups from index ``first`` on, in admission order."""
+    """The outcomes of the training groups from index ``first`` on, in admission order."""
     rated = "CASE WHEN c.reward < 0 THEN 0.0 WHEN c.reward > 1 THEN 1.0 ELSE c.reward END"
-    kept = KEPT.replace("status", "c.status").replace("disposition", "c.disposition")
+    compared = COMPARED.replace("status", "c.status").replace("disposition", "c.disposition")
     sql = (
         f"SELECT g.group_index, g.task_id, coalesce(g.position, g.group_index), g.state, count(c.reward),"
         f" coalesce(sum({rated}), 0.0) FROM groups g LEFT JOIN catalogue c"
-        f" ON c.purpose = 'train' AND c.group_index = g.group_index AND {kept}"
+        f" ON c.purpose = 'train' AND c.group_index = g.group_index AND {compared}"
         " WHERE g.purpose = 'train' AND g.group_index >= ?"
         " GROUP BY g.group_index, g.task_id, g.position, g.state ORDER BY 1"
     )

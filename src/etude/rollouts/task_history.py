@@ -27,7 +27,7 @@ class SelectedTasks:
         tasks = (family.task(Split.TRAIN, index).task_id for index in range(selection.size))
         self._indices: Mapping[str, int] = {task_id: index for index, task_id in enumerate(tasks)}
         self._facts = TaskFacts.none(selection.size)
-        self._visits = Counter[int]()
+        self._times = Counter[int]()
         self._next = 0
         """Index of the first group that is not in ``_facts``."""
 
@@ -37,21 +37,21 @@ class SelectedTasks:
         for settled in outcomes:
             if settled.is_open:
                 break
-            self._fold(self._facts, self._visits, settled)
+            self._fold(self._facts, self._times, settled)
             self._next = settled.group_index + 1
-        facts, visits = self._facts.copy(), self._visits.copy()
+        facts, times = self._facts.copy(), self._times.copy()
         for outcome in outcomes:
             if outcome.group_index >= self._next:
-                self._fold(facts, visits, outcome)
+                self._fold(facts, times, outcome)
         choice = self._selection.choose(facts, position)
         task = self._family.task(Split.TRAIN, choice.index)
         index = self._indices[task.task_id]  # of two rows that are one task, the one that is counted
-        return TaskDraw(task=task, epoch=visits[index] + 1, weight=choice.weight)
+        return TaskDraw(task=task, epoch=times[index] + 1, weight=choice.weight)
 
-    def _fold(self, facts: TaskFacts, visits: Counter[int], outcome: TaskOutcome) -> None:
+    def _fold(self, facts: TaskFacts, times: Counter[int], outcome: TaskOutcome) -> None:
         index = self._indices.get(outcome.task_id)
         if index is None:  # it is no longer in the folder
             return
-        visits[index] += 1
+        times[index] += 1
         if not outcome.is_open and outcome.graded:
-            self._selection.visit(facts, index, outcome.position, graded=outcome.graded, passed=outcome.passed)
+            self._selection.observe(facts, index, outcome.position, graded=outcome.graded, passed=outcome.passed)

@@ -30,27 +30,27 @@ from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
 
 Values: TypeAlias = npt.NDArray[np.float64]
 NEVER = -1
-"""Position of a visit that has not been made."""
+"""Position of a draw that was not made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What became of each task so far."""
+    """The outcomes of each task so far."""
 
-    visited_N: npt.NDArray[np.int64]
+    drawn_N: npt.NDArray[np.int64]
     """[N] position at which it was last drawn, of the draws that ended; ``NEVER``."""
     rate_N: Values
     """[N] mean of its rewards then, each between 0 and 1; NaN where none is known."""
     passes_N: Values
     failures_N: Values
-    """[N] rewards added up, and what they miss to 1, as of ``visited_N``: what was seen before counts less."""
+    """[N] rewards added up, and what they miss to 1, as of ``drawn_N``: what was seen before counts less."""
 
     @classmethod
     def none(cls, size: int) -> "TaskFacts":
-        """Of so many tasks nothing is known."""
+        """Facts of so many tasks that were never drawn."""
         zeros = np.zeros(size)
         return cls(
-            visited_N=np.full(size, NEVER),
+            drawn_N=np.full(size, NEVER),
             rate_N=np.full(size, np.nan),
             passes_N=zeros,
             failures_N=zeros.copy(),
@@ -59,7 +59,7 @@ class TaskFacts:
     def copy(self) -> "TaskFacts":
         """Facts to be gone on with, while these stay as they are."""
         return TaskFacts(
-            visited_N=self.visited_N.copy(),
+            drawn_N=self.drawn_N.copy(),
             rate_N=self.rate_N.copy(),
             passes_N=self.passes_N.copy(),
             failures_N=self.failures_N.copy(),
@@ -86,16 +86,16 @@ class TaskSelection:
         self.half_life = size * options.half_life_epochs if isinstance(options, ThompsonOptions) else np.inf
         """Draws after which what was seen of a task counts half."""
 
-    def visit(self, facts: TaskFacts, task: int, position: int, *, graded: int, passed: float) -> None:
-        """Add a visit that ended to ``facts``: ``graded`` rewards that add up to ``passed``."""
-        before = facts.visited_N[task]
+    def observe(self, facts: TaskFacts, task: int, position: int, *, graded: int, passed: float) -> None:
+        """Add a draw that ended to ``facts``: ``graded`` rewards that add up to ``passed``."""
+        before = facts.drawn_N[task]
         newest = max(int(before), position)
         if position >= before:
             facts.rate_N[task] = passed / graded if graded else facts.rate_N[task]
         for counts_N, seen in ((facts.passes_N, passed), (facts.failures_N, graded - passed)):
             old, new = (0.5 ** ((newest - at) / self.half_life) for at in (int(before), position))
             counts_N[task] = counts_N[task] * old + seen * new
-        facts.visited_N[task] = newest
+        facts.drawn_N[task] = newest
 
     def choose(self, facts: TaskFacts, position: int) -> TaskChoice:
         """The task at a position of the training data."""
@@ -132,7 +132,7 @@ def pools(options: PoolsOptions, facts: TaskFacts, position: int) -> Values:
     """[N] the share of each pool, evenly over its tasks; of all tasks alike where every one rests."""
     size = len(facts.rate_N)
     is_alike_N = (facts.rate_N == 0) | (facts.rate_N == 1)
-    rests_N = is_alike_N & (position - facts.visited_N < options.rest_epochs * size)
+    rests_N = is_alike_N & (position - facts.drawn_N < options.rest_epochs * size)
     if rests_N.all():
         return np.full(size, 1 / size)
     easy_N = (facts.rate_N >= options.easy_from) & ~rests_N
@@ -145,8 +145,10 @@ def pools(options: PoolsOptions, facts: TaskFacts, position: int) -> Values:
             probabilities_N[pool_N] = share / pool_N.sum()
     total = probabilities_N.sum()
     if not total:  # all that does not rest is in a pool without a share
-        return ~rests_N / (~rests_N).sum()
-    return probabilities_N / total
+        probabilities_N[~rests_N] = 1.0
+        total = probabilities_N.sum()
+    shares_N: Values = probabilities_N / total
+    return shares_N
 
 
 def thompson(
@@ -157,7 +159,7 @@ def thompson(
     ``age`` is the position in half-lives.
     """
     size = len(facts.rate_N)
-    kept_N = np.where(facts.visited_N == NEVER, 1.0, 0.5 ** np.maximum(0.0, age - facts.visited_N / half_life))
+    kept_N = np.where(facts.drawn_N == NEVER, 1.0, 0.5 ** np.maximum(0.0, age - facts.drawn_N / half_life))
     rates_N = chance.beta(1 + facts.passes_N * kept_N, 1 + facts.failures_N * kept_N)
     signals_N = rates_N * (1 - rates_N)
     total = signals_N.sum()

@@ -236,7 +236,7 @@ class TrainerProcess:
         return groups, time.perf_counter() - started_s
 
     def _selection_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """How the tasks of a batch were chosen, where they were."""
+        """The metrics of the choice of tasks, where they were chosen."""
         metrics: dict[str, float] = {}
         if self.config.rollouts.max_resamples:
             metrics["groups_resampled"] = self._ledger.resampled(step)
@@ -290,8 +290,8 @@ class TrainerProcess:
 
 
 def selection_distance(groups: Sequence[Group]) -> float:
-    """How far the tasks are drawn from all alike, estimated without bias from one batch: the total variation distance
-    ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
+    """Estimate, without bias, from one batch how far the draws of tasks are from all tasks alike: the total variation
+    distance ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
     """
     return sum(abs(1 - group.weight) for group in groups) / (2 * len(groups))
 

@@ -33,11 +33,11 @@ class Numbers:
         return task(index, split)
 
 
-def known(selection: TaskSelection, rates: list[float], graded: int = 32) -> TaskFacts:
+def facts_of(selection: TaskSelection, rates: list[float], graded: int = 32) -> TaskFacts:
     """Facts of tasks that were all tried at position 0."""
     facts = TaskFacts.none(len(rates))
     for index, rate in enumerate(rates):
-        selection.visit(facts, index, 0, graded=graded, passed=rate * graded)
+        selection.observe(facts, index, 0, graded=graded, passed=rate * graded)
     return facts
 
 
@@ -50,37 +50,37 @@ def drawn(config: SelectionConfig, facts: TaskFacts, position: int, count: int =
 
 def test_thompson_sampling_prefers_what_is_neither_solved_nor_hopeless() -> None:
     hopeless, hard, middling, easy, solved = drawn(
-        THOMPSON, known(TaskSelection(THOMPSON, size=5, seed=0), [0.0, 0.1, 0.5, 0.9, 1.0]), 1
+        THOMPSON, facts_of(TaskSelection(THOMPSON, size=5, seed=0), [0.0, 0.1, 0.5, 0.9, 1.0]), 1
     )
     assert middling > max(hard, easy) > min(hard, easy) > max(hopeless, solved) > 0.03
 
 
 def test_what_was_solved_long_ago_is_looked_at_again() -> None:
-    facts = known(TaskSelection(THOMPSON, size=2, seed=0), [1.0, 0.5])
+    facts = facts_of(TaskSelection(THOMPSON, size=2, seed=0), [1.0, 0.5])
     soon, late = (drawn(THOMPSON, facts, position)[0] for position in (1, 10_000))
     assert late > 2 * soon
 
 
 def test_pools_have_their_shares_and_what_is_alike_rests() -> None:
-    facts = known(TaskSelection(POOLS, size=6, seed=0), [0.0, 1.0, 0.1, 0.9, 0.5, 0.5])
+    facts = facts_of(TaskSelection(POOLS, size=6, seed=0), [0.0, 1.0, 0.1, 0.9, 0.5, 0.5])
     assert drawn(POOLS, facts, 11) == pytest.approx([0, 0, 0.15, 0.15, 0.35, 0.35], abs=0.04)
     assert drawn(POOLS, facts, 12) == pytest.approx([0.075, 0.075, 0.075, 0.075, 0.35, 0.35], abs=0.04)
 
 
 def test_where_all_tasks_rest_all_are_drawn() -> None:
     for config in (POOLS, THOMPSON):
-        assert all(drawn(config, known(TaskSelection(config, size=3, seed=0), [0.0, 1.0, 1.0]), 1, count=60))
+        assert all(drawn(config, facts_of(TaskSelection(config, size=3, seed=0), [0.0, 1.0, 1.0]), 1, count=60))
 
 
 @BOTH
 def test_what_is_known_of_a_task_does_not_depend_on_the_order_in_which_groups_end(config: SelectionConfig) -> None:
     selection = TaskSelection(config, size=4, seed=0)
     forth, back = TaskFacts.none(4), TaskFacts.none(4)
-    visits = [(0, 8, 3.0), (5, 8, 1.0), (9, 4, 4.0)]
-    for facts, order in ((forth, visits), (back, visits[::-1])):
+    draws = [(0, 8, 3.0), (5, 8, 1.0), (9, 4, 4.0)]
+    for facts, order in ((forth, draws), (back, draws[::-1])):
         for position, graded, passed in order:
-            selection.visit(facts, 1, position, graded=graded, passed=passed)
-    assert forth.visited_N[1] == back.visited_N[1] == 9
+            selection.observe(facts, 1, position, graded=graded, passed=passed)
+    assert forth.drawn_N[1] == back.drawn_N[1] == 9
     assert forth.rate_N[1] == back.rate_N[1] == 1.0
     assert forth.passes_N[1] == pytest.approx(back.passes_N[1])
     assert forth.failures_N[1] == pytest.approx(back.failures_N[1])
@@ -90,7 +90,7 @@ def test_what_is_known_of_a_task_does_not_depend_on_the_order_in_which_groups_en
 def test_weights_are_bounded_and_give_back_the_mean_over_all_tasks(rates: list[float], seed: int) -> None:
     """E[w] = 1 and E[w g] = mean of g, but for 5 standard errors."""
     selection, size, count = TaskSelection(THOMPSON, size=len(rates), seed=seed), len(rates), 1_500
-    facts = known(selection, rates, graded=8)
+    facts = facts_of(selection, rates, graded=8)
     choices = [TaskSelection(THOMPSON, size=size, seed=draw).choose(facts, seed) for draw in range(count)]
     weights = np.array([choice.weight for choice in choices])
     assert weights.max() <= 1 / 0.2 + 1e-9
@@ -102,7 +102,7 @@ def test_weights_are_bounded_and_give_back_the_mean_over_all_tasks(rates: list[f
 
 def test_pools_leave_out_what_rests_and_nothing_else() -> None:
     selection = TaskSelection(POOLS, size=5, seed=3)
-    facts = known(selection, [1.0, 0.1, 0.9, 0.5, 0.5])
+    facts = facts_of(selection, [1.0, 0.1, 0.9, 0.5, 0.5])
     gradients = np.array([0.0, 3.0, 1.0, 4.0, 2.0])  # that of a task that rests is 0
     terms = []
     for seed in range(3_000):

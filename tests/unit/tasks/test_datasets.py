@@ -195,11 +195,11 @@ def test_mid_training_is_shown_rows_of_its_side_with_as_many_mistakes_as_asked_f
     config = recipe(write(tmp_path / "sums.jsonl", SUMS), right_answer=0.5, answer_after="= ")
     demonstrations, rng = open_demonstrations(config), Random(0)
     sessions = [demonstrations.session(rng) for _ in range(400)]
-    right = sum(reply.content == f"= {2 * int(asked.content.split()[0])}" for asked, reply in sessions)
+    right = sum(reply.content == f"= {2 * int(question.content.split()[0])}" for question, reply in sessions)
     assert 160 <= right <= 250
     prompts = {task.prompt for task in tasks_of(config)}
-    assert {asked.content for asked, _ in sessions} <= prompts
+    assert {question.content for question, _ in sessions} <= prompts
     assert all(
-        reply.content == f"= {2 * int(asked.content.split()[0])}"
-        for asked, reply in (demonstrations.code(rng) for _ in range(20))  # type: ignore[misc]  # a conversation
+        reply.content == f"= {2 * int(question.content.split()[0])}"
+        for question, reply in (demonstrations.code(rng) for _ in range(20))  # type: ignore[misc]  # a conversation
     )

@@ -74,8 +74,8 @@ class AnswerGrader:
             case "choice":
                 return bool(letter := chosen(given)) and letter == chosen(checks.answer)
             case "math":
-                found, right = mathematics(given), mathematics(checks.answer)
-                return normalised(found) == normalised(right) or await self._math.is_equal(right, found)
+                result, right = mathematics(given), mathematics(checks.answer)
+                return normalised(result) == normalised(right) or await self._math.is_equal(right, result)
 
 
 def given_answer(text: str, after: str) -> str:

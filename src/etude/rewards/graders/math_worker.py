@@ -65,11 +65,11 @@ def load() -> Callable[[str, str], bool]:
     latex = (LatexExtractionConfig(),)  # the other way to extract, of plain expressions, evaluates what it finds
 
     def is_equal(right: str, given: str) -> bool:
-        expected, found = (
+        expected, actual = (
             parse(f"${text.replace('$', '')}$", extraction_config=latex, parsing_timeout=None)
             for text in (right, given)
         )
-        return bool(verify(expected, found, timeout_seconds=None))
+        return bool(verify(expected, actual, timeout_seconds=None))
 
     return is_equal
 

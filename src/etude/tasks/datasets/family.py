@@ -24,7 +24,7 @@ from etude.config.tasks import DatasetOptions
 from etude.errors import ConfigError
 from etude.protocols import FamilyContext
 from etude.tasks.corpora.transcripts import Message
-from etude.tasks.datasets.rows import Row, read_rows
+from etude.tasks.datasets.rows import DatasetRow, read_rows
 from etude.types import AnswerChecks, Json, PromptMessage, Split, Task
 
 MAX_REJECTIONS = 10
@@ -41,8 +41,8 @@ ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What one row asks, and the right answer."""
+class DatasetQuestion:
+    """The question of one row, and the right answer."""
 
     place: str
     history: tuple[PromptMessage, ...]
@@ -52,8 +52,8 @@ class Question:
     @property
     def digest(self) -> bytes:
         """SHA-256 of what is asked."""
-        asked = [*((message.role, message.content) for message in self.history), ("user", self.prompt)]
-        return hashlib.sha256(orjson.dumps(asked)).digest()
+        conversation = [*((message.role, message.content) for message in self.history), ("user", self.prompt)]
+        return hashlib.sha256(orjson.dumps(conversation)).digest()
 
 
 class DatasetTasks:
@@ -69,12 +69,12 @@ class DatasetTasks:
             heldout = read_questions(options, Path(options.heldout_path), "tasks.options.heldout_path")
             _check_apart(questions, heldout)
             return cls(options, {Split.TRAIN: questions, Split.HELDOUT: heldout})
-        sides: dict[Split, list[Question]] = {split: [] for split in Split}
+        sides: dict[Split, list[DatasetQuestion]] = {split: [] for split in Split}
         for question in questions:
             sides[_side(question, context.heldout_every)].append(question)
         return cls(options, sides)
 
-    def __init__(self, options: DatasetOptions, sides: Mapping[Split, Sequence[Question]]) -> None:
+    def __init__(self, options: DatasetOptions, sides: Mapping[Split, Sequence[DatasetQuestion]]) -> None:
         self._options = options
         heldout = sorted(
             sides[Split.HELDOUT], key=lambda question: question.digest
@@ -131,10 +131,10 @@ class DatasetDemonstrations:
         return self._family.task(self._split, rng.randrange(self._size))
 
 
-def read_questions(options: DatasetOptions, path: Path, key: str) -> list[Question]:
+def read_questions(options: DatasetOptions, path: Path, key: str) -> list[DatasetQuestion]:
     """The questions of a data set, each once. Raises :class:`~etude.errors.ConfigError` for rows that are none."""
     columns = [column for column in (options.messages or options.prompt, options.answer, options.choices) if column]
-    questions: dict[str, Question] = {}
+    questions: dict[str, DatasetQuestion] = {}
     rejections: list[str] = []
     for row in read_rows(path, key, columns):
         try:
@@ -150,8 +150,8 @@ def read_questions(options: DatasetOptions, path: Path, key: str) -> list[Questi
     return list(questions.values())
 
 
-def _question(row: Row, options: DatasetOptions) -> Question:
-    """What a row asks. Raises ``ValueError`` naming the column and the fault."""
+def _question(row: DatasetRow, options: DatasetOptions) -> DatasetQuestion:
+    """Read the question of a row. Raises ``ValueError`` naming the column and the fault."""
     if row.fault:
         raise ValueError(row.fault)
     if options.messages:
@@ -162,10 +162,10 @@ def _question(row: Row, options: DatasetOptions) -> Question:
         answer, of = _text(row, options.answer), options.answer
     else:
         answer, of = _last_reply(messages, options.messages), options.messages
-    *history, asked = messages
-    if asked.role != "user":
-        raise ValueError(f"column {options.messages!r} ends with a message of {asked.role}, which asks nothing")
-    prompt = asked.content
+    *history, last = messages
+    if last.role != "user":
+        raise ValueError(f"column {options.messages!r} ends with a message of {last.role}, which asks nothing")
+    prompt = last.content
     if options.answer_after:
         answer = answer.rpartition(options.answer_after)[2]
     if options.choices:
@@ -178,7 +178,7 @@ def _question(row: Row, options: DatasetOptions) -> Question:
             raise ValueError(f"column {of!r} is no letter of a choice: {answer!r:.60}")
     if not answer.strip():
         raise ValueError(f"column {of!r} has no answer: {answer!r}")
-    return Question(place=row.place, history=tuple(history), prompt=prompt, answer=answer.strip())
+    return DatasetQuestion(place=row.place, history=tuple(history), prompt=prompt, answer=answer.strip())
 
 
 def _last_reply(messages: list[PromptMessage], column: str) -> str:
@@ -191,7 +191,7 @@ def _last_reply(messages: list[PromptMessage], column: str) -> str:
     return messages.pop().content
 
 
-def _messages(row: Row, column: str) -> Iterator[PromptMessage]:
+def _messages(row: DatasetRow, column: str) -> Iterator[PromptMessage]:
     listed = _value(row, column)
     if not isinstance(listed, list) or not listed:
         raise ValueError(f"column {column!r} is no list of messages: {listed!r:.60}")
@@ -207,7 +207,7 @@ def _messages(row: Row, column: str) -> Iterator[PromptMessage]:
         yield PromptMessage(role=role, content=content)
 
 
-def _text(row: Row, column: str) -> str:
+def _text(row: DatasetRow, column: str) -> str:
     """The text of a column; a number as it is written."""
     value = _value(row, column)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -218,13 +218,13 @@ def _text(row: Row, column: str) -> str:
     return text
 
 
-def _value(row: Row, column: str) -> Json:
+def _value(row: DatasetRow, column: str) -> Json:
     if column not in row.fields:
         raise ValueError(f"there is no column {column!r}, but {', '.join(row.fields) or 'none at all'}")
     return row.fields[column]
 
 
-def _choices(row: Row, column: str) -> list[str]:
+def _choices(row: DatasetRow, column: str) -> list[str]:
     listed = _value(row, column)
     if not isinstance(listed, list) or not 2 <= len(listed) <= len(LETTERS):
         raise ValueError(f"column {column!r} is no list of 2 to {len(LETTERS)} answers: {listed!r:.60}")
@@ -248,7 +248,7 @@ def _letter(answer: str, choices: Sequence[str], column: str) -> str:
     )
 
 
-def _check_apart(train: Sequence[Question], heldout: Sequence[Question]) -> None:
+def _check_apart(train: Sequence[DatasetQuestion], heldout: Sequence[DatasetQuestion]) -> None:
     """Raise :class:`~etude.errors.ConfigError` where a held-out question would be trained on."""
     places = {question.digest: question.place for question in heldout}
     for question in train:
@@ -259,9 +259,9 @@ def _check_apart(train: Sequence[Question], heldout: Sequence[Question]) -> None
             )
 
 
-def _side(question: Question, one_in: int) -> Split:
+def _side(question: DatasetQuestion, one_in: int) -> Split:
     return Split.TRAIN if int.from_bytes(question.digest[:8], "big") % one_in else Split.HELDOUT
 
 
-def _identity(question: Question) -> str:
+def _identity(question: DatasetQuestion) -> str:
     return hashlib.sha256(question.digest + question.answer.encode()).hexdigest()[:16]

@@ -30,7 +30,7 @@ BATCH_ROWS = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DatasetRow:
     """One row of a data set."""
 
     place: str
@@ -40,7 +40,7 @@ class Row:
     """The reason why the line could not be read; empty: it could."""
 
 
-def read_rows(path: Path, key: str, columns: Sequence[str]) -> Iterator[Row]:
+def read_rows(path: Path, key: str, columns: Sequence[str]) -> Iterator[DatasetRow]:
     """Every row of a data set; of Parquet and Arrow files only ``columns`` are read.
 
     Raises :class:`~etude.errors.ConfigError`, which begins with ``key``, for a set that is missing, is of another kind
@@ -79,7 +79,7 @@ def _files(path: Path, key: str) -> list[Path]:
     return files
 
 
-def _json_rows(file: Path) -> Iterator[Row]:
+def _json_rows(file: Path) -> Iterator[DatasetRow]:
     """The rows of JSON lines; empty lines are none."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -89,39 +89,44 @@ def _json_rows(file: Path) -> Iterator[Row]:
             try:
                 value: Json = orjson.loads(line)
             except orjson.JSONDecodeError as error:
-                yield Row(place=place, fields={}, fault=f"it is not JSON: {error}")
+                yield DatasetRow(place=place, fields={}, fault=f"it is not JSON: {error}")
                 continue
             if isinstance(value, dict):
-                yield Row(place=place, fields=value)
+                yield DatasetRow(place=place, fields=value)
             else:
-                yield Row(place=place, fields={}, fault="it is no object of columns")
+                yield DatasetRow(place=place, fields={}, fault="it is no object of columns")
 
 
-def _table_rows(file: Path, key: str, columns: Sequence[str]) -> Iterator[Row]:
+def _table_rows(file: Path, key: str, columns: Sequence[str]) -> Iterator[DatasetRow]:
     """The rows of a Parquet file, or of an Arrow stream."""
     if find_spec("pyarrow") is None:
         raise ConfigError(f"{key}: {file} needs pyarrow: pip install -e '.[datasets]', or write the rows as JSON lines")
     import pyarrow as pa  # only here: most runs have no such file
-    import pyarrow.parquet as pq
 
     try:
-        number = 0
-        if file.suffix == ".parquet":
-            with pq.ParquetFile(file) as table:
-                _check_columns(table.schema_arrow.names, file, key, columns)
-                for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
-                    for fields in batch.to_pylist():
-                        number += 1
-                        yield Row(place=f"{file}, row {number}", fields=fields)
-            return
-        with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-            _check_columns(stream.schema.names, file, key, columns)
-            for batch in stream:
-                for fields in batch.select(list(columns)).to_pylist():
-                    number += 1
-                    yield Row(place=f"{file}, row {number}", fields=fields)
+        batches = _parquet(file, key, columns) if file.suffix == ".parquet" else _arrow(file, key, columns)
+        for number, fields in enumerate(batches, start=1):
+            yield DatasetRow(place=f"{file}, row {number}", fields=fields)
     except pa.ArrowInvalid as error:
         raise ConfigError(f"{key}: {file} is damaged or no {file.suffix[1:]} file: {error}") from error
+
+
+def _parquet(file: Path, key: str, columns: Sequence[str]) -> Iterator[dict[str, Json]]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(file) as table:
+        _check_columns(table.schema_arrow.names, file, key, columns)
+        for batch in table.iter_batches(batch_size=BATCH_ROWS, columns=list(columns)):
+            yield from batch.to_pylist()
+
+
+def _arrow(file: Path, key: str, columns: Sequence[str]) -> Iterator[dict[str, Json]]:
+    import pyarrow as pa
+
+    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+        _check_columns(stream.schema.names, file, key, columns)
+        for batch in stream:
+            yield from batch.select(list(columns)).to_pylist()
 
 
 def _check_columns(names: Sequence[str], file: Path, key: str, columns: Sequence[str]) -> None:

@@ -79,7 +79,7 @@ def test_only_what_stands_behind_the_mark_is_compared() -> None:
 
 
 def test_mathematics_is_found_in_a_message() -> None:
-    for text, found in (
+    for text, result in (
         ("So 12 + 3 = 15.\nThe answer is 15.", "15"),
         ("it is \\boxed{\\frac{1}{2}}, I think", "\\frac{1}{2}"),
         ("we get $x$, hence $x=4$", "x=4"),
@@ -87,7 +87,7 @@ def test_mathematics_is_found_in_a_message() -> None:
         ("I get 1,234 apples", "1,234"),
         ("-5", "-5"),
     ):
-        assert mathematics(text) == found
+        assert mathematics(text) == result
 
 
 def test_equal_mathematics_is_equal_however_it_is_written(tmp_path: Path) -> None:
