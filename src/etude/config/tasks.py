@@ -166,9 +166,9 @@ FAMILY_OPTIONS = OptionsOf(
 class PoolsOptions(Section):
     """Tasks in pools of easy, normal and hard ones, by the mean reward of each when it was last tried."""
 
-    easy_share: float = Field(default=0.15, ge=0, le=1)
+    easy_share: float = Field(default=0.25, ge=0, le=1)
     """Share of draws from the pool of easy tasks."""
-    hard_share: float = Field(default=0.15, ge=0, le=1)
+    hard_share: float = Field(default=0.25, ge=0, le=1)
     """Share of draws from the pool of hard tasks; the rest is from the others, those never tried among them. A pool
     without tasks leaves its share to the others.
     """
@@ -176,7 +176,7 @@ class PoolsOptions(Section):
     """Mean reward from which a task is easy."""
     hard_to: float = Field(default=0.2, ge=0, lt=1)
     """Mean reward up to which a task is hard."""
-    rest_epochs: float = Field(default=2.0, ge=0)
+    rest_epochs: float = Field(default=4.0, ge=0)
     """Epochs for which a task rests, out of all pools, whose rewards were all 1, or all 0."""
 
     @model_validator(mode="after")
@@ -198,7 +198,7 @@ class ThompsonOptions(Section):
 
     uniform_share: float = Field(default=0.2, gt=0, le=1)
     """Share of draws from all tasks alike: a group counts at most 1 / ``uniform_share`` times as much as another."""
-    half_life_epochs: float = Field(default=2.0, gt=0)
+    half_life_epochs: float = Field(default=4.0, gt=0)
     """Epochs after which what was seen of a task counts half: the model learns, and what is not tried becomes unknown.
     """
 

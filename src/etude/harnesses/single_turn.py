@@ -30,7 +30,7 @@ class SingleTurnHarness:
         (``context``), is none. Raises :class:`~etude.errors.InfrastructureError` for trouble with gateway or session.
         """
         before: list[Message] = [{"role": each.role, "content": each.content} for each in task.history]
-        messages = [*self._system, *before, {"role": "user", "content": task.prompt}]
+        messages: list[Message] = [*self._system, *before, {"role": "user", "content": task.prompt}]
         reply = await self._model.complete(session, messages, temperature=temperature)
         if reply.finish != "stop":
             return HarnessResult(reason=reply.finish, counts={}, answer=reply.text)

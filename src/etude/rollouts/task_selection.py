@@ -4,7 +4,7 @@
 
     pools      easy · normal · hard, by the mean reward when last tried; a share of draws each, solved and hopeless
                tasks rest for some epochs (prime-rl's buffer: its shares and thresholds, resting is ours)
-    thompson   p_i ~ Beta(1 + passes, 1 + failures), what is old counting less; q_i ∝ p_i (1 − p_i), the variance of a
+    thompson   p_i ~ Beta(½ + passes, ½ + failures), what is old counting less; q_i ∝ p_i (1 − p_i), the variance of a
                reward of 0 or 1 and so the expected square of an advantage, mixed with all tasks alike
 
 Each draw is by itself: its probabilities depend on what is known before it, and are known. So the weight 1 / (N q_i)
@@ -29,6 +29,8 @@ from etude.config.section import Section
 from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
 
 Values: TypeAlias = npt.NDArray[np.float64]
+PRIOR = 0.5
+"""Of passes and of failures: Jeffreys' prior of a pass rate, by which a few tries that were alike say a good deal."""
 NEVER = -1
 """Position of a draw that was not made."""
 
@@ -160,7 +162,7 @@ def thompson(
     """
     size = len(facts.rate_N)
     kept_N = np.where(facts.drawn_N == NEVER, 1.0, 0.5 ** np.maximum(0.0, age - facts.drawn_N / half_life))
-    rates_N = chance.beta(1 + facts.passes_N * kept_N, 1 + facts.failures_N * kept_N)
+    rates_N = chance.beta(PRIOR + facts.passes_N * kept_N, PRIOR + facts.failures_N * kept_N)
     signals_N = rates_N * (1 - rates_N)
     total = signals_N.sum()
     by_signal_N = signals_N / total if total else np.full(size, 1 / size)

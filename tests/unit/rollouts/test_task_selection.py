@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from etude.rollouts.task_selection import TaskFacts, TaskSelection
 from etude.types import Split, Task
 from ledgers import rollout, task
 
-THOMPSON = SelectionConfig(kind="thompson", options=ThompsonOptions(uniform_share=0.2))
-POOLS = SelectionConfig(kind="pools", options=PoolsOptions(rest_epochs=2.0))
+THOMPSON = SelectionConfig(kind="thompson", options=ThompsonOptions(uniform_share=0.2, half_life_epochs=2.0))
+POOLS = SelectionConfig(kind="pools", options=PoolsOptions(easy_share=0.15, hard_share=0.15, rest_epochs=2.0))
 BOTH = pytest.mark.parametrize("config", [THOMPSON, POOLS], ids=lambda config: config.kind)
 
 
@@ -138,6 +139,7 @@ def test_the_ledger_and_the_seed_decide_and_a_restart_changes_nothing(config: Se
 
 
 def test_a_selection_is_of_tasks_that_come_again() -> None:
+    tasks: dict[str, Any]
     for settings, fault in (
         (["tasks.selection.kind=pools"], "tasks.family = 'bugfix' have no end"),
         (["tasks.selection.importance_weights=false"], "would have no effect with tasks.selection.kind = 'in_order'"),
