@@ -171,12 +171,13 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
         (tmp_path / "x.csv").write_text("a,b")
         with pytest.raises(ConfigError, match=f"tasks.options.path.*{fault}"):
             open_family(recipe(path))
-    for options, fault in (
+    faults: list[tuple[dict[str, Any], str]] = [
         ({"choices": "c"}, "would have no effect with tasks.options.match = 'normalised'"),
         ({"messages": "m", "prompt": "p"}, "tasks.options.prompt would have no effect"),
         ({"answer": ""}, "tasks.options.answer is empty"),
         ({"pth": "x"}, "did you mean 'tasks.options.path'"),
-    ):
+    ]
+    for options, fault in faults:
         with pytest.raises(ConfigError, match=fault):
             recipe(tmp_path, **options)
     with pytest.raises(ConfigError, match="single_turn' can answer and change no file"):
