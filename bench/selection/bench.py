@@ -142,7 +142,7 @@ def _simulate(arm: Arm, seed: int) -> TrialFigures:
 
 def _real(recipe: Path, out: Path, overrides: Sequence[str], seed: int) -> Iterator[TrialFigures]:
     """The arms of one seed as whole runs; what they are compared at is half-way up of what tasks in order reach."""
-    train, heldout = _task_files(Path(str(load_recipe(recipe).tasks.options.model_dump()["path"])), out)
+    train, heldout = task_files(Path(str(load_recipe(recipe).tasks.options.model_dump()["path"])), out)
     common = [*overrides, f"seed={seed}", f"tasks.options.path={train}", f"tasks.options.heldout_path={heldout}"]
     common += [f"eval.every_steps={EVERY_STEPS}"]
     start, target = out / f"s{seed}-start", 0.0
@@ -170,7 +170,7 @@ def _begin(start: Path, trained: RunConfig, path: Path, config: RunConfig) -> Ru
     return begin_from(midtrained(start, trained), path, config)
 
 
-def _task_files(path: Path, out: Path) -> tuple[Path, Path]:
+def task_files(path: Path, out: Path) -> tuple[Path, Path]:
     """The rows of a set with the answer of every second training row made one that is never given, and held-out rows
     as they are.
     """
