@@ -1,8 +1,7 @@
 """Groups without a signal: left out and counted, within their bound, and never once they are ready."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +13,9 @@ from ledgers import rollout, task
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger.open(tmp_path / "ledger.db")
+def ledger(place: str) -> Iterator[Ledger]:
+    with Ledger.open(place) as ledger:
+        yield ledger
 
 
 def play(ledger: Ledger, name: int, rewards: Sequence[float], *, max_resamples: int = 2) -> int:
@@ -84,3 +84,14 @@ def test_an_evaluation_leaves_nothing_out(ledger: Ledger) -> None:
     assert index is not None
     ledger.record(rollout(index, 0, reward=1.0), "before", max_resamples=3)
     assert ledger.progress("before").ready == 1
+
+
+def test_the_outcomes_of_tasks_are_those_of_rewards_that_are_compared(ledger: Ledger) -> None:
+    play(ledger, 0, (0.25, 2.0, -1.0), max_resamples=0)
+    play(ledger, 1, (1, 1))
+    ledger.admit_group(task(2), TRAIN, 2, 0)
+    solved, left_out, is_open = ledger.task_outcomes()
+    assert (solved.task_id, solved.graded, solved.passed, solved.is_open) == ("0", 3, 1.25, False)
+    assert (left_out.group_index, left_out.graded, left_out.passed, left_out.is_open) == (1, 2, 2.0, False)
+    assert (is_open.graded, is_open.passed, is_open.is_open) == (0, 0.0, True)
+    assert ledger.task_outcomes(2) == [is_open]

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
-from etude.config.rollouts import CodingOptions, HarnessConfig, RolloutConfig
+from etude.config.rollouts import CodingOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult, Sandbox
 from etude.sandbox_spec import Image, SandboxStats
@@ -59,12 +59,15 @@ class RolloutLimits:
 
     @classmethod
     def of(cls, config: RolloutConfig, harness: HarnessConfig | None = None) -> Self:
-        """Limits of a recipe. The built-in ``harness`` touches no sandbox in a turn of malformed calls, so it may be
-        silent for as long as all of its turns take, each of which has a deadline.
+        """Limits of a recipe. The built-in ``harness`` touches no sandbox in a turn of malformed calls, and one of a
+        single turn none at all, so they may be silent for as long as all of their turns take, which have deadlines.
         """
         turns_s = 0.0
-        if harness is not None and isinstance(options := harness.options, CodingOptions):
-            turns_s = (options.max_turns + 1) * options.turn_timeout_s
+        match None if harness is None else harness.options:
+            case CodingOptions() as options:
+                turns_s = (options.max_turns + 1) * options.turn_timeout_s
+            case SingleTurnOptions() as single:
+                turns_s = 2 * single.turn_timeout_s
         return cls(
             start_s=config.start_timeout_s,
             commands_s=config.timeout_s,

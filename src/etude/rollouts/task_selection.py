@@ -30,7 +30,7 @@ from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
 
 Values: TypeAlias = npt.NDArray[np.float64]
 PRIOR = 0.5
-"""Of passes and of failures: Jeffreys' prior of a pass rate, by which a few tries that were alike say a good deal."""
+"""Passes and failures that a task begins with: Jeffreys' prior, by which few tries that were alike say a good deal."""
 NEVER = -1
 """Position of a draw that was not made."""
 
