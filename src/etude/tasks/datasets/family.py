@@ -76,9 +76,8 @@ class DatasetTasks:
 
     def __init__(self, options: DatasetOptions, sides: Mapping[Split, Sequence[DatasetQuestion]]) -> None:
         self._options = options
-        heldout = sorted(
-            sides[Split.HELDOUT], key=lambda question: question.digest
-        )  # so that the first are of all sorts
+        # The evaluation set is the first few: they are to be of all sorts.
+        heldout = sorted(sides[Split.HELDOUT], key=lambda question: question.digest)
         self._questions = {Split.TRAIN: sides[Split.TRAIN], Split.HELDOUT: heldout}
 
     def size(self, split: Split) -> int | None:
