@@ -3,7 +3,7 @@
     exact        the same words in the same order, white space aside
     normalised   likewise, but for case, articles, punctuation around words and commas in numbers
     choice       the same letter: the one that is given alone, or the last one that is called the answer
-    math         the same number, expression, set, …: as normalised, else by math-verify in a process of its own
+    math         the same number, expression, set, …: what is no plain number by math-verify, in a process of its own
 
 What a model wrote is hostile input. Words and letters are found by patterns that are linear in the text; nothing here
 evaluates it (:mod:`etude.rewards.graders.math_worker` says how mathematics is kept within bounds).
@@ -12,6 +12,7 @@ evaluates it (:mod:`etude.rewards.graders.math_worker` says how mathematics is k
 import re
 import string
 import unicodedata
+from fractions import Fraction
 
 from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders.math_checker import MathChecker
@@ -32,6 +33,9 @@ ALONE = re.compile(r"\W*([A-Za-z])(?:\W.*)?", re.DOTALL)
 """Ways to name a choice: ``the answer is C``, ``(C)``, ``C. because …``."""
 BOXED = "\\boxed{"
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+PLAIN = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+|/0*[1-9][0-9]*)?")
+LONGEST_NUMBER = 100
+"""Characters of a number that is compared here."""
 LONGEST_LINE = 400
 """Characters at the end of a line that is searched for an answer in mathematics."""
 
@@ -75,6 +79,9 @@ class AnswerGrader:
                 return bool(letter := chosen(given)) and letter == chosen(checks.answer)
             case "math":
                 result, right = mathematics(given), mathematics(checks.answer)
+                numbers = number(result), number(right)
+                if None not in numbers:
+                    return numbers[0] == numbers[1]
                 return normalised(result) == normalised(right) or await self._math.is_equal(right, result)
 
 
@@ -121,6 +128,14 @@ def mathematics(text: str) -> str:
     if " " in line and not set(line) & set("\\^{}=") and (numbers := NUMBER.findall(line)):
         return str(numbers[-1])
     return line
+
+
+def number(text: str) -> Fraction | None:
+    """The number that a text is, ``-1,234.5`` or ``3/4``; ``None`` for anything else: no process has to compare two."""
+    plain = THOUSANDS.sub("", text.strip())
+    if len(plain) > LONGEST_NUMBER or not PLAIN.fullmatch(plain):
+        return None
+    return Fraction(plain)
 
 
 def _balanced(text: str) -> str:

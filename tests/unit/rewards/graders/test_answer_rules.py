@@ -90,6 +90,24 @@ def test_mathematics_is_found_in_a_message() -> None:
         assert mathematics(text) == result
 
 
+@pytest.mark.parametrize(
+    ("given", "right", "is_right"),
+    [
+        ("x is 1,234.50", "1234.5", 1),
+        ("2/4", "0.5", 1),
+        ("-3", "3", 0),
+        ("7", "8", 0),
+        ("+7", "7", 1),
+        ("1/3", "0.33", 0),
+    ],
+)
+def test_plain_numbers_need_no_process(
+    given: str, right: str, is_right: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(math_checker, "PROGRAM", ("/bin/false",))
+    assert grade(given, right, "math").value == is_right
+
+
 def test_equal_mathematics_is_equal_however_it_is_written(tmp_path: Path) -> None:
     planted = tmp_path / "planted"
 
