@@ -96,6 +96,17 @@ class CommandOptions(Section):
         return self
 
 
+class SingleTurnOptions(Section):
+    """One call of the model, whose reply is the answer."""
+
+    max_tokens_per_turn: int = Field(default=256, ge=1)
+    """Sampled tokens of the reply; one that is cut is no answer."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of the call, retries included."""
+    system: str = ""
+    """System message before each prompt; empty: none."""
+
+
 class VerifiersHarnessOptions(Section):
     """The agent of a ``verifiers`` environment."""
 
@@ -126,6 +137,7 @@ HARNESSES = Registry(
         "command": "etude.harnesses.command:CommandHarness.open",
         "verifiers": "etude.tasks.verifiers.harness:VerifiersHarness",
         "openenv": "etude.tasks.openenv:OpenEnvHarness",
+        "single_turn": "etude.harnesses.single_turn:SingleTurnHarness.open",
     },
 )
 """Harnesses by name: each is called with its options and a :class:`~etude.harnesses.completions.HarnessContext`."""
@@ -135,6 +147,7 @@ HARNESS_OPTIONS = OptionsOf(
     {
         "coding": CodingOptions,
         "command": CommandOptions,
+        "single_turn": SingleTurnOptions,
         "verifiers": VerifiersHarnessOptions,
         "openenv": OpenEnvHarnessOptions,
     },
@@ -146,8 +159,9 @@ class HarnessConfig(Section):
     """``[harness]``: who drives the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
-    """The built-in coding agent, or any program that talks to a model over HTTP; ``verifiers`` and ``openenv`` are
-    those of the families of that name, and the default there. Or a harness of your own (``docs/extending.md``).
+    """The built-in coding agent; any program that talks to a model over HTTP; a single call, whose reply is the answer;
+    ``verifiers`` and ``openenv`` are those of the families of that name, and the default there. Or a harness of your
+    own (``docs/extending.md``).
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(HARNESS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
@@ -168,6 +182,10 @@ class RolloutConfig(Section):
     """Rollouts in flight (C)."""
     max_attempts: int = Field(default=4, ge=1)
     """Tries of one rollout slot before it is lost to infrastructure; a group that loses more than half is dropped."""
+    max_resamples: int = Field(default=0, ge=0)
+    """Groups without a signal, all of whose rewards are alike, that may be left out between two batches, others being
+    sampled in their place; 0: they count as groups of their step.
+    """
     timeout_s: float = Field(default=120.0, gt=0)
     """Time that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
     model is free: what it samples is bounded by ``[harness]``.

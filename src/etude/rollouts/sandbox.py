@@ -29,6 +29,7 @@ from etude.config.rollouts import (
     HarnessConfig,
     OpenEnvHarnessOptions,
     RolloutConfig,
+    SingleTurnOptions,
     VerifiersHarnessOptions,
 )
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
@@ -75,12 +76,14 @@ class RolloutLimits:
 
 
 def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> float:
-    """Seconds in which a harness may touch no sandbox: in turns of malformed calls; in all the time that a third-party
-    environment plays, whose process may have to start first.
+    """Seconds in which a harness may touch no sandbox: in turns of malformed calls; in a single turn; in all the time
+    that a third-party environment plays, whose process may have to start first.
     """
     match None if harness is None else harness.options:
         case CodingOptions() as options:
             return (options.max_turns + 1) * options.turn_timeout_s
+        case SingleTurnOptions() as options:
+            return 2 * options.turn_timeout_s
         case VerifiersHarnessOptions() as options:
             return config.silence_timeout_s + options.timeout_s
         case OpenEnvHarnessOptions() as options:

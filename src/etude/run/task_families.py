@@ -7,7 +7,14 @@ from typing import TypeAlias, cast
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.config.section import Section
-from etude.config.tasks import FAMILIES, BugfixOptions, LookupOptions, NextEditOptions, RepositoryOptions
+from etude.config.tasks import (
+    FAMILIES,
+    BugfixOptions,
+    DatasetOptions,
+    LookupOptions,
+    NextEditOptions,
+    RepositoryOptions,
+)
 from etude.errors import ConfigError
 from etude.protocols import FamilyContext, TaskFamily
 from etude.tasks.bugfix import BugfixFamily
@@ -16,6 +23,7 @@ from etude.tasks.corpora.lookup import LookupDemonstrations
 from etude.tasks.corpora.nextedit import NextEditDemonstrations
 from etude.tasks.corpora.shell_transcripts import SHELL, ShellTasks
 from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
+from etude.tasks.datasets.family import DatasetDemonstrations, DatasetTasks
 from etude.tasks.impossible import WithImpossible
 from etude.tasks.lookup import LookupFamily
 from etude.tasks.nextedit import NextEditFamily
@@ -69,6 +77,8 @@ def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demons
             return NextEditDemonstrations(family, options, split)
         case SummariesFamily() as family, _, _:
             return SummaryDemonstrations(family, split)
+        case DatasetTasks() as family, DatasetOptions() as options, _:
+            return DatasetDemonstrations(family, options, split)
         case BugfixFamily() as family, BugfixOptions() as options, harness:
             return BugfixDemonstrations(family, options, TOOLS if isinstance(harness, CodingOptions) else SHELL, split)
         case DemonstratedFamily() as family, _, _:

@@ -30,6 +30,8 @@ class TaskPlan:
     """Training tasks of an epoch; ``None``: without end."""
     heldout: int | None
     """Held-out tasks; ``None``: without end, or not needed."""
+    selection: str = "in_order"
+    """The way in which training tasks are chosen."""
 
     @property
     def needed(self) -> int:
@@ -41,6 +43,11 @@ class TaskPlan:
         steps, each = self.steps, self.groups_per_step
         if self.train is None:
             lines = [f"{self.family} makes new training tasks without end: {steps:,} steps × {each} = {self.needed:,}"]
+        elif self.train and self.selection != "in_order":
+            lines = [
+                f"{self.train:,} training tasks, {each} a step, chosen by {self.selection}: {steps:,} steps are "
+                f"{self.needed:,} draws, {self.needed / self.train:.3g} of each task on average"
+            ]
         elif self.train:
             lines = [
                 f"{self.train:,} training tasks, {each} a step: {self.train / each:.3g} steps an epoch; "
@@ -56,6 +63,11 @@ class TaskPlan:
             raise ConfigError(
                 "every task is held out, so that none is left to train on: hold out fewer (a larger "
                 "tasks.heldout_every), or add tasks"
+            )
+        if self.train is None and self.selection != "in_order":
+            raise ConfigError(
+                f"tasks.selection.kind = {self.selection!r} chooses among tasks that come again, but those of "
+                f"tasks.family = {self.family!r} have no end: leave it out"
             )
         if self.heldout == 0:
             raise ConfigError(NOTHING_HELD_OUT)
@@ -95,4 +107,5 @@ def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
         epochs=config.tasks.epochs,
         train=sizes[Split.TRAIN],
         heldout=sizes[Split.HELDOUT] if config.eval.enabled else None,
+        selection=config.tasks.selection.kind,
     )

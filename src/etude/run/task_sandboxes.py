@@ -15,7 +15,8 @@ from etude.config.section import Section
 from etude.config.tasks import PROVIDERS, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, GraderContext, Sandbox, SandboxProvider
-from etude.rewards.graders.functions import AnswerGrader, FreshGrader, GraderByKind, HiddenTests
+from etude.rewards.graders.answers import AnswerGrader
+from etude.rewards.graders.functions import FreshGrader, GraderByKind, HiddenTests
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.rewards.graders.named import NamedGrader
 from etude.rewards.graders.queries import QueryGrader
@@ -114,18 +115,18 @@ class EnvironmentTaskSandboxes:
         """The spec of an environment's sandbox."""
         return sandbox_spec(environment, self._images.open(environment.image) if environment.image else None)
 
-    def grader(self, slack_s: float, names: Mapping[str, str] = NO_NAMES) -> GraderByKind:
+    def grader(self, slack_s: float, answers: AnswerGrader, names: Mapping[str, str] = NO_NAMES) -> GraderByKind:
         """Grades any kind of checks in sandboxes of the same provider.
 
-        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``; ``names`` are
-        ``tasks.graders``.
+        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``. ``answers``
+        stays the caller's to close; ``names`` are ``tasks.graders``.
         """
         graders: Mapping[type[Checks], Grader] = {
             FunctionChecks: FreshGrader(HiddenTests(), self._grading),
             TestChecks: HiddenTestGrader(self._grading, self._images, slack_s=slack_s),
             ScriptChecks: ScriptGrader(self._grading, self._images),
             QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
-            AnswerChecks: AnswerGrader(),
+            AnswerChecks: answers,
             NamedChecks: NamedGrader(names, GraderContext(open_sandbox=self._open_to_grade)),
         }
         return GraderByKind(graders)

@@ -44,8 +44,8 @@ from typing import Literal
 
 from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import ExecResult, Grade, HarnessResult, Images, Sandbox, SandboxProvider
+from etude.rewards.graders.answers import SUBMITTED
 from etude.rewards.graders.canaries import TestSource
-from etude.rewards.graders.functions import SUBMITTED
 from etude.sandbox_spec import EnvironmentSpec, ImageUser, SandboxSpec
 from etude.sandboxes.images.archives import Entry, EntryKind, read_archive, write_archive
 from etude.sandboxes.services import sandbox_spec
