@@ -185,8 +185,8 @@ class Exercise:
 class ShellTasks:
     """Implements :class:`~etude.protocols.TaskFamily`; the same tasks for every seed."""
 
-    def __init__(self, context: FamilyContext) -> None:
-        pass
+    def __init__(self, _options: object, _context: FamilyContext) -> None:
+        """There is nothing to choose."""
 
     def size(self, split: Split) -> int | None:
         """Every template as often as any other."""

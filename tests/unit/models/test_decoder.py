@@ -11,6 +11,7 @@ from etude.models.arithmetic import Arithmetic
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
+from etude.models.shared_rows import shared_rows
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 
 SPECS = [TINY, TINY_DENSE, TINY_LATENT]
@@ -60,6 +61,41 @@ def test_in_invariant_arithmetic_bits_do_not_depend_on_company(spec: ModelSpec, 
         alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
     assert torch.equal(batched, alone)
     assert batched.dtype is torch.float32
+
+
+def repetitive_ids() -> tuple[Tensor, list[int]]:
+    """Three conversations about each of two tasks, with one system message; one again, and the beginning of another."""
+    system, tasks, replies = torch.arange(9), torch.arange(9, 21).split(6), torch.arange(15).split(5)
+    parts = [torch.cat((system, task, reply)) for task in tasks for reply in replies]
+    parts += [parts[0], parts[1][:12]]
+    return torch.cat(parts), [len(part) for part in parts]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_sequences_begin_with_alike_is_computed_once_and_to_the_same_bits(spec: ModelSpec) -> None:
+    model, (ids, lengths) = make_model(spec, InvariantArithmetic()), repetitive_ids()
+    shared = shared_rows(ids.tolist(), lengths)
+    assert shared is not None
+    assert len(shared.firsts_U) == 9 + 2 * 6 + 6 * 5
+    with torch.no_grad():
+        batched = model.forward_packed(ids, lengths)
+        alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
+    assert torch.equal(batched, alone)
+    assert shared_rows(make_ids(40).tolist(), (20, 20)) is None
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_is_computed_once_gets_the_gradients_of_all_that_begin_with_it(spec: ModelSpec) -> None:
+    ids, lengths = repetitive_ids()
+    gradients = []
+    for batches in ([(ids, lengths)], [(part, [len(part)]) for part in ids.split(lengths)]):
+        model = make_model(spec)
+        for some, own in batches:
+            model.forward_packed(some, own).sin().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for together, alone in zip(*gradients, strict=True):
+        assert (together is None) == (alone is None)
+        assert together is None or alone is None or torch.allclose(together, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(3, 1), (), (5, 0)])
