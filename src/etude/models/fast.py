@@ -135,8 +135,8 @@ class FastArithmetic:
 
 def multiplies_bfloat16() -> bool:
     """Report whether this machine's processor has instructions for products of bfloat16: twice as fast as float32."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _leading_ones(counts: Sequence[int]) -> int:

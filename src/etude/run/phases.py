@@ -242,8 +242,8 @@ class PhaseProcess:
 
 
 def prepare(model: Decoder, config: RunConfig) -> None:
-    """Move a model to where it is trained. There is no engine yet to agree with, so the arithmetic is the fast one: on a
-    CPU in float32, with bfloat16 products where the run is a bfloat16 one and the processor multiplies these faster;
+    """Move a model to where it is trained. There is no engine yet to agree with, so the arithmetic is the fast one: in
+    float32 on a CPU, with bfloat16 products where the run is a bfloat16 one and the processor multiplies these faster;
     elsewhere in the type that the run will compute with.
     """
     device = resolve_device(config.trainer.device)

@@ -93,9 +93,9 @@ def test_what_is_computed_once_gets_the_gradients_of_all_that_begin_with_it(spec
         for some, own in batches:
             model.forward_packed(some, own).sin().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
-    for together, alone in zip(*gradients, strict=True):
-        assert (together is None) == (alone is None)
-        assert together is None or alone is None or torch.allclose(together, alone, atol=1e-4, rtol=1e-4)
+    for packed, alone in zip(*gradients, strict=True):
+        assert (packed is None) == (alone is None)
+        assert packed is None or alone is None or torch.allclose(packed, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [(3, 1), (), (5, 0)])
