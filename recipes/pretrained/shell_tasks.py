@@ -1,11 +1,12 @@
 """Tasks that one shell command solves, and demonstrations of an imperfect agent on their like.
 
-    template + words ──▶ exercise: instruction, files before and after, a right command
-                          ├──▶ task: the folder must hold the files after, to the word
-                          └──▶ conversation of demonstrations.jsonl
+    skill + wording + words ──▶ exercise: instruction, files before and after, a right command
+                                  ├──▶ task: the folder must hold the files after, to the word
+                                  └──▶ conversation of demonstrations.jsonl
 
-No template of a held-out task is a training task's, or has demonstrations. The agent that is imitated usually explains
-its command, which no shell understands: a bare command is for reinforcement learning to prefer.
+A template is a skill in one wording. Held-out tasks ask for the same skills in wordings that no training task and no
+demonstration has. The agent that is imitated usually explains its command, which no shell understands: a bare command
+is for reinforcement learning to prefer.
 
     python recipes/pretrained/shell_tasks.py        writes demonstrations.jsonl, beside this file
 """
@@ -22,11 +23,11 @@ from etude.types import ScriptChecks, Split, Task
 SYSTEM = "You work in a shell. Answer with one command and nothing else."
 """The system message of ``agent.py``."""
 EXPLAINED = "You can use this command: {command}"
-EXPLAINED_SHARE, WRONG_SHARE = 0.5, 0.15
+EXPLAINED_SHARE, WRONG_SHARE = 0.5, 0.1
 """Shares of the demonstrations that explain their command, and that write to another file than they were asked to."""
-EXERCISES = {Split.TRAIN: 40, Split.HELDOUT: 8}
+EXERCISES = {Split.TRAIN: 20, Split.HELDOUT: 8}
 """Tasks of each template."""
-DEMONSTRATIONS = 20
+DEMONSTRATIONS = 10
 """Of each training template."""
 WORDS = (
     *("apple", "river", "stone", "cloud", "tiger", "piano", "lemon", "winter", "copper", "garden", "silver", "rocket"),
@@ -63,7 +64,7 @@ class Material:
     new: str
     """One that is not."""
     lines: tuple[str, ...]
-    """Of the old file; the last repeats the first."""
+    """Of the old file, a word each."""
     inside: str
     """One of the lines."""
     word: str
@@ -71,104 +72,78 @@ class Material:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """One abstract task."""
+class Skill:
+    """One command, and the ways in which it is asked for; all are filled in from the material."""
 
-    prompt: str
     command: str
-    """A right answer; both are filled in from the material."""
+    trained: tuple[str, str]
+    """Instructions of training tasks and of demonstrations."""
+    held_out: str
+    """That of held-out tasks."""
     after: Callable[[Material], Mapping[str, tuple[str, ...]]]
     """File → its lines, of those that were changed or made."""
 
 
-TRAINED: Mapping[str, Template] = {
-    "write": Template(
-        prompt="Write the word {word} into the file {new}",
+SKILLS: Mapping[str, Skill] = {
+    "write": Skill(
         command="echo {word} > {new}",
+        trained=("Write the word {word} into the file {new}", "Make a file {new} with the word {word} in it"),
+        held_out="Put the word {word} into a new file with the name {new}",
         after=lambda m: {m.new: (m.word,)},
     ),
-    "append": Template(
-        prompt="Append the word {word} to the file {old}",
+    "append": Skill(
         command="echo {word} >> {old}",
+        trained=("Append the word {word} to the file {old}", "Write the word {word} at the end of {old}"),
+        held_out="Add the word {word} to the end of the file {old}",
         after=lambda m: {m.old: (*m.lines, m.word)},
     ),
-    "copy": Template(
-        prompt="Copy the file {old} to {new}",
+    "copy": Skill(
         command="cp {old} {new}",
+        trained=("Copy the file {old} to {new}", "Make a copy of {old} with the name {new}"),
+        held_out="Copy {old} into a second file, {new}",
         after=lambda m: {m.new: m.lines},
     ),
-    "sort": Template(
-        prompt="Sort the lines of {old} into the file {new}",
+    "sort": Skill(
         command="sort {old} > {new}",
+        trained=("Sort the lines of {old} into the file {new}", "Write the sorted lines of {old} to {new}"),
+        held_out="Sort the file {old} and save it as {new}",
         after=lambda m: {m.new: tuple(sorted(m.lines))},
     ),
-    "first": Template(
-        prompt="Write the first line of {old} into the file {new}",
+    "first": Skill(
         command="head -n 1 {old} > {new}",
+        trained=("Write the first line of {old} into the file {new}", "Copy only the first line of {old} to {new}"),
+        held_out="Save the first line of the file {old} in {new}",
         after=lambda m: {m.new: m.lines[:1]},
     ),
-    "count": Template(
-        prompt="Write the number of lines of {old} into the file {new}",
-        command="wc -l < {old} > {new}",
-        after=lambda m: {m.new: (str(len(m.lines)),)},
-    ),
-    "find": Template(
-        prompt="Write the lines of {old} with the word {inside} into the file {new}",
-        command="grep {inside} {old} > {new}",
-        after=lambda m: {m.new: tuple(line for line in m.lines if line == m.inside)},
-    ),
-    "numbers": Template(
-        prompt="Write the numbers from 1 to 5 into the file {new}",
-        command="seq 1 5 > {new}",
-        after=lambda m: {m.new: ("1", "2", "3", "4", "5")},
-    ),
-}
-"""Name → template of training tasks and demonstrations."""
-
-HELD_OUT: Mapping[str, Template] = {
-    "last": Template(
-        prompt="Write the last line of {old} into the file {new}",
+    "last": Skill(
         command="tail -n 1 {old} > {new}",
+        trained=("Write the last line of {old} into the file {new}", "Copy only the last line of {old} to {new}"),
+        held_out="Save the last line of the file {old} in {new}",
         after=lambda m: {m.new: m.lines[-1:]},
     ),
-    "reverse": Template(
-        prompt="Sort the lines of {old} in reverse order into the file {new}",
-        command="sort -r {old} > {new}",
-        after=lambda m: {m.new: tuple(sorted(m.lines, reverse=True))},
-    ),
-    "words": Template(
-        prompt="Write the number of words of {old} into the file {new}",
-        command="wc -w < {old} > {new}",
+    "count": Skill(
+        command="wc -l < {old} > {new}",
+        trained=("Write the number of lines of {old} into the file {new}", "Count the lines of {old} into {new}"),
+        held_out="Count how many lines {old} has and save the number in {new}",
         after=lambda m: {m.new: (str(len(m.lines)),)},
     ),
-    "without": Template(
-        prompt="Write the lines of {old} without the word {inside} into the file {new}",
-        command="grep -v {inside} {old} > {new}",
-        after=lambda m: {m.new: tuple(line for line in m.lines if line != m.inside)},
-    ),
-    "sentence": Template(
-        prompt="Write the sentence {word} is {inside} into the file {new}",
-        command="echo {word} is {inside} > {new}",
-        after=lambda m: {m.new: (f"{m.word} is {m.inside}",)},
-    ),
-    "empty": Template(
-        prompt="Create an empty file with the name {new}",
-        command="touch {new}",
-        after=lambda m: {m.new: ()},
-    ),
-    "replace": Template(
-        prompt="Replace the word {inside} by {word} in the file {old}",
-        command="sed -i s/{inside}/{word}/ {old}",
-        after=lambda m: {m.old: tuple(m.word if line == m.inside else line for line in m.lines)},
-    ),
-    "once": Template(
-        prompt="Sort the lines of {old} without repetitions into the file {new}",
-        command="sort -u {old} > {new}",
-        after=lambda m: {m.new: tuple(sorted(set(m.lines)))},
+    "find": Skill(
+        command="grep {inside} {old} > {new}",
+        trained=(
+            "Write the lines of {old} with the word {inside} into the file {new}",
+            "Find the word {inside} in {old} and write its lines to {new}",
+        ),
+        held_out="Save the lines of {old} that have the word {inside} in {new}",
+        after=lambda m: {m.new: tuple(line for line in m.lines if line == m.inside)},
     ),
 }
-"""Name → template of held-out tasks."""
-TEMPLATES: Mapping[Split, Mapping[str, Template]] = {Split.TRAIN: TRAINED, Split.HELDOUT: HELD_OUT}
+
+
+def wordings(split: Split) -> dict[str, tuple[Skill, str]]:
+    """Template → its skill and its instruction, on one side of the hold-out."""
+    if split is Split.HELDOUT:
+        return {f"{name}-held-out": (skill, skill.held_out) for name, skill in SKILLS.items()}
+    return {f"{name}-{way}": (skill, skill.trained[way]) for way in range(2) for name, skill in SKILLS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,13 +165,13 @@ class ShellTasks:
 
     def size(self, split: Split) -> int | None:
         """Every template as often as any other."""
-        return len(TEMPLATES[split]) * EXERCISES[split]
+        return len(wordings(split)) * EXERCISES[split]
 
     def task(self, split: Split, index: int) -> Task:
         """Task ``index``; neighbours are of different templates."""
-        names = list(TEMPLATES[split])
-        name, number = names[index % len(names)], index // len(names)
-        exercise = make_exercise(TEMPLATES[split][name], f"{name}-{number}")
+        templates = wordings(split)
+        name, number = list(templates)[index % len(templates)], index // len(templates)
+        exercise = make_exercise(*templates[name], seed=f"{name}-{number}")
         hidden = {f"after/{path}": text for path, text in exercise.after.items()}
         return Task(
             task_id=f"{name}-{number}",
@@ -209,40 +184,39 @@ class ShellTasks:
         )
 
 
-def make_exercise(template: Template, seed: str) -> Exercise:
-    """The exercise of ``template`` that ``seed`` draws."""
+def make_exercise(skill: Skill, prompt: str, *, seed: str) -> Exercise:
+    """The exercise that ``seed`` draws."""
     random = Random(seed)
     first, second, third, word = random.sample(WORDS, 4)
     old, new = (f"{name}.txt" for name in random.sample(NAMES, 2))
-    material = Material(old=old, new=new, lines=(first, second, third, first), inside=second, word=word)
+    material = Material(old=old, new=new, lines=(first, second, third), inside=second, word=word)
     names = {"old": old, "new": new, "inside": second, "word": word}
     before = {old: _text(material.lines)}
     return Exercise(
-        prompt=template.prompt.format_map(names),
-        command=template.command.format_map(names),
+        prompt=prompt.format_map(names),
+        command=skill.command.format_map(names),
         before=before,
-        after=before | {path: _text(lines) for path, lines in template.after(material).items()},
+        after=before | {path: _text(lines) for path, lines in skill.after(material).items()},
     )
 
 
 def demonstrations() -> list[dict[str, list[dict[str, str]]]]:
-    """Conversations of the imperfect agent, of all training templates in turn; no task has an exercise of theirs."""
+    """Conversations of the imperfect agent, of all training templates in turn."""
     result = []
     for number in range(DEMONSTRATIONS):
-        for name, template in TRAINED.items():
-            seed = f"demonstration-{name}-{number}"
-            exercise = make_exercise(template, seed)
-            turns = {"system": SYSTEM, "user": exercise.prompt, "assistant": _reply(exercise.command, Random(seed))}
+        for name, (skill, prompt) in wordings(Split.TRAIN).items():
+            exercise = make_exercise(skill, prompt, seed=f"demonstration-{name}-{number}")
+            reply = _reply(exercise.command, number / DEMONSTRATIONS)
+            turns = {"system": SYSTEM, "user": exercise.prompt, "assistant": reply}
             result.append({"messages": [{"role": role, "content": text} for role, text in turns.items()]})
     return result
 
 
-def _reply(command: str, random: Random) -> str:
-    """The agent's answer, right or not."""
-    drawn = random.random()
-    if drawn < EXPLAINED_SHARE:
+def _reply(command: str, share: float) -> str:
+    """The agent's answer, right or not; ``share`` of its answers come before."""
+    if share < EXPLAINED_SHARE:
         return EXPLAINED.format(command=command)
-    return f"{command}.bak" if drawn < EXPLAINED_SHARE + WRONG_SHARE else command
+    return f"{command}.bak" if share < EXPLAINED_SHARE + WRONG_SHARE else command
 
 
 def _text(lines: tuple[str, ...]) -> str:

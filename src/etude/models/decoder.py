@@ -134,18 +134,18 @@ class Decoder(nn.Module):
         """Hidden states [N,H] of whole sequences that lie back to back in ``token_ids_N`` (int64).
 
         ``lengths`` says how many tokens each of them has; without it all tokens are one sequence. Positions start anew
-        with every sequence, no sequence sees another and no token its future. On a CPU, and without ``routing``, what
-        several sequences begin with is computed once. Raises ``ValueError`` where the lengths are not those of N
-        tokens.
+        with every sequence, no sequence sees another and no token its future. What several of them begin with is
+        computed once, on a CPU and without experts. Raises ``ValueError`` where the lengths are not those of N tokens.
         """
         lengths = (len(token_ids_N),) if lengths is None else lengths
         if sum(lengths) != len(token_ids_N):
             raise ValueError(f"sequences of {sum(lengths)} tokens in all cannot lie in {len(token_ids_N)} packed ones")
         rows = packed_rows(lengths, token_ids_N.device)
-        is_on_host = token_ids_N.device.type == "cpu"  # a GPU would have to be waited for
-        shared = shared_rows(token_ids_N.tolist(), lengths) if is_on_host and routing is None else None
-        if shared is not None:
-            return self._forward_shared(token_ids_N, rows, shared)
+        # Tokens on a GPU would have to be waited for; routes are those of tokens, not of rows.
+        if token_ids_N.device.type == "cpu" and self.spec.experts is None:
+            shared = shared_rows(token_ids_N.tolist(), lengths)
+            if shared is not None:
+                return self._forward_shared(token_ids_N, rows, shared)
 
         def attend(_layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
             return self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
