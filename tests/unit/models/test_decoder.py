@@ -106,6 +106,22 @@ def test_lengths_that_are_not_those_of_the_tokens_are_refused(lengths: tuple[int
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_narrow_products_change_little_and_nothing_else_gets_narrow(spec: ModelSpec) -> None:
+    ids, values, gradients = make_ids(18), [], []
+    for arithmetic in (FastArithmetic(), FastArithmetic(products=torch.bfloat16)):
+        model = make_model(spec, arithmetic)
+        logits = model.logits(model.forward_packed(ids))
+        logits.log_softmax(-1)[:, 0].sum().backward()
+        values.append(logits.detach())
+        gradients.append(model.embedding.grad)
+    assert values[1].dtype is torch.float32
+    for wide, narrow in (values, gradients):
+        assert wide is not None and narrow is not None
+        assert narrow.dtype is torch.float32
+        assert 0 < (narrow - wide).norm() < 0.03 * wide.norm()
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_arithmetics_agree_on_values_and_gradients(spec: ModelSpec) -> None:
     ids, lengths = make_ids(18), (9, 3, 6)
     values, gradients = [], []
