@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, final
 
+import numpy as np
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -26,11 +27,11 @@ from etude.dashboard.rollout_text import Block, visible
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN
 from etude.engines.http import http_engines
 from etude.errors import ConfigError
-from etude.protocols import Completion
+from etude.protocols import Completion, SamplingParams
 from etude.run.folder import RunFolder
 from etude.run.playing import Stage, play
 from etude.run.rollouts import heldout_tasks
-from etude.run.serve_version import ServedRun, serving_version, wait_until_ready
+from etude.run.serve_version import READY_S, ServedRun, serving_version, wait_until_ready
 from etude.run.task_families import open_family
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
@@ -38,8 +39,6 @@ from etude.types import Rollout, RolloutStatus, Task, TokenIds, as_list
 
 WIDE = 120
 """Columns from which on two versions are printed side by side."""
-ENGINE_S = 10.0
-"""Time for which an engine may be away while a task is played."""
 
 app = group()
 
@@ -139,11 +138,14 @@ class VersionPlayer:
             self._printed.put_nowait(turn_block(transcript.add(prompt_ids, completion)))
 
         try:
-            async with http_engines(ENGINE_S) as connect:
+            async with http_engines(READY_S) as connect:
+                engine = connect(folder.endpoints.url("engine"))
+                # Its kernels may have to be compiled first, which is no fault of the model's that plays.
+                await engine.generate(np.zeros(1, np.int32), SamplingParams(max_tokens=1), session="")
                 stage = Stage(
                     config=config,
                     chat=chat,
-                    engine=connect(folder.endpoints.url("engine")),
+                    engine=engine,
                     folder=Path(folder.path),
                     max_length=config.engine.max_length,
                 )
