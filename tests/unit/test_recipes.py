@@ -82,9 +82,9 @@ def test_summaries_keep_more_of_what_is_needed() -> None:
 def test_the_results_are_of_this_recipe(recipe: Path) -> None:
     for report in reports(recipe):
         config = report["config"]
-        assert isinstance(config, dict)
+        assert isinstance(config, dict) and isinstance(config["tasks"], dict)
         decisive = {section: keys for section, keys in config.items() if section != OPERATIONS}
-        decisive["tasks"]["family"] = absolute(decisive["tasks"]["family"], recipe)
+        decisive["tasks"] = config["tasks"] | {"family": absolute(str(config["tasks"]["family"]), recipe)}
         measured = resolve(parse_config(decisive, source="report"))
         assert measured == resolve(load_recipe(recipe, [f"seed={report['seed']}"]))
 
