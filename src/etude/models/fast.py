@@ -21,8 +21,8 @@ class FastArithmetic:
     """Implements :class:`~etude.models.arithmetic.Arithmetic`; nothing in it waits for the device.
 
     Activations have its type, or that of the model's parameters; parameters are rounded to it where they are used.
-    ``products`` is another, narrower type, to which factors and results of matrix products are rounded; activations keep
-    theirs.
+    ``products`` is another, narrower type, to which factors and results of matrix products are rounded; activations
+    keep theirs.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, products: torch.dtype | None = None) -> None:
