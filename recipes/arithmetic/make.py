@@ -6,6 +6,6 @@ from random import Random
 LARGEST = 49
 SUMS = 1_200
 
-pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-for a, b in Random(0).sample(pairs, SUMS):
+PAIRS = tuple((a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1))
+for a, b in Random(0).sample(PAIRS, SUMS):
     print(json.dumps({"prompt": f"{a} + {b} =", "answer": a + b}))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import aiohttp
 
 from etude.config.rollouts import SingleTurnOptions
+from etude.config.tasks import TaskConfig
 from etude.harnesses.completions import HarnessContext
 from etude.harnesses.single_turn import SingleTurnHarness
 from etude.protocols import HarnessResult
@@ -28,7 +29,8 @@ TASK = Task(
 def ask(model: ScriptedModel, task: Task, options: SingleTurnOptions) -> HarnessResult:
     async def run() -> HarnessResult:
         async with aiohttp.ClientSession() as http, serving(model) as session:
-            harness = SingleTurnHarness.open(options, HarnessContext(http=http))
+            context = HarnessContext(http=http, tasks=TaskConfig(), on_close=lambda close: None)
+            harness = SingleTurnHarness.open(options, context)
             return await harness.run(task, session, FakeSandbox({}, lambda sandbox: None), temperature=0.5)
 
     return asyncio.run(run())

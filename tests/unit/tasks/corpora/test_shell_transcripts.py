@@ -7,7 +7,7 @@ from random import Random
 
 import jinja2
 import pytest
-import yaml  # type: ignore[import-untyped]  # no stubs are installed
+import yaml
 
 from etude.config.tasks import BugfixOptions
 from etude.tasks.bugfix import BugfixFamily
