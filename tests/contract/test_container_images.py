@@ -1,10 +1,13 @@
 """Images of containers, by every way to the store, and what they mean in every provider; task folders made of them."""
 
 import asyncio
+import hashlib
+import io
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -201,6 +204,46 @@ def test_what_cannot_be_is_refused_by_name_before_anything_starts(
         add_image(store, str(folder))
 
 
+def test_a_layer_of_an_enemy_reaches_nothing_outside_of_its_folder(store: ImageStore, tmp_path: Path) -> None:
+    """A layout made by hand, whose layer would be written by links, names and whiteouts to where it does not belong."""
+    kept = write_files(tmp_path / "outside", {"kept": "kept"})
+    for members in ([("link", str(kept)), ("link/kept", "")], [("../outside/kept", "")], [("a/.wh...", "")]):
+        layout = tmp_path / f"layout-{len(list(tmp_path.iterdir()))}"
+        write_layout(layout, members)
+        with pytest.raises(EtudeError):
+            add_image(store, str(layout))
+        assert {file.name: file.read_text() for file in kept.iterdir()} == {"kept": "kept"}
+
+
+def write_layout(folder: Path, members: Sequence[tuple[str, str]]) -> None:
+    """An OCI layout of one layer; a member with a target is a link."""
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as archive:
+        for name, target in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = (tarfile.SYMTYPE, target) if target else (tarfile.REGTYPE, "")
+            archive.addfile(info)
+    blobs = folder / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+
+    def put(data: bytes, kind: str) -> dict[str, object]:
+        digest = hashlib.sha256(data).hexdigest()
+        (blobs / digest).write_bytes(data)
+        return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": f"sha256:{digest}", "size": len(data)}
+
+    tar = put(layer.getvalue(), "layer.v1.tar")
+    config = {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [tar["digest"]]}}
+    parts = {"config": put(json.dumps(config).encode(), "config.v1+json"), "layers": [tar]}
+    manifest = put(json.dumps({"schemaVersion": 2, **parts}).encode(), "manifest.v1+json")
+    write_files(
+        folder,
+        {
+            "oci-layout": '{"imageLayoutVersion": "1.0.0"}',
+            "index.json": json.dumps({"schemaVersion": 2, "manifests": [manifest]}),
+        },
+    )
+
+
 def test_a_folder_that_is_nothing_and_a_program_that_is_missing_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +272,15 @@ def test_a_sandbox_that_does_not_come_up_is_an_error_with_its_log(
     folder = write_files(tmp_path, {"Dockerfile": f"FROM localhost/base\nWORKDIR /app\n{lines}\n"})
     with pytest.raises(SandboxError, match=words):
         output(PROVIDERS[name](store), add_image(store, str(folder)), "")
+
+
+def test_a_task_may_name_another_user_than_its_image_does(
+    registry: Registry, store: ImageStore, staged: Image, tmp_path: Path
+) -> None:
+    folder = write_files(tmp_path, STAGES)
+    (named, numbered, unknown) = (add_image(store, str(folder), user=user) for user in ("root", "app:root", "agent"))
+    assert (named.user, numbered.user.gid, unknown.user) == (ImageUser(), 0, ImageUser())
+    assert staged.user == add_image(store, str(folder)).user
 
 
 # --- Task folders -------------------------------------------------------------------------------------------------

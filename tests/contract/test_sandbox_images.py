@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import pytest
 
-from etude.errors import EtudeError, SandboxError
+from etude.errors import EtudeError, SandboxError, Unsupported
 from etude.protocols import Sandbox
-from etude.sandbox_spec import Capability, Image, SandboxSpec
+from etude.sandbox_spec import Capability, Healthcheck, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from providers import TIMEOUT_S, WAIT_S, Stage, output, python
 
@@ -100,6 +100,37 @@ def test_an_image_that_is_not_there_is_an_error(stage: Stage, image: Image, tmp_
     for wrong in (Image(layers=(tmp_path / "nowhere",)), Image(base="no-such-base")):
         with pytest.raises(EtudeError, match=r"nowhere|no-such-base"):
             stage.python("", spec=SandboxSpec(image=wrong))
+
+
+# --- What runs and is found beside the commands -------------------------------------------------------------------
+
+ENTRY = ("sh", "-c", 'echo "$(id -u) up" >/tmp/up; exec "$@"', "entry")
+
+
+def test_an_entry_point_runs_and_is_waited_for_before_the_first_command(stage: Stage) -> None:
+    check = Healthcheck(argv=("test", "-e", "/tmp/up"), interval_s=0.2)
+    spec = SandboxSpec(image=Image(entrypoint=ENTRY, healthchecks=(check,)))
+    if Capability.BACKGROUND not in stage.claims:
+        with pytest.raises(Unsupported, match="HEALTHCHECK"):
+            stage.python("", spec=spec)
+        return
+    assert stage.python("import os; print(os.getuid(), open('/tmp/up').read())", spec=spec).stdout == "1000 1000 up\n\n"
+
+
+def test_an_entry_point_that_ends_is_an_error_with_its_log(stage: Stage) -> None:
+    stage.need(Capability.BACKGROUND)
+    with pytest.raises(SandboxError, match="too bad"):
+        stage.python("", spec=SandboxSpec(image=Image(entrypoint=("sh", "-c", "echo too bad; exit 3"))))
+
+
+def test_names_of_its_own_lead_to_its_loopback(stage: Stage) -> None:
+    spec = SandboxSpec(names=("web", "data-base"))
+    if Capability.BACKGROUND not in stage.claims:
+        with pytest.raises(Unsupported, match="names"):
+            stage.python("", spec=spec)
+        return
+    look = "import socket; print(*(socket.gethostbyname(name) for name in ('web', 'data-base', 'localhost')))"
+    assert stage.python(look, spec=spec).stdout == "127.0.0.1 127.0.0.1 127.0.0.1\n"
 
 
 # --- Snapshots ----------------------------------------------------------------------------------------------------

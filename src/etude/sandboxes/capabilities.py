@@ -40,11 +40,10 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
         )
     elif spec.user == "root":
         needed[Capability.IMAGES] = "user='root'"
-    for name, argv in (("ENTRYPOINT", spec.image.entrypoint), ("HEALTHCHECK", spec.image.healthchecks)):
-        if argv:
-            needed[Capability.BACKGROUND] = f"{name} {argv}"
-    if spec.names:
-        needed[Capability.CONFINED] = f"names={list(spec.names)}"
+    running = {"names": spec.names, "ENTRYPOINT": spec.image.entrypoint, "HEALTHCHECK": spec.image.healthchecks}
+    for name, value in running.items():
+        if value:
+            needed[Capability.BACKGROUND] = f"{name} {list(value)}"
     if spec.allow:
         needed[Capability.ALLOW_LIST] = f"allow={list(spec.allow)}"
     usual = SandboxLimits()

@@ -79,13 +79,19 @@ class _Fetched:
 
 
 def add_image(
-    store: ImageStore, source: str, *, name: str = "", workdir: str = "", timeout_s: float = FETCH_TIMEOUT_S
+    store: ImageStore,
+    source: str,
+    *,
+    name: str = "",
+    workdir: str = "",
+    user: str = "",
+    timeout_s: float = FETCH_TIMEOUT_S,
 ) -> Image:
     """Fetch or build an image into the store, called by the digest of its manifest and by ``name``.
 
     ``source`` is a folder with a Dockerfile, a registry's reference (``debian:12``, ``host:5000/a/b@sha256:…``), the
     file of an archive or an OCI layout folder, either with ``@sha256:…`` behind it to be sure of the image, or anything
-    that skopeo takes. ``workdir`` comes in place of the image's own.
+    that skopeo takes. ``workdir`` and ``user`` come in place of the image's own.
 
     Raises :class:`~etude.errors.ConfigError` where a program is missing or the image is of a kind that no sandbox runs,
     :class:`~etude.errors.SandboxError` with a program's log when it cannot be had, ``TimeoutError`` after
@@ -105,7 +111,7 @@ def add_image(
             _run(["skopeo", "copy", "--quiet", reference, f"dir:{fetched.folder}"], timeout_s, source)
             if expected not in ("", fetched.digest):
                 raise SandboxError(f"{source} has the image {fetched.digest}: name that digest, or get the right file")
-        image = _store_image(store, fetched, folder, workdir)
+        image = _store_image(store, fetched, folder, workdir, user)
         layers = [layer.name for layer in image.layers]
         store.put(image, layers, fetched.digest)
         return store.put(image, layers, name)
@@ -126,8 +132,11 @@ def reference_of(reference: str) -> tuple[str, str]:
             )
         return f"oci:{path}", digest
     if Path(path).is_file():
-        with tarfile.open(path) as archive:
-            names = {name.removeprefix("./") for name in archive.getnames()}
+        try:
+            with tarfile.open(path) as archive:
+                names = {name.removeprefix("./") for name in archive.getnames()}
+        except tarfile.TarError:
+            names = set()
         kinds = [kind for kind, mark in (("oci", "oci-layout"), ("docker", "manifest.json")) if mark in names]
         if not kinds:
             raise ConfigError(f"{path} is no image: an archive has a file oci-layout or manifest.json")
@@ -157,23 +166,23 @@ def _run(argv: Sequence[str], timeout_s: float, what: str) -> None:
         raise SandboxError(f"{what}: {' '.join(argv[:2])} failed with exit code {process.returncode}\n{text}")
 
 
-def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: str) -> Image:
+def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: str, user: str) -> Image:
     """Unpack what is not there yet; ``folder`` is for what is on the way."""
     config = fetched.config
     blobs = [*dict.fromkeys(reversed(fetched.blobs))][::-1]  # one that comes twice, at its last place
     trees = [_known_tree(store, blob) or _unpack(blob, folder / f"tree-{blob.name}") for blob in blobs]
     if not any(_topmost(trees, path) for path in ("bin/sh", "usr/bin/sh")):
         raise ConfigError(f"the image {fetched.digest} has no /bin/sh, which harnesses and graders run: add a shell")
-    user = _user(config.get("User") or "", trees)
+    owner = _user(user or config.get("User") or "", trees)
     image = Image(
         base=SCRATCH,
         environment=_environment(config.get("Env") or ()),
         workdir=workdir or config.get("WorkingDir") or "/",
-        user=user,
+        user=owner,
         entrypoint=tuple(config.get("Entrypoint") or ()),
         healthchecks=_healthchecks(config.get("Healthcheck") or {}),
     )
-    accounts = _accounts(trees, user, folder / "accounts")
+    accounts = _accounts(trees, owner, folder / "accounts")
     digests = [_store_layer(store, blob, tree, image, folder) for blob, tree in zip(blobs, trees, strict=True)]
     if accounts is not None:
         digests.append(_settle_layer(store, accounts))
@@ -225,15 +234,18 @@ def _unpack(blob: Path, tree: Path) -> Path:
         if path.name == OPAQUE:
             os.setxattr(path.parent, "user.overlay.opaque", b"y")
         elif path.name.startswith(WHITEOUT) and not path.name.startswith(IGNORED):
-            _hide(path.with_name(path.name.removeprefix(WHITEOUT)))
+            _hide(path.parent, path.name.removeprefix(WHITEOUT))
         elif kind in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK) and not path.name.startswith(IGNORED):
             continue
         remove_tree(path) if kind == stat.S_IFDIR else path.unlink(missing_ok=True)
     return tree
 
 
-def _hide(path: Path) -> None:
-    """Hide what layers below have at a path; what this one has there stays."""
+def _hide(folder: Path, name: str) -> None:
+    """Hide what layers below have under a name; what this one has there stays."""
+    if name in ("", ".", ".."):
+        raise SandboxError(f"a layer removes {name!r} in {folder.name}: it is damaged, or an attack")
+    path = folder / name
     if not os.path.lexists(path):
         os.mknod(path, stat.S_IFCHR | 0o600, 0)
     elif path.is_dir() and not path.is_symlink():
@@ -269,6 +281,8 @@ def _user(text: str, trees: Sequence[Path]) -> ImageUser:
     if name in ("", "root", "0"):
         return ImageUser()
     rows = [row for row in _rows(trees, "etc/passwd") if len(row) > 5 and name in (row[0], row[2])]
+    if name == "agent" and not rows:
+        return ImageUser()
     groups = [row[2] for row in _rows(trees, "etc/group") if len(row) > 2 and group in (row[0], row[2])]
     uid = rows[0][2] if rows else name
     gid = (groups[0] if groups else group) if group else (rows[0][3] if rows else "0")

@@ -4,6 +4,7 @@
       task.toml           settings                          etude.tasks.harbor.settings
       instruction.md      what the agent is asked to do
       environment/        Dockerfile and its build context  etude.tasks.harbor.dockerfile, .images
+                          docker-compose.yaml               etude.tasks.harbor.compose
       tests/              test.sh and what it needs: the verifier, put in place when the agent is gone
       solution/           solve.sh and what it needs: shows that the task can be solved
 

@@ -24,6 +24,8 @@ from etude.tasks.harbor.folder import LEFT_OUT, HarborTask, is_program
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.types import Split
 
+OWN_USERS = (None, "agent", 1000, "1000")
+"""Users that the provider's own base system has for agents."""
 VERSION = "2"
 """Version of how images are built; part of their names."""
 
@@ -47,10 +49,12 @@ def build_image(task: HarborTask, store: ImageStore) -> Image:
     image = find_image(task, store)
     if image is None:
         settings = task.settings.environment
-        source = str(task.context) if (task.context / "Dockerfile").is_file() else str(settings.docker_image)
-        name, workdir = image_name(task), settings.workdir or ""
+        source = str(task.context) if (task.context / "Dockerfile").is_file() else f"docker://{settings.docker_image}"
+        name, workdir, user = image_name(task), settings.workdir or "", str(task.settings.agent.user or "")
         try:
-            image = add_image(store, source, name=name, workdir=workdir, timeout_s=settings.build_timeout_sec)
+            image = add_image(
+                store, source, name=name, workdir=workdir, user=user, timeout_s=settings.build_timeout_sec
+            )
         except TimeoutError as error:
             raise TaskFolderError(f"{error}; raise environment.build_timeout_sec") from error
     task.task(Split.TRAIN, image=image)  # its working folder is fit for an agent
@@ -93,14 +97,15 @@ def plain_files(task: HarborTask) -> Mapping[str, str] | None:
         if texts is None:
             return None
         files |= texts
-    return files if task.plain and not (task.context / ".dockerignore").exists() else None
+    is_plain = task.plain and task.settings.agent.user in OWN_USERS and not (task.context / ".dockerignore").exists()
+    return files if is_plain else None
 
 
 def image_name(task: HarborTask) -> str:
     """The name of the image that is built of a task: a digest of all that decides it."""
     settings = task.settings.environment
     context = digest_tree(task.context, owned=()) if task.context.is_dir() else ""
-    parts = (VERSION, context, settings.docker_image, settings.workdir)
+    parts = (VERSION, context, settings.docker_image, settings.workdir, task.settings.agent.user)
     return f"harbor-{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}"
 
 

@@ -63,7 +63,7 @@ NOTES: Mapping[str, str] = MappingProxyType(
         "verifier.environment_mode": "in part: always apart; for shared with the agent's whole working folder",
         "verifier.env": "in part: values and defaults, no variable of the machine",
         "agent.timeout_sec": "in part: of a solution that is checked; a harness has its own",
-        "agent.user": "in part: agent; else the image's USER, and agent where that is root",
+        "agent.user": "in part: any but root; else the image's USER, and agent where that is root",
         "environment.docker_image": "by tag or digest; not read where there is a Dockerfile",
         "environment.os": "in part: linux",
         "environment.env": "in part: values and defaults, no variable of the machine",
@@ -115,8 +115,15 @@ class AgentSettings(Section):
 
     timeout_sec: float | None = Field(default=None, gt=0)
     """Advice for the harness's configuration; a task of étude has no deadline of its own."""
-    user: Literal["agent", 1000] | None = None
-    """Agents are never root."""
+    user: str | int | None = None
+    """A user of the image, or ``agent``; agents are never root."""
+
+    @field_validator("user")
+    @classmethod
+    def _is_not_root(cls, user: str | int | None) -> str | int | None:
+        if str(user).partition(":")[0] in ("root", "0"):
+            raise ValueError("agents are never root: name a user of the image, or leave it out")
+        return user
 
 
 class HealthcheckSettings(Section):

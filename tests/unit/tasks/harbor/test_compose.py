@@ -13,7 +13,7 @@ from etude.tasks.harbor.folder import read_task
 from etude.tasks.harbor.images import plain_files
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.types import Split
-from harbor_folders import write_folder
+from harbor_folders import WHOLE, write_folder
 
 SERVED = """
 services:
@@ -77,7 +77,8 @@ def test_what_is_not_held_to_is_refused_by_its_name(text: str, words: str) -> No
 
 
 def test_services_run_beside_the_agent_and_are_found_by_their_names(tmp_path: Path) -> None:
-    changes = {"environment/docker-compose.yaml": SERVED.replace("$$", "$")}
+    own = "[environment.healthcheck]\ncommand = 'test -e notes/a.txt'\ninterval_sec = 1\n"
+    changes = {"environment/docker-compose.yaml": SERVED.replace("$$", "$"), "task.toml": WHOLE["task.toml"] + own}
     source = read_task(write_folder(tmp_path / "task", changes))
     script = "import os, urllib.request; print(urllib.request.urlopen(os.environ['API']).read().decode())"
 
@@ -88,6 +89,11 @@ def test_services_run_beside_the_agent_and_are_found_by_their_names(tmp_path: Pa
                 pytest.skip("no sandbox with namespaces can be made here")
             task = source.task(Split.TRAIN, image=Image(), files=plain_files(source))
             assert task.environment is not None
+            assert task.environment.names == ("back", "front")
+            assert [check.argv[-1] for check in task.environment.healthchecks[1:]] == [
+                "notes/a.txt",
+                "test -e notes/a.txt",
+            ]
             sandbox = await sandboxes.create(task.files, sandbox_spec(task.environment))
             done = await sandbox.exec(["python3", "-c", script], timeout_s=30)
             assert done.exit_code == 0, done.stderr

@@ -71,7 +71,7 @@ def test_old_names_of_keys_are_understood() -> None:
         ("[environment]\nallow_internet = true", "network_mode = 'public'"),
         ("[environment]\nnetwork_mode = 'allowlist'", "goes with"),
         ("[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['*.org']", "no plain host names"),
-        ("[agent]\nuser = 'root'", "agent.user = 'root'"),
+        ("[agent]\nuser = 'root'", "agent.user = 'root': agents are never root"),
         ("[verifier]\nuser = 'nobody'", "verifier.user = 'nobody'"),
         ("schema_version = '2.0'", "schema_version = '2.0'"),
         ("artifacts = [{ source = 'a', exclude = ['b'] }]", "artifacts.0.exclude"),
