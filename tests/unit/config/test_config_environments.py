@@ -53,5 +53,5 @@ def test_a_run_keeps_a_copy_of_the_graders_that_its_recipe_names(tmp_path: Path)
     (recipe / "run.toml").write_text("[tasks]\ngraders = {a = '@grader.py:Mine', b = 'outcome'}\n", encoding="utf-8")
     (run / "run.toml").write_text(dump_run(load_recipe(recipe), run), encoding="utf-8")
     (recipe / "grader.py").unlink()
-    kept = load_recipe(run).tasks.graders
-    assert kept["a"].startswith(f"@{run}/plugins/grader.") and kept["b"] == "outcome"
+    graders = load_recipe(run).tasks.graders
+    assert graders["a"].startswith(f"@{run}/plugins/grader.") and graders["b"] == "outcome"
