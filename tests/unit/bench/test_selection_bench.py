@@ -16,6 +16,7 @@ from bench.selection.bench import (
     task_files,
 )
 from bench.selection.learners import GROUPS, ROLLOUTS, Arm, learn
+from etude.types import Json
 
 CLOSE = 0.53
 """A pass rate that every arm reaches within some steps."""
@@ -45,7 +46,9 @@ def test_an_arm_is_compared_with_tasks_in_order_on_each_seed() -> None:
 
 
 def test_a_pass_rate_is_reached_where_the_smoothed_curve_is() -> None:
-    rows = [{"phase": "rl", "step": step, "sampled_pass": passed} for step, passed in ((0, 0.1), (5, 0.7), (10, 0.4))]
+    rows: list[Json] = [
+        {"phase": "rl", "step": step, "sampled_pass": passed} for step, passed in ((0, 0.1), (5, 0.7), (10, 0.4))
+    ]
     curve = pass_curve({"heldout_curve": [{"phase": "midtrain", "step": 9, "loss": 1.0}, *rows]})
     assert [(step, round(value, 2)) for step, value in curve] == [(0, 0.4), (5, 0.4), (10, 0.55)]
     assert (reached(curve, 0.5), reached(curve, 0.6)) == (10, None)
