@@ -248,7 +248,17 @@ def _walk(folder: int, shown: str, budget: ByteBudget, depth: int = 0) -> Iterat
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} folders inside each other, at {shown[:60]!r}…")
     for name in sorted(os.listdir(folder)):
-        yield from _entry(folder, name, f"{shown}/{name}".lstrip("/"), budget, depth)
+        if not _is_mounted(folder, name):
+            yield from _entry(folder, name, f"{shown}/{name}".lstrip("/"), budget, depth)
+
+
+def _is_mounted(folder: int, name: str) -> bool:
+    """True for a folder of another file system, such as an external harness's: it is no work of the agent's."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_dev != os.fstat(folder).st_dev
 
 
 def _entry(folder: int, name: str, shown: str, budget: ByteBudget, depth: int = 0) -> Iterator[Entry]:
