@@ -257,7 +257,7 @@ def _is_mounted(folder: int, name: str, depth: int = 0) -> bool:
     was made to mount them, and is no work of the agent's.
     """
     try:
-        inner = os.open(name, DIRECTORY, dir_fd=folder)
+        inner: int = os.open(name, DIRECTORY, dir_fd=folder)
     except OSError:
         return False
     try:
