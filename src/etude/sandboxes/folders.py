@@ -257,12 +257,15 @@ def _is_mounted(folder: int, name: str, depth: int = 0) -> bool:
     was made to mount them, and is no work of the agent's.
     """
     try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
+            return False
+        if status.st_dev != os.fstat(folder).st_dev:
+            return True
         inner: int = os.open(name, DIRECTORY, dir_fd=folder)
     except OSError:
         return False
     try:
-        if os.fstat(inner).st_dev != os.fstat(folder).st_dev:
-            return True
         names = os.listdir(inner) if depth < MAX_DEPTH else []
         return bool(names) and all(_is_mounted(inner, one, depth + 1) for one in names)
     except OSError:
