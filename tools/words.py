@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-ROOTS = ("src/etude", "bench", "tests", "tools", "examples")
+ROOTS = ("src/etude", "bench", "tests", "tools", "examples", "recipes")
 PRODUCT = "src/etude/"
 """Docstrings and class names are looked at here; the names of tests describe what they test."""
 LIST = Path(__file__).with_name("words.txt")

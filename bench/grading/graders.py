@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from etude.protocols import HarnessResult, Images, Sandbox, SandboxProvider
-from etude.rewards.graders.functions import SUBMITTED, GraderByKind
+from etude.rewards.graders.answers import SUBMITTED
+from etude.rewards.graders.functions import GraderByKind
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.rewards.graders.script import ScriptGrader
 from etude.rewards.graders.test_runs import ENVIRONMENT, HiddenTestRun, module_of

@@ -26,7 +26,8 @@ from etude.harnesses import tools
 from etude.harnesses.coding import observe
 from etude.models.checkpoint import load_checkpoint
 from etude.protocols import HarnessResult, Sandbox
-from etude.rewards.graders.functions import SUBMITTED, HiddenTests
+from etude.rewards.graders.answers import SUBMITTED
+from etude.rewards.graders.functions import HiddenTests
 from etude.rollouts.task_order import TaskOrder
 from etude.run.export import export_run
 from etude.run.folder import RunFolder, start_from

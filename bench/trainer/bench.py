@@ -12,6 +12,9 @@ A share of the peak counts the operations that the model must do (:mod:`etude.mo
 the output matrix only for tokens that have a loss), whatever a contestant really did, over what the fastest product of
 two large square matrices reaches in the same process: model FLOPs utilisation, against the machine instead of its data
 sheet. On a GPU the data sheet's is printed as well.
+
+``--sft`` is a step of our SFT instead, on conversations that begin alike, beside the same. Ours computes what they
+begin with once (``rows_computed`` is the share of the rows); counted are all, which the model must read.
 """
 
 import argparse
@@ -36,6 +39,7 @@ from bench.tables import results_page
 from bench.trainer.contestants import CONTESTANTS, Setup, sequences
 from bench.trl_environment import Rival, open_rival, trl_python
 from etude.errors import InfrastructureError, UserError
+from etude.models.fast import multiplies_bfloat16
 from etude.models.flops import head_flops, pair_flops, token_flops
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.types import Json
@@ -63,6 +67,20 @@ MOE_1B = BenchModel(
     ),
 )
 """What a GPU trains: about a billion parameters, 32 experts, 4 per token."""
+
+DENSE_135M = BenchModel(
+    name="dense-135m",
+    spec=ModelSpec(
+        vocab_size=49_152,
+        hidden_size=576,
+        layers=30,
+        attention=GroupedSpec(heads=9, kv_heads=3, head_dim=64),
+        dense_size=1536,
+        max_positions=8192,
+        tied=True,
+    ),
+)
+"""SmolLM2-135M's shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +130,7 @@ class Row:
             "step_s": round(statistics.median(self.seconds), 4),
             "step_s_range": [round(min(self.seconds), 4), round(max(self.seconds), 4)],
             "peak_share": round(self.peak_share, 4),
+            "gflops": round(self.peak_share * self.peak / 1e9, 1),
             "peak_gflops": round(self.peak / 1e9, 1),
             "settings": dict(self.settings),
         }
@@ -123,7 +142,9 @@ def trainer_options(contestants: tuple[str, ...] | None = None, *, quick: bool =
     What is quick says that everything runs, not how fast. Raises :class:`~etude.errors.UserError` for an unknown one.
     """
     on_card = torch.cuda.is_available()
-    everyone = tuple(name for name in CONTESTANTS if not (on_card and name == "etude-invariant"))
+    everyone = tuple(
+        name for name in CONTESTANTS if name != "etude-sft" and not (on_card and name == "etude-invariant")
+    )
     chosen = contestants or (tuple(name for name in everyone if name.startswith("etude")) if quick else everyone)
     if unknown := sorted(set(chosen) - set(everyone)):
         raise UserError(f"bench trainer: no contestant {unknown[0]!r} here; there are {', '.join(everyone)}")
@@ -148,14 +169,44 @@ def trainer_options(contestants: tuple[str, ...] | None = None, *, quick: bool =
     return TrainerOptions(contestants=chosen, model=model, setup=setup)
 
 
+def sft_options(contestants: tuple[str, ...] | None = None, *, quick: bool = False) -> TrainerOptions:
+    """The options of SFT on this machine's processor: a step of recipes/pretrained, on random weights.
+
+    Products are bfloat16 where the processor multiplies these faster, for everybody. Raises
+    :class:`~etude.errors.UserError` for an unknown contestant.
+    """
+    everyone = ("etude-sft", "transformers-padded", "transformers-packed")
+    chosen = contestants or (everyone[:1] if quick else everyone)
+    if unknown := sorted(set(chosen) - set(everyone)):
+        raise UserError(f"bench trainer --sft: no contestant {unknown[0]!r} here; there are {', '.join(everyone)}")
+    model = QUICK_MODEL if quick else DENSE_135M
+    setup = Setup(
+        contestant=chosen[0],
+        folder="",
+        device="cpu",
+        dtype="bfloat16" if multiplies_bfloat16() else "float32",
+        threads=len(available_cores()),
+        vocabulary=model.spec.vocab_size,
+        sequences=4 if quick else 16,
+        longest=80,
+        microbatch_tokens=16 * 80,
+        steps=1 if quick else 3,
+        seed=0,
+        conversations=True,
+    )
+    return TrainerOptions(contestants=chosen, model=model, setup=setup)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
     add_contestants(parser)
+    parser.add_argument("--sft", action="store_true", help="a step of SFT on a model of 135M parameters, on the CPU")
 
 
 def run(options: argparse.Namespace) -> dict[str, Json]:
     """Measure with the options of the command line."""
-    return bench_trainer(trainer_options(names(options.contestants), quick=options.quick))
+    choose = sft_options if options.sft else trainer_options
+    return bench_trainer(choose(names(options.contestants), quick=options.quick))
 
 
 def bench_trainer(options: TrainerOptions | None = None) -> dict[str, Json]:
@@ -205,7 +256,7 @@ def goals(rows: Sequence[Row], *, on_card: bool) -> dict[str, Json]:
 
 def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people."""
-    columns = ("contestant", "tokens_per_s", "step_s", "peak_share", "peak_gflops")
+    columns = ("contestant", "tokens_per_s", "step_s", "peak_share", "gflops", "peak_gflops")
     return results_page(result, columns, str(result["model"]), str(result["device"]), str(result["dtype"]))
 
 

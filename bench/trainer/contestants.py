@@ -23,6 +23,10 @@ SAMPLED_SHARE = 0.4
 """Tokens that a model sampled, which alone have a loss; they come in turns."""
 TURN = 20
 """Tokens of a turn, sampled and read alike."""
+SYSTEM, TASK, REPLY = 26, 22, 14
+"""Tokens of a conversation of SFT, on average, as in recipes/pretrained: its harness's system message, which all have,
+its task, its reply.
+"""
 LEARNING_RATE, BETAS, CLIP_NORM = 1e-4, (0.9, 0.95), 1.0
 
 
@@ -46,6 +50,8 @@ class Setup:
     steps: int
     """That are timed, after one that is not."""
     seed: int
+    conversations: bool = False
+    """True for SFT: the sequences are short conversations with one system message."""
 
     def __post_init__(self) -> None:
         if self.sequences % self.rows:
@@ -68,6 +74,9 @@ class Example:
 def sequences(setup: Setup) -> list[Example]:
     """Those of every step, longest first: equal for equal seeds, everywhere."""
     source = random.Random(setup.seed)
+    if setup.conversations:
+        system = _random_ids(source, SYSTEM, setup.vocabulary)
+        return sorted((_conversation(source, system, setup.vocabulary) for _ in range(setup.sequences)), key=_shortness)
     lengths = (
         min(setup.longest, max(SHORTEST, round(source.lognormvariate(0.0, SPREAD) * MEDIAN)))
         for _ in range(setup.sequences)
@@ -75,11 +84,26 @@ def sequences(setup: Setup) -> list[Example]:
     return [_sequence(source, length, setup.vocabulary) for length in sorted(lengths, reverse=True)]
 
 
+def _conversation(source: random.Random, system: list[int], vocabulary: int) -> Example:
+    """A task of some length, and a reply of some."""
+    task, reply = (source.randint(mean // 2, mean + mean // 2) for mean in (TASK, REPLY))
+    own = _random_ids(source, task + reply, vocabulary)
+    return Example(token_ids=[*system, *own], sampled=[False] * (len(system) + task) + [True] * reply)
+
+
+def _shortness(example: Example) -> int:
+    return -len(example.token_ids)
+
+
+def _random_ids(source: random.Random, count: int, vocabulary: int) -> list[int]:
+    return [source.randrange(vocabulary) for _ in range(count)]
+
+
 def _sequence(source: random.Random, length: int, vocabulary: int) -> Example:
     """The first turn is read."""
     turns = [turn and source.random() < SAMPLED_SHARE for turn in range(-(-length // TURN))]
     return Example(
-        token_ids=[source.randrange(vocabulary) for _ in range(length)],
+        token_ids=_random_ids(source, length, vocabulary),
         sampled=[bool(turns[place // TURN]) for place in range(length)],
     )
 
@@ -163,6 +187,50 @@ class Etude:
         for step in range(1, self._steps + 2):
             turns.begin()
             self._trainer.step(step, self._microbatches, totals)
+            turns.end()
+
+
+@final
+class EtudeSft:
+    """Our SFT, as the phase of a run takes its steps."""
+
+    def __init__(self, setup: Setup) -> None:
+        import numpy as np
+        import torch
+
+        from etude.config.loading import default_recipe
+        from etude.config.training import OptimiserConfig
+        from etude.models.shared_rows import shared_rows
+        from etude.run.phases import prepare, read_model
+        from etude.trainer.imitation import ImitationTrainer
+        from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
+        from etude.types import Document
+
+        torch.set_num_threads(setup.threads)
+        model = read_model(Path(setup.folder))
+        prepare(model, default_recipe([f"numerics.dtype={setup.dtype}", f"trainer.device={setup.device}"]))
+        optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
+        schedule = RateSchedule(steps=setup.steps + 1, warmup_steps=1)
+        self._trainer = ImitationTrainer(Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM))
+        examples = sequences(setup)
+        self._documents = [
+            Document(token_ids=np.array(one.token_ids, np.int32), weights=np.array(one.sampled, np.float32))
+            for one in examples
+        ]
+        self._steps = setup.steps
+        ids = [token for one in examples for token in one.token_ids]
+        shared = shared_rows(ids, [len(one.token_ids) for one in examples])
+        self.settings: Settings = {
+            "rows": "packed",
+            "rows_computed": 1.0 if shared is None else round(len(shared.firsts_U) / len(ids), 3),
+            "torch": torch.__version__,
+        }
+
+    def run(self, turns: Turns) -> None:
+        """As the protocol has it."""
+        for step in range(1, self._steps + 2):
+            turns.begin()
+            self._trainer.step(step, [self._documents])
             turns.end()
 
 
@@ -294,6 +362,7 @@ CONTESTANTS: Mapping[str, Callable[[Setup], Contestant]] = MappingProxyType(
     {
         "etude-invariant": Etude,
         "etude-fast": Etude,
+        "etude-sft": EtudeSft,
         "transformers-padded": Transformers,
         "transformers-packed": Transformers,
     }

@@ -2,7 +2,7 @@
 
 from etude.config.section import Section
 from etude.protocols import FamilyContext
-from etude.types import AnswerChecks, Split, Task
+from etude.types import NamedChecks, Split, Task
 
 
 class SumOptions(Section):
@@ -25,5 +25,5 @@ class Sums:
 
     def task(self, split: Split, index: int) -> Task:
         a, b = self._sums[split][index]
-        checks, prompt = AnswerChecks(answer=str(a + b)), f"{a} + {b} = ?"
+        checks, prompt = NamedChecks(grader="near", options={"right": a + b}), f"{a} + {b} = ?"
         return Task(task_id=prompt, family="sums", template=str(a), split=split, prompt=prompt, files={}, checks=checks)

@@ -1,6 +1,7 @@
-"""A sandbox provider: the local one, with notes in every sandbox. ``sandboxes.kind = "@provider.py:WithNotes"``."""
+"""A sandbox provider: the local one, with a clock of its own. ``sandboxes.kind = "@provider.py:Zoned"``."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from etude.config.section import Section
 from etude.protocols import Sandbox
@@ -9,19 +10,20 @@ from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.providers import ProviderContext
 
 
-class NotesOptions(Section):
-    """The local provider, with notes in every sandbox."""
+class ZoneOptions(Section):
+    """The local provider, with a time zone."""
 
-    notes: str = "Be careful.\n"
-    """Text of the file NOTES."""
+    zone: str = "UTC"
+    """The time zone of every sandbox."""
 
 
-class WithNotes:
-    Options = NotesOptions
+class Zoned:
+    Options = ZoneOptions
 
-    def __init__(self, options: NotesOptions, context: ProviderContext) -> None:
-        self._notes, self._inner = {"NOTES": options.notes}, LocalSandboxes(workers=1)
+    def __init__(self, options: ZoneOptions, context: ProviderContext) -> None:
+        self._zone, self._inner = {"TZ": options.zone}, LocalSandboxes(workers=1)
         self.capabilities, self.close = self._inner.capabilities, self._inner.close
 
     async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
-        return await self._inner.create(self._notes | dict(files), spec)
+        spec = spec or SandboxSpec()
+        return await self._inner.create(files, replace(spec, environment=self._zone | dict(spec.environment)))

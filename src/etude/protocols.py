@@ -371,6 +371,14 @@ class Grader(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraderContext:
+    """The run that a named grader is made for, beside its own options."""
+
+    open_sandbox: Callable[[Task], Awaitable[Sandbox]]
+    """A fresh sandbox of a task, in which no agent has been; the grader closes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward of one rollout, as it is stored; :func:`etude.rewards.score.score` alone decides it."""
 

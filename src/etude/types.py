@@ -6,6 +6,7 @@ I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens 
     Task ──▶ Rollout (Turns) ──▶ Trajectory ──▶ Batch ──▶ WeightVersion
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -172,21 +173,45 @@ class QueryChecks:
             raise ValueError(f"the task about {self.path!r} asks its database nothing: it could not be graded")
 
 
+AnswerMatch: TypeAlias = Literal["exact", "normalised", "choice", "math"]
+"""Rule by which an answer is compared with the right one; :mod:`etude.rewards.graders.answers` has them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerChecks:
-    """Checks of an answer: the agent's last message is compared with the expected ones, ignoring white space."""
+    """Checks of an answer: the agent's last message is compared with the right one."""
 
     answer: str
     facts: tuple[str, ...] = ()
     """Pieces of the material that the answer takes, as they stand there: what a good summary keeps."""
+    match: AnswerMatch = "exact"
+    after: str = ""
+    """Text behind whose last occurrence the agent's answer stands; empty: the whole message is read."""
 
     def __post_init__(self) -> None:
         if not self.answer.split():
             raise ValueError("the right answer of a task has no word: nothing could be compared with it")
 
 
-Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedChecks:
+    """Checks by a grader that is chosen by its name, with options that its own class reads."""
+
+    grader: str
+    """A name in the recipe's ``tasks.graders``, a built-in one, ``module:Name`` or an entry point."""
+    options: Mapping[str, Json] = field(default_factory=dict)
+
+
+Checks: TypeAlias = FunctionChecks | TestChecks | ScriptChecks | QueryChecks | AnswerChecks | NamedChecks
 """Checks that grade a task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptMessage:
+    """One message of a conversation that a task begins with."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +232,8 @@ class Task:
     checks: Checks
     environment: EnvironmentSpec | None = None
     """Specification of its sandbox; ``None``: nothing but ``files``."""
+    history: tuple[PromptMessage, ...] = ()
+    """Conversation before the prompt, for a harness of a single turn."""
 
     @property
     def function_checks(self) -> FunctionChecks:
@@ -534,6 +561,12 @@ class Group:
     """Time, from 1, that the task is admitted for training in this run."""
     lost: int = 0
     """Slots given up to infrastructure: so many rollouts more were planned."""
+    weight: float = 1.0
+    """Importance weight of the task: how likely it is to be drawn if all tasks are, over how likely it was."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"group {self.index} has importance weight {self.weight!r}, expected a number above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -584,8 +617,8 @@ class Batch:
     """Those with a signal: groups whose rewards are all equal have none and are left out."""
     num_loss_tokens: int
     num_lost_tokens: float
-    """Token count that stands for lost rollouts, each as much as those of its group that are there: the loss is divided
-    by both.
+    """Token count that stands for lost rollouts, each as much as those of its group that are there, and for tasks that
+    were drawn more or less often than others: the loss is divided by both.
     """
     num_lost_trajectories: float
     num_sampled_trajectories: int

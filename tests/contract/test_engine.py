@@ -3,28 +3,38 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast
 
 import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 
+from etude.aio import background_task
 from etude.clock import SystemClock
 from etude.config.inference import EngineConfig
+from etude.config.loading import default_recipe
+from etude.config.plugins import load
 from etude.engines.fake import FakeEngine
 from etude.engines.http import BUSY, HttpEngine, encode_chunk, encode_completion, engine_app
+from etude.engines.kinds import Opener as Kind
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
+from etude.run.resolve import resolve
 from etude.types import Finish
 from native_configs import altered
+from served_engines import PulledStates, context_of
 from waiting import WAIT_S
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 VOCAB_SIZE = 64
 MAX_LENGTH = 64
 PROMPT = [5, 6, 7]
@@ -74,7 +84,22 @@ async def native_over_http() -> AsyncIterator[Engine]:
         yield client
 
 
-@pytest.fixture(params=[fake, fake_over_http, native, native_over_http])
+@asynccontextmanager
+async def example() -> AsyncIterator[Engine]:
+    """The engine of ``docs/extending.md``."""
+    kind = cast("Kind", load(f"@{EXAMPLES / 'engine.py'}:Logged", "a test"))
+    sizes = [f"engine.max_running={CONFIG.max_running}", f"engine.max_length={MAX_LENGTH}", "engine.device=cpu"]
+    config = resolve(default_recipe([*sizes, "trainer.device=cpu", "engine.options.step_tokens=64"]))
+    with TemporaryDirectory() as folder:
+        context = context_of(Path(folder), config, SPEC)
+        async with kind(context, PulledStates(SPEC).version(0)) as served, AsyncExitStack() as stack:
+            stack.callback(context.events.close)
+            for task in served.tasks:
+                await stack.enter_async_context(background_task(task()))
+            yield served.engine
+
+
+@pytest.fixture(params=[fake, fake_over_http, native, native_over_http, example])
 def opener(request: pytest.FixtureRequest) -> Opener:
     chosen: Opener = request.param
     return chosen

@@ -19,6 +19,7 @@ from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
+from etude.rewards.graders.answers import AnswerGrader
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, run_rollout
@@ -86,7 +87,7 @@ def attempt(
                 sessions=GatewaySessions(url, "admin", http),
                 sandboxes=environments,
                 harness=CommandHarness(config, http, workdir=WORKDIR),
-                grader=environments.grader(900.0),
+                grader=environments.grader(900.0, AnswerGrader()),
                 clock=clock,
                 limits=RolloutLimits(commands_s=60.0),
             )

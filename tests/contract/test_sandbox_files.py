@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import SandboxError
+from etude.errors import SandboxError, Unsupported
 from etude.protocols import Sandbox
-from etude.sandbox_spec import Capability
+from etude.sandbox_spec import Capability, SandboxSpec
 from providers import Stage, output, python
 
 
@@ -171,6 +171,27 @@ def test_the_whole_working_folder_can_be_carried(stage: Stage) -> None:
     assert stage.play(carry, {"a": "1", "b/c": "2"}) in (
         "['a', 'b'] ['old', 'c'] 1\n", "['a', 'b'] ['c', 'old'] 1\n"
     )  # fmt: skip
+
+
+def test_what_is_mounted_below_the_working_folder_is_not_carried(stage: Stage, tmp_path: Path) -> None:
+    tool = tmp_path / "tool"
+    tool.mkdir()
+    (tool / "program").write_text("not the agent's")
+    tmp_path.chmod(0o755)
+
+    async def names(sandbox: Sandbox) -> list[str]:
+        shown = await sandbox.read_file("tool/program")
+        with tarfile.open(fileobj=io.BytesIO(await sandbox.export(["."]))) as tar:
+            return [f"{shown}", *sorted(member.name for member in tar if member.isreg())]
+
+    try:
+        found = stage.play(names, {"a": "1", "b/c": "2"}, SandboxSpec(mounts={"/work/tool": tool}))
+    except Unsupported:
+        assert Capability.IMAGES not in stage.claims
+        return
+    except SandboxError as error:  # of a virtual machine, whose working folder comes last
+        pytest.skip(str(error))
+    assert found == ["not the agent's", "a", "b/c"]
 
 
 def test_an_export_has_its_limit(stage: Stage) -> None:

@@ -24,9 +24,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from etude.engines.api_client import ApiClient
 from etude.engines.native.scheduler import SwapMode
+from etude.engines.server_process import ServerProcess, limits_of
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
-from etude.engines.vllm.process import VllmProcess, VllmServer
+from etude.engines.vllm.process import VllmServer, start
 from etude.errors import DamagedError, EngineUnavailable
 from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.types import Finish, Floats
@@ -66,7 +67,7 @@ class Stage:
     """The server, the client and the weights it should have."""
 
     runner: asyncio.Runner
-    process: VllmProcess
+    process: ServerProcess
     client: ApiClient
     engine: VllmEngine
     folder: Path
@@ -139,7 +140,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         http = runner.run(session())
         ends.callback(lambda: runner.run(http.close()))
         server, process, client = runner.run(served(model, folder, http, ends))
-        engine = VllmEngine(client, server.limits(), ServerFeatures(), Path(memory))
+        engine = VllmEngine(client, limits_of(server.model, MAX_LENGTH), ServerFeatures(), Path(memory))
         state = read_checkpoint(model)
         runner.run(engine.start(3, state_digest(state)))
         yield Stage(runner, process, client, engine, folder / "reference", state, 3)
@@ -147,10 +148,10 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 async def served(
     model: Path, folder: Path, http: ClientSession, ends: ExitStack, tries: int = 2
-) -> tuple[VllmServer, VllmProcess, ApiClient]:
+) -> tuple[VllmServer, ServerProcess, ApiClient]:
     """A server that answers. One that ends at once is tried again: somebody may have taken its port before it did."""
     server = VllmServer(python=PYTHON, model=model, port=free_port(), max_length=MAX_LENGTH, max_running=32)
-    process = VllmProcess(server, folder)
+    process = start(server, folder)
     client = ApiClient("vLLM", process.base_url, http)
     ends.callback(process.stop)
     try:

@@ -31,7 +31,7 @@ run = etude.open("runs/week")
 print(len(run.steps()), len(run.rollouts(purpose="train", reward=">0").to_pandas()), run.report()["finished"])
 """
 
-pytestmark = [pytest.mark.timeout(2 * DEADLINE_S), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
 class Home:
@@ -46,9 +46,9 @@ class Home:
         ended = subprocess.run(
             command, cwd=self.folder, capture_output=True, text=True, timeout=DEADLINE_S, check=False
         )
-        said = ended.stdout + ended.stderr
-        assert ended.returncode == status, f"{' '.join(command)}: {ended.returncode}\n{said[-4000:]}"
-        return said
+        output = ended.stdout + ended.stderr
+        assert ended.returncode == status, f"{' '.join(command)}: {ended.returncode}\n{output[-4000:]}"
+        return output
 
 
 @pytest.fixture
@@ -99,15 +99,18 @@ def save_checkpoint(folder: Path) -> None:
     LlamaForCausalLM(shape).save_pretrained(folder)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
 def test_a_first_week_from_the_installed_wheel(home: Home) -> None:
     shutil.copytree(EXAMPLES, home.folder / "week")
     save_checkpoint(home.folder / "checkpoint")
     recipe = ["week", "--set", "model.checkpoint=checkpoint"]
     curve = 'telemetry.sinks=[{kind="@sink.py:RewardCurve", options={file="rewards.txt"}}]'
 
-    # Monday: a slip of the pen is found before anything is started, and leaves nothing behind.
-    slip = home.run("etude", "run", *recipe, "--set", "tasks.options.largst=9", "--out", "runs/week", status=USER_ERROR)
-    assert "did you mean 'tasks.options.largest'" in slip
+    # Monday: a typing error is found before anything is started, and leaves nothing behind.
+    refused = home.run(
+        "etude", "run", *recipe, "--set", "tasks.options.largst=9", "--out", "runs/week", status=USER_ERROR
+    )
+    assert "did you mean 'tasks.options.largest'" in refused
     assert not (home.folder / "runs").exists()
 
     # Tuesday: would it run here? Wednesday: it does, and the run outlives the folder of its recipe.

@@ -9,19 +9,24 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 
+from etude.config.plugins import load
+from etude.config.section import Section
 from etude.errors import ConfigError
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.run.serving import listening
+from etude.run.task_sandboxes import MakeProvider
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import LIMITS
+from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.oci.runtimes import CRUN
+from etude.sandboxes.providers import ProviderContext
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.principals import Permissions, SandboxClient
@@ -36,6 +41,8 @@ SECRET = "a secret of the provider's process"
 TIGHT = SandboxLimits(memory_bytes=256 << 20, disk_bytes=64 << 20, processes=32)
 """What sandboxes get whose limits are tested: the same for all, since a template may have to be made for it."""
 TIMEOUT_S = 30.0
+IMAGES = tempfile.TemporaryDirectory()
+"""The store of images that a provider of one's own is made with."""
 WAIT_S = 20.0
 """For what goes on beside us, on a busy machine."""
 """For one command of a test, on a machine that is busy with others."""
@@ -196,9 +203,18 @@ def no_virtual_machines() -> str:
     return ""
 
 
+def example(scratch: Path) -> SandboxProvider:
+    """The provider of ``docs/extending.md``."""
+    place = Path(__file__).parents[2] / "examples" / "extend" / "provider.py"
+    options = cast("type[Section]", load(f"@{place}:ZoneOptions", "a test"))
+    make = cast("MakeProvider", load(f"@{place}:Zoned", "a test"))
+    return make(options(), ProviderContext(kind="example", store=ImageStore(Path(IMAGES.name))))
+
+
 PROVIDERS: dict[str, Candidate] = {
     "local": Candidate(make=lambda scratch: LocalSandboxes(2, scratch)),
     "local without namespaces": Candidate(make=lambda scratch: LocalSandboxes(2, scratch, isolate=False)),
+    "example": Candidate(make=example),
     "crun": Candidate(
         make=lambda scratch: OciSandboxes(CRUN, scratch=scratch),
         missing=needs("crun", root=True),

@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from etude.config.loading import load_recipe, parse_config
+from etude.config.plugins import absolute
 from etude.dashboard.formatting import number_at
 from etude.run.resolve import resolve
 from etude.types import Json
@@ -83,6 +84,9 @@ def test_the_results_are_of_this_recipe(recipe: Path) -> None:
         config = report["config"]
         assert isinstance(config, dict)
         decisive = {section: keys for section, keys in config.items() if section != OPERATIONS}
+        tasks = config["tasks"]
+        if isinstance(tasks, dict) and "family" in tasks:
+            decisive["tasks"] = tasks | {"family": absolute(str(tasks["family"]), recipe)}
         measured = resolve(parse_config(decisive, source="report"))
         assert measured == resolve(load_recipe(recipe, [f"seed={report['seed']}"]))
 

@@ -43,20 +43,33 @@ class VllmOptions(Section):
     """Effect of new weights on turns in progress, as of the native engine."""
 
 
+class SglangOptions(Section):
+    """An SGLang server."""
+
+    python: str = ""
+    """The interpreter of its environment; empty looks at ``ETUDE_SGLANG_PYTHON``, then in ``.venv-sglang``."""
+
+
 ENGINES = Registry(
     "engine.kind",
     "engine",
-    {"native": "etude.engines.native.opener:open_native", "vllm": "etude.engines.vllm.opener:open_vllm"},
+    {
+        "native": "etude.engines.native.opener:open_native",
+        "vllm": "etude.engines.vllm.opener:open_vllm",
+        "sglang": "etude.engines.sglang.opener:open_sglang",
+    },
 )
 """Engines by name: each is an :data:`etude.engines.kinds.Opener`."""
-ENGINE_OPTIONS = OptionsOf("engine", "kind", {"native": NativeOptions, "vllm": VllmOptions}, names=ENGINES)
+ENGINE_OPTIONS = OptionsOf(
+    "engine", "kind", {"native": NativeOptions, "vllm": VllmOptions, "sglang": SglangOptions}, names=ENGINES
+)
 
 
 class EngineConfig(Section):
     """``[engine]``: inference."""
 
     kind: Annotated[str, AfterValidator(ENGINES)] = "native"
-    """Our own engine, or a vLLM server in a Python environment of its own. Or an engine of yours
+    """Our own engine, or a vLLM or SGLang server in a Python environment of its own. Or an engine of yours
     (``docs/extending.md``).
     """
     max_running: int = Field(default=96, ge=1)

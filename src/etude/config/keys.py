@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, PlainValidator
+from pydantic import BaseModel, JsonValue, PlainValidator
 from pydantic.fields import FieldInfo
 
 from etude.config.plugins import Registry
@@ -137,6 +137,8 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
 
 def _type(annotation: Any) -> str:
     """A type in words that a writer of TOML knows."""
+    if annotation is JsonValue:
+        return "any value"
     if annotation in SCALARS:
         return SCALARS[annotation]
     kind, inner = get_origin(annotation), get_args(annotation)

@@ -17,8 +17,11 @@ from etude.errors import ConfigError
 
 FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
 """Paths of tables whose texts may lie in files beside the recipe."""
+EVERY = "*"
+"""Stands for every key of a table."""
 NAMES = (
     ("tasks", "family"),
+    ("tasks", "graders", EVERY),
     ("reward", "parts", "source"),
     ("telemetry", "sinks", "kind"),
     ("loss", "kind"),
@@ -107,9 +110,10 @@ def _change_names(tree: dict[str, Any], change: Callable[[str], str]) -> None:
         for parent in parents:
             inner = [table.get(parent) for table in tables if isinstance(table, dict)]
             tables = [each for some in inner for each in (some if isinstance(some, list | tuple) else [some])]
-        for table in tables:
-            if isinstance(table, dict) and isinstance(table.get(key), str):
-                table[key] = change(table[key])
+        for table in (table for table in tables if isinstance(table, dict)):
+            for each in [*table] if key == EVERY else [key]:
+                if isinstance(table.get(each), str):
+                    table[each] = change(table[each])
 
 
 def _read_files(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> None:

@@ -6,7 +6,7 @@ prints the resolved whole.
 A stage receives its own section, never the tree.
 """
 
-from typing import Self
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -17,14 +17,17 @@ from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.reward import RewardConfig
-from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig
+from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.config.section import Section
 from etude.config.tasks import (
     ASKING,
+    FAMILIES,
     OF_MACHINES,
+    THIRD_PARTY,
     TOOL_HABITS,
     BugfixOptions,
     CheatingConfig,
+    DatasetOptions,
     SandboxConfig,
     TaskConfig,
 )
@@ -152,6 +155,30 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     """The measurement."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _with_its_harness(cls, tree: object) -> object:
+        """A third-party environment's harness is the one of its name, unless the recipe says otherwise."""
+        tasks, harness = (tree.get(name, {}) for name in ("tasks", "harness")) if isinstance(tree, dict) else ({}, {})
+        if isinstance(tasks, dict) and isinstance(harness, dict) and tasks.get("family") in THIRD_PARTY:
+            return {**cast("dict[str, object]", tree), "harness": {"kind": tasks["family"], **harness}}
+        return tree
+
+    @model_validator(mode="after")
+    def _played(self) -> Self:
+        family, kind = self.tasks.family, self.harness.kind
+        if (family in THIRD_PARTY or kind in THIRD_PARTY) and family != kind:
+            raise ValueError(
+                f"harness.kind = {kind!r} does not go with tasks.family = {family!r}: the harnesses "
+                f"{' and '.join(map(repr, THIRD_PARTY))} and the families of these names belong together; leave "
+                f"harness.kind out"
+            )
+        if family in THIRD_PARTY:
+            self.cheating.refuse_idle(
+                "cheating", ["honeypots"], f"with tasks.family = {family!r}, whose agents never see a sandbox of ours"
+            )
+        return self
+
     @model_validator(mode="after")
     def _taken_as_meant(self) -> Self:
         if self.model.checkpoint and not {"tokens", "mixture"} & self.midtrain.model_fields_set:
@@ -193,6 +220,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} asks for an answer, which harness.kind = {self.harness.kind!r} "
                 f"has no way to give: leave harness.kind out"
+            )
+        options, single = self.tasks.options, isinstance(self.harness.options, SingleTurnOptions)
+        if single and self.tasks.family in FAMILIES.builtins and self.tasks.family not in ASKING:
+            raise ValueError(
+                f"harness.kind = 'single_turn' can answer and change no file, which tasks.family = "
+                f"{self.tasks.family!r} asks for: set harness.kind = 'coding'"
+            )
+        if isinstance(options, DatasetOptions) and options.messages and not single:
+            raise ValueError(
+                f"tasks.options.messages begins with a conversation, which harness.kind = {self.harness.kind!r} cannot "
+                f"take up: set harness.kind = 'single_turn', or name a column of prompts"
             )
         return self
 
@@ -243,6 +281,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _resampled(self) -> Self:
+        others = {
+            f"credit.kind = {self.credit.kind!r}": self.credit.is_by_turn,
+            "effort.weight": self.effort.weight > 0,
+            "hints.weight": self.hints.weight > 0,
+        }
+        teaching = [name for name, teaches in others.items() if teaches]
+        if self.rollouts.max_resamples and teaching:
+            raise ValueError(
+                f"rollouts.max_resamples = {self.rollouts.max_resamples} leaves out groups with equal rewards, but "
+                f"{teaching[0]} teaches from these, too: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _controlled(self) -> Self:
         others = {"credit.kind = 'shaped'": self.credit.kind == "shaped", "hints.weight": self.hints.weight > 0}
         teaching = [name for name, teaches in others.items() if teaches]
@@ -287,28 +340,35 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _measurable(self) -> Self:
-        if isinstance(self.harness.options, CommandOptions):
-            self._check_external(self.harness.options)
+        harness = self.harness.options
+        if isinstance(harness, CommandOptions):
+            self._check_external(harness)
+        if isinstance(harness, CommandOptions | SingleTurnOptions):
+            self._check_conduct()
         return self
 
+    def _check_conduct(self) -> None:
+        """Behaviours that only the built-in harness has something to say of."""
+        kind = self.harness.kind
+        if "calls" in self.effort.prices:
+            raise ValueError(f"effort.prices.calls would have no effect: harness.kind = {kind!r} counts no calls")
+        if self.reward.of_harness:
+            raise ValueError(
+                f"reward.parts: source = {self.reward.of_harness[0]!r} would always be missing: harness.kind = "
+                f"{kind!r} counts nothing; leave the part out, or set harness.kind = 'coding'"
+            )
+        if self.hints.weight and not (self.hints.rules or self.hints.judge):
+            raise ValueError(
+                f"hints.weight would have no effect: hints.tools is about the built-in tools, which harness.kind = "
+                f"{kind!r} does not have; add hints.rules, or set hints.judge = true"
+            )
+
     def _check_external(self, harness: CommandOptions) -> None:
-        """Behaviours that cannot be measured of an agent that counts nothing and has tools of its own."""
+        """Limits of an agent that runs by itself, and the ways in which it is measured."""
         if harness.timeout_s >= self.rollouts.timeout_s:
             raise ValueError(
                 f"harness.options.timeout_s={harness.timeout_s:g} would have no effect: rollouts.timeout_s="
                 f"{self.rollouts.timeout_s:g} ends the rollout first; raise it"
-            )
-        if "calls" in self.effort.prices:
-            raise ValueError("effort.prices.calls would have no effect: an external harness's calls are not counted")
-        if self.reward.of_harness:
-            raise ValueError(
-                f"reward.parts: source = {self.reward.of_harness[0]!r} would always be missing: harness.kind = "
-                f"'command' counts nothing; leave the part out, or set harness.kind = 'coding'"
-            )
-        if self.hints.weight and not (self.hints.rules or self.hints.judge):
-            raise ValueError(
-                "hints.weight would have no effect: hints.tools is about the built-in tools, and harness.kind = "
-                "'command' has others; add hints.rules, or set hints.judge = true"
             )
         if self.eval.enabled and not harness.fills("temperature"):
             raise ValueError(

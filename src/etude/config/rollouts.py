@@ -96,24 +96,72 @@ class CommandOptions(Section):
         return self
 
 
+class SingleTurnOptions(Section):
+    """One call of the model, whose reply is the answer."""
+
+    max_tokens_per_turn: int = Field(default=256, ge=1)
+    """Sampled tokens of the reply; one that is cut is no answer."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of the call, retries included."""
+    system: str = ""
+    """System message before each prompt; empty: none."""
+
+
+class VerifiersHarnessOptions(Section):
+    """The agent of a ``verifiers`` environment."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that one rollout may take there; one that takes longer is tried again."""
+
+
+class OpenEnvHarnessOptions(Section):
+    """A conversation with an OpenEnv environment."""
+
+    max_steps: int = Field(default=50, ge=1)
+    """Answers of the model after which a session ends."""
+    max_tokens_per_turn: int = Field(default=256, ge=4)
+    """Sampled tokens per answer."""
+    turn_timeout_s: float = Field(default=60.0, gt=0)
+    """Deadline of one model call, retries included."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that the server has for each of its answers."""
+    wait_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that a rollout waits for a server whose sessions are all taken."""
+
+
 HARNESSES = Registry(
     "harness.kind",
     "harness",
     {
         "coding": "etude.harnesses.coding:CodingHarness.open",
         "command": "etude.harnesses.command:CommandHarness.open",
+        "verifiers": "etude.tasks.verifiers.harness:VerifiersHarness",
+        "openenv": "etude.tasks.openenv:OpenEnvHarness",
+        "single_turn": "etude.harnesses.single_turn:SingleTurnHarness.open",
     },
 )
 """Harnesses by name: each is called with its options and a :class:`~etude.harnesses.completions.HarnessContext`."""
-HARNESS_OPTIONS = OptionsOf("harness", "kind", {"coding": CodingOptions, "command": CommandOptions}, names=HARNESSES)
+HARNESS_OPTIONS = OptionsOf(
+    "harness",
+    "kind",
+    {
+        "coding": CodingOptions,
+        "command": CommandOptions,
+        "single_turn": SingleTurnOptions,
+        "verifiers": VerifiersHarnessOptions,
+        "openenv": OpenEnvHarnessOptions,
+    },
+    names=HARNESSES,
+)
 
 
 class HarnessConfig(Section):
     """``[harness]``: who drives the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
-    """The built-in coding agent, or any program that talks to a model over HTTP. Or a harness of your own
-    (``docs/extending.md``).
+    """The built-in coding agent; any program that talks to a model over HTTP; a single call, whose reply is the answer;
+    ``verifiers`` and ``openenv`` are those of the families of that name, and the default there. Or a harness of your
+    own (``docs/extending.md``).
     """
     options: Annotated[SerializeAsAny[Section], PlainValidator(HARNESS_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
@@ -134,6 +182,10 @@ class RolloutConfig(Section):
     """Rollouts in flight (C)."""
     max_attempts: int = Field(default=4, ge=1)
     """Tries of one rollout slot before it is lost to infrastructure; a group that loses more than half is dropped."""
+    max_resamples: int = Field(default=0, ge=0)
+    """Groups without a signal, all of whose rewards are alike, that may be left out between two batches, others being
+    sampled in their place; 0: they count as groups of their step.
+    """
     timeout_s: float = Field(default=120.0, gt=0)
     """Time that the commands of one agent may take together; then its work is graded as it stands. Waiting for the
     model is free: what it samples is bounded by ``[harness]``.

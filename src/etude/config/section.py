@@ -3,10 +3,22 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
 
 from etude.config.plugins import Registry
+
+
+def _lists(value: object) -> object:
+    """Arrays of a recipe, which are tuples, as JSON has them."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+JsonTable: TypeAlias = Annotated[dict[str, JsonValue], BeforeValidator(_lists)]
+"""A table for somebody else's program: any keys, any values."""
 
 
 class Section(BaseModel):
@@ -64,10 +76,7 @@ class OptionsOf:
         """The options of a choice; those of a class that is no built-in one are its ``Options``."""
         if self.names is None or choice in self.names.builtins:
             return self.classes.get(choice, Section)
-        options = getattr(self.names.find(choice), "Options", Section)
-        if not (isinstance(options, type) and issubclass(options, Section)):
-            raise ValueError(f"{self.section}.{self.key} = {choice!r}: its Options are no {Section.__module__}.Section")
-        return options
+        return own_options(self.names.find(choice), f"{self.section}.{self.key} = {choice!r}")
 
     def _advice(self, name: str, choice: str, options: type[Section]) -> str:
         chosen = f"with {self.section}.{self.key} = {choice!r}"
@@ -76,3 +85,13 @@ class OptionsOf:
         if near := difflib.get_close_matches(name, options.model_fields, n=1):
             return f"did you mean '{self.section}.{self.table}.{near[0]}'?"
         return f"{chosen} there are {', '.join(options.model_fields) or 'no options'}"
+
+
+def own_options(thing: object, where: str) -> type[Section]:
+    """The class of a thing's options: its ``Options``, or no keys at all. Raises ``ValueError``, which begins with
+    ``where``.
+    """
+    options = getattr(thing, "Options", Section)
+    if not (isinstance(options, type) and issubclass(options, Section)):
+        raise ValueError(f"{where}: its Options are no {Section.__module__}.Section")
+    return options

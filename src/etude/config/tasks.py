@@ -5,21 +5,28 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
 from etude.config.plugins import Registry
-from etude.config.section import OptionsOf, Section
+from etude.config.section import JsonTable, OptionsOf, Section
 
 IN_FOLDERS = ("repository", "harbor")
 """Families whose tasks lie in a folder."""
+FOLDER_OPTIONAL = ("verifiers",)
+"""Families that look into a folder where one is named."""
+THIRD_PARTY = ("verifiers", "openenv")
+"""Families of other people's environments, each played by the harness of its name."""
 OF_MACHINES = ("repository", "migrations", "harbor")
 """Families whose tasks need a machine around their files; those of others say so one by one."""
-ENDLESS = ("bugfix", "migrations", "lookup", "nextedit")
+ENDLESS = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
 """Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
-ASKING = ("lookup", "nextedit", "summaries")
+ASKING = ("dataset", "lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
 OF_ONE_ANSWER = {
+    "dataset": "a single right answer",
     "harbor": "Harbor's verifiers",
     "lookup": "a single right answer",
     "nextedit": "a single right line",
     "summaries": "a single right line",
+    "verifiers": "an environment's own rewards",
+    "openenv": "an environment's own rewards",
 }
 """Families whose checks cannot be made to contradict each other, and what those are."""
 TOOL_HABITS = ("bad_call", "reminded")
@@ -88,6 +95,75 @@ class NextEditOptions(Section):
     """Demonstrations: probability that a suggestion is the right one."""
 
 
+class DatasetOptions(Section):
+    """Rows of a data set: what is asked, and the right answer."""
+
+    path: str = Field(default="", min_length=1, validate_default=True)
+    """JSON lines (``.jsonl``), a Parquet file, a folder of either, or one that Hugging Face's ``save_to_disk`` made. Of
+    a set of several splits, the folder of one.
+    """
+    heldout_path: str = ""
+    """Likewise, the rows that are held out; empty: one row in ``tasks.heldout_every`` is, by the hash of what it asks.
+    """
+    prompt: str = Field(default="prompt", min_length=1)
+    """Column with what is asked."""
+    messages: str = ""
+    """Column with a conversation in place of ``prompt``: a list of ``{"role": …, "content": …}`` that ends with the
+    user's message; or with the assistant's, which then is the right answer where ``answer`` is empty.
+    """
+    answer: str = "answer"
+    """Column with the right answer, a text or a number; with ``match = "choice"`` a letter, or a number from 0."""
+    choices: str = ""
+    """Column with the list of answers to choose from, which are written behind the prompt as ``A. …``, ``B. …``."""
+    answer_after: str = ""
+    """Text behind whose last occurrence the answer stands, such as ``####``: what a model writes before it is not
+    compared, nor is what the column has before it.
+    """
+    match: Literal["exact", "normalised", "choice", "math"] = "normalised"
+    """Comparison of answers: ``exact``, word by word; ``normalised``, but for case, articles and punctuation;
+    ``choice``, the letter alone; ``math``, as mathematics (``math-verify``: extra ``math``).
+    """
+    right_answer: float = Field(default=1.0, ge=0, le=1)
+    """Demonstrations: probability that the answer is the right one, rather than that of another row."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.messages:
+            self.refuse_idle("tasks.options", ["prompt"], "with tasks.options.messages")
+        elif not self.answer:
+            raise ValueError(
+                "tasks.options.answer is empty: name the column of right answers, or a column of conversations that "
+                "end with one (tasks.options.messages)"
+            )
+        if self.match != "choice":
+            self.refuse_idle("tasks.options", ["choices"], f"with tasks.options.match = {self.match!r}; set 'choice'")
+        return self
+
+
+class VerifiersOptions(Section):
+    """An environment of the ``verifiers`` package, run as it is in a Python of its own."""
+
+    env: str = Field(default="", min_length=1, validate_default=True)
+    """Name of the environment: of an installed package, or of a module in ``tasks.folder``."""
+    args: JsonTable = Field(default={})
+    """Keys of the environment's taskset, as its own class has them."""
+    agent: JsonTable = Field(default={})
+    """Keys of the agent that the package runs, as its ``[env.agent]`` has them, such as ``harness``, ``max_turns``."""
+    python: str = ""
+    """The interpreter of an environment with ``verifiers``; empty looks at ``ETUDE_VERIFIERS_PYTHON``, then in
+    ``.venv-environments``.
+    """
+    max_tasks: int = Field(default=1000, ge=1)
+    """Tasks that are used, the first ones of the environment."""
+
+
+class OpenEnvOptions(Section):
+    """An environment that a server with OpenEnv's protocol plays."""
+
+    url: str = Field(default="", pattern=r"^https?://", validate_default=True)
+    """URL of the server, which is started and stopped elsewhere."""
+
+
 FAMILIES = Registry(
     "tasks.family",
     "task family",
@@ -99,6 +175,9 @@ FAMILIES = Registry(
         "lookup": "etude.tasks.lookup:LookupFamily.open",
         "nextedit": "etude.tasks.nextedit:NextEditFamily.open",
         "summaries": "etude.tasks.summaries:SummariesFamily.open",
+        "verifiers": "etude.tasks.verifiers.family:VerifiersTasks",
+        "openenv": "etude.tasks.openenv:OpenEnvTasks",
+        "dataset": "etude.tasks.datasets.family:DatasetTasks.open",
     },
 )
 """Families by name: each is called with its options and a :class:`~etude.protocols.FamilyContext`."""
@@ -110,9 +189,78 @@ FAMILY_OPTIONS = OptionsOf(
         "repository": RepositoryOptions,
         "lookup": LookupOptions,
         "nextedit": NextEditOptions,
+        "verifiers": VerifiersOptions,
+        "openenv": OpenEnvOptions,
+        "dataset": DatasetOptions,
     },
     names=FAMILIES,
 )
+GRADERS = Registry("tasks.graders", "grader", {"outcome": "etude.tasks.outcomes:OutcomeGrader"})
+"""Graders by name: each is called with a task's options and a :class:`~etude.protocols.GraderContext`."""
+
+
+class PoolsOptions(Section):
+    """Tasks in pools of easy, normal and hard ones, by the mean reward of each when it was last tried."""
+
+    easy_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of draws from the pool of easy tasks."""
+    hard_share: float = Field(default=0.25, ge=0, le=1)
+    """Share of draws from the pool of hard tasks; the rest is from the others, those never tried among them. A pool
+    without tasks leaves its share to the others.
+    """
+    easy_from: float = Field(default=0.8, gt=0, le=1)
+    """Mean reward from which a task is easy."""
+    hard_to: float = Field(default=0.2, ge=0, lt=1)
+    """Mean reward up to which a task is hard."""
+    rest_epochs: float = Field(default=4.0, ge=0)
+    """Epochs for which a task rests, out of all pools, whose rewards were all 1, or all 0."""
+
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.easy_share + self.hard_share >= 1:
+            raise ValueError(
+                f"tasks.selection.options: easy_share = {self.easy_share:g} and hard_share = {self.hard_share:g} leave "
+                f"nothing for tasks that are neither: their sum must be below 1"
+            )
+        if self.hard_to >= self.easy_from:
+            raise ValueError(
+                f"tasks.selection.options: hard_to = {self.hard_to:g} must be below easy_from = {self.easy_from:g}"
+            )
+        return self
+
+
+class ThompsonOptions(Section):
+    """Thompson sampling: each task's pass rate p is drawn from what is known of it, and tasks by p (1 − p)."""
+
+    uniform_share: float = Field(default=0.2, gt=0, le=1)
+    """Share of draws from all tasks alike: a group counts at most 1 / ``uniform_share`` times as much as another."""
+    half_life_epochs: float = Field(default=4.0, gt=0)
+    """Epochs after which what was seen of a task counts half: the model learns, and what is not tried becomes unknown.
+    """
+
+
+SELECTION_OPTIONS = OptionsOf("tasks.selection", "kind", {"pools": PoolsOptions, "thompson": ThompsonOptions})
+
+
+class SelectionConfig(Section):
+    """``[tasks.selection]``: which training task comes next. An epoch is as many draws as there are tasks."""
+
+    kind: Literal["in_order", "pools", "thompson"] = "in_order"
+    """All tasks, once an epoch; more of those from which something can be learnt now."""
+    importance_weights: bool = True
+    """Weigh each group by how likely its task would be if all were, over how likely it was: the gradient stays that of
+    the mean over all tasks. Off, it is that of the tasks as they are drawn (``docs/control.md``).
+    """
+    options: Annotated[SerializeAsAny[Section], PlainValidator(SELECTION_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[tasks.selection.options]``: keys of the kind alone."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if self.kind == "in_order":
+            self.refuse_idle("tasks.selection", ["importance_weights"], "with tasks.selection.kind = 'in_order'")
+        return self
 
 
 class TaskConfig(Section):
@@ -121,11 +269,14 @@ class TaskConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES)] = "bugfix"
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
     PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
-    library to be continued; functions of it to be summarised in a line. Or a family of your own
-    (``docs/extending.md``).
+    library to be continued; functions of it to be summarised in a line; prompts with right answers out of a data set;
+    other people's environments: of the ``verifiers`` package, or behind a server with OpenEnv's protocol. Or a family
+    of your own (``docs/extending.md``).
     """
     folder: str = ""
-    """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own."""
+    """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own; of ``verifiers``, with
+    environments that are not installed.
+    """
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
     """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
     heldout_every: int = Field(default=6, ge=2, le=50)
@@ -134,22 +285,41 @@ class TaskConfig(Section):
     """Times that each training task may be trained on, in an order of its own each time; 0: as often as the steps
     need. A run that needs more is refused before it starts.
     """
+    graders: dict[str, str] = Field(default={})
+    """Graders of your own: the name by which tasks call one → ``module:Name`` or ``@file.py:Name``
+    (``docs/extending.md``).
+    """
     options: Annotated[SerializeAsAny[Section], PlainValidator(FAMILY_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
     """``[tasks.options]``: keys of the family alone."""
+    selection: SelectionConfig = SelectionConfig()
+    """The tasks to spend on."""
 
     @model_validator(mode="after")
     def _effective(self) -> Self:
-        if self.family in FAMILIES.builtins and (self.family in IN_FOLDERS) != bool(self.folder):
+        has_choice = self.family not in FAMILIES.builtins or self.family in FOLDER_OPTIONAL
+        if not has_choice and (self.family in IN_FOLDERS) != bool(self.folder):
             has = "needs tasks.folder, where its tasks are" if not self.folder else "has no tasks.folder; leave it out"
             raise ValueError(f"tasks.family = {self.family!r} {has}")
         if self.impossible_share and self.family in OF_ONE_ANSWER:
             raise ValueError(
                 f"tasks.impossible_share would have no effect on {OF_ONE_ANSWER[self.family]}; leave it out"
             )
+        for name in self.graders.values():
+            GRADERS(name)
         if self.family in ENDLESS:
             self.refuse_idle("tasks", ["epochs"], f"with tasks.family = {self.family!r}, whose tasks have no end")
+        if self.selection.kind != "in_order":
+            why = f"with tasks.selection.kind = {self.selection.kind!r}"
+            if self.family in ENDLESS:
+                raise ValueError(
+                    f"tasks.selection.kind = {self.selection.kind!r} chooses among tasks that come again, but those of "
+                    f"tasks.family = {self.family!r} have no end: leave it out"
+                )
+            self.refuse_idle("tasks", ["epochs"], f"{why}, which lets a task come as often as it is worth it")
+        if isinstance(self.options, DatasetOptions) and self.options.heldout_path:
+            self.refuse_idle("tasks", ["heldout_every"], "with tasks.options.heldout_path, which says what is held out")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'nextedit'")
         return self

@@ -310,6 +310,7 @@ def learning_figures(run: RunMetrics) -> dict[str, Json]:
     return {
         "groups": groups or None,
         "groups_without_signal": total(steps, "groups_without_signal") if groups else None,
+        "groups_resampled": total(steps, "groups_resampled") if groups else None,
         "ended": dict(ended.most_common()),
         "cut_short": cut_short(ended),
         "versions_unchanged": sum(not changed for changed in run.changed.values()) if run.changed else None,

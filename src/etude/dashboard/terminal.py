@@ -253,7 +253,9 @@ def _signal_row(run: RunMetrics) -> Row:
         return "signal", "", _missing()
     groups, ended = last.metrics["groups"], ends([last])
     learnt_from = groups - last.metrics["groups_without_signal"]
-    text = Text(f"in {learnt_from:.0f} of {groups:.0f} groups", "default" if learnt_from else WARN)
+    resampled = last.metrics.get("groups_resampled")
+    left_out = f", {resampled:.0f} more left out" if resampled else ""
+    text = Text(f"in {learnt_from:.0f} of {groups:.0f} groups{left_out}", "default" if learnt_from else WARN)
     return "signal", text, _words(shares(ended)) if ended else _missing()
 
 

@@ -119,6 +119,8 @@ def _signal(report: Mapping[str, Json]) -> str:
     counts = Counter({name: number for name, number in ended.items() if isinstance(number, int)})
     parts = [f"in {count(groups - without)} of {count(groups)} groups"]
     parts += [f"rollouts ended: {shares(counts)}"] if counts else []
+    resampled = number_at(report, "learning.groups_resampled")
+    parts += [f"{count(resampled)} more left out, having none"] if resampled else []
     unchanged = number_at(report, "learning.versions_unchanged")
     parts += [f"{count(unchanged)} versions without a change"] if unchanged else []
     return "; ".join(parts)
@@ -215,6 +217,7 @@ def _step_progress(run: RunMetrics, config: RunConfig) -> str:
     staleness = f"staleness ≤ {last.get('staleness_max', 0):.0f}"
     groups, hinted = last["groups"], last.get("hinted_turns")
     signal = f"signal in {groups - last['groups_without_signal']:.0f} of {groups:.0f} groups"
+    signal += f" ({last['groups_resampled']:.0f} more left out)" if last.get("groups_resampled") else ""
     hints = f"{hinted:.0f} turns hinted at {last.get('hint_kl', 0.0):.2f} nats, " if hinted else ""
     ended = f"ended {shares(ends(recent[-1:]))}, " if recent[-1].ended else ""
     return (

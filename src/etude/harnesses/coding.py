@@ -21,7 +21,17 @@ from etude.harnesses.summaries import KeptState, open_again, read_summary
 from etude.protocols import HarnessResult, Sandbox, Session
 from etude.sandboxes.folders import is_whole
 from etude.sandboxes.function_calls import call_function, same_value
-from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks, TurnKind
+from etude.types import (
+    AnswerChecks,
+    Checks,
+    FunctionChecks,
+    NamedChecks,
+    QueryChecks,
+    ScriptChecks,
+    Task,
+    TestChecks,
+    TurnKind,
+)
 
 OBSERVATION_CHARACTERS = 20_000
 """Longest observation: far beyond any context here, far below what a gateway refuses to read."""
@@ -212,7 +222,7 @@ async def _test(sandbox: Sandbox, checks: Checks) -> str:
             command = [*checks.command, *PYTEST_OPTIONS, *checks.visible]
             result = await sandbox.exec(command, timeout_s=checks.timeout_s)
             return tools.PASS if result.exit_code == 0 else tools.render_report(result.stdout)
-        case ScriptChecks() | QueryChecks() | AnswerChecks():
+        case ScriptChecks() | QueryChecks() | AnswerChecks() | NamedChecks():
             return tools.NO_TESTS
 
 

@@ -7,7 +7,7 @@ id, by which the gateway knows a call whose answer got lost and repeats that ans
 import asyncio
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 
 from etude.backoff import Backoff
+from etude.config.tasks import TaskConfig
 from etude.errors import EngineUnavailable, SessionLost
 from etude.protocols import Session
 from etude.types import TurnKind
@@ -66,6 +67,10 @@ class HarnessContext:
 
     http: aiohttp.ClientSession
     """Shared by all sessions; stays the caller's to close."""
+    tasks: TaskConfig
+    """The run's ``[tasks]``."""
+    on_close: Callable[[Callable[[], Awaitable[None]]], object]
+    """Takes what is to be awaited once, when no session is left."""
 
 
 class CompletionClient:

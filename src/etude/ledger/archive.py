@@ -236,6 +236,7 @@ def read_group(db: Database, purpose: str, index: int) -> Group:
         rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
         lost=len(rows.slots(db, purpose, group).lost),
         epoch=group.epoch,
+        weight=group.weight,
     )
 
 

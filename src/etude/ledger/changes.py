@@ -26,6 +26,10 @@ ANY_WORKER = ""
 """The worker of a connection that holds no lease, and of its groups."""
 
 
+NO_SIGNAL = "no signal: all rewards are alike"
+"""The reason for which a group is dropped that another one is sampled for."""
+
+
 class NotAdmitted(StrEnum):
     """Reason for which a drawn task is not admitted now."""
 
@@ -58,14 +62,14 @@ def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int)
     return NotAdmitted.TRAINED if index is None else index
 
 
-def new_group(
-    task: Task, size: int, version: int, worker: str, position: int | None = None, epoch: int = 1
-) -> rows.GroupRow:
-    """A group that is about to be admitted; its index is found when it is."""
-    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, worker, position, epoch)
+def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:
+    """A group that is about to be admitted, in its first epoch; its index is found when it is."""
+    return rows.GroupRow(-1, encode_task(task), size, version, GroupState.OPEN, worker, None, 1)
 
 
-def record(db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str) -> int | None:
+def record(
+    db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str, max_resamples: int = 0
+) -> int | None:
     """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
     group = _mine(db, purpose, rollout.group_index, worker)
     slots = rows.slots(db, purpose, group)
@@ -73,13 +77,17 @@ def record(db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker:
         _check_fits(rollout, group, slots)
         rows.insert_rollout(db, purpose, rollout, encoded)
         slots = slots.after(EndedAttempt(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
-    if group.state is not GroupState.OPEN or _settle(db, purpose, group, slots, "") is not GroupState.OPEN:
+    if group.state is not GroupState.OPEN:
         return None
-    return slots.due.get(rollout.slot)
+    state = _settle(db, purpose, group, slots, "", max_resamples)
+    return slots.due.get(rollout.slot) if state is GroupState.OPEN else None
 
 
-def lose_slot(db: Database, purpose: str, index: int, slot: int, reason: str, worker: str) -> GroupState:
-    """Give up a slot, unless it is; the state of its group afterwards."""
+def lose_slot(
+    db: Database, purpose: str, place: tuple[int, int], reason: str, worker: str, max_resamples: int = 0
+) -> GroupState:
+    """Give up a slot, named by its group and its number there, unless it is; the state of its group afterwards."""
+    index, slot = place
     group = _mine(db, purpose, index, worker)
     slots = rows.slots(db, purpose, group)
     if slot in slots.lost:
@@ -90,7 +98,7 @@ def lose_slot(db: Database, purpose: str, index: int, slot: int, reason: str, wo
             f"{group.size} slots; it is filled or not one of them"
         )
     rows.insert_lost_slot(db, purpose, index, slot, reason)
-    return _settle(db, purpose, group, slots.without(slot), reason)
+    return _settle(db, purpose, group, slots.without(slot), reason, max_resamples)
 
 
 def drop_group(db: Database, purpose: str, index: int, reason: str, worker: str) -> None:
@@ -156,11 +164,26 @@ def _mine(db: Database, purpose: str, index: int, worker: str) -> rows.GroupRow:
     return group
 
 
-def _settle(db: Database, purpose: str, group: rows.GroupRow, slots: GroupSlots, reason: str) -> GroupState:
-    """Move an open group on when its slots say so; ``reason`` is why it would be dropped."""
-    if slots.state is not GroupState.OPEN:
-        rows.move_group(db, purpose, group, slots.state, reason if slots.state is GroupState.DROPPED else "")
-    return slots.state
+def _settle(
+    db: Database, purpose: str, group: rows.GroupRow, slots: GroupSlots, reason: str, max_resamples: int
+) -> GroupState:
+    """Move an open group on when its slots say so; ``reason`` is why it would be dropped.
+
+    One that is complete and has no signal is dropped, too, so that another one takes its place, but for no more than
+    ``max_resamples`` groups between two batches. It is decided here and now: a group that was ready once stays so.
+    """
+    state = slots.state
+    if (
+        state is GroupState.READY
+        and purpose == TRAIN
+        and max_resamples
+        and rows.is_without_signal(db, group.group_index)
+        and rows.resampled_since_claim(db, NO_SIGNAL) < max_resamples
+    ):
+        state, reason = GroupState.DROPPED, NO_SIGNAL
+    if state is not GroupState.OPEN:
+        rows.move_group(db, purpose, group, state, reason if state is GroupState.DROPPED else "")
+    return state
 
 
 def _check_fits(rollout: Rollout, group: rows.GroupRow, slots: GroupSlots) -> None:

@@ -26,6 +26,7 @@ from etude.ledger.database import Database
 from etude.ledger.leases import Lease, LeaseWatch
 from etude.ledger.open import open_database
 from etude.ledger.records import decode_task, encode_rollout
+from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
@@ -42,6 +43,8 @@ class TaskDraw:
     task: Task
     epoch: int = 1
     """Time, from 1, that the task is drawn in this run."""
+    weight: float = 1.0
+    """Importance weight of the task, as of :class:`~etude.types.Group`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +142,9 @@ class Ledger(LedgerConnection):
             position = self._db.read(lambda db: rows.cursor(db, TRAIN)).drawn
             drawn = draw(position)
             _check_trainable(drawn.task, TRAIN)
-            group = changes.new_group(drawn.task, size, version, self.leases.worker, position, drawn.epoch)
+            group = changes.new_group(drawn.task, size, version, self.leases.worker)._replace(
+                position=position, epoch=drawn.epoch, weight=drawn.weight
+            )
             admitted = self._db.write(partial(_admit, drawn.task, group, kept_below))
             if admitted is NotAdmitted.FULL:
                 return None
@@ -166,24 +171,26 @@ class Ledger(LedgerConnection):
                 self._db.write(lambda db: changes.take_over(db, purpose, silent, worker))
         return self._db.read(lambda db: _open_slots(db, purpose, worker))
 
-    def record(self, rollout: Rollout, purpose: str) -> int | None:
+    def record(self, rollout: Rollout, purpose: str, *, max_resamples: int = 0) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
-        With the last slot the group is ready. An infrastructure failure leaves the slot open. Recording the same
-        rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot that
-        is graded or lost already, an attempt out of turn, or dropped while its group is not.
+        With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
+        most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
+        same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
+        that is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
         encoded, worker = encode_rollout(rollout), self.leases.worker
-        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, worker))
+        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, worker, max_resamples))
 
-    def lose_slot(self, purpose: str, index: int, slot: int, reason: str) -> GroupState:
+    def lose_slot(self, purpose: str, index: int, slot: int, reason: str, *, max_resamples: int = 0) -> GroupState:
         """Give up a slot whose attempts are used up; return what its group is now.
 
         A group is ready when all its slots are graded or lost, and dropped as soon as fewer than
-        :func:`~etude.ledger.states.quorum` can still be graded. Losing a slot again changes nothing. Raises
-        ``ValueError`` for a slot that is not open.
+        :func:`~etude.ledger.states.quorum` can still be graded. ``max_resamples`` is as in :meth:`record`.
+        Losing a slot again changes nothing. Raises ``ValueError`` for a slot that is not open.
         """
-        return self._db.write(lambda db: changes.lose_slot(db, purpose, index, slot, reason, self.leases.worker))
+        place, worker = (index, slot), self.leases.worker
+        return self._db.write(lambda db: changes.lose_slot(db, purpose, place, reason, worker, max_resamples))
 
     def drop_group(self, purpose: str, index: int, reason: str) -> None:
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
@@ -207,6 +214,14 @@ class Ledger(LedgerConnection):
         To be called once the step's weights are published. Raises ``ValueError`` for a step that is not claimed.
         """
         self._db.write(lambda db: changes.commit_step(db, step, self._db.lease))
+
+    def resampled(self, step: int) -> int:
+        """Groups without a signal that were dropped between the batch before and that of a claimed step."""
+        return self._db.read(lambda db: rows.resampled_before(db, step, changes.NO_SIGNAL))
+
+    def task_outcomes(self, first: int = 0) -> list[TaskOutcome]:
+        """The outcome of each training group from index ``first`` on, so far, in admission order."""
+        return self._db.read(lambda db: rows.task_outcomes(db, first))
 
     def progress(self, purpose: str = TRAIN) -> RunProgress:
         """The progress of the groups of a purpose, and of the run's optimiser steps."""

@@ -27,6 +27,22 @@ class GroupRow(NamedTuple):
     """Position in the training data at which its task was drawn; ``None``: it was not drawn."""
     epoch: int
     """Time, from 1, that its task is admitted; 1 of an evaluation."""
+    weight: float = 1.0
+    """Importance weight of its task."""
+
+
+class TaskOutcome(NamedTuple):
+    """The outcome of one group of training, so far."""
+
+    group_index: int
+    task_id: str
+    position: int
+    """Position in the training data at which its task was drawn."""
+    is_open: bool
+    graded: int
+    """Rollouts that have a reward and are not quarantined."""
+    passed: float
+    """Their rewards, each between 0 and 1, added up."""
 
 
 class DataCursor(NamedTuple):
@@ -38,12 +54,14 @@ class DataCursor(NamedTuple):
     """Every draw before it was trained on in a committed step, dropped for a reason or passed over."""
 
 
-GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch"
+GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch, weight"
+COMPARED = "status = 'graded' AND (disposition IS NULL OR disposition <> 'quarantine')"
+"""Rollouts that are compared with each other, of a catalogue."""
 
 
 def insert_group(db: Database, purpose: str, task_id: str, group: GroupRow) -> None:
     """Add a group."""
-    sql = f"INSERT INTO groups (purpose, task_id, {GROUP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    sql = f"INSERT INTO groups (purpose, task_id, {GROUP_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     db.execute(sql, purpose, task_id, *group)
 
 
@@ -223,6 +241,51 @@ def usable_groups(db: Database, purpose: str) -> int:
     return next_index(db, purpose) - int(dropped)
 
 
+def is_without_signal(db: Database, index: int) -> bool:
+    """Return true if all rewards of a training group are alike, or too few to be compared."""
+    sql = "SELECT count(*), min(reward), max(reward) FROM catalogue WHERE purpose = 'train' AND group_index = ?"
+    ((count, lowest, highest),) = db.execute(f"{sql} AND {COMPARED}", index)
+    return int(count) < 2 or lowest == highest
+
+
+def resampled_since_claim(db: Database, reason: str) -> int:
+    """Number of training groups dropped for a ``reason`` behind the last one that a step claimed."""
+    sql = (
+        "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
+        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE step IS NOT NULL)"
+    )
+    ((count,),) = db.execute(sql, reason)
+    return int(count)
+
+
+def resampled_before(db: Database, step: int, reason: str) -> int:
+    """Number of training groups dropped for a ``reason`` between the last groups of the step before and of ``step``."""
+    sql = (
+        "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
+        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE step IS NOT NULL AND step < ?) AND group_index <"
+        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE step = ?)"
+    )
+    ((count,),) = db.execute(sql, reason, step, step)
+    return int(count)
+
+
+def task_outcomes(db: Database, first: int) -> list[TaskOutcome]:
+    """The outcomes of the training groups from index ``first`` on, in admission order."""
+    rated = "CASE WHEN c.reward < 0 THEN 0.0 WHEN c.reward > 1 THEN 1.0 ELSE c.reward END"
+    compared = COMPARED.replace("status", "c.status").replace("disposition", "c.disposition")
+    sql = (
+        f"SELECT g.group_index, g.task_id, coalesce(g.position, g.group_index), g.state, count(c.reward),"
+        f" coalesce(sum({rated}), 0.0) FROM groups g LEFT JOIN catalogue c"
+        f" ON c.purpose = 'train' AND c.group_index = g.group_index AND {compared}"
+        " WHERE g.purpose = 'train' AND g.group_index >= ?"
+        " GROUP BY g.group_index, g.task_id, g.position, g.state ORDER BY 1"
+    )
+    return [
+        TaskOutcome(int(index), task_id, int(position), state == GroupState.OPEN, int(graded), float(passed))
+        for index, task_id, position, state, graded, passed in db.execute(sql, first)
+    ]
+
+
 def cursor(db: Database, purpose: str) -> DataCursor:
     """The cursor into the training data; at its beginning when nothing was drawn."""
     rows = db.execute("SELECT drawn, committed FROM cursors WHERE purpose = ?", purpose)
@@ -310,5 +373,5 @@ def get_fact(db: Database, key: str) -> str | None:
 
 
 def _group_row(row: Row) -> GroupRow:
-    group_index, task, size, admitted_version, state, worker, position, epoch = row
-    return GroupRow(group_index, task, size, admitted_version, GroupState(state), worker, position, epoch)
+    group_index, task, size, admitted_version, state, *others = row
+    return GroupRow(group_index, task, size, admitted_version, GroupState(state), *others)

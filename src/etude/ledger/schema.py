@@ -138,6 +138,9 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         "DROP INDEX trained_once",
         "CREATE UNIQUE INDEX trained_once ON groups (task_id, epoch) WHERE purpose = 'train'",
     ),
+    8: (  # tasks are not all as likely to be drawn: what a group counts for, so that the estimate stays what it was
+        "ALTER TABLE groups ADD COLUMN weight REAL NOT NULL DEFAULT 1",
+    ),
 }
 """Version → the statements that make it from the one before."""
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from etude.models.arithmetic import Arithmetic, packed_rows
+from etude.models.arithmetic import Arithmetic, PackedRows, packed_rows
 from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
 from etude.models.precise import Precise
 from etude.models.rotary import rotary_tables
+from etude.models.shared_rows import SharedRows, shared_rows
 from etude.models.spec import GroupedSpec, ModelSpec
 
 RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -133,16 +134,32 @@ class Decoder(nn.Module):
         """Hidden states [N,H] of whole sequences that lie back to back in ``token_ids_N`` (int64).
 
         ``lengths`` says how many tokens each of them has; without it all tokens are one sequence. Positions start anew
-        with every sequence, no sequence sees another and no token its future. Raises ``ValueError`` where the lengths
-        are not those of N tokens.
+        with every sequence, no sequence sees another and no token its future. What several of them begin with is
+        computed once, on a CPU and without experts. Raises ``ValueError`` where the lengths are not those of N tokens.
         """
         lengths = (len(token_ids_N),) if lengths is None else lengths
         if sum(lengths) != len(token_ids_N):
             raise ValueError(f"sequences of {sum(lengths)} tokens in all cannot lie in {len(token_ids_N)} packed ones")
         rows = packed_rows(lengths, token_ids_N.device)
+        # Tokens on a GPU would have to be waited for; routes are those of tokens, not of rows.
+        if token_ids_N.device.type == "cpu" and self.spec.experts is None:
+            shared = shared_rows(token_ids_N.tolist(), lengths)
+            if shared is not None:
+                return self._forward_shared(token_ids_N, rows, shared)
 
         def attend(_layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
             return self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
 
         hidden_NH: Tensor = self(token_ids_N, rows.positions_N, attend, routing)
         return hidden_NH
+
+    def _forward_shared(self, token_ids_N: Tensor, rows: PackedRows, shared: SharedRows) -> Tensor:
+        """Hidden states [N,H], each row computed once; attention alone sees whole sequences."""
+
+        def attend(_layer: int, q_UQD: Tensor, k_UKD: Tensor, v_UKW: Tensor) -> Tensor:
+            q_NQD, k_NKD, v_NKW = (x.index_select(0, shared.rows_N) for x in (q_UQD, k_UKD, v_UKW))
+            out_NQW = self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
+            return out_NQW.index_select(0, shared.firsts_U)
+
+        hidden_UH: Tensor = self(token_ids_N[shared.firsts_U], rows.positions_N[shared.firsts_U], attend)
+        return hidden_UH.index_select(0, shared.rows_N)

@@ -60,6 +60,7 @@ class RolloutRunner:
     ) -> None:
         self._purpose = purpose
         self._temperature = temperature
+        self._max_resamples = config.max_resamples
         self._ledger = ledger
         self._context = context if purpose == TRAIN else context.for_eval()
         self._events = events
@@ -151,7 +152,7 @@ class RolloutRunner:
         copied = self._bundles.release(slot) if rollout.status is RolloutStatus.GRADED else []
         due = None
         for ended in (rollout, *(_copied(rollout, other) for other in copied)):
-            due = self._ledger.record(ended, self._purpose)
+            due = self._ledger.record(ended, self._purpose, max_resamples=self._max_resamples)
             self._events.write(_closed(ended, slot.task, self._purpose, self._context.pass_at))
         if slot in self._schedule:
             self._after_attempt(slot, rollout, due)
@@ -197,7 +198,13 @@ class RolloutRunner:
             self._events.write(Outage(what="rollouts", seconds=now_s - since_s, reason=rollout.reason))
 
     def _lose(self, slot: OpenSlot, reason: str) -> GroupState:
-        state = self._ledger.lose_slot(self._purpose, slot.group_index, slot.slot, f"infra: slot {slot.slot}: {reason}")
+        state = self._ledger.lose_slot(
+            self._purpose,
+            slot.group_index,
+            slot.slot,
+            f"infra: slot {slot.slot}: {reason}",
+            max_resamples=self._max_resamples,
+        )
         if state is GroupState.DROPPED:
             self._abandon(slot.group_index)
         else:

@@ -24,7 +24,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar, cast
 
-from etude.config.rollouts import CodingOptions, HarnessConfig, RolloutConfig
+from etude.config.rollouts import (
+    CodingOptions,
+    HarnessConfig,
+    OpenEnvHarnessOptions,
+    RolloutConfig,
+    SingleTurnOptions,
+    VerifiersHarnessOptions,
+)
 from etude.errors import InfrastructureError, OutOfTime, Unsupported
 from etude.protocols import ExecResult, Sandbox
 from etude.sandbox_spec import Image, SandboxStats
@@ -59,18 +66,30 @@ class RolloutLimits:
 
     @classmethod
     def of(cls, config: RolloutConfig, harness: HarnessConfig | None = None) -> Self:
-        """Limits of a recipe. The built-in ``harness`` touches no sandbox in a turn of malformed calls, so it may be
-        silent for as long as all of its turns take, each of which has a deadline.
-        """
-        turns_s = 0.0
-        if harness is not None and isinstance(options := harness.options, CodingOptions):
-            turns_s = (options.max_turns + 1) * options.turn_timeout_s
+        """Limits of a recipe. A built-in ``harness`` may be silent for as long as all that it does has deadlines."""
         return cls(
             start_s=config.start_timeout_s,
             commands_s=config.timeout_s,
-            silence_s=max(config.silence_timeout_s, turns_s),
+            silence_s=max(config.silence_timeout_s, _longest_silence_s(config, harness)),
             grading_s=config.grading_timeout_s,
         )
+
+
+def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> float:
+    """Seconds in which a harness may touch no sandbox: in turns of malformed calls; in a single turn; in all the time
+    that a third-party environment plays, whose process may have to start first.
+    """
+    match None if harness is None else harness.options:
+        case CodingOptions() as options:
+            return (options.max_turns + 1) * options.turn_timeout_s
+        case SingleTurnOptions() as options:
+            return 2 * options.turn_timeout_s
+        case VerifiersHarnessOptions() as options:
+            return config.silence_timeout_s + options.timeout_s
+        case OpenEnvHarnessOptions() as options:
+            return options.wait_timeout_s + (options.max_steps + 1) * (options.turn_timeout_s + options.step_timeout_s)
+        case _:
+            return 0.0
 
 
 async def within(seconds: float, action: str, work: Awaitable[T]) -> T:

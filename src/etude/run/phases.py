@@ -24,6 +24,7 @@ from etude.config.training import ModelShape
 from etude.errors import RunFolderError
 from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
+from etude.models.fast import FastArithmetic, multiplies_bfloat16
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
 from etude.run.events import open_events
@@ -242,13 +243,16 @@ class PhaseProcess:
 
 def prepare(model: Decoder, config: RunConfig) -> None:
     """Move a model to where it is trained. There is no engine yet to agree with, so the arithmetic is the fast one: in
-    float32 on a CPU, elsewhere in the type that the run will compute with.
+    float32 on a CPU, with bfloat16 products where the run is a bfloat16 one and the processor multiplies these faster;
+    elsewhere in the type that the run will compute with.
     """
     device = resolve_device(config.trainer.device)
     model.to(device).train()
     model.recompute = config.trainer.checkpoint_activations
     if device != "cpu":
         model.arithmetic = choose_arithmetic(config.numerics.model_copy(update={"arithmetic": "fast"}), device)
+    elif config.numerics.dtype == "bfloat16" and multiplies_bfloat16():
+        model.arithmetic = FastArithmetic(products=torch.bfloat16)
 
 
 def batch_schedule(settings: ImitationConfig, tokens: int) -> BatchSchedule:

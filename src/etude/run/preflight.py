@@ -18,16 +18,20 @@ import torch
 from etude.aio import background_task, without_event_loop
 from etude.clock import SystemClock
 from etude.config.imitation import FILE_SOURCES
+from etude.config.inference import SglangOptions, VllmOptions
 from etude.config.recipe import RunConfig
-from etude.config.rollouts import CommandOptions
+from etude.config.rollouts import CommandOptions, VerifiersHarnessOptions
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
 from etude.engines.fake import FakeEngine
+from etude.engines.sglang import server as sglang
+from etude.engines.vllm import process as vllm
 from etude.errors import ConfigError, DamagedError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec, spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.protocols import Completion
+from etude.protocols import Completion, TaskFamily
+from etude.rewards.graders.named import find_grader
 from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import probe_ports
 from etude.run.folder import RunFolder
@@ -37,19 +41,20 @@ from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, resolve_device
 from etude.run.rollouts import harness_mounts
-from etude.run.task_families import open_demonstrations, open_family
-from etude.run.task_plan import plan_tasks
+from etude.run.task_families import open_demonstrations
+from etude.run.task_plan import open_tasks, plan_tasks
 from etude.storage import free_bytes
+from etude.tasks.verifiers.process import OPEN_TIMEOUT_S
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.jinja import call_support, load_format
 from etude.tokens.messages import NO_KWARGS, ChatFormat, TemplateKwargs
 from etude.tokens.render_differences import rendered_differently
-from etude.types import Rollout, RolloutStatus, Split, Task, TokenIds
+from etude.types import NamedChecks, Rollout, RolloutStatus, Split, Task, TokenIds
 
 SESSION_CALLS = 5
 """Calls to the model after which a session has shown enough: an agent may go on with random words for ever."""
 SESSION_S = 60.0
-"""Longest time that a session may take to call the model for the first time."""
+"""Longest time that a session may take to call the model for the first time, beside the start of an environment."""
 PLENTY = 1_000_000
 """Context for a session whose tokenizer is not learnt yet: its stand-in needs many times the tokens."""
 POLL_S = 0.05
@@ -78,9 +83,10 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
     yield from check_room(config, out)
     if isinstance(config.harness.options, CommandOptions):
         harness_mounts(config.harness.options.mounts)
-    plan = plan_tasks(config)
+    family = open_tasks(config)
+    plan = plan_tasks(config, family)
     plan.check()
-    task, *_ = first_tasks(config)
+    task, *_ = first_tasks(config, family)
     check_texts(config)
     yield MachineFinding(name="tasks", words="; ".join(plan.describe()))
     yield check_session(config, task)
@@ -89,12 +95,22 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
     """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
     check_devices(config)
+    check_interpreter(config)
     trainer, engine = resolve_device(config.trainer.device), resolve_device(config.engine.device)
     yield MachineFinding(name="devices", words=f"trainer on {trainer}, engine on {engine}")
     yield from (MachineFinding(name="devices", words=line, works=False) for line in about_numerics(config))
     probe_ports(config)
     ports = {"engine.port": config.engine.port, "gateway.port": config.gateway.port}
     yield MachineFinding(name="ports", words=", ".join(f"{key} {port or 'any'}" for key, port in ports.items()))
+
+
+def check_interpreter(config: RunConfig) -> None:
+    """Look for the Python of an engine that has one of its own. Raises :class:`~etude.errors.UserError`."""
+    match config.engine.options:
+        case VllmOptions(python=python):
+            vllm.find_python(python)
+        case SglangOptions(python=python):
+            sglang.find_python(python)
 
 
 def check_model(config: RunConfig) -> Iterator[MachineFinding]:
@@ -154,10 +170,17 @@ def check_texts(config: RunConfig) -> None:
             raise ConfigError(f"{key}: there is no {path!r} in {Path.cwd()}: correct the path, or leave it out")
 
 
-def first_tasks(config: RunConfig) -> list[Task]:
-    """One task of each side that a recipe needs, the one of training first."""
-    family = open_family(config)
-    return [family.task(split, 0) for split in ([Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN])]
+def first_tasks(config: RunConfig, family: TaskFamily) -> list[Task]:
+    """One task of each side that a recipe needs, the one of training first.
+
+    Raises :class:`~etude.errors.ConfigError` for one whose grader cannot be found.
+    """
+    sides = [Split.TRAIN, Split.HELDOUT] if config.eval.enabled else [Split.TRAIN]
+    tasks = [family.task(split, 0) for split in sides]
+    for task in tasks:
+        if isinstance(task.checks, NamedChecks):
+            find_grader(task, config.tasks.graders)
+    return tasks
 
 
 def check_session(config: RunConfig, task: Task) -> MachineFinding:
@@ -168,6 +191,8 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
     chat, max_length = _chat_of(config, task)
     engine = FakeEngine(SystemClock(), vocab_size=chat.vocab_size, max_length=max_length, seed=config.seed)
     calls, started_s = list[Completion](), time.monotonic()
+    is_process = isinstance(config.harness.options, VerifiersHarnessOptions)
+    session_s = SESSION_S + (OPEN_TIMEOUT_S if is_process else 0.0)
 
     def note(_prompt_ids: TokenIds, completion: Completion) -> None:
         calls.append(completion)
@@ -175,13 +200,13 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
     with tempfile.TemporaryDirectory(prefix="etude-check-") as scratch:
         stage = Stage(config=config, chat=chat, engine=engine, folder=Path(scratch), max_length=max_length)
         ended = without_event_loop(
-            lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls)))
+            lambda: asyncio.run(_watch(play(stage, task, temperature=1.0, tell=note), lambda: len(calls), session_s))
         )
     if ended is not None and ended.status is not RolloutStatus.GRADED:
         raise ConfigError(f"{_harness_key(config)}: a session with task {task.task_id} fails: {ended.reason}")
     if not calls:
         raise ConfigError(
-            f"{_harness_key(config)}: a session with task {task.task_id} has not called the model within {SESSION_S:g} "
+            f"{_harness_key(config)}: a session with task {task.task_id} has not called the model within {session_s:g} "
             f"s: where does it look for one? OPENAI_BASE_URL and ANTHROPIC_BASE_URL name it"
         )
     end = "stopped" if ended is None else f"ended ({ended.reason}) and graded"
@@ -189,9 +214,9 @@ def check_session(config: RunConfig, task: Task) -> MachineFinding:
     return MachineFinding(name="session", words=f"{words}, {time.monotonic() - started_s:.1f} s")
 
 
-async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], int]) -> Rollout | None:
+async def _watch(playing: Coroutine[None, None, Rollout], calls: Callable[[], int], session_s: float) -> Rollout | None:
     """The rollout, or ``None`` where it is not over after all the calls or all the time that it is given."""
-    deadline_s = time.monotonic() + SESSION_S
+    deadline_s = time.monotonic() + session_s
     async with background_task(playing) as played:
         while not played.done():
             if calls() >= SESSION_CALLS or time.monotonic() > deadline_s:

@@ -20,7 +20,8 @@ from etude.errors import ConfigError
 GPU_FILES = ("nvidia*", "kfd", "dxg")
 """Files of drivers in ``/dev``: a machine without any has no GPU that torch could find."""
 PATHS = (
-    *("tasks.folder", "sandboxes.images", "model.checkpoint", "sft.file", "engine.options.python"),
+    *("tasks.folder", "tasks.options.path", "tasks.options.heldout_path", "tasks.options.python", "sandboxes.images"),
+    *("model.checkpoint", "sft.file", "engine.options.python"),
     *("gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
 )
 """Keys that name a file or a folder, beside ``midtrain.mixture`` and ``harness.options.mounts``."""

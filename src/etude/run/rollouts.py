@@ -27,18 +27,23 @@ from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
+from etude.harnesses.single_turn import SingleTurnHarness
 from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
-from etude.ledger.ledger import Ledger
-from etude.protocols import Grader, Harness, SandboxProvider, TaskFamily
-from etude.rewards.graders.functions import AnswerGrader, GraderByKind, HiddenTests
+from etude.ledger.ledger import Ledger, TaskDraw
+from etude.protocols import Grader, GraderContext, Harness, SandboxProvider, TaskFamily
+from etude.rewards.graders.answers import AnswerGrader
+from etude.rewards.graders.functions import GraderByKind, HiddenTests
+from etude.rewards.graders.named import NamedGrader
 from etude.rewards.score import grade_of
 from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
+from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
+from etude.rollouts.task_selection import TaskSelection
 from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
@@ -60,7 +65,7 @@ from etude.sandboxes.local.provider import LocalSandboxes
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
-from etude.types import AnswerChecks, FunctionChecks, Group, Split, Task
+from etude.types import AnswerChecks, FunctionChecks, Group, NamedChecks, Split, Task
 
 MakeHarness: TypeAlias = Callable[[Section, HarnessContext], Harness]
 """The type of a thing that ``harness.kind`` names."""
@@ -216,7 +221,7 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
-            draw=TaskOrder(family, seed=config.seed).draw,
+            draw=open_draws(config, family, ledger),
             context=context,
             events=events,
             serving_version=served,
@@ -230,6 +235,15 @@ async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[Rol
             dispatcher=dispatcher,
             served=served,
         )
+
+
+def open_draws(config: RunConfig, family: TaskFamily, ledger: Ledger) -> Callable[[int], TaskDraw]:
+    """The training task at each position of a recipe's training data."""
+    selection, size = config.tasks.selection, family.size(Split.TRAIN)
+    if selection.kind == "in_order":
+        return TaskOrder(family, seed=config.seed).draw
+    assert size is not None, "a plan of the tasks refuses a selection of endless ones"
+    return SelectedTasks(family, TaskSelection(selection, size=size, seed=config.seed), ledger).draw
 
 
 def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
@@ -365,14 +379,19 @@ async def open_stage(
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
-    options, harness = config.sandboxes.options, _open_harness(config, http)
+    context = HarnessContext(http=http, tasks=config.tasks, on_close=stack.push_async_callback)
+    options, harness, answers = config.sandboxes.options, make_harness(config, context), AnswerGrader()
+    stack.push_async_callback(answers.close)
     if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
-        await check_sandboxes(local, config)
+        if not isinstance(harness, SingleTurnHarness):  # which runs nothing
+            await check_sandboxes(local, config)
         # Nothing outlives a command there, so an agent is gone when its last one is.
-        grader = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: AnswerGrader()})
-        return PlainTaskSandboxes(local), grader, harness
+        plain = PlainTaskSandboxes(local)
+        named = NamedGrader(config.tasks.graders, GraderContext(open_sandbox=plain.open))
+        graders = GraderByKind({FunctionChecks: HiddenTests(), AnswerChecks: answers, NamedChecks: named})
+        return plain, graders, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
@@ -386,12 +405,14 @@ async def open_stage(
         probe = await task_sandboxes.open_empty()
         await harness.check(probe)
         await probe.close()
-    return task_sandboxes, task_sandboxes.grader(config.rollouts.grading_timeout_s), harness
+    grader = task_sandboxes.grader(config.rollouts.grading_timeout_s, answers, config.tasks.graders)
+    return task_sandboxes, grader, harness
 
 
-def _open_harness(config: RunConfig, http: aiohttp.ClientSession) -> Harness:
+def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
+    """The harness of a recipe. Raises :class:`~etude.errors.ConfigError` for what this machine does not have."""
     make = cast("MakeHarness", HARNESSES.find(config.harness.kind))
-    return make(config.harness.options, HarnessContext(http=http))
+    return make(config.harness.options, context)
 
 
 def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:

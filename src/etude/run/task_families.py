@@ -7,15 +7,23 @@ from typing import TypeAlias, cast
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.config.section import Section
-from etude.config.tasks import FAMILIES, BugfixOptions, LookupOptions, NextEditOptions, RepositoryOptions
+from etude.config.tasks import (
+    FAMILIES,
+    BugfixOptions,
+    DatasetOptions,
+    LookupOptions,
+    NextEditOptions,
+    RepositoryOptions,
+)
 from etude.errors import ConfigError
 from etude.protocols import FamilyContext, TaskFamily
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.corpus import Demonstrations
+from etude.tasks.corpora.corpus import DemonstratedFamily, Demonstrations
 from etude.tasks.corpora.lookup import LookupDemonstrations
 from etude.tasks.corpora.nextedit import NextEditDemonstrations
 from etude.tasks.corpora.shell_transcripts import SHELL, ShellTasks
 from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
+from etude.tasks.datasets.family import DatasetDemonstrations, DatasetTasks
 from etude.tasks.impossible import WithImpossible
 from etude.tasks.lookup import LookupFamily
 from etude.tasks.nextedit import NextEditFamily
@@ -69,10 +77,15 @@ def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demons
             return NextEditDemonstrations(family, options, split)
         case SummariesFamily() as family, _, _:
             return SummaryDemonstrations(family, split)
+        case DatasetTasks() as family, DatasetOptions() as options, _:
+            return DatasetDemonstrations(family, options, split)
         case BugfixFamily() as family, BugfixOptions() as options, harness:
             return BugfixDemonstrations(family, options, TOOLS if isinstance(harness, CodingOptions) else SHELL, split)
+        case DemonstratedFamily() as family, _, _:
+            return family.demonstrations(split)
         case _:
             raise ConfigError(
-                f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: set "
-                f"tasks.options.brief = true with a repository family, or midtrain.tokens = 0 with a model.checkpoint"
+                f"mid-training has nothing to show of tasks.family = {config.tasks.family!r}: set midtrain.tokens = 0 "
+                f"with a model.checkpoint; a repository family shows repairs with tasks.options.brief = true, one of "
+                f"your own what its method 'demonstrations' gives"
             )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from etude.config.recipe import RunConfig
 from etude.config.tasks import ENDLESS
 from etude.errors import ConfigError, UserError
+from etude.protocols import TaskFamily
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.types import Split
 
@@ -29,6 +30,8 @@ class TaskPlan:
     """Training tasks of an epoch; ``None``: without end."""
     heldout: int | None
     """Held-out tasks; ``None``: without end, or not needed."""
+    selection: str = "in_order"
+    """The way in which training tasks are chosen."""
 
     @property
     def needed(self) -> int:
@@ -40,6 +43,11 @@ class TaskPlan:
         steps, each = self.steps, self.groups_per_step
         if self.train is None:
             lines = [f"{self.family} makes new training tasks without end: {steps:,} steps × {each} = {self.needed:,}"]
+        elif self.train and self.selection != "in_order":
+            lines = [
+                f"{self.train:,} training tasks, {each} a step, chosen by {self.selection}: {steps:,} steps are "
+                f"{self.needed:,} draws, {self.needed / self.train:.3g} of each task on average"
+            ]
         elif self.train:
             lines = [
                 f"{self.train:,} training tasks, {each} a step: {self.train / each:.3g} steps an epoch; "
@@ -56,6 +64,11 @@ class TaskPlan:
                 "every task is held out, so that none is left to train on: hold out fewer (a larger "
                 "tasks.heldout_every), or add tasks"
             )
+        if self.train is None and self.selection != "in_order":
+            raise ConfigError(
+                f"tasks.selection.kind = {self.selection!r} chooses among tasks that come again, but those of "
+                f"tasks.family = {self.family!r} have no end: leave it out"
+            )
         if self.heldout == 0:
             raise ConfigError(NOTHING_HELD_OUT)
         available = self.epochs * (self.train or 0)
@@ -68,17 +81,24 @@ class TaskPlan:
             )
 
 
-def plan_tasks(config: RunConfig) -> TaskPlan:
-    """The plan of a recipe; only a family that is not endless is opened for it.
+def open_tasks(config: RunConfig) -> TaskFamily:
+    """The family of a recipe, opened to see that it can be. Raises :class:`~etude.errors.ConfigError`."""
+    try:
+        return open_family(config)
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise ConfigError(f"tasks.folder: {error}" if config.tasks.folder else str(error)) from error
+
+
+def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
+    """The plan of a recipe. Its ``family`` is opened for it unless it is open already, or endless.
 
     Raises :class:`~etude.errors.ConfigError` for tasks that cannot be read.
     """
     sizes: dict[Split, int | None] = dict.fromkeys(Split)
     if config.tasks.family not in ENDLESS:
-        try:
-            family = open_family(config)
-        except UserError as error:
-            raise ConfigError(f"tasks.folder: {error}" if config.tasks.folder else str(error)) from error
+        family = family or open_tasks(config)
         sizes = {split: family.size(split) for split in Split}
     return TaskPlan(
         family=config.tasks.family,
@@ -87,4 +107,5 @@ def plan_tasks(config: RunConfig) -> TaskPlan:
         epochs=config.tasks.epochs,
         train=sizes[Split.TRAIN],
         heldout=sizes[Split.HELDOUT] if config.eval.enabled else None,
+        selection=config.tasks.selection.kind,
     )

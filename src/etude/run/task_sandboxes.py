@@ -8,14 +8,17 @@ Owns the choice of leaves. Where images lie, how a sandbox is made and graded ar
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias, cast
 
 from etude.config.section import Section
 from etude.config.tasks import PROVIDERS, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
-from etude.protocols import Grader, Sandbox, SandboxProvider
-from etude.rewards.graders.functions import AnswerGrader, FreshGrader, GraderByKind, HiddenTests
+from etude.protocols import Grader, GraderContext, Sandbox, SandboxProvider
+from etude.rewards.graders.answers import AnswerGrader
+from etude.rewards.graders.functions import FreshGrader, GraderByKind, HiddenTests
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.rewards.graders.named import NamedGrader
 from etude.rewards.graders.queries import QueryGrader
 from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
@@ -23,12 +26,14 @@ from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import ProviderContext
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
-from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
+from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
 MakeProvider: TypeAlias = Callable[[Section, ProviderContext], SandboxProvider]
 """The type of a thing that ``sandboxes.kind`` names."""
 NOTHING = SandboxSpec()
 """Mounts and places beside a task's environment."""
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+"""``tasks.graders`` of a recipe without graders of its own."""
 IMAGES = "images"
 """Folder of images beside the tasks of a folder."""
 
@@ -110,19 +115,26 @@ class EnvironmentTaskSandboxes:
         """The spec of an environment's sandbox."""
         return sandbox_spec(environment, self._images.open(environment.image) if environment.image else None)
 
-    def grader(self, slack_s: float) -> GraderByKind:
+    def grader(self, slack_s: float, answers: AnswerGrader, names: Mapping[str, str] = NO_NAMES) -> GraderByKind:
         """Grades any kind of checks in sandboxes of the same provider.
 
-        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``.
+        ``slack_s`` is what a grading may take beyond the task's own time: ``rollouts.grading_timeout_s``. ``answers``
+        stays the caller's to close; ``names`` are ``tasks.graders``.
         """
         graders: Mapping[type[Checks], Grader] = {
             FunctionChecks: FreshGrader(HiddenTests(), self._grading),
             TestChecks: HiddenTestGrader(self._grading, self._images, slack_s=slack_s),
             ScriptChecks: ScriptGrader(self._grading, self._images),
             QueryChecks: QueryGrader(self._grading, spec_of=self.spec_of),
-            AnswerChecks: AnswerGrader(),
+            AnswerChecks: answers,
+            NamedChecks: NamedGrader(names, GraderContext(open_sandbox=self._open_to_grade)),
         }
         return GraderByKind(graders)
+
+    async def _open_to_grade(self, task: Task) -> Sandbox:
+        """A fresh sandbox of a task for its grader, who is not shown what agents are."""
+        environment = task.environment or EnvironmentSpec()
+        return await self._grading.create(task.files, self.spec_of(environment), environment.services)
 
     async def _open(self, files: Mapping[str, str], environment: EnvironmentSpec) -> Sandbox:
         spec = self.spec_of(environment)

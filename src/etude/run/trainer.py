@@ -125,7 +125,7 @@ class TrainerProcess:
             busy_s = time.perf_counter() - started_s
             ended = stop_reasons(groups)
             metrics |= batch_metrics(batch) | group_metrics(groups, ended) | mismatch_metrics(mismatch)
-            metrics["epoch"] = max(group.epoch for group in groups)
+            metrics |= {"epoch": max(group.epoch for group in groups), **self._selection_metrics(step, groups)}
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
@@ -235,6 +235,15 @@ class TrainerProcess:
             time.sleep(POLL_S)
         return groups, time.perf_counter() - started_s
 
+    def _selection_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """The metrics of the choice of tasks, where they were chosen."""
+        metrics: dict[str, float] = {}
+        if self.config.rollouts.max_resamples:
+            metrics["groups_resampled"] = self._ledger.resampled(step)
+        if self.config.tasks.selection.kind != "in_order":
+            metrics["selection_distance"] = selection_distance(groups)
+        return metrics
+
     def _shares(self, batch: Batch) -> list[list[MicroBatch]]:
         """The batch divided evenly, each share in pieces that fit into memory."""
         lengths = [len(trajectory.token_ids) for trajectory in batch.trajectories]
@@ -280,8 +289,17 @@ class TrainerProcess:
             logger.warning("step %d: k3 = %.2g between trainer and engine, above %g", step, mismatch.k3, bound)
 
 
+def selection_distance(groups: Sequence[Group]) -> float:
+    """Estimate, without bias, from one batch how far the draws of tasks are from all tasks alike: the total variation
+    distance ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
+    """
+    return sum(abs(1 - group.weight) for group in groups) / (2 * len(groups))
+
+
 def batch_of(step: int, groups: Sequence[Group], penalties: Mapping[str, float], config: RunConfig) -> Batch:
     """Build the batch of a step with the recipe's advantages; a control run's rewards are shuffled first."""
+    if not config.tasks.selection.importance_weights:
+        groups = [replace(group, weight=1.0) for group in groups]
     if config.reward.shuffled:
         groups = [shuffle_rewards(group, seed=config.seed) for group in groups]
     return build_batch(step, groups, config.loss.baseline, penalties, config.credit)

@@ -248,7 +248,30 @@ def _walk(folder: int, shown: str, budget: ByteBudget, depth: int = 0) -> Iterat
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} folders inside each other, at {shown[:60]!r}…")
     for name in sorted(os.listdir(folder)):
-        yield from _entry(folder, name, f"{shown}/{name}".lstrip("/"), budget, depth)
+        if not _is_mounted(folder, name):
+            yield from _entry(folder, name, f"{shown}/{name}".lstrip("/"), budget, depth)
+
+
+def _is_mounted(folder: int, name: str, depth: int = 0) -> bool:
+    """True for a folder of another file system, such as an external harness's, and for one that holds nothing else: it
+    was made to mount them, and is no work of the agent's.
+    """
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
+            return False
+        if status.st_dev != os.fstat(folder).st_dev:
+            return True
+        inner: int = os.open(name, DIRECTORY, dir_fd=folder)
+    except OSError:
+        return False
+    try:
+        names = os.listdir(inner) if depth < MAX_DEPTH else []
+        return bool(names) and all(_is_mounted(inner, one, depth + 1) for one in names)
+    except OSError:
+        return False
+    finally:
+        os.close(inner)
 
 
 def _entry(folder: int, name: str, shown: str, budget: ByteBudget, depth: int = 0) -> Iterator[Entry]:

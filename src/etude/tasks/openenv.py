@@ -1,8 +1,8 @@
 """Environments with OpenEnv's protocol (reset, step, reward): étude's model acts, the environment grades.
 
-    étude's task ──▶ OpenEnvEnvironment.run ──WebSocket /ws──▶ server of the environment
+    étude's task ──▶ OpenEnvHarness.run ──WebSocket /ws──▶ server of the environment
                             │ observation ──▶ model ──▶ action, as JSON ──▶ step … until done
-                            └── sum of the rewards ──▶ outcome ──▶ OpenEnvEnvironment.grade
+                            └── sum of the rewards ──▶ outcome ──▶ OutcomeGrader.grade
 
 A connection is an episode with an environment of its own; the protocol's plain ``/reset`` and ``/step`` keep nothing
 between calls, so they are not used. A task is a seed. Owns the conversation: one message with the rules and the first
@@ -14,26 +14,35 @@ The protocol: https://github.com/meta-pytorch/OpenEnv, as in ``openenv-core`` 0.
 import asyncio
 import json
 import re
+import urllib.request
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import aiohttp
 import orjson
 
+from etude.backoff import Backoff
+from etude.config.rollouts import OpenEnvHarnessOptions
+from etude.config.tasks import OpenEnvOptions
 from etude.errors import ConfigError, SandboxError
-from etude.protocols import Grade, HarnessResult, Sandbox, Session
-from etude.tasks.outcomes import Card, index_of, leave_outcome, take_outcome
+from etude.harnesses.completions import CompletionClient, HarnessContext, Message
+from etude.protocols import FamilyContext, HarnessResult, Sandbox, Session
+from etude.tasks.outcomes import Card, index_of, leave_outcome
 from etude.types import Json, Split, Task
 
 FAMILY = "openenv"
-HELDOUT_SEEDS = 1000
-"""Seeds below this are held out; training begins with this one."""
+METADATA_TIMEOUT_S = 30.0
+"""For a server to say who it is."""
 MESSAGE_LIMIT_BYTES = 16 << 20
 """Limit of one observation."""
 OBSERVATION_CHARACTERS = 20_000
 """Limit of one observation, as the model sees it."""
 FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
+FULL = "CAPACITY_REACHED"
+"""Error of a server whose sessions are all taken, which is no fault: a rollout waits."""
+PAUSES = Backoff(first_s=0.1, longest_s=2.0, jitter=0.5)
+"""Between two tries to get a session."""
 REFUSED_ACTION = ("VALIDATION_ERROR", "EXECUTION_ERROR")
 """Errors that an action can cause; the model is told."""
 RULES = """{description}
@@ -44,94 +53,80 @@ Each of your answers is one action: a JSON object, and nothing else, that fits t
 The first observation is
 {observation}"""
 
-Message: TypeAlias = Mapping[Literal["role", "content"], str]
-"""One message of a conversation, as the API has it."""
 
+class OpenEnvTasks:
+    """The seeds of one environment, without end on both sides; implements :class:`~etude.protocols.TaskFamily`."""
 
-class ModelReply(Protocol):
-    """Protocol of a model's reply; :class:`~etude.harnesses.completions.CompletionReply` is one."""
-
-    @property
-    def text(self) -> str:
-        """Its words."""
-        ...
-
-    @property
-    def finish(self) -> Literal["stop", "length", "context"]:
-        """Reason for which it stopped; after ``context`` it cannot be asked again."""
-        ...
-
-
-class Model(Protocol):
-    """Protocol of a model client; :class:`~etude.harnesses.completions.CompletionClient` is one."""
-
-    async def complete(self, session: Session, messages: Sequence[Message], *, temperature: float) -> ModelReply:
-        """The next message of a conversation. Raises kinds of :class:`~etude.errors.InfrastructureError`."""
-        ...
-
-
-class OpenEnvEnvironment:
-    """One environment server as family, harness and grader; implements :class:`~etude.protocols.TaskFamily`,
-    :class:`~etude.protocols.Harness` and :class:`~etude.protocols.Grader`.
-    """
-
-    def __init__(
-        self, url: str, http: aiohttp.ClientSession, model: Model, *, max_steps: int = 50, timeout_s: float = 60.0
-    ) -> None:
-        """``url`` is the server's, such as ``http://127.0.0.1:8000``; ``http`` and ``model`` stay the caller's.
-
-        An episode ends after ``max_steps`` actions; the server has ``timeout_s`` for each answer.
-        """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"{url!r} is no address of an OpenEnv server: expected http://host:port")
-        self._url = url.rstrip("/")
-        self._http = http
-        self._model = model
-        self._max_steps = max_steps
-        self._timeout_s = timeout_s
-        self._name = self._description = ""
-        self._schema: Json = None
-
-    async def open(self) -> None:
+    def __init__(self, options: OpenEnvOptions, context: FamilyContext) -> None:
         """Ask the server who it is. Raises :class:`~etude.errors.ConfigError` where none answers."""
+        url = _root(options)
         try:
-            metadata = await self._get("/metadata")
-            self._schema = (await self._get("/schema"))["action"]
-            self._name = str(metadata["name"])
-            self._description = str(metadata["description"])
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as error:
+            with urllib.request.urlopen(f"{url}/metadata", timeout=METADATA_TIMEOUT_S) as answer:
+                metadata = json.load(answer)
+            self._name, self._description = str(metadata["name"]), str(metadata["description"])
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
-                f"no OpenEnv server answers at {self._url} ({type(error).__name__}: {error}): start it first"
+                f"no OpenEnv server answers at tasks.options.url = {options.url!r} ({type(error).__name__}: {error}): "
+                f"start it first, or correct the URL"
             ) from error
+        self._heldout_every = context.heldout_every
 
     def size(self, split: Split) -> int | None:
-        """``HELDOUT_SEEDS`` seeds are held out; the others have no end."""
-        return HELDOUT_SEEDS if split is Split.HELDOUT else None
+        """No end."""
+        return None
 
     def task(self, split: Split, index: int) -> Task:
-        """Seed number ``index`` of a split."""
-        seed = index if split is Split.HELDOUT else HELDOUT_SEEDS + index
+        """One seed in ``tasks.heldout_every`` is held out, beginning with 0; the others are trained on in order."""
+        every = self._heldout_every
+        seed = index * every if split is Split.HELDOUT else index + index // (every - 1) + 1
         card = Card(environment=self._name, index=seed, name=f"seed {seed}", prompt=self._description)
         return card.task(FAMILY, split)
 
+
+class OpenEnvHarness:
+    """Plays episodes of one environment; implements :class:`~etude.protocols.Harness`."""
+
+    def __init__(self, options: OpenEnvHarnessOptions, context: HarnessContext) -> None:
+        assert isinstance(context.tasks.options, OpenEnvOptions), "the recipe has seen to it"
+        self._url = _root(context.tasks.options)
+        self._options = options
+        self._http = context.http
+        self._model = CompletionClient(
+            context.http, max_tokens=options.max_tokens_per_turn, timeout_s=options.turn_timeout_s
+        )
+        self._schema: Json = None
+
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """Play one episode and leave the sum of its rewards in ``sandbox``.
+        """Play one episode and leave the sum of its rewards in ``sandbox``, with the part ``steps``.
 
         ``submit`` when the environment says that it is done, ``turns`` after the last action, ``context`` when the
         conversation is too long. Counts ``steps``, and ``malformed`` answers that are no action. Raises
         :class:`~etude.errors.SandboxError` when the server fails, and what asking the model raises.
         """
         try:
-            async with self._http.ws_connect(
-                self._url.replace("http", "ws", 1) + "/ws", max_msg_size=MESSAGE_LIMIT_BYTES
-            ) as socket:
-                return await self._play(_Episode(socket, self._timeout_s), task, session, sandbox, temperature)
+            self._schema = self._schema or await self._action_schema()
+            return await self._play_in_turn(task, session, sandbox, temperature)
         except (aiohttp.ClientError, OSError) as error:
             raise SandboxError(f"the environment at {self._url} is gone: {type(error).__name__}: {error}") from error
 
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """The environment's reward, which may be any finite number; ``steps`` is the one part."""
-        return await take_outcome(sandbox)
+    async def _play_in_turn(self, task: Task, session: Session, sandbox: Sandbox, temperature: float) -> HarnessResult:
+        """Play as soon as the server has a session: it says that it has none before anything is played."""
+        loop, url = asyncio.get_running_loop(), self._url.replace("http", "ws", 1) + "/ws"
+        deadline_s = loop.time() + self._options.wait_timeout_s
+        for pause_s in PAUSES.delays():
+            try:
+                async with self._http.ws_connect(url, max_msg_size=MESSAGE_LIMIT_BYTES) as socket:
+                    episode = _Episode(socket, self._options.step_timeout_s)
+                    return await self._play(episode, task, session, sandbox, temperature)
+            except _ServerFullError as error:
+                if loop.time() + pause_s > deadline_s:
+                    raise SandboxError(
+                        f"the environment at {self._url} had no session within harness.options.wait_timeout_s = "
+                        f"{self._options.wait_timeout_s:g} ({error}): let it have more (max_concurrent_envs), or lower "
+                        f"rollouts.concurrency"
+                    ) from error
+            await asyncio.sleep(pause_s)
+        raise AssertionError("delays have no end")
 
     async def _play(
         self, episode: "_Episode", task: Task, session: Session, sandbox: Sandbox, temperature: float
@@ -141,10 +136,10 @@ class OpenEnvEnvironment:
         if isinstance(state, str):
             raise SandboxError(f"the environment at {self._url} cannot begin with seed {seed}: {state}")
         total = state.reward
-        messages: list[Message] = [{"role": "user", "content": self._rules(state.observation)}]
+        messages: list[Message] = [{"role": "user", "content": self._rules(task, state.observation)}]
         counts: Counter[str] = Counter()
         reason = "turns"
-        while not state.done and counts.total() < self._max_steps:
+        while not state.done and counts.total() < self._options.max_steps:
             output = await self._model.complete(session, messages, temperature=temperature)
             if output.finish == "context":
                 reason = "context"
@@ -160,18 +155,27 @@ class OpenEnvEnvironment:
         await leave_outcome(sandbox, total, {"steps": float(counts["steps"])})
         return HarnessResult(reason="submit" if state.done else reason, counts=counts)
 
-    def _rules(self, observation: Json) -> str:
+    def _rules(self, task: Task, observation: Json) -> str:
         return RULES.format(
-            description=self._description,
+            description=task.prompt,
             schema=json.dumps(self._schema),
             observation=json.dumps(observation)[:OBSERVATION_CHARACTERS],
         )
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        async with asyncio.timeout(self._timeout_s), self._http.get(self._url + path) as response:
+    async def _action_schema(self) -> Json:
+        """The JSON schema of actions. Raises :class:`~etude.errors.SandboxError` for an answer without one."""
+        async with asyncio.timeout(METADATA_TIMEOUT_S), self._http.get(self._url + "/schema") as response:
             response.raise_for_status()
-            answer: dict[str, Any] = await response.json()
-            return answer
+            answer = await response.json()
+        try:
+            schema: Json = answer["action"]
+        except (LookupError, TypeError) as error:
+            raise SandboxError(f"the environment at {self._url} says no schema of its actions: {error!r}") from error
+        return schema
+
+
+class _ServerFullError(Exception):
+    """All sessions of a server are taken."""
 
 
 class _State:
@@ -193,7 +197,7 @@ class _Episode:
     async def ask(self, kind: Literal["reset", "step"], data: Mapping[str, Json]) -> _State | str:
         """The state that follows, or in which words the environment turned an action down.
 
-        Raises :class:`~etude.errors.SandboxError` for anything else.
+        Raises :class:`_ServerFullError`, and :class:`~etude.errors.SandboxError` for anything else.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -207,6 +211,8 @@ class _Episode:
             answer = json.loads(message.data)
             if answer["type"] == "error" and answer["data"].get("code") in REFUSED_ACTION:
                 return f"{answer['data']['code']}: {answer['data'].get('errors') or answer['data'].get('message')}"
+            if answer["type"] == "error" and answer["data"].get("code") == FULL:
+                raise _ServerFullError(answer["data"].get("message"))
             if answer["type"] == "observation":
                 return _State(answer["data"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -225,6 +231,11 @@ def read_action(text: str) -> dict[str, Json] | None:
     except (ValueError, TypeError, RecursionError):
         return None
     return action if isinstance(action, dict) else None
+
+
+def _root(options: OpenEnvOptions) -> str:
+    """The URL below which the paths of the protocol are."""
+    return options.url.rstrip("/")
 
 
 def _show(state: _State) -> str:

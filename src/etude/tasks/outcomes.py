@@ -1,4 +1,4 @@
-"""Shared code of adapters of third-party environments: task index and outcome, from harness to grader.
+"""The part that families of third-party environments share: a task's card, and its outcome from harness to grader.
 
 A foreign environment has a world and a reward of its own, out of reach of the model it drives. Its sandbox here holds
 nothing but a card that says which task it is, and afterwards the outcome; no command is ever run in it, so there is
@@ -11,14 +11,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from etude.config.section import Section
 from etude.errors import SandboxError
-from etude.protocols import Grade, Sandbox
-from etude.types import ScriptChecks, Split, Task
+from etude.protocols import Grade, GraderContext, HarnessResult, Sandbox
+from etude.types import NamedChecks, Split, Task
 
 CARD, OUTCOME = "environment.json", "outcome.json"
 """Files of a sandbox: which task it is, and what became of it."""
-HELDOUT_ONE_IN = 6
-"""One in so many tasks of a foreign environment is held out, by the hash of its name."""
+GRADER = "outcome"
+"""The grader's name, a row of ``config/tasks.py:GRADERS``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +31,9 @@ class Card:
     index: int
     """Index of the task."""
     name: str
-    """Name of the task there; equal names are on the same side of the hold-out."""
+    """Name of the task there."""
     prompt: str
     """The first thing the model is told, as far as the environment says."""
-
-    @property
-    def split(self) -> Split:
-        """The side of the hold-out that the task is on."""
-        digest = hashlib.sha256(f"{self.environment}\0{self.name}".encode()).digest()
-        return Split.HELDOUT if int.from_bytes(digest[:8]) % HELDOUT_ONE_IN == 0 else Split.TRAIN
 
     def task(self, family: str, split: Split) -> Task:
         """The noun that the rest of étude knows; graded by the environment itself."""
@@ -50,8 +45,14 @@ class Card:
             split=split,
             prompt=self.prompt,
             files={CARD: card},
-            checks=ScriptChecks(files={}, command=(), artefacts=(OUTCOME,)),
+            checks=NamedChecks(grader=GRADER),
         )
+
+
+def is_heldout(card: Card, one_in: int) -> bool:
+    """True for one in so many tasks, by the hash of their names: equal names are on the same side."""
+    digest = hashlib.sha256(f"{card.environment}\0{card.name}".encode()).digest()
+    return int.from_bytes(digest[:8]) % one_in == 0
 
 
 def index_of(task: Task, family: str) -> int:
@@ -62,7 +63,7 @@ def index_of(task: Task, family: str) -> int:
 
 
 async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, float]) -> None:
-    """Write an episode's outcome for :func:`take_outcome`.
+    """Write an episode's outcome for :class:`OutcomeGrader`.
 
     Raises :class:`~etude.errors.SandboxError` for a reward that is no finite number: the environment is broken.
     """
@@ -72,10 +73,16 @@ async def leave_outcome(sandbox: Sandbox, value: float, parts: Mapping[str, floa
     await sandbox.write_file(OUTCOME, json.dumps({"value": value, "parts": dict(parts)}))
 
 
-async def take_outcome(sandbox: Sandbox) -> Grade:
-    """Read the outcome that the harness wrote. Raises :class:`~etude.errors.SandboxError` where there is none."""
-    text = await sandbox.read_file(OUTCOME)
-    if text is None:
-        raise SandboxError(f"there is no {OUTCOME}: the environment's harness did not come to its end in this sandbox")
-    outcome = json.loads(text)
-    return Grade(value=outcome["value"], parts=outcome["parts"])
+class OutcomeGrader:
+    """Takes the reward that the environment gave, any finite number; implements :class:`~etude.protocols.Grader`."""
+
+    def __init__(self, options: Section, context: GraderContext) -> None:
+        """There is nothing to choose."""
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        """Read the outcome that the harness wrote. Raises :class:`~etude.errors.SandboxError` where there is none."""
+        text = await sandbox.read_file(OUTCOME)
+        if text is None:
+            raise SandboxError(f"there is no {OUTCOME}: the environment's harness did not come to its end here")
+        outcome = json.loads(text)
+        return Grade(value=outcome["value"], parts=outcome["parts"])

@@ -68,6 +68,8 @@ class Metric:
 REWARD_CHART = Chart(title="Mean reward of each step’s rollouts", section="Learning", wide=True)
 SPREAD_CHART = Chart(title="Spread of rewards within a group", section="Learning")
 SIGNAL_CHART = Chart(title="Shares: groups with a signal, rollouts cut short", section="Learning")
+RESAMPLED_CHART = Chart(title="Groups without a signal, sampled again", section="Learning")
+SELECTION_CHART = Chart(title="Total variation between the tasks drawn and all alike", section="Learning")
 NORM_CHART = Chart(title="Norm of the gradient", section="Learning")
 ENTROPY_CHART = Chart(title="Entropy, nats per token", section="Learning")
 STALENESS_CHART = Chart(
@@ -102,7 +104,16 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "groups": _count("groups of the batch", "groups"),
         "groups_without_signal": _count("groups in which every advantage is 0", "groups"),
+        "groups_resampled": Metric(
+            title="groups left out before, since all their rewards were alike",
+            unit="groups",
+            notation=Notation.COUNT,
+            chart=RESAMPLED_CHART,
+        ),
         "epoch": _count("newest epoch of the training tasks among them", "epochs"),
+        "selection_distance": Metric(
+            title="distance of the draws of tasks from all tasks alike", chart=SELECTION_CHART
+        ),
         "cut_short": Metric(title="share of rollouts that a limit ended", chart=SIGNAL_CHART, label="cut short"),
         "signal_share": Metric(title="share of groups with a signal", chart=SIGNAL_CHART, label="signal"),
         "grad_norm": Metric(

@@ -42,7 +42,7 @@ def test_a_recipe_has_few_keys() -> None:
     ("path", "takes", "default"),
     [
         ("seed", "a whole number, ≥ 0", "0"),
-        ("engine.kind", '"native", "vllm" or another\'s name', '"native"'),
+        ("engine.kind", '"native", "vllm", "sglang" or another\'s name', '"native"'),
         ("rollouts.group_size", "a whole number, ≥ 2, ≤ 128", "8"),
         ("trainer.betas", "[a number, a number]", "[0.9, 0.95]"),
         ("harness.options.command", "a list, each a text", "[]"),

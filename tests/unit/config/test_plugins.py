@@ -11,7 +11,7 @@ from etude.config.inference import ENGINES
 from etude.config.loading import dump_run, load_recipe, parse_config
 from etude.config.plugins import Registry, load
 from etude.config.rollouts import HARNESSES
-from etude.config.tasks import FAMILIES, PROVIDERS
+from etude.config.tasks import FAMILIES, GRADERS, PROVIDERS
 from etude.config.telemetry import SINKS
 from etude.config.training import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
@@ -38,7 +38,9 @@ def recipe(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "choice", [FAMILIES, HARNESSES, PROVIDERS, ENGINES, LOSSES, ADVANTAGES, SINKS], ids=lambda choice: choice.key
+    "choice",
+    [FAMILIES, GRADERS, HARNESSES, PROVIDERS, ENGINES, LOSSES, ADVANTAGES, SINKS],
+    ids=lambda choice: choice.key,
 )
 def test_every_row_is_there(choice: Registry) -> None:
     for name in choice.builtins:

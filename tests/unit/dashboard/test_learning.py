@@ -83,6 +83,7 @@ def test_a_report_has_what_there_was_to_learn_from(config: RunConfig) -> None:
     assert report["learning"] == {
         "groups": 8,
         "groups_without_signal": 7,
+        "groups_resampled": 0,
         "ended": {"submit": 16, "length": 12, "turns": 4},
         "cut_short": 0.5,
         "versions_unchanged": 1,

@@ -1,6 +1,7 @@
 """The decoder: who sees whom, who gets a gradient, what it computes with."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from etude.models.arithmetic import Arithmetic
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
+from etude.models.shared_rows import shared_rows
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 
 SPECS = [TINY, TINY_DENSE, TINY_LATENT]
@@ -62,10 +64,61 @@ def test_in_invariant_arithmetic_bits_do_not_depend_on_company(spec: ModelSpec, 
     assert batched.dtype is torch.float32
 
 
+def repetitive_ids() -> tuple[Tensor, list[int]]:
+    """Three conversations about each of two tasks, with one system message; one again, and the beginning of another."""
+    system, tasks, replies = torch.arange(9), torch.arange(9, 21).split(6), torch.arange(15).split(5)
+    parts = [torch.cat((system, task, reply)) for task in tasks for reply in replies]
+    parts += [parts[0], parts[1][:12]]
+    return torch.cat(parts), [len(part) for part in parts]
+
+
+@pytest.mark.parametrize("spec", [TINY_DENSE, replace(TINY_LATENT, experts=None, sparse_layers=())])
+def test_what_sequences_begin_with_alike_is_computed_once_and_to_the_same_bits(spec: ModelSpec) -> None:
+    model, (ids, lengths) = make_model(spec, InvariantArithmetic()), repetitive_ids()
+    shared = shared_rows(ids.tolist(), lengths)
+    assert shared is not None
+    assert len(shared.firsts_U) == 9 + 2 * 6 + 6 * 5
+    with torch.no_grad():
+        batched = model.forward_packed(ids, lengths)
+        alone = torch.cat([model.forward_packed(part) for part in ids.split(lengths)])
+    assert torch.equal(batched, alone)
+    assert shared_rows(make_ids(40).tolist(), (20, 20)) is None
+
+
+@pytest.mark.parametrize("spec", [TINY_DENSE, replace(TINY_LATENT, experts=None, sparse_layers=())])
+def test_what_is_computed_once_gets_the_gradients_of_all_that_begin_with_it(spec: ModelSpec) -> None:
+    ids, lengths = repetitive_ids()
+    gradients = []
+    for batches in ([(ids, lengths)], [(part, [len(part)]) for part in ids.split(lengths)]):
+        model = make_model(spec)
+        for some, own in batches:
+            model.forward_packed(some, own).sin().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for packed, alone in zip(*gradients, strict=True):
+        assert (packed is None) == (alone is None)
+        assert packed is None or alone is None or torch.allclose(packed, alone, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("lengths", [(3, 1), (), (5, 0)])
 def test_lengths_that_are_not_those_of_the_tokens_are_refused(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="packed"):
         make_model(TINY).forward_packed(make_ids(5), lengths)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_narrow_products_change_little_and_nothing_else_gets_narrow(spec: ModelSpec) -> None:
+    ids, values, gradients = make_ids(18), [], []
+    for arithmetic in (FastArithmetic(), FastArithmetic(products=torch.bfloat16)):
+        model = make_model(spec, arithmetic)
+        logits = model.logits(model.forward_packed(ids))
+        logits.log_softmax(-1)[:, 0].sum().backward()
+        values.append(logits.detach())
+        gradients.append(model.embedding.grad)
+    assert values[1].dtype is torch.float32
+    for wide, narrow in (values, gradients):
+        assert wide is not None and narrow is not None
+        assert narrow.dtype is torch.float32
+        assert 0 < (narrow - wide).norm() < 0.03 * wide.norm()
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from etude.config.rollouts import RolloutConfig
+from etude.config.tasks import SelectionConfig, ThompsonOptions
 from etude.errors import SandboxError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Session
@@ -21,7 +22,9 @@ from etude.rollouts.breaker import FIRST_OUTAGE_S
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import RolloutFakes, run_virtually
 from etude.rollouts.schedule import PAUSES
+from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
+from etude.rollouts.task_selection import TaskSelection
 from etude.telemetry.events import Outage, RolloutClosed
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
@@ -411,6 +414,38 @@ def test_epochs_go_on_over_a_restart_and_each_task_is_trained_on_once_in_each(be
     assert len(set(trained)) == len(trained) == 2 * steps
     assert [epoch for epoch, _ in trained] == sorted(1 + number // 5 for number in range(2 * steps))
     assert all(len({name for epoch, name in trained if epoch == number}) == 5 for number in (1, 2, 3))
+
+
+def test_tasks_that_are_chosen_and_groups_that_are_sampled_again_fill_every_step(tmp_path: Path) -> None:
+    """Task 0 is solved and task 1 hopeless, the others are tossed for; what is left out is counted, and bounded."""
+    steps, most = 12, 2
+    here = Bench(tmp_path, config().model_copy(update={"max_resamples": most}), Numbers(tasks=7), None)
+    here.fakes = RolloutFakes(
+        here._play, lambda task: {"0": 1.0, "1": 0.0}.get(task.prompt, here.random.choice([0.0, 1.0]))
+    )
+    selection = TaskSelection(SelectionConfig(kind="thompson", options=ThompsonOptions()), size=7, seed=0)
+    here.dispatcher = Dispatcher(
+        here.config,
+        ledger=here.ledger,
+        draw=SelectedTasks(here.family, selection, here.ledger).draw,
+        context=here.fakes.context,
+        events=here.log,
+        serving_version=here.version,
+    )
+
+    async def run() -> list[int]:
+        _, staleness = await asyncio.gather(here.dispatcher.train(steps), here.trainer(steps))
+        return staleness
+
+    assert max(run_virtually(run())) <= here.config.max_staleness
+    left_out = [here.ledger.resampled(step) for step in range(1, steps + 1)]
+    progress = here.ledger.progress()
+    assert progress.consumed == 2 * steps
+    assert 0 < sum(left_out) <= progress.dropped
+    assert max(left_out) <= 2 * most  # what was left out before a claim may lie behind the batch that was claimed
+    groups = list(here.ledger.groups(TRAIN))
+    assert len({(group.task.task_id, group.epoch) for group in groups}) == len(groups)
+    here.close()
 
 
 def test_a_restart_fills_the_slots_that_were_open(bench: MakeBench) -> None:

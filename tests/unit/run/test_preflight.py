@@ -28,6 +28,7 @@ from etude.run.preflight import (
     check_texts,
     first_tasks,
 )
+from etude.run.task_plan import open_tasks
 from etude.tokens.chat import ChatTemplate
 from etude.types import Split
 from harbor_folders import WHOLE, write_folder
@@ -163,7 +164,7 @@ def test_a_checkpoint_that_fits_is_told_of_and_answers_a_session(small_model: Pa
     config = default_recipe([f"model.checkpoint={small_model}", "midtrain.tokens=0"])
     (finding,) = check_model(config)
     assert finding.works and "are there and fit" in finding.words
-    (task, heldout) = first_tasks(config)
+    (task, heldout) = first_tasks(config, open_tasks(config))
     assert (task.split, heldout.split) == (Split.TRAIN, Split.HELDOUT)
     assert "coding harness on a fake engine" in check_session(config, task).words
 
@@ -187,7 +188,7 @@ def test_an_agent_that_cannot_work_is_found_out_by_one_session(command: list[str
     agent = f"harness.options.command={[*command, '{prompt}', '{temperature}']}"
     config = load_recipe(tmp_path, ["harness.kind=command", agent, "harness.options.timeout_s=60.0"])
     with pytest.raises(ConfigError, match=r"harness\.options\.command") as refused:
-        check_session(config, first_tasks(config)[0])
+        check_session(config, first_tasks(config, open_tasks(config))[0])
     assert words in str(refused.value)
 
 
@@ -195,8 +196,42 @@ def test_a_run_that_measures_nothing_needs_no_held_out_task(tmp_path: Path) -> N
     split = "[metadata.etude]\nsplit = 'train'\n"
     write_folder(tmp_path / "tasks" / "one", {"task.toml": WHOLE["task.toml"] + split})
     settings = ["tasks.family=harbor", f"tasks.folder={tmp_path / 'tasks'}", "sandboxes.kind=ns"]
-    (task,) = first_tasks(default_recipe([*settings, "eval.enabled=false"]))
+    config = default_recipe([*settings, "eval.enabled=false"])
+    (task,) = first_tasks(config, open_tasks(config))
     assert task.split is Split.TRAIN
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "extend"
+FAMILY = """
+from etude.types import NamedChecks, Task
+
+print("opened")
+
+class Ones:
+    def __init__(self, options, context):
+        print("made")
+
+    def size(self, split):
+        return 1
+
+    def task(self, split, index):
+        checks = NamedChecks(grader="mine", options={"sise": 1})
+        return Task(task_id="1", family="f", template="t", split=split, prompt="p", files={}, checks=checks)
+"""
+
+
+def test_a_family_is_opened_once_and_the_grader_of_its_tasks_looked_for(
+    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "family.py").write_text(FAMILY, encoding="utf-8")
+    (tmp_path / "run.toml").write_text("[tasks]\nfamily = '@family.py:Ones'\n", encoding="utf-8")
+    settings = [f"model.checkpoint={small_model}", "midtrain.tokens=0"]
+    with pytest.raises(ConfigError, match=r"task '1' is graded by 'mine': tasks\.graders = 'mine' is no grader"):
+        list(check_ready(load_recipe(tmp_path, settings), tmp_path / "run"))
+    assert capsys.readouterr().out.split() == ["opened", "made"]
+    near = f"tasks.graders={{mine='@{EXAMPLES}/grader.py:Near'}}"
+    with pytest.raises(ConfigError, match="whose options are right, tolerance: right: Field required; sise: Extra"):
+        list(check_ready(load_recipe(tmp_path, [*settings, near]), tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

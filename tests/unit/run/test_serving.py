@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from etude.engines.vllm import process as vllm_process
-from etude.engines.vllm import process_guard
+from etude.engines import process_guard, server_process
 from etude.run import gateway
 from etude.run.processes import PREDECESSOR_S
 from etude.run.serving import STOP_S, run_until_signal
@@ -65,6 +64,6 @@ def test_who_was_left_behind_is_gone_before_its_successor_gives_up() -> None:
 
 
 def test_a_process_has_time_for_what_it_does_before_it_ends() -> None:
-    assert process_guard.STOP_S < vllm_process.STOP_S < STOP_S
+    assert process_guard.STOP_S < server_process.STOP_S < STOP_S
     servers, rounds = 2, 2  # one door after the other; each waits, cancels, and waits again
     assert gateway.DRAIN_SHARE * STOP_S + servers * rounds * gateway.DRAINED_S < STOP_S

@@ -1,17 +1,21 @@
 """The tasks of a recipe."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from etude.config.loading import parse_config
+from etude.config.loading import default_recipe, parse_config
 from etude.errors import ConfigError
-from etude.run.task_families import open_family
+from etude.run.phases import open_reading
+from etude.run.task_families import open_demonstrations, open_family
 from etude.run.task_sandboxes import image_store
+from etude.tasks.corpora.corpus import tokenizer_texts
 from etude.tasks.harbor.folder import read_task
 from etude.tasks.harbor.images import image_name
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.repositories.folder import PackageFolder
+from etude.tokens.chat import ChatTemplate
 from etude.types import Split, Task, TestChecks
 from harbor_folders import write_folder
 
@@ -50,3 +54,26 @@ def test_a_task_that_cannot_be_probed_is_taken_only_where_the_recipe_asks_for_it
         open_family(parse_config(tables, source="here"))
     tables["tasks"]["options"] = {"unprobed": True}  # type: ignore[assignment]  # TOML
     assert open_family(parse_config(tables, source="here")).task(Split.TRAIN, 0) == task
+
+
+def test_a_family_of_ones_own_shows_mid_training_how_its_tasks_are_done() -> None:
+    family = Path(__file__).parents[3] / "examples" / "extend" / "shown.py"
+    config = default_recipe([f"tasks.family=@{family}:Letters", "midtrain.mixture={code=0.5, sessions=0.5}"])
+    chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), 512)
+    data = open_reading(config, "midtrain", chat)
+    assert set(data.heldout) == {"code", "sessions"}
+    opened = open_family(config)
+    prompts = {split: {opened.task(split, i).prompt for i in range(opened.size(split) or 0)} for split in Split}
+    for split in Split:
+        shown = open_demonstrations(config, split)
+        assert {shown.session(Random(seed))[0].content for seed in range(200)} == prompts[split]
+        assert "upper()" in str(shown.code(Random(0)))
+
+
+def test_a_family_that_shows_nothing_is_told_how_it_could() -> None:
+    family = Path(__file__).parents[3] / "examples" / "extend" / "family.py"
+    config = default_recipe(
+        [f"tasks.family=@{family}:Sums", f"tasks.graders={{near='@{family.parent}/grader.py:Near'}}"]
+    )
+    with pytest.raises(ConfigError, match=r"midtrain\.tokens = 0(.|\n)*its method 'demonstrations'"):
+        open_demonstrations(config)

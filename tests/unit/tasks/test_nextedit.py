@@ -12,7 +12,7 @@ from etude.config.tasks import NextEditOptions
 from etude.errors import ConfigError
 from etude.harnesses.tools import Submit, parse_call
 from etude.protocols import Grade, HarnessResult
-from etude.rewards.graders.functions import AnswerGrader
+from etude.rewards.graders.answers import AnswerGrader
 from etude.rewards.score import ScorePolicy, score
 from etude.rollouts.fake import FakeSandbox
 from etude.tasks.corpora.corpus import stdlib_texts

@@ -1,11 +1,7 @@
 """OpenEnv's environments, played over their own protocol: a real server, and one that misbehaves."""
 
 import asyncio
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,63 +10,21 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from environments import openenv_server, real
+from etude.config.loading import default_recipe
+from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, SandboxError
-from etude.harnesses.completions import CompletionClient
-from etude.protocols import Grade, HarnessResult
+from etude.harnesses.completions import HarnessContext
+from etude.protocols import Grade, GraderContext, HarnessResult
+from etude.rewards.graders.named import NamedGrader
+from etude.run.rollouts import make_harness
+from etude.run.task_families import open_family
+from etude.run.task_sandboxes import PlainTaskSandboxes
 from etude.sandboxes.local.provider import LocalSandboxes
-from etude.tasks.openenv import HELDOUT_SEEDS, OpenEnvEnvironment, read_action
+from etude.tasks.openenv import FAMILY, read_action
+from etude.tasks.outcomes import index_of
 from etude.types import Json, Split
 from scripted_model import ScriptedModel, serving
-
-PYTHON = os.environ.get("ETUDE_OPENENV_PYTHON", sys.executable if importlib.util.find_spec("openenv") else "")
-"""The Python that has the real package, if one does."""
-real = pytest.mark.skipif(not PYTHON, reason="openenv-core is not installed: set ETUDE_OPENENV_PYTHON")
-
-SERVER = '''
-import socket
-import uvicorn
-from openenv.core.env_server import create_fastapi_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
-
-
-class Guess(Action):
-    number: int
-
-
-class Hint(Observation):
-    hint: str
-
-
-class Guessing(Environment):
-    """Guess a number from 0 to 99."""
-
-    SUPPORTS_CONCURRENT_SESSIONS = True
-
-    def __init__(self):
-        super().__init__()
-        self._secret, self._state = 0, State()
-
-    def reset(self, seed=None, episode_id=None, **kwargs):
-        self._secret, self._state = seed % 100, State(episode_id=episode_id)
-        return Hint(hint="guess", done=False, reward=None)
-
-    def step(self, action, timeout_s=None, **kwargs):
-        self._state.step_count += 1
-        if action.number == self._secret:
-            return Hint(hint="yes", done=True, reward=1.0)
-        return Hint(hint="higher" if action.number < self._secret else "lower", done=False, reward=-0.01)
-
-    @property
-    def state(self):
-        return self._state
-
-
-app = create_fastapi_app(Guessing, Guess, Hint)
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
-'''
 
 
 def bisect(messages: Sequence[dict[str, Json]]) -> str:
@@ -89,31 +43,31 @@ def bisect(messages: Sequence[dict[str, Json]]) -> str:
 async def play(
     url: str, model: ScriptedModel, scratch: Path, *, split: Split = Split.TRAIN, index: int = 7, max_steps: int = 20
 ) -> tuple[HarnessResult, Grade]:
+    config = recipe(url, f"harness.options.max_steps={max_steps}")
+    task = (await asyncio.to_thread(open_family, config)).task(split, index)  # the server may be in this loop
     sandboxes = LocalSandboxes(scratch=scratch)
     try:
         async with aiohttp.ClientSession() as http, serving(model) as session:
-            client = CompletionClient(http, max_tokens=32, timeout_s=10)
-            environment = OpenEnvEnvironment(url, http, client, max_steps=max_steps, timeout_s=10)
-            await environment.open()
-            task = environment.task(split, index)
+            context = HarnessContext(http=http, tasks=config.tasks, on_close=lambda close: None)
             sandbox = await sandboxes.create(task.files)
-            result = await environment.run(task, session, sandbox, temperature=1.0)
-            return result, await environment.grade(task, sandbox, result)
+            result = await make_harness(config, context).run(task, session, sandbox, temperature=1.0)
+            grader = NamedGrader({}, GraderContext(open_sandbox=PlainTaskSandboxes(sandboxes).open))
+            return result, await grader.grade(task, sandbox, result)
     finally:
         await sandboxes.close()
 
 
+def recipe(url: str, *settings: str) -> RunConfig:
+    timeouts = [
+        f"harness.options.{key}" for key in ("turn_timeout_s=10.0", "step_timeout_s=60.0", "wait_timeout_s=2.0")
+    ]
+    return default_recipe(["tasks.family=openenv", f"tasks.options.url={url}", *timeouts, *settings])
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("openenv")
-    (folder / "server.py").write_text(SERVER, encoding="utf-8")
-    with subprocess.Popen([PYTHON, "server.py"], cwd=folder, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.terminate()
-            process.wait(10)
+    with openenv_server(tmp_path_factory.mktemp("openenv")) as url:
+        yield url
 
 
 @real
@@ -192,7 +146,7 @@ def test_rewards_of_all_steps_are_added(tmp_path: Path) -> None:
     result, reward = record(answer, ScriptedModel(lambda messages: '```json\n{"number": 1}\n```'), tmp_path)
     assert (result.reason, dict(result.counts)) == ("submit", {"steps": 2})
     assert (reward.value, reward.parts) == (1.25, {"steps": 2.0})
-    assert requested[0] == {"type": "reset", "data": {"seed": HELDOUT_SEEDS + 7, "episode_id": "one"}}
+    assert requested[0] == {"type": "reset", "data": {"seed": 9, "episode_id": "one"}}
     assert requested[1] == {"type": "step", "data": {"number": 1}}
 
 
@@ -213,7 +167,7 @@ def test_the_model_is_told_what_was_wrong_with_its_action(tmp_path: Path) -> Non
     ("reply", "words"),
     [
         (None, "hung up"),
-        ({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}, "full"),
+        ({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}, r"had no session.*\(full\)"),
         ({"type": "error", "data": {"message": "no data", "code": "EXECUTION_ERROR"}}, "cannot begin with seed"),
         ({"type": "observation", "data": {}}, "unreadable"),
         ({"type": "observation", "data": {"observation": {}, "reward": "much"}}, "unreadable"),
@@ -225,6 +179,16 @@ def test_a_server_that_fails_is_infrastructure(reply: Json, words: str, tmp_path
         record(lambda message: reply, ScriptedModel(lambda messages: "{}"), tmp_path)
 
 
+def test_a_rollout_waits_for_a_server_whose_sessions_are_taken(tmp_path: Path) -> None:
+    replies = [{"type": "error", "data": {"message": "1/1", "code": "CAPACITY_REACHED"}}] * 2
+
+    def answer(message: dict[str, Json]) -> Json:
+        return replies.pop() if replies else observation("on", 0.5, done=True)  # type: ignore[return-value]  # JSON
+
+    result, reward = record(answer, ScriptedModel(lambda messages: "{}"), tmp_path)
+    assert (result.reason, reward.value, replies) == ("submit", 0.5, [])
+
+
 def test_a_reward_that_is_no_number_is_the_environments_fault(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="finite"):
         record(lambda message: observation("x", float("nan"), done=True), ScriptedModel(lambda messages: ""), tmp_path)
@@ -233,19 +197,19 @@ def test_a_reward_that_is_no_number_is_the_environments_fault(tmp_path: Path) ->
 def test_where_no_server_is_the_address_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9"):
         asyncio.run(play("http://127.0.0.1:9", ScriptedModel(bisect), tmp_path))
-    with pytest.raises(ConfigError, match="expected http"):
+    with pytest.raises(ConfigError, match=r"tasks\.options\.url = '127\.0\.0\.1:9'"):
         asyncio.run(play("127.0.0.1:9", ScriptedModel(bisect), tmp_path))
 
 
-def test_no_seed_is_on_both_sides(tmp_path: Path) -> None:
-    async def tasks() -> None:
-        async with aiohttp.ClientSession() as http:
-            environment = OpenEnvEnvironment("http://x", http, CompletionClient(http, max_tokens=1, timeout_s=1))
-            heldout = {environment.task(Split.HELDOUT, index).task_id for index in range(HELDOUT_SEEDS)}
-            assert environment.size(Split.HELDOUT) == len(heldout)
-            assert not heldout & {environment.task(Split.TRAIN, index).task_id for index in range(2 * HELDOUT_SEEDS)}
+def test_no_seed_is_on_both_sides_and_none_is_left_out(tmp_path: Path) -> None:
+    async def seeds(split: Split, count: int) -> list[int]:
+        async with recorded(lambda message: None) as url:
+            family = await asyncio.to_thread(open_family, recipe(url, "tasks.heldout_every=4"))
+        assert family.size(split) is None
+        return [index_of(family.task(split, index), FAMILY) for index in range(count)]
 
-    asyncio.run(tasks())
+    heldout, train = asyncio.run(seeds(Split.HELDOUT, 100)), asyncio.run(seeds(Split.TRAIN, 300))
+    assert sorted([*heldout, *train]) == list(range(400))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from etude.tasks.harbor.folder import SETTINGS
 from etude.tasks.harbor.images import build_images
 from etude.tasks.harbor.settings import TaskFolderError
 from etude.tasks.repositories.folder import RepositoryTasks
-from etude.types import AnswerChecks, Checks, FunctionChecks, QueryChecks, ScriptChecks, Task, TestChecks
+from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
 from etude.types import Split as Side
 
 SOLVE = """#!/bin/bash
@@ -234,6 +234,8 @@ def _example(checks: Checks) -> str:
             return f"  {checks.queries[0].sql} should give {[list(row) for row in checks.queries[0].rows]!r}\n"
         case AnswerChecks():
             return f"  the answer should be {checks.answer!r}\n"
+        case NamedChecks():
+            return f"  graded by {checks.grader} with {json.dumps(checks.options)}\n"
 
 
 def _solution(answer: Mapping[str, str]) -> dict[str, str]:

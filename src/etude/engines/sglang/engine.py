@@ -1,5 +1,6 @@
-"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its shapes are recorded from SGLang's
-documentation and sources (advanced_features/sglang_for_rl, basic_usage/native_api; late 2026), and tested as such.
+"""SGLang as an engine, over its HTTP API. **Not run against a live server**: its shapes are those of the sources of
+SGLang 0.5.23 (``srt/managers/io_struct.py``, ``srt/entrypoints/http_server.py``, ``srt/managers/tokenizer_manager.py``,
+``srt/state_capturer/routed_experts.py``), and tested as such.
 
     generate ──gate──▶ /generate, again for the rest after each update
     update ──closes the gate──▶ /pause_generation abort ▶ /update_weights_from_disk ▶ /continue_generation ──opens it
@@ -7,8 +8,8 @@ documentation and sources (advanced_features/sglang_for_rl, basic_usage/native_a
 SGLang labels an answer with the version that is served when it ends, not each token. So an update ends all requests
 that run: each comes back with what it has, all of one version, and is asked again for the rest under the new weights,
 which read its prompt and tokens anew. That is the mode RECOMPUTE; SGLang's own in-place pause would leave tokens of
-unknown version. Start the server with ``--sampling-defaults openai`` and without ``--incremental-streaming-output``,
-and leave ``SGLANG_RETURN_ORIGINAL_LOGPROB`` unset, or logprobs are those before the temperature.
+unknown version. SGLang looks once a second whether the requests that it aborts have ended, so that an update pauses for
+a second at least where any run. How the server must be started, :mod:`etude.engines.sglang.server` says.
 """
 
 import asyncio
@@ -64,7 +65,7 @@ class SglangFeatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SglangAnswer:
-    """The result of one call to ``/generate``, up to the latest event."""
+    """The result of one call to ``/generate``, up to the latest event; no token where it ended in waiting."""
 
     token_ids: Ids
     logprobs: Floats
@@ -93,10 +94,19 @@ class SglangEngine:
         self._updating = asyncio.Lock()
 
     async def start(self, version: int, folder: Path) -> None:
-        """Have it serve the checkpoint in ``folder``; to be called once, before anything else. Raises like update."""
+        """Take note of the checkpoint that the server was started with; to be called once, before anything else.
+
+        Raises :class:`~etude.errors.EngineUnavailable` where the server names another version.
+        """
+        self._version, self._digest = version, await asyncio.to_thread(_digest_of, folder)
         self._fault = ""
         self._open.set()
-        await self.update(version, await asyncio.to_thread(_digest_of, folder), folder)
+        await self.health()
+
+    @property
+    def version(self) -> int:
+        """The weight version being served; −1 before the start."""
+        return self._version
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample one completion, whatever updates fall into it.
@@ -145,7 +155,7 @@ class SglangEngine:
         if self._fault:
             raise EngineUnavailable(self._fault)
         await self._client.text("/health")
-        label = (await self._client.get("/get_model_info"))["weight_version"]
+        label = (await self._client.get("/model_info"))["weight_version"]
         if label != str(self._version) and not self._updating.locked():
             raise EngineUnavailable(f"SGLang serves weight version {label!r}, not {self._version}: it was changed")
         return EngineHealth(version=self._version, digest=self._digest, running=self._inflight, waiting=0)
@@ -175,7 +185,10 @@ class SglangEngine:
     async def _swap(self, version: int, folder: Path) -> None:
         await self._client.post("/pause_generation", {"mode": ABORTED}, UPDATE_TIMEOUT_S)
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        answer = await self._client.post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+        try:
+            answer = await self._client.post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+        except ValueError as error:  # status 400 says that the load failed
+            raise EngineUnavailable(f"SGLang did not load {folder}: {error}") from error
         if not answer["success"]:
             raise EngineUnavailable(f"SGLang did not load {folder}: {answer['message']}")
         await self._client.post("/continue_generation", {}, UPDATE_TIMEOUT_S)
@@ -232,7 +245,7 @@ def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features
     if not np.array_equal(token_ids, labels) or not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")
     routes = None
-    if params.want_routes and finish is not None:
+    if params.want_routes and finish is not None and len(token_ids):  # without tokens it ended before it was read
         routes = decode_routes(text, prompt_tokens + len(token_ids), features)
     if params.temperature == 0:
         logprobs = np.zeros_like(logprobs)  # it was certain

@@ -1,41 +1,23 @@
-"""A vLLM server as a child process: its command line, its environment, its start and its end.
+"""A vLLM server's settings, as its command line and its environment.
 
-Owns the process. vLLM lives in a Python environment of its own, because its dependencies exclude ours; we never import
-it. What is said to it is ``vllm.py``'s. Measured on two cores: 25–35 s from start to health, most of it three imports
-of vLLM, one after the other.
+What is said to it is ``engine.py``'s. Measured on two cores: 25–35 s from start to health, most of it three imports of
+vLLM, one after the other.
 """
 
 import os
-import subprocess
-import sys
-import time
-from asyncio import sleep
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, final
-
-import orjson
+from typing import Literal
 
 import etude
-from etude.engines.api_client import ApiClient, RequestLimits
-from etude.engines.vllm import process_guard
-from etude.errors import EngineUnavailable, UserError
+from etude.engines.server_process import HOST, ServerCommand, ServerProcess, find_interpreter, without_our_python
 
 PYTHON_VARIABLE = "ETUDE_VLLM_PYTHON"
 """Environment variable that names the interpreter of vLLM's environment."""
-HOST = "127.0.0.1"
-"""The server takes commands that load files and run code: it listens to this machine only."""
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "etude.engines.vllm.extension.EtudeWorker"
 TRANSFER = '{"backend":"etude"}'
-POLL_S = 0.2
-TAIL_BYTES = 4000
-"""Length of the log's end in the error of a start that failed."""
-STOP_S = 7.0
-"""Time in which all of its processes have to end: longer than the guard waits until it kills them, and less than we
-have ourselves.
-"""
 
 
 def find_python(configured: str = "") -> Path:
@@ -43,10 +25,12 @@ def find_python(configured: str = "") -> Path:
 
     Raises :class:`~etude.errors.UserError` when there is none.
     """
-    path = Path(configured or os.environ.get(PYTHON_VARIABLE) or ".venv-vllm/bin/python").absolute()
-    if not path.exists():
-        raise UserError(f"no vLLM: {path} is missing; `make .venv-vllm/stamp` installs it, or set {PYTHON_VARIABLE}")
-    return path
+    return find_interpreter(
+        configured,
+        variable=PYTHON_VARIABLE,
+        default=".venv-vllm/bin/python",
+        missing=f"no vLLM: {{path}} is missing; `make .venv-vllm/stamp` installs it, or set {PYTHON_VARIABLE}",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +96,7 @@ class VllmServer:
 
         ``package_folder`` holds étude's package and nothing else.
         """
-        variables = {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
-        variables |= {
+        variables = without_our_python(inherited) | {
             "PYTHONPATH": str(package_folder),
             "VLLM_SERVER_DEV_MODE": "1",  # pause, resume and weight transfer are there in no other mode
             "VLLM_NO_USAGE_STATS": "1",
@@ -129,79 +112,13 @@ class VllmServer:
             }
         return variables
 
-    def limits(self) -> RequestLimits:
-        """The bounds of what it can serve. Raises :class:`~etude.errors.UserError` if the checkpoint has no readable
-        config.
-        """
-        file = self.model / "config.json"
-        try:
-            vocab_size = int(orjson.loads(file.read_bytes())["vocab_size"])
-        except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{file} does not say vocab_size: {type(error).__name__}: {error}") from error
-        return RequestLimits(vocab_size=vocab_size, max_length=self.max_length)
 
-
-@final
-class VllmProcess:
-    """A running server and its log; the server ends with this process, even if that is killed."""
-
-    def __init__(self, server: VllmServer, folder: Path) -> None:
-        """Start it. ``folder`` gets its log, and a link to étude's package."""
-        self.server = server
-        self.base_url = f"http://{HOST}:{server.port}"
-        self.log = folder / "vllm.log"
-        environment = server.environment(os.environ, _package_folder(folder))
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, process_guard.__file__, *server.command()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                process_group=0,  # Ctrl-C is ours to handle; docs/engines.md says why it is no session of its own
-            )
-
-    @property
-    def pid(self) -> int:
-        """Process id of the guard that holds it."""
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        """True until the server ends."""
-        return self._process.poll() is None
-
-    async def ready(self, client: ApiClient, timeout_s: float) -> None:
-        """Wait until it answers.
-
-        Raises :class:`~etude.errors.EngineUnavailable` with the end of its log if it ends first or takes too long.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            if not self.is_running:
-                raise EngineUnavailable(f"vLLM ended with {self._process.returncode} as it started:\n{self._tail()}")
-            try:
-                await client.text("/health")
-                return
-            except EngineUnavailable as error:
-                if time.monotonic() > deadline_s:
-                    raise EngineUnavailable(
-                        f"vLLM is not healthy after {timeout_s:g} s; its log ends\n{self._tail()}"
-                    ) from error
-            await sleep(POLL_S)
-
-    def stop(self) -> None:
-        """End it and all its children; calling it twice is harmless."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _tail(self) -> str:
-        return self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+def start(server: VllmServer, folder: Path) -> ServerProcess:
+    """Start a server. ``folder`` gets its log, and a link to étude's package."""
+    environment = server.environment(os.environ, _package_folder(folder))
+    return ServerProcess(
+        ServerCommand(name="vLLM", argv=server.command(), environment=environment, port=server.port), folder
+    )
 
 
 def _package_folder(folder: Path) -> Path:

@@ -1,9 +1,8 @@
-"""Graders of a function in a file and of answers, and the dispatch to the grader of a task's checks.
+"""Grader of a function in a file, and the dispatch to the grader of a task's checks.
 
     FunctionChecks ──▶ the agent's file, in a fresh sandbox ──▶ its function on hidden arguments ──▶ right results?
-    AnswerChecks ────▶ the agent's last words ──▶ the right ones?
 
-Expected results and right answers never enter a sandbox, so there is nothing to find there and nothing to fake
+Expected results never enter a sandbox, so there is nothing to find there and nothing to fake
 (:mod:`etude.sandboxes.function_calls`). Only the file that a task asks for is carried over, as text: programs that the
 agent started, modules that it planted, settings that it changed, do not exist where it is graded.
 """
@@ -12,11 +11,9 @@ from collections.abc import Mapping
 
 from etude.errors import ConfigError
 from etude.protocols import Grade, Grader, HarnessResult, Sandbox, SandboxProvider
+from etude.rewards.graders.answers import SUBMITTED
 from etude.sandboxes.function_calls import CALL_TIMEOUT_S, call_function, same_value
-from etude.types import AnswerChecks, Checks, Task
-
-SUBMITTED = "submit"
-"""The one reason for stopping that asks for a reward."""
+from etude.types import Checks, Task
 
 
 class HiddenTests:
@@ -65,29 +62,6 @@ class FreshGrader:
             return await self._grader.grade(task, fresh, result)
         finally:
             await fresh.close()
-
-
-class AnswerGrader:
-    """Rewards 1 for the right words in the right order; implements :class:`~etude.protocols.Grader`."""
-
-    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
-        """1.0 if the agent ended its session with the right answer, white space aside, else 0.0.
-
-        Parts: ``submitted``, 0 or 1; ``wrong``, 1 for an answer that was given and is not right;
-        ``facts_answered``, the share of the facts that the answer takes which stand in it, where the task names them.
-        Raises ``ValueError`` for a task that is graded in another way.
-        """
-        checks = task.checks
-        if not isinstance(checks, AnswerChecks):
-            raise ValueError(f"task {task.task_id!r} is graded by {type(checks).__name__}, not by its answer")
-        submitted = result.reason == SUBMITTED
-        words = result.answer.split()
-        right = submitted and words == checks.answer.split()
-        parts = {"submitted": float(submitted), "wrong": float(submitted and bool(words) and not right)}
-        if checks.facts:
-            answer = " ".join(words)
-            parts["facts_answered"] = sum(fact in answer for fact in checks.facts) / len(checks.facts)
-        return Grade(value=float(right), parts=parts)
 
 
 class GraderByKind:

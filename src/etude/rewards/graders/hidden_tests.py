@@ -40,8 +40,8 @@ from dataclasses import dataclass, replace
 
 from etude.errors import AgentFault, SandboxError, Unsupported
 from etude.protocols import Grade, HarnessResult, Images, Sandbox, SandboxProvider
+from etude.rewards.graders.answers import SUBMITTED
 from etude.rewards.graders.artefacts import Ground, carry
-from etude.rewards.graders.functions import SUBMITTED
 from etude.rewards.graders.test_runs import (
     ENVIRONMENT,
     REPORT_LIMIT,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from etude.errors import SandboxError
 from etude.protocols import Grade, HarnessResult, Sandbox
 from etude.rewards.graders import postgres_client
-from etude.rewards.graders.functions import SUBMITTED
+from etude.rewards.graders.answers import SUBMITTED
 from etude.rewards.graders.postgres_client import LOST, QueryStep
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.function_calls import same_value

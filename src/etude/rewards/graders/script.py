@@ -44,8 +44,8 @@ from typing import Literal
 
 from etude.errors import AgentFault, ConfigError, SandboxError
 from etude.protocols import ExecResult, Grade, HarnessResult, Images, Sandbox, SandboxProvider
+from etude.rewards.graders.answers import SUBMITTED
 from etude.rewards.graders.canaries import TestSource
-from etude.rewards.graders.functions import SUBMITTED
 from etude.sandbox_spec import EnvironmentSpec, ImageUser, SandboxSpec
 from etude.sandboxes.images.archives import Entry, EntryKind, read_archive, write_archive
 from etude.sandboxes.services import sandbox_spec
@@ -59,7 +59,7 @@ REWARD_LIMIT_CHARACTERS = 64 << 10
 PARTS_LIMIT, NAME_LIMIT_CHARACTERS = 64, 100
 """Limits of a reward's parts, and of the name of one."""
 ARTEFACT_LIMIT_BYTES = 128 << 20
-"""As much as any provider exports: a virtual machine no more."""
+"""Limit of what a sandbox exports: as much as every provider does, a virtual machine among them."""
 PREPARE_TIMEOUT_S = 60.0
 """For a sandbox to be made ready; removing a large working folder takes a while."""
 GRACE_S = 300.0

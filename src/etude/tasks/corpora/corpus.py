@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from etude.tasks.corpora.mixture import Side, Source
 from etude.tasks.corpora.texts import PlainText, whole
 from etude.tasks.corpora.transcripts import Message
 from etude.tokens.messages import ChatFormat, ChatMessage
-from etude.types import Document
+from etude.types import Document, Split
 
 WINDOW_TOKENS = 256
 """Length of a standard-library document."""
@@ -42,6 +42,17 @@ class Demonstrations(Protocol):
 
     def session(self, rng: Random) -> Sequence[Message]:
         """A session of an imperfect agent."""
+        ...
+
+
+@runtime_checkable
+class DemonstratedFamily(Protocol):
+    """Protocol of a task family that shows how its tasks are done; a built-in one needs more than a side for that, its
+    options or the harness's, and is opened in :mod:`etude.run.task_families`.
+    """
+
+    def demonstrations(self, split: Split) -> Demonstrations:
+        """The demonstrations of one side of the hold-out."""
         ...
 
 

@@ -40,17 +40,20 @@ def build_batch(
     are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
     rollout is in none of these: the others are compared without it, and count no more for that. A group that lost
     rollouts to infrastructure weighs what it would have weighed with them, in advantages and in what these are divided
-    by. ``trajectories`` is empty when
+    by; a group of importance weight w counts w times in both. ``trajectories`` is empty when
     nothing is left of any group. Raises ``ValueError`` without groups, and as
     :func:`~etude.trainer.batching.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
     weights = [
-        group_weight(baseline, compared=len(_trusted(group)), graded=len(group.rollouts), lost=group.lost)
+        group.weight
+        * group_weight(baseline, compared=len(_trusted(group)), graded=len(group.rollouts), lost=group.lost)
         for group in groups
     ]
-    lost = [group.lost / max(1, len(group.rollouts)) for group in groups]  # for each one that is there
+    planned = [
+        group.weight * (1 + group.lost / max(1, len(group.rollouts))) for group in groups
+    ]  # for one that is there
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
     credited = [_credits(group, penalties, credit, baseline) for group in groups]
     learnt = [
@@ -62,8 +65,8 @@ def build_batch(
         step=step,
         trajectories=tuple(itertools.chain.from_iterable(learnt)),
         num_loss_tokens=sum(tokens),
-        num_lost_tokens=sum(share * count for share, count in zip(lost, tokens, strict=True)),
-        num_lost_trajectories=sum(share * len(group) for share, group in zip(lost, learnt, strict=True)),
+        num_lost_tokens=sum((share - 1) * count for share, count in zip(planned, tokens, strict=True)),
+        num_lost_trajectories=sum((share - 1) * len(group) for share, group in zip(planned, learnt, strict=True)),
         num_sampled_trajectories=sum(
             count_trajectories(rollout, credit.trained_T)
             for group, of_group in zip(groups, credited, strict=True)

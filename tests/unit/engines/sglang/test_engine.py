@@ -1,4 +1,4 @@
-"""SGLang's HTTP API as its documentation and sources record it; no server of SGLang was asked."""
+"""SGLang's HTTP API as the sources of SGLang 0.5.23 have it; no server of SGLang was asked."""
 
 import asyncio
 import base64
@@ -21,6 +21,7 @@ from etude.types import Finish, TensorSpec
 from etude.weights.digest import state_digest
 from etude.weights.interop.checkpoint import write_checkpoint
 from etude.weights.state import StoredTensor
+from waiting import until
 
 PROMPT = [5, 6, 7]
 OFFER = SglangFeatures(sparse_layers=(1,), hidden_layers=2, experts_per_token=2, seeds=True)
@@ -30,12 +31,12 @@ class Recorded:
     """Plays the server: its shapes, none of its work. Token n of a sequence is n, its logprob −n."""
 
     def __init__(self) -> None:
-        self.version = "default"
+        self.version = "1"
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
         self.paused = asyncio.Event()
         self.hold_after: int | None = None
-        """Stop after so many tokens and wait for a pause, which aborts."""
+        """Stop after so many tokens, or before the first one, and wait for a pause, which aborts."""
         self.status = 200
         self.loads = True
 
@@ -45,7 +46,7 @@ class Recorded:
         for path in ("/pause_generation", "/continue_generation", "/update_weights_from_disk"):
             app.router.add_post(path, self.control)
         app.router.add_get("/health", self.health)
-        app.router.add_get("/get_model_info", self.info)
+        app.router.add_get("/model_info", self.info)
         return app
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -59,6 +60,11 @@ class Recorded:
         stops = body["sampling_params"]["stop_token_ids"]
         output: list[int] = []
         finish: dict[str, Any] | None = None
+        if self.hold_after == 0:
+            await self.paused.wait()
+            self.hold_after = None
+            finish = {"type": "abort", "message": "Abort in waiting queue"}
+            await self.send(response, body, output, finish)
         while finish is None:
             output.append(first + len(output))
             if output[-1] in stops:
@@ -89,7 +95,7 @@ class Recorded:
             "completion_tokens": len(output),
             "cached_tokens": 0,
         }
-        if body["return_routed_experts"] and finish is not None:
+        if body["return_routed_experts"] and finish is not None and output:
             meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode("ascii")
         event = {"text": "", "output_ids": output, "meta_info": meta}
         await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
@@ -104,7 +110,8 @@ class Recorded:
             self.paused.clear()
             return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
         if not self.loads:
-            return web.json_response({"success": False, "message": "Failed to get weights iterator"}, status=200)
+            answer = {"success": False, "message": "Failed to get weights iterator", "num_paused_requests": 0}
+            return web.json_response(answer, status=400)
         self.version = body["weight_version"]
         return web.json_response(
             {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
@@ -188,6 +195,29 @@ def test_an_update_splits_a_completion_at_a_known_token(tmp_path: Path) -> None:
         assert recorded.calls[-3:] == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
         health = await engine.health()
         assert (health.version, health.digest, health.running) == (2, state_digest(state("2")), 0)
+
+    play(tmp_path, scene)
+
+
+def test_a_call_that_waits_while_an_update_begins_is_asked_again(tmp_path: Path) -> None:
+    async def scene(engine: SglangEngine, recorded: Recorded) -> None:
+        recorded.hold_after = 0
+        params = SamplingParams(max_tokens=3, want_routes=True)
+        waiting = asyncio.create_task(engine.generate(PROMPT, params, session="s"))
+        await until(lambda: bool(recorded.requests))
+        await engine.update(2, state_digest(state("2")), checkpoint(tmp_path / "2"))
+        completion = await waiting
+        assert completion.versions.tolist() == [2] * 3
+        assert completion.routes is not None and len(completion.routes) == len(PROMPT) + 2
+
+    play(tmp_path, scene)
+
+
+def test_a_server_of_another_version_is_not_started_with(tmp_path: Path) -> None:
+    async def scene(engine: SglangEngine, recorded: Recorded) -> None:
+        recorded.version = "default"
+        with pytest.raises(EngineUnavailable, match="weight version 'default', not 3"):
+            await engine.start(3, checkpoint(tmp_path / "3"))
 
     play(tmp_path, scene)
 

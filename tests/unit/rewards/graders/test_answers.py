@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from etude.protocols import Grade, HarnessResult
-from etude.rewards.graders.functions import AnswerGrader
+from etude.rewards.graders.answers import AnswerGrader
 from etude.rollouts.fake import FakeSandbox
 from etude.types import AnswerChecks, Checks, ScriptChecks, Split, Task
 

@@ -18,7 +18,8 @@ import pytest
 
 from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult
-from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
+from etude.sandbox_spec import WORKDIR, Capability, Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.images.archives import read_archive
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.ns.sandbox import NamespaceSandbox
@@ -95,6 +96,19 @@ def test_the_first_process_has_nothing_open_but_the_null_device() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root sees what another process has open")
     assert act(look) == [["/dev/null"] * 3]
+
+
+def test_an_export_leaves_out_what_is_mounted_below_the_working_folder(tmp_path: Path) -> None:
+    (tmp_path / "harness").write_text("not the agent's")
+
+    async def export(provider: NamespaceSandboxes) -> list[str]:
+        spec = SandboxSpec(mounts={f"{WORKDIR}/home/me/tools": tmp_path})
+        sandbox = await provider.create({"own.txt": "mine"}, spec)
+        result = await sandbox.exec(["sh", "-c", "mkdir empty; ls home/me"], timeout_s=TIMEOUT_S)
+        assert result.stdout == "tools\n"
+        return [entry.name for entry in read_archive(await sandbox.export(["."]))]
+
+    assert act(export) == ["empty", "own.txt"]
 
 
 def test_a_command_inherits_nothing_and_sees_no_mount_of_the_machine(tmp_path: Path) -> None:

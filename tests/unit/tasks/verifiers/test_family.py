@@ -1,75 +1,40 @@
 """Environments of the verifiers library, played through our gateway in a process of their own."""
 
 import asyncio
-import importlib.util
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
 
+import aiohttp
 import pytest
 
+from environments import PYTHON, real, write_verifiers
+from etude.config.loading import default_recipe
+from etude.config.recipe import RunConfig
+from etude.config.tasks import VerifiersOptions
 from etude.errors import ConfigError, EngineUnavailable, SandboxError
-from etude.protocols import Grade, HarnessResult, Session
+from etude.harnesses.completions import HarnessContext
+from etude.protocols import Grade, GraderContext, HarnessResult, Session
+from etude.rewards.graders.named import NamedGrader
 from etude.rollouts.fake import FakeSandbox
+from etude.run.rollouts import make_harness
+from etude.run.task_families import open_family
+from etude.run.task_sandboxes import PlainTaskSandboxes
 from etude.sandboxes.local.provider import LocalSandboxes
-from etude.tasks.outcomes import Card
-from etude.tasks.verifiers.family import FAMILY, VerifiersEnvironment
+from etude.tasks.outcomes import Card, is_heldout
+from etude.tasks.verifiers.family import FAMILY
+from etude.tasks.verifiers.process import EnvironmentCommand, EnvironmentProcess
 from etude.tasks.verifiers.program import judge
 from etude.types import Json, Split
 from scripted_model import ScriptedModel, serving
 from waiting import until, wait_until
 
-PYTHON = os.environ.get("ETUDE_VERIFIERS_PYTHON", sys.executable if importlib.util.find_spec("verifiers") else "")
-"""The Python that has the real package, if one does."""
-real = pytest.mark.skipif(not PYTHON, reason="verifiers is not installed: set ETUDE_VERIFIERS_PYTHON")
 
-TASKSET = """
-import verifiers.v1 as vf
-
-__all__ = ["Sums"]
-
-class Sum(vf.Task[vf.TaskData]):
-    @vf.reward(weight=2.0)
-    async def right(self, trace: vf.Trace) -> float:
-        print("what environments print is no answer")
-        return float(trace.last_reply == str(eval(self.data.prompt)))
-
-    @vf.metric
-    async def length(self, trace: vf.Trace) -> float:
-        return float(len(trace.last_reply))
-
-class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
-    INFINITE = True
-
-    def load(self):
-        number = 0
-        while True:
-            number += 1
-            yield Sum(vf.TaskData(prompt=f"{number} + 1", name=f"sum {number}"), self.config.task)
-"""
-HARNESS = """
-import httpx
-import verifiers.v1 as vf
-
-__all__ = ["Asking"]
-
-class Asking(vf.Harness[vf.HarnessConfig]):
-    EXECUTES_CODE = False
-    NEEDS_CONTAINER = False
-
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
-        body = {"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]}
-        async with httpx.AsyncClient() as http:
-            answer = await http.post(
-                f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}, timeout=20
-            )
-        return vf.ProgramResult(exit_code=0 if answer.status_code == 200 else 1, stdout="", stderr=answer.text)
-"""
-SETTINGS: dict[str, Json] = {"taskset": {"id": "etude_sums"}, "agent": {"harness": {"id": "etude_asking"}}}
+def recipe(*settings: str, env: str = "etude-sums", python: str = str(PYTHON)) -> RunConfig:
+    family = ["tasks.family=verifiers", f"tasks.options.env={env}", f"tasks.options.python={python}"]
+    return default_recipe([*family, "tasks.options.max_tasks=20", "harness.options.timeout_s=120.0", *settings])
 
 
 def add(messages: Sequence[dict[str, Json]]) -> str:
@@ -77,63 +42,65 @@ def add(messages: Sequence[dict[str, Json]]) -> str:
     return str(int(first) + int(second))
 
 
-async def play(model: ScriptedModel, settings: dict[str, Json], scratch: Path) -> tuple[HarnessResult, Grade]:
-    environment = VerifiersEnvironment(settings, python=PYTHON, max_tasks=20, timeout_s=60)
+async def play(model: ScriptedModel, config: RunConfig, scratch: Path) -> tuple[HarnessResult, Grade]:
+    task, closing = open_family(config).task(Split.TRAIN, 3), list[Any]()
     sandboxes = LocalSandboxes(scratch=scratch)
-    await environment.open()
-    try:
-        task = environment.task(Split.TRAIN, 3)
-        sandbox = await sandboxes.create(task.files)
-        async with serving(model) as session:
-            result = await environment.run(task, session, sandbox, temperature=0.5)
-        return result, await environment.grade(task, sandbox, result)
-    finally:
-        await environment.close()
-        await sandboxes.close()
-
-
-@pytest.fixture
-def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "plugins"
-    folder.mkdir()
-    (folder / "etude_sums.py").write_text(TASKSET, encoding="utf-8")
-    (folder / "etude_asking.py").write_text(HARNESS, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    async with aiohttp.ClientSession() as http, serving(model) as session:
+        harness = make_harness(config, HarnessContext(http=http, tasks=config.tasks, on_close=closing.append))
+        grader = NamedGrader(config.tasks.graders, GraderContext(open_sandbox=PlainTaskSandboxes(sandboxes).open))
+        try:
+            sandbox = await sandboxes.create(task.files)
+            result = await harness.run(task, session, sandbox, temperature=0.5)
+            return result, await grader.grade(task, sandbox, result)
+        finally:
+            for close in closing:
+                await close()
+            await sandboxes.close()
 
 
 @real
-@pytest.mark.usefixtures("plugins")
 def test_a_real_environment_is_rewarded_through_our_model(tmp_path: Path) -> None:
+    folder = write_verifiers(tmp_path / "environments")
+    config = recipe(f"tasks.folder={folder}", "tasks.options.args={step=2}")
+    family = open_family(config)
+    sizes = [family.size(split) or 0 for split in Split]
+    assert sum(sizes) == 20 and all(sizes)
+    assert family.task(Split.TRAIN, 0).prompt.endswith(" + 2")
     model = ScriptedModel(add)
-    result, reward = asyncio.run(play(model, SETTINGS, tmp_path))
-    assert (reward.value, reward.parts["right"], reward.parts["length"]) == (2.0, 1.0, 1.0)
+    result, reward = asyncio.run(play(model, config, tmp_path))
+    assert (reward.value, reward.parts["right"], reward.parts["length"]) == (3.0, 1.0, 1.0)
     assert result.counts == {"turns": 1}
     assert model.keys == ["Bearer the key of one session"]
     assert (model.requests[0]["model"], model.requests[0]["temperature"]) == ("policy", 0.5)
 
 
 @real
-@pytest.mark.usefixtures("plugins")
 def test_a_wrong_answer_is_graded_and_a_dead_engine_is_not(tmp_path: Path) -> None:
-    _, reward = asyncio.run(play(ScriptedModel(lambda messages: "?"), SETTINGS, tmp_path))
-    assert reward.value == 0.0
-    with pytest.raises(EngineUnavailable, match="etude_sums"):
-        asyncio.run(play(ScriptedModel(add, statuses=[500] * 20), SETTINGS, tmp_path))
+    config = recipe(f"tasks.folder={write_verifiers(tmp_path / 'environments')}")
+    _, reward = asyncio.run(play(ScriptedModel(lambda messages: "?"), config, tmp_path))
+    assert reward.parts["right"] == 0.0
+    with pytest.raises(EngineUnavailable, match="etude-sums"):
+        asyncio.run(play(ScriptedModel(add, statuses=[500] * 20), config, tmp_path))
 
 
 @real
-def test_an_environment_that_is_not_installed_is_named_with_its_log(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no_such_environment") as refused:
-        asyncio.run(play(ScriptedModel(add), {"taskset": {"id": "no_such_environment"}}, tmp_path))
-    assert "ModuleNotFoundError" in str(refused.value)
+def test_an_environment_that_is_not_installed_is_named_with_its_log() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.options\.env = 'no-such-one'(.|\n)*ModuleNotFoundError"):
+        open_family(recipe(env="no-such-one"))
 
 
-def test_without_the_package_an_environment_cannot_be_opened(tmp_path: Path) -> None:
-    bare = VerifiersEnvironment({"taskset": {"id": "x"}}, python="/bin/false")
+def test_without_the_package_an_environment_cannot_be_opened() -> None:
     with pytest.raises(ConfigError, match="exit code 1"):
-        asyncio.run(bare.open())
-    with pytest.raises(ConfigError, match="name the environment"):
-        VerifiersEnvironment({"taskset": {}})
+        open_family(recipe(python="/bin/false"))
+    with pytest.raises(ConfigError, match=r"no verifiers: /nowhere/python is missing(.|\n)*tasks\.options\.python"):
+        open_family(recipe(python="/nowhere/python"))
+
+
+def command(python: str) -> EnvironmentCommand:
+    return EnvironmentCommand.of(VerifiersOptions(env="x", python=python), "")
+
+
+LISTED = json.dumps({"id": 0, "tasks": [{"index": 0, "name": "n", "prompt": "?"}]})
 
 
 def program(folder: Path, then: str) -> str:
@@ -152,29 +119,48 @@ def is_alive(pid: Path) -> bool:
 
 
 def test_what_an_environment_left_running_goes_with_it_and_blocks_nothing(tmp_path: Path) -> None:
-    tasks = [{"index": index, "name": str(index), "prompt": "?"} for index in range(20)]
-    answer = json.dumps({"id": 0, "tasks": tasks})
-    python = program(tmp_path, f"sleep 600 >&2 &\necho $! > {tmp_path}/left\nread line\necho '{answer}'\nread line")
+    python = program(tmp_path, f"sleep 600 >&2 &\necho $! > {tmp_path}/left\nread line\necho '{LISTED}'\nread line")
 
     async def act() -> None:
-        environment = VerifiersEnvironment({"taskset": {"id": "x"}}, python=python, timeout_s=600)
-        async with asyncio.timeout(30):
-            await environment.open()
-            task, session = environment.task(Split.TRAIN, 0), Session(session_id="s", base_url="", api_key="")
+        process = EnvironmentProcess(command(python))
+        async with asyncio.timeout(60):
+            await process.open()
             for _ in range(2):
                 with pytest.raises(SandboxError, match="exit code 0"):
-                    await environment.run(task, session, FakeSandbox({}, lambda sandbox: None), temperature=1.0)
-            await environment.close()
+                    await process.ask({"do": "run"}, 600)
+            assert not process.is_running
+            await process.close()
 
     asyncio.run(act())
     wait_until(lambda: not is_alive(tmp_path / "left"))
+
+
+def test_a_process_that_ended_is_started_again_by_the_next_rollout(tmp_path: Path) -> None:
+    outcome = json.dumps({"id": 1, "reward": 0.5, "parts": {}, "reason": "submit", "turns": 1})
+    first = f"test -e {tmp_path}/again || {{ touch {tmp_path}/again; exit 1; }}"
+    python = program(tmp_path, f"read line\necho '{LISTED}'\nread line\n{first}\necho '{outcome}'\nread line")
+    config, closing = recipe(python=python), list[Any]()
+    task = Card(environment="x", index=0, name="n", prompt="p").task(FAMILY, Split.TRAIN)
+    session = Session(session_id="s", base_url="", api_key="")
+
+    async def act() -> None:
+        sandbox = FakeSandbox({}, lambda sandbox: None)
+        async with aiohttp.ClientSession() as http:
+            harness = make_harness(config, HarnessContext(http=http, tasks=config.tasks, on_close=closing.append))
+            with pytest.raises(SandboxError, match="exit code 1"):
+                await harness.run(task, session, sandbox, temperature=1.0)
+            result = await harness.run(task, session, sandbox, temperature=1.0)
+            assert (result.reason, result.counts) == ("submit", {"turns": 1})
+            await closing[0]()
+
+    asyncio.run(act())
 
 
 def test_an_environment_that_is_given_up_while_it_opens_is_gone(tmp_path: Path) -> None:
     python = program(tmp_path, "while read line; do :; done")
 
     async def act() -> None:
-        opening = asyncio.create_task(VerifiersEnvironment({"taskset": {"id": "x"}}, python=python).open())
+        opening = asyncio.create_task(EnvironmentProcess(command(python)).open())
         await until((tmp_path / "pid").exists)
         opening.cancel()
         async with asyncio.timeout(30):
@@ -226,25 +212,28 @@ def test_a_deadline_is_graded_and_an_error_is_not() -> None:
 
 def test_equal_names_are_on_the_same_side_and_indices_come_back() -> None:
     cards = [Card(environment="e", index=index, name=f"n{index % 40}", prompt="p") for index in range(80)]
-    assert [card.split for card in cards[:40]] == [card.split for card in cards[40:]]
-    assert {card.split for card in cards} == set(Split)
+    sides = [is_heldout(card, 6) for card in cards]
+    assert sides[:40] == sides[40:]
+    assert set(sides) == {True, False}
     assert len({card.task(FAMILY, Split.TRAIN).task_id for card in cards}) == 80
 
 
-def test_a_task_of_another_family_is_refused(tmp_path: Path) -> None:
-    environment = VerifiersEnvironment({"taskset": {"id": "x"}}, python="/bin/false")
+def test_a_task_of_another_family_is_refused_and_one_without_an_outcome_not_graded(tmp_path: Path) -> None:
+    config = recipe(python="/bin/false")
     task = Card(environment="x", index=0, name="n", prompt="p").task("openenv", Split.TRAIN)
 
-    async def grade_nothing() -> None:
+    async def act() -> None:
         sandboxes = LocalSandboxes(scratch=tmp_path)
         sandbox = await sandboxes.create({})
         try:
+            grader = NamedGrader({}, GraderContext(open_sandbox=PlainTaskSandboxes(sandboxes).open))
             with pytest.raises(SandboxError, match="did not come to its end"):
-                await environment.grade(task, sandbox, HarnessResult(reason="submit", counts={}))
-            async with serving(ScriptedModel(add)) as session:
+                await grader.grade(task, sandbox, HarnessResult(reason="submit", counts={}))
+            async with aiohttp.ClientSession() as http, serving(ScriptedModel(add)) as session:
+                context = HarnessContext(http=http, tasks=config.tasks, on_close=lambda close: None)
                 with pytest.raises(ValueError, match="openenv"):
-                    await environment.run(task, session, sandbox, temperature=1.0)
+                    await make_harness(config, context).run(task, session, sandbox, temperature=1.0)
         finally:
             await sandboxes.close()
 
-    asyncio.run(grade_nothing())
+    asyncio.run(act())

@@ -108,6 +108,18 @@ def test_what_was_lost_counts_in_the_normaliser_like_what_is_there(lost: int) ->
     assert (batch.num_lost_tokens, batch.num_lost_trajectories) == (2.0 * lost, lost)
 
 
+@pytest.mark.parametrize("weight", [0.25, 1.0, 3.0])
+def test_a_group_counts_by_its_importance_weight_in_advantages_and_in_the_normaliser(weight: float) -> None:
+    """Σ w A / Σ w: groups of one weight alone make the step that they would make without it."""
+    plain, batch = build_batch(5, [MIXED, ALIKE]), build_batch(5, [replace(MIXED, weight=weight), ALIKE])
+    for one, other in zip(plain.trajectories, batch.trajectories, strict=True):
+        assert (one.advantages * weight).tolist() == other.advantages.tolist()
+    assert batch.num_loss_tokens + batch.num_lost_tokens == weight * plain.num_loss_tokens
+    assert len(batch.trajectories) + batch.num_lost_trajectories == weight * len(plain.trajectories)
+    with pytest.raises(ValueError, match="importance weight 0"):
+        replace(MIXED, weight=0.0)
+
+
 def later(first: Rollout, *versions: int) -> Turn:
     """A turn that goes on from a rollout's last one."""
     before = first.turns[-1]

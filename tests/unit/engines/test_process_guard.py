@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.engines.vllm import process_guard
+from etude.engines import process_guard
 from waiting import WAIT_S, wait_until
 
 FAMILY = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); time.sleep(60)"

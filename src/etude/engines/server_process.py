@@ -1,0 +1,181 @@
+"""A third-party engine server as a child process: its interpreter, its start, its log and its end.
+
+    checkpoint ──▶ ServerProcess ──log──▶ folder of logs         ends with this process, even if that is killed
+                        └─ health ◀── ready                      (engines/process_guard.py)
+
+Such a server lives in a Python environment of its own, because its dependencies exclude ours; we never import it. Owns
+the process; what its command line says is each kind's, as is what is said to the server.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from asyncio import sleep
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import orjson
+
+from etude.engines import process_guard
+from etude.engines.api_client import ApiClient, RequestLimits
+from etude.errors import EngineUnavailable, UserError
+from etude.models.checkpoint import CONFIG_FILE
+from etude.weights.interop.checkpoint import write_checkpoint
+from etude.weights.state import State
+
+HOST = "127.0.0.1"
+"""The server takes commands that load files and run code: it listens to this machine only."""
+WATCH_S = 0.2
+"""Seconds between two looks at whether the server runs."""
+START_S = 1800.0
+"""Longest time for a server to load a checkpoint and to compile; half a minute on two cores for a small one, many for
+a large one on a GPU. One that ends is noticed at once.
+"""
+TAIL_BYTES = 4000
+"""Length of the log's end in the error of a start that failed."""
+STOP_S = 7.0
+"""Time in which all of its processes have to end: longer than the guard waits until it kills them, and less than we
+have ourselves.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerCommand:
+    """The command line of a server, and what it needs to be run."""
+
+    name: str
+    """Name of the program in messages, e.g. ``vLLM``; in small letters, that of its log."""
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    port: int
+
+
+@final
+class ServerProcess:
+    """A running server and its log; the server ends with this process, even if that is killed."""
+
+    def __init__(self, command: ServerCommand, folder: Path) -> None:
+        """Start it. ``folder`` gets its log."""
+        self.name = command.name
+        self.base_url = f"http://{HOST}:{command.port}"
+        self.log = folder / f"{command.name.lower()}.log"
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, process_guard.__file__, *command.argv],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(command.environment),
+                process_group=0,  # Ctrl-C is ours to handle; docs/engines.md says why it is no session of its own
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard that holds it."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """True until the server ends."""
+        return self._process.poll() is None
+
+    async def ready(self, client: ApiClient, timeout_s: float) -> None:
+        """Wait until it answers.
+
+        Raises :class:`~etude.errors.EngineUnavailable` with the end of its log if it ends first or takes too long.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            if not self.is_running:
+                raise EngineUnavailable(
+                    f"{self.name} ended with {self._process.returncode} as it started:\n{self._tail()}"
+                )
+            try:
+                await client.text("/health")
+                return
+            except EngineUnavailable as error:
+                if time.monotonic() > deadline_s:
+                    raise EngineUnavailable(
+                        f"{self.name} is not healthy after {timeout_s:g} s; its log ends\n{self._tail()}"
+                    ) from error
+            await sleep(WATCH_S)
+
+    async def watch(self) -> None:
+        """Raise :class:`~etude.errors.EngineUnavailable` once the server ends."""
+        while self.is_running:
+            await sleep(WATCH_S)
+        raise EngineUnavailable(f"{self.name} ended: see {self.log}")
+
+    def stop(self) -> None:
+        """End it and all its children; calling it twice is harmless."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _tail(self) -> str:
+        return self.log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CheckpointWriter:
+    """Writes weight states as Hugging Face checkpoints."""
+
+    config: Path
+    """The file that describes the model."""
+    scratch: Path
+
+    def write(self, state: State) -> Path:
+        """A folder with a checkpoint of a published state; the one before is gone."""
+        target = self.scratch / "model"
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        shutil.copy(self.config, target / CONFIG_FILE)
+        write_checkpoint(target, state)
+        return target
+
+
+def find_interpreter(configured: str, *, variable: str, default: str, missing: str) -> Path:
+    """The interpreter of a server's environment: the configured one, that of a variable, or ``default`` here.
+
+    Raises :class:`~etude.errors.UserError` when there is none; ``missing`` says what is missing, and what to do.
+    """
+    path = Path(configured or os.environ.get(variable) or default).absolute()
+    if not path.exists():
+        raise UserError(missing.format(path=path))
+    return path
+
+
+def without_our_python(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables for another environment's Python: those about ours are left out."""
+    return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
+
+
+def limits_of(model: Path, max_length: int) -> RequestLimits:
+    """The bounds of what a server of a checkpoint can serve.
+
+    Raises :class:`~etude.errors.UserError` if the checkpoint has no readable config.
+    """
+    file = model / CONFIG_FILE
+    try:
+        vocab_size = int(orjson.loads(file.read_bytes())["vocab_size"])
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file} does not say vocab_size: {type(error).__name__}: {error}") from error
+    return RequestLimits(vocab_size=vocab_size, max_length=max_length)
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,170 @@
+"""Selection of training tasks: more of those from which something can be learnt now.
+
+    what became of each task ──▶ probability of each ──▶ one draw ──▶ task, importance weight
+
+    pools      easy · normal · hard, by the mean reward when last tried; a share of draws each, solved and hopeless
+               tasks rest for some epochs (prime-rl's buffer: its shares and thresholds, resting is ours)
+    thompson   p_i ~ Beta(½ + passes, ½ + failures), what is old counting less; q_i ∝ p_i (1 − p_i), the variance of a
+               reward of 0 or 1 and so the expected square of an advantage, mixed with all tasks alike
+
+Each draw is by itself: its probabilities depend on what is known before it, and are known. So the weight 1 / (N q_i)
+makes the mean over draws that over all N tasks: E[w g] = Σ_i q_i g_i / (N q_i). In Thompson sampling q is what it is
+once the p_i are drawn, which makes it exact, and the share of all tasks alike bounds the weight. A task that rests has
+q = 0: it counts as one without a gradient, which it was when all its rewards were alike.
+
+Owns the decision. Pure: facts, a seed and a position in, a task out; the facts are the ledger's
+(:mod:`etude.rollouts.task_history`), so a process that is started again, or another one, draws the same.
+
+Array legend: N tasks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.config.section import Section
+from etude.config.tasks import PoolsOptions, SelectionConfig, ThompsonOptions
+
+Values: TypeAlias = npt.NDArray[np.float64]
+PRIOR = 0.5
+"""Passes and failures that a task begins with: Jeffreys' prior, by which few tries that were alike say a good deal."""
+NEVER = -1
+"""Position of a draw that was not made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFacts:
+    """The outcomes of each task so far."""
+
+    drawn_N: npt.NDArray[np.int64]
+    """[N] position at which it was last drawn, of the draws that ended; ``NEVER``."""
+    rate_N: Values
+    """[N] mean of its rewards then, each between 0 and 1; NaN where none is known."""
+    passes_N: Values
+    failures_N: Values
+    """[N] rewards added up, and what they miss to 1, as of ``drawn_N``: what was seen before counts less."""
+
+    @classmethod
+    def none(cls, size: int) -> "TaskFacts":
+        """Facts of so many tasks that were never drawn."""
+        zeros = np.zeros(size)
+        return cls(
+            drawn_N=np.full(size, NEVER),
+            rate_N=np.full(size, np.nan),
+            passes_N=zeros,
+            failures_N=zeros.copy(),
+        )
+
+    def copy(self) -> "TaskFacts":
+        """Facts to be gone on with, while these stay as they are."""
+        return TaskFacts(
+            drawn_N=self.drawn_N.copy(),
+            rate_N=self.rate_N.copy(),
+            passes_N=self.passes_N.copy(),
+            failures_N=self.failures_N.copy(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskChoice:
+    """The task of one draw."""
+
+    index: int
+    weight: float
+    """1 / (N q): how likely it is if all tasks are alike, over how likely it was."""
+
+
+class TaskSelection:
+    """The draws of one run over N tasks."""
+
+    def __init__(self, config: SelectionConfig, *, size: int, seed: int) -> None:
+        self._size = size
+        self._seed = seed
+        self._probabilities = _kind(config.options)
+        options = config.options
+        self.half_life = size * options.half_life_epochs if isinstance(options, ThompsonOptions) else np.inf
+        """Draws after which what was seen of a task counts half."""
+
+    def observe(self, facts: TaskFacts, task: int, position: int, *, graded: int, passed: float) -> None:
+        """Add a draw that ended to ``facts``: ``graded`` rewards that add up to ``passed``."""
+        before = facts.drawn_N[task]
+        newest = max(int(before), position)
+        if position >= before:
+            facts.rate_N[task] = passed / graded if graded else facts.rate_N[task]
+        for counts_N, seen in ((facts.passes_N, passed), (facts.failures_N, graded - passed)):
+            old, new = (0.5 ** ((newest - at) / self.half_life) for at in (int(before), position))
+            counts_N[task] = counts_N[task] * old + seen * new
+        facts.drawn_N[task] = newest
+
+    def choose(self, facts: TaskFacts, position: int) -> TaskChoice:
+        """The task at a position of the training data."""
+        chance = np.random.default_rng((self._seed, position))
+        probabilities_N = self._probabilities(facts, position, self, chance)
+        index = int(np.searchsorted(np.cumsum(probabilities_N), chance.random() * probabilities_N.sum(), side="right"))
+        index = min(index, int(np.flatnonzero(probabilities_N)[-1]))  # a sum may be a rounding error off
+        return TaskChoice(index=index, weight=float(1 / (self._size * probabilities_N[index])))
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self._size
+
+
+Probabilities: TypeAlias = Callable[[TaskFacts, int, TaskSelection, np.random.Generator], Values]
+"""[N] how likely each task is to be drawn at a position; their sum is 1."""
+
+
+def _kind(options: Section) -> Probabilities:
+    """The rule that goes with some options."""
+    match options:
+        case PoolsOptions():
+            return lambda facts, position, selection, chance: pools(options, facts, position)
+        case ThompsonOptions():
+            return lambda facts, position, selection, chance: thompson(
+                options, facts, position / selection.half_life, selection.half_life, chance
+            )
+        case _:
+            raise ValueError(f"tasks are not chosen by {type(options).__name__}")
+
+
+def pools(options: PoolsOptions, facts: TaskFacts, position: int) -> Values:
+    """[N] the share of each pool, evenly over its tasks; of all tasks alike where every one rests."""
+    size = len(facts.rate_N)
+    is_alike_N = (facts.rate_N == 0) | (facts.rate_N == 1)
+    rests_N = is_alike_N & (position - facts.drawn_N < options.rest_epochs * size)
+    if rests_N.all():
+        return np.full(size, 1 / size)
+    easy_N = (facts.rate_N >= options.easy_from) & ~rests_N
+    hard_N = (facts.rate_N <= options.hard_to) & ~rests_N
+    normal_N = ~easy_N & ~hard_N & ~rests_N
+    normal_share = 1 - options.easy_share - options.hard_share
+    probabilities_N = np.zeros(size)
+    for pool_N, share in ((easy_N, options.easy_share), (hard_N, options.hard_share), (normal_N, normal_share)):
+        if pool_N.any():
+            probabilities_N[pool_N] = share / pool_N.sum()
+    total = probabilities_N.sum()
+    if not total:  # all that does not rest is in a pool without a share
+        probabilities_N[~rests_N] = 1.0
+        total = probabilities_N.sum()
+    shares_N: Values = probabilities_N / total
+    return shares_N
+
+
+def thompson(
+    options: ThompsonOptions, facts: TaskFacts, age: float, half_life: float, chance: np.random.Generator
+) -> Values:
+    """[N] p (1 − p) of a draw of each task's pass rate, over their sum, mixed with all tasks alike.
+
+    ``age`` is the position in half-lives.
+    """
+    size = len(facts.rate_N)
+    kept_N = np.where(facts.drawn_N == NEVER, 1.0, 0.5 ** np.maximum(0.0, age - facts.drawn_N / half_life))
+    rates_N = chance.beta(PRIOR + facts.passes_N * kept_N, PRIOR + facts.failures_N * kept_N)
+    signals_N = rates_N * (1 - rates_N)
+    total = signals_N.sum()
+    by_signal_N = signals_N / total if total else np.full(size, 1 / size)
+    mixed_N: Values = options.uniform_share / size + (1 - options.uniform_share) * by_signal_N
+    return mixed_N

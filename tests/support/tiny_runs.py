@@ -1,0 +1,27 @@
+"""Whole runs of a few steps, of a tiny random model: a start for a recipe, and `etude run` in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from etude.config.loading import default_recipe
+from etude.run.phases import make_start
+
+DEADLINE_S = 900.0
+"""A bound on what hangs, not on what a busy machine is slow at."""
+SHAPE = ("hidden_size=32", "layers=1", "heads=2", "kv_heads=2", "head_dim=16", "experts=4", "expert_size=32")
+
+
+def make_tiny_start(folder: Path) -> Path:
+    """A checkpoint of étude's own kind, in ``folder``."""
+    folder.mkdir()
+    make_start(folder, default_recipe([f"model.shape.{key}" for key in SHAPE]))
+    return folder
+
+
+def run_etude(*arguments: str) -> str:
+    """Run a command of étude's to its end, which must be a good one; returns what it printed."""
+    command = [sys.executable, "-m", "etude", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
