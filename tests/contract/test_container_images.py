@@ -206,13 +206,13 @@ def test_what_cannot_be_is_refused_by_name_before_anything_starts(
 
 def test_a_layer_of_an_enemy_reaches_nothing_outside_of_its_folder(store: ImageStore, tmp_path: Path) -> None:
     """A layout made by hand, whose layer would be written by links, names and whiteouts to where it does not belong."""
-    kept = write_files(tmp_path / "outside", {"kept": "kept"})
-    for members in ([("link", str(kept)), ("link/kept", "")], [("../outside/kept", "")], [("a/.wh...", "")]):
+    outside = write_files(tmp_path / "outside", {"file": "text"})
+    for members in ([("link", str(outside)), ("link/file", "")], [("../outside/file", "")], [("a/.wh...", "")]):
         layout = tmp_path / f"layout-{len(list(tmp_path.iterdir()))}"
         write_layout(layout, members)
         with pytest.raises(EtudeError):
             add_image(store, str(layout))
-        assert {file.name: file.read_text() for file in kept.iterdir()} == {"kept": "kept"}
+        assert {file.name: file.read_text() for file in outside.iterdir()} == {"file": "text"}
 
 
 def write_layout(folder: Path, members: Sequence[tuple[str, str]]) -> None:
