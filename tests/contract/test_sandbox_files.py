@@ -185,13 +185,13 @@ def test_what_is_mounted_below_the_working_folder_is_not_carried(stage: Stage, t
             return [f"{shown}", *sorted(member.name for member in tar if member.isreg())]
 
     try:
-        found = stage.play(names, {"a": "1", "b/c": "2"}, SandboxSpec(mounts={"/work/tool": tool}))
+        carried = stage.play(names, {"a": "1", "b/c": "2"}, SandboxSpec(mounts={"/work/tool": tool}))
     except Unsupported:
         assert Capability.IMAGES not in stage.claims
         return
     except SandboxError as error:  # of a virtual machine, whose working folder comes last
         pytest.skip(str(error))
-    assert found == ["not the agent's", "a", "b/c"]
+    assert carried == ["not the agent's", "a", "b/c"]
 
 
 def test_an_export_has_its_limit(stage: Stage) -> None:
