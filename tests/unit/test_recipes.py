@@ -26,6 +26,7 @@ CLAIMS = {
     "self-summary": (0.20, -0.02),
     "summaries": (0.18, 0.05),
     "tab": (0.20, -0.02),
+    "pretrained": (0.40, 0.70),
 }
 """Recipe → how much more is passed afterwards: by every seed when sampled; by the mean when greedy, for some leave
 mid-training with hardly any room, and ten steps of another team's harness leave it as it was.
