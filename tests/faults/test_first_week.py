@@ -1,7 +1,7 @@
 """A practitioner's first week, from the installed wheel and outside the checkout: nothing of étude's is changed.
 
-The checkpoint is made by transformers; tasks, agent, reward function, loss, advantage, sink, sandboxes and engine are
-the examples of ``docs/extending.md``, beside a recipe in a folder of its owner's.
+The checkpoint is made by transformers; tasks, agent, grader, reward function, loss, advantage, sink, sandboxes and engine
+are the examples of ``docs/extending.md``, beside a recipe in a folder of its owner's.
 """
 
 import shutil
@@ -28,6 +28,7 @@ import etude
 
 assert Path(etude.__file__).is_relative_to(sys.prefix), etude.__file__
 run = etude.open("runs/week")
+assert all({"near", "exact", "variety"} <= step.reward_parts.keys() for step in run.steps())
 print(len(run.steps()), len(run.rollouts(purpose="train", reward=">0").to_pandas()), run.report()["finished"])
 """
 

@@ -85,10 +85,9 @@ def open_tasks(config: RunConfig) -> TaskFamily:
     """The family of a recipe, opened to see that it can be. Raises :class:`~etude.errors.ConfigError`."""
     try:
         return open_family(config)
-    except ConfigError:
-        raise
     except UserError as error:
-        raise ConfigError(f"tasks.folder: {error}" if config.tasks.folder else str(error)) from error
+        is_of_folder = config.tasks.folder and "tasks." not in str(error)
+        raise ConfigError(f"tasks.folder: {error}" if is_of_folder else str(error)) from error
 
 
 def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:

@@ -57,11 +57,14 @@ def test_no_text_takes_long(step: str) -> None:
 
     def cost_s(size: int) -> float:
         text = step * (size // len(step))
-        started_s = time.process_time()
+        started_s = time.thread_time()
         inspect([Action(tool="bash", arguments={"command": text, "content": text})], Scene())
-        return time.process_time() - started_s
+        return time.thread_time() - started_s
 
-    assert cost_s(100_000) < 10 * cost_s(8_000) + 0.5, "of more than 32,000 letters it reads that many"
+    def least_s(size: int) -> float:  # what else a process has to do, such as collecting garbage, comes on top
+        return min(cost_s(size) for _ in range(3))
+
+    assert least_s(100_000) < 10 * least_s(8_000) + 0.5, "of more than 32,000 letters it reads that many"
 
 
 def test_a_scene_knows_its_tests_and_its_package() -> None:
