@@ -1,7 +1,7 @@
 """A practitioner's first week, from the installed wheel and outside the checkout: nothing of étude's is changed.
 
-The checkpoint is made by transformers; tasks, agent, grader, reward function, loss, advantage, sink, sandboxes and engine
-are the examples of ``docs/extending.md``, beside a recipe in a folder of its owner's.
+The checkpoint is made by transformers. Tasks, agent, grader, reward function, loss, advantage, sink, sandboxes and
+engine are the examples of ``docs/extending.md``, beside a recipe in a folder of its owner's.
 """
 
 import shutil
