@@ -17,11 +17,14 @@ import operator
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import cast
+
+from etude.errors import ConfigError, EtudeError
 
 GROUP = "etude.plugins"
 """Group of entry points by which installed packages give short names."""
@@ -61,6 +64,22 @@ class Registry:
                 f"'package.module:Name', '@file.py:Name' beside the recipe, or an entry point of {GROUP!r}"
             )
         return load(place, f"{self.key} = {name!r}")
+
+    def make(self, name: str, *arguments: object) -> object:
+        """What the class or function of a name makes of ``arguments``.
+
+        Raises ``ValueError`` as :meth:`find` does, and :class:`~etude.errors.ConfigError`, with the line of their code,
+        for whatever goes wrong in one that is not built in.
+        """
+        maker = cast("Callable[..., object]", self.find(name))
+        if name in self.builtins:
+            return maker(*arguments)
+        try:
+            return maker(*arguments)
+        except EtudeError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.key} = {portable(name)!r} cannot be made: {_last_line(error)}") from error
 
 
 def load(place: str, where: str) -> object:

@@ -1,24 +1,19 @@
 """The events of a run's processes, with the sinks that its recipe names."""
 
-from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import cast
 
 from etude.config.recipe import RunConfig
-from etude.config.section import Section
 from etude.config.telemetry import SINKS
 from etude.run.folder import RunFolder
 from etude.telemetry.log import EventLog
 from etude.telemetry.sinks import Sink, SinkContext, Sinks
-
-MakeSink: TypeAlias = Callable[[Section, SinkContext], Sink]
-"""The type of a thing that ``telemetry.sinks`` names."""
 
 
 def open_events(folder: RunFolder, config: RunConfig, process: str, *, lossy: bool = False) -> EventLog:
     """The log of one process; the caller closes it."""
     context = SinkContext(run=config.name, process=process)
     sinks = {
-        f"{number} ({sink.kind})": cast("MakeSink", SINKS.find(sink.kind))(sink.options, context)
+        f"{number} ({sink.kind})": cast("Sink", SINKS.make(sink.kind, sink.options, context))
         for number, sink in enumerate(config.telemetry.sinks, start=1)
     }
     return EventLog(folder.events, process, lossy=lossy, sinks=Sinks(sinks) if sinks else None)

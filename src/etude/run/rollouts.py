@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,7 +21,6 @@ from etude.aio import background_task, gather_or_cancel
 from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.config.rollouts import HARNESSES, CommandOptions
-from etude.config.section import Section
 from etude.config.tasks import LocalOptions
 from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
@@ -67,8 +66,6 @@ from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, NamedChecks, Split, Task
 
-MakeHarness: TypeAlias = Callable[[Section, HarnessContext], Harness]
-"""The type of a thing that ``harness.kind`` names."""
 POLL_S = 0.05
 """Interval of requests for the served weight version."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
@@ -411,8 +408,7 @@ async def open_stage(
 
 def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
     """The harness of a recipe. Raises :class:`~etude.errors.ConfigError` for what this machine does not have."""
-    make = cast("MakeHarness", HARNESSES.find(config.harness.kind))
-    return make(config.harness.options, context)
+    return cast("Harness", HARNESSES.make(config.harness.kind, config.harness.options, context))
 
 
 def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:

@@ -1,12 +1,10 @@
 """The task family of a recipe, and the demonstrations that mid-training shows of it."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import cast
 
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
-from etude.config.section import Section
 from etude.config.tasks import (
     FAMILIES,
     BugfixOptions,
@@ -31,9 +29,6 @@ from etude.tasks.repositories.family import BriefTasks, RepairDemonstrations
 from etude.tasks.summaries import SummariesFamily, SummaryDemonstrations
 from etude.types import Split
 
-MakeFamily: TypeAlias = Callable[[Section, FamilyContext], TaskFamily]
-"""The type of a thing that ``tasks.family`` names."""
-
 NOTHING_HELD_OUT = (
     "no task is held out, so that nothing can be measured: hold out more (a smaller tasks.heldout_every), name some in "
     "their own metadata (metadata.etude.split = 'heldout' in task.toml), or measure nothing (eval.enabled = false)"
@@ -51,7 +46,6 @@ def open_family(config: RunConfig) -> TaskFamily:
 
 def _family(config: RunConfig) -> TaskFamily:
     tasks, images = config.tasks, config.sandboxes.images
-    make = cast("MakeFamily", FAMILIES.find(tasks.family))
     context = FamilyContext(
         seed=config.seed,
         heldout_every=tasks.heldout_every,
@@ -59,7 +53,7 @@ def _family(config: RunConfig) -> TaskFamily:
         folder=Path(tasks.folder),
         images=Path(images) if images else None,
     )
-    return make(tasks.options, context)
+    return cast("TaskFamily", FAMILIES.make(tasks.family, tasks.options, context))
 
 
 def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demonstrations:

@@ -5,13 +5,12 @@
 Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias, cast
+from typing import cast
 
-from etude.config.section import Section
 from etude.config.tasks import PROVIDERS, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
 from etude.protocols import Grader, GraderContext, Sandbox, SandboxProvider
@@ -28,8 +27,6 @@ from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
-MakeProvider: TypeAlias = Callable[[Section, ProviderContext], SandboxProvider]
-"""The type of a thing that ``sandboxes.kind`` names."""
 NOTHING = SandboxSpec()
 """Mounts and places beside a task's environment."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
@@ -65,8 +62,8 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
 
 def open_kind(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     """The provider of ``sandboxes.kind`` alone, without a warm pool. Raises :class:`~etude.errors.ConfigError`."""
-    make = cast("MakeProvider", PROVIDERS.find(config.kind))
-    return make(config.options, ProviderContext(kind=config.kind, store=store))
+    context = ProviderContext(kind=config.kind, store=store)
+    return cast("SandboxProvider", PROVIDERS.make(config.kind, config.options, context))
 
 
 class PlainTaskSandboxes:

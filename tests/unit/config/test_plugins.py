@@ -87,6 +87,20 @@ def test_a_wrong_name_is_explained(recipe: Path, name: str, message: str) -> Non
         load_recipe(recipe, [f"tasks.family={name}", "tasks.options={}"])
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("    ...", r"tasks\.family = '@wrong\.py:Mine' cannot be made: TypeError: Mine\(\) takes no arguments"),
+        ("    def __init__(self, *given): self.x = 1 / 0", r"made: ZeroDivisionError: .*wrong\.py, line 2\)"),
+    ],
+)
+def test_what_cannot_be_made_is_named_with_its_line(recipe: Path, body: str, message: str) -> None:
+    (recipe / "wrong.py").write_text(f"class Mine:\n{body}\n", encoding="utf-8")
+    config = load_recipe(recipe, ["tasks.family=@wrong.py:Mine", "tasks.options={}"])
+    with pytest.raises(ConfigError, match=message):
+        FAMILIES.make(config.tasks.family, config.tasks.options, None)
+
+
 def test_a_package_gives_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint(name="acme", value="etude.tasks.lookup:LookupFamily", group=plugins.GROUP)
     monkeypatch.setattr(plugins, "entry_points", lambda **query: EntryPoints([point]).select(**query))
