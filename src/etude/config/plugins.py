@@ -66,7 +66,7 @@ class Registry:
         return load(place, f"{self.key} = {name!r}")
 
     def make(self, name: str, *arguments: object) -> object:
-        """What the class or function of a name makes of ``arguments``.
+        """Call the class or function of a name, and return what it makes of ``arguments``.
 
         Raises ``ValueError`` as :meth:`find` does, and :class:`~etude.errors.ConfigError`, with the line of their code,
         for whatever goes wrong in one that is not built in.
