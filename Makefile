@@ -6,8 +6,8 @@ ARGS ?=
 WORKERS ?= 3
 NAME ?= loop
 # On two cores of an AMD EPYC virtual machine.
-TEST_MINUTES := 9
-REST_MINUTES := 6
+TEST_MINUTES := 12
+REST_MINUTES := 14
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

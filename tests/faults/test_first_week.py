@@ -100,6 +100,7 @@ def save_checkpoint(folder: Path) -> None:
     LlamaForCausalLM(shape).save_pretrained(folder)
 
 
+@pytest.mark.heavy("a minute")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
 def test_a_first_week_from_the_installed_wheel(home: Home) -> None:
     shutil.copytree(EXAMPLES, home.folder / "week")
