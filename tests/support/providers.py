@@ -15,10 +15,10 @@ import pytest
 
 from etude.config.plugins import load
 from etude.config.section import Section
+from etude.config.tasks import PROVIDERS as PROVIDER_NAMES
 from etude.errors import ConfigError
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.run.serving import listening
-from etude.run.task_sandboxes import MakeProvider
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import LIMITS
 from etude.sandboxes.images.store import ImageStore
@@ -207,8 +207,8 @@ def example(scratch: Path) -> SandboxProvider:
     """The provider of ``docs/extending.md``."""
     place = Path(__file__).parents[2] / "examples" / "extend" / "provider.py"
     options = cast("type[Section]", load(f"@{place}:ZoneOptions", "a test"))
-    make = cast("MakeProvider", load(f"@{place}:Zoned", "a test"))
-    return make(options(), ProviderContext(kind="example", store=ImageStore(Path(IMAGES.name))))
+    context = ProviderContext(kind="example", store=ImageStore(Path(IMAGES.name)))
+    return cast("SandboxProvider", PROVIDER_NAMES.make(f"@{place}:Zoned", options(), context))
 
 
 PROVIDERS: dict[str, Candidate] = {
