@@ -4,7 +4,7 @@
                               │ ──choose─▶ the region of one session, or none yet
     sessions that end ────────┘
 
-A region is a place with gateways, engines and a store of its own, reached over a long distance. A weight version reaches
+A region is a place with gateways, engines and a store of its own, far away. A weight version reaches
 regions one after the other. Were rollouts admitted when the first one serves it, that region would take all there is to
 do; were they admitted when the last one does, the slowest would hold up all others. So they are admitted at the version
 that a share of the capacity serves, and sessions go to the region that was given least for its capacity. One that is
