@@ -78,7 +78,7 @@ def serve(address: str) -> None:
 
 def measure(address: str, connections: int, seconds: float) -> LinkMeasurement:
     """Probe the server at ``address``."""
-    rtt_s = _round_trip_s(address)
+    rtt_s = round_trip_s(address)
     stop = threading.Event()
     pumps = [threading.Thread(target=_pump, args=(address, stop), daemon=True) for _ in range(connections)]
     with _connect(address, COUNT) as counter:
@@ -124,7 +124,8 @@ def _answer(connection: socket.socket, received: list[int], total: _Counter) -> 
                 received.append(size)
 
 
-def _round_trip_s(address: str) -> float:
+def round_trip_s(address: str) -> float:
+    """Median time of small messages to the server at ``address`` and back."""
     with _connect(address, ECHO) as connection:
         times_s: list[float] = []
         for _ in range(PINGS):

@@ -41,6 +41,8 @@ class Traffic:
     """Packets lost at random."""
     dropped: int = 0
     """Packets that found the queue full."""
+    cut: int = 0
+    """Packets that found the link cut; they are not among those that were sent into it."""
 
     def since(self, before: "Traffic") -> "Traffic":
         """What came after ``before``."""
@@ -49,6 +51,7 @@ class Traffic:
             size_bytes=self.size_bytes - before.size_bytes,
             lost=self.lost - before.lost,
             dropped=self.dropped - before.dropped,
+            cut=self.cut - before.cut,
         )
 
 
@@ -60,18 +63,36 @@ class Link:
         self._shape = shape
         self._random = random.Random(f"{LOSS_SEED} {seed}")
         self._idle_s = 0.0
-        self._packets = self._size_bytes = self._lost = self._dropped = 0
+        self._packets = self._size_bytes = self._lost = self._dropped = self._cut = 0
+        self._is_cut = False
 
     @property
     def traffic(self) -> Traffic:
         """What it has carried so far."""
-        return Traffic(packets=self._packets, size_bytes=self._size_bytes, lost=self._lost, dropped=self._dropped)
+        return Traffic(
+            packets=self._packets,
+            size_bytes=self._size_bytes,
+            lost=self._lost,
+            dropped=self._dropped,
+            cut=self._cut,
+        )
+
+    def cut(self) -> None:
+        """Carry nothing more until :meth:`heal`; what is under way still arrives. Senders are told nothing."""
+        self._is_cut = True
+
+    def heal(self) -> None:
+        """Carry packets again."""
+        self._is_cut = False
 
     def send(self, size_bytes: int, now_s: float) -> float | None:
         """Take a packet at ``now_s``, which never runs backwards; returns when it arrives, ``None`` if it never does.
 
         Arrivals come in the order of sending.
         """
+        if self._is_cut:
+            self._cut += 1
+            return None
         shape = self._shape
         self._packets += 1
         self._size_bytes += size_bytes

@@ -3,9 +3,10 @@
     site's kernel ──▶ tunnel device ──▶ read ─▶ Link.send ─▶ wait for the arrival ─▶ write ──▶ tunnel device ──▶ …
 
 It makes the namespaces, hands their descriptors to whoever started it, and forwards until the control socket, its
-standard input, closes. Namespaces have no names and devices live as long as their descriptors, so nothing outlives the
-processes involved, however they die. When a packet shall arrive is decided in ``links.py``; the rest of the world talks
-to :class:`bench.sync.wan.Wan`.
+standard input, closes; over that it is told to cut a site off and to heal it, and answers each message with a report.
+Namespaces have no names and devices live as long as their descriptors, so nothing outlives the processes involved,
+however they die. When a packet shall arrive is decided in ``links.py``; the rest of the world talks to
+:class:`bench.sync.wan.Wan`.
 
 Needs root, or a system that lets anybody make user namespaces. Linux only; the standard library alone.
 """
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import TYPE_CHECKING, final
@@ -46,6 +47,8 @@ PRIORITY = -10
 """Asked for, not required: on a busy machine a router that has to wait makes the links worse than they claim to be."""
 MOST_MESSAGE_BYTES = 1 << 16
 """Of the control socket."""
+REPORT, CUT, HEAL = "report", "cut", "heal"
+"""Messages to the router; the last two are followed by a site."""
 
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 0x1
@@ -54,12 +57,21 @@ IPV4, DESTINATION_AT, HEADER_BYTES = 4, 16, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairLink:
+    """The shape of both directions between two sites."""
+
+    sites: tuple[str, str]
+    link: LinkShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterPlan:
     """All that a router has to know."""
 
     sites: tuple[str, ...]
     link: LinkShape
-    """Of every direction between any two sites."""
+    """Of every direction between two sites that are not among ``pairs``."""
+    pairs: tuple[PairLink, ...] = ()
     mtu: int
     """Largest packet, in bytes."""
     seed: int
@@ -72,7 +84,14 @@ class RouterPlan:
     def parse(cls, text: str) -> "RouterPlan":
         """The inverse of :meth:`to_json`."""
         tree = json.loads(text)
-        return cls(**{**tree, "sites": tuple(tree["sites"]), "link": LinkShape(**tree["link"])})
+        pairs = tuple(
+            PairLink(sites=tuple(pair["sites"]), link=LinkShape(**pair["link"])) for pair in tree.pop("pairs")
+        )
+        return cls(**{**tree, "sites": tuple(tree["sites"]), "link": LinkShape(**tree["link"]), "pairs": pairs})
+
+    def shape(self, one: str, other: str) -> LinkShape:
+        """Of either direction between two sites."""
+        return next((pair.link for pair in self.pairs if set(pair.sites) == {one, other}), self.link)
 
 
 def site_address(index: int) -> str:
@@ -90,7 +109,7 @@ class Router:
         self._by_address = {(FIRST_ADDRESS + index).packed: site for index, site in enumerate(plan.sites)}
         self._mtu = plan.mtu
         self._links = {
-            (source, target): Link(plan.link, f"{plan.seed} {source} {target}")
+            (source, target): Link(plan.shape(source, target), f"{plan.seed} {source} {target}")
             for source in plan.sites
             for target in plan.sites
             if source != target
@@ -102,18 +121,28 @@ class Router:
         self._latest_s = 0.0
 
     def run(self, control: socket.socket) -> None:
-        """Forward packets and answer every message on ``control`` with a report, until its other end closes."""
+        """Forward packets, and do and answer what messages on ``control`` say, until its other end closes."""
         sources = [*self._devices.values(), control.fileno()]
         while True:
             readable, _, _ = select.select(sources, (), (), self._pause_s())
             for source in readable:
                 if source != control.fileno():
                     self._take(source)
-                elif control.recv(MOST_MESSAGE_BYTES):
+                elif message := control.recv(MOST_MESSAGE_BYTES):
+                    self._obey(message.decode())
                     control.send(json.dumps(self._report()).encode())
                 else:
                     return
             self._deliver()
+
+    def _obey(self, message: str) -> None:
+        """Cut all links of a site, or heal them: ``cut SITE``, ``heal SITE``; anything else asks for the report."""
+        order, _, site = message.partition(" ")
+        for ends, link in self._links.items():
+            if site in ends and order == CUT:
+                link.cut()
+            elif site in ends and order == HEAL:
+                link.heal()
 
     def _pause_s(self) -> float | None:
         """How long nothing needs to be delivered; ``None`` while nothing is under way."""
@@ -175,7 +204,7 @@ def parse_traffic(report: "Mapping[str, Json]") -> dict[tuple[str, str], Traffic
     result: dict[tuple[str, str], Traffic] = {}
     for row in rows:
         assert isinstance(row, dict)
-        counts = {name: int(str(row[name])) for name in ("packets", "size_bytes", "lost", "dropped")}
+        counts = {field.name: int(str(row[field.name])) for field in fields(Traffic)}
         result[str(row["source"]), str(row["target"])] = Traffic(**counts)
     return result
 

@@ -4,11 +4,12 @@
         server = wan.popen("trainer", ["python", "-m", "http.server", "--bind", wan.address("trainer")])
         ...
         wan.traffic("trainer", "region-a").size_bytes
+        wan.cut("region-b")
 
 Processes of one site share a loopback and an address; everything between sites passes the links, one for each ordered
-pair, as if each pair had a line of its own. The links are emulated in a process (``router.py``) because the kernel's
-own emulator, netem, is missing in many kernels and needs root in the rest. This file owns the sites and the processes
-in them; when packets arrive is ``links.py``'s.
+pair, as if each pair had a line of its own, of its own shape if it is given one. A site can be cut off and healed. The
+links are emulated in a process (``router.py``) because the kernel's own emulator, netem, is missing in many kernels
+and needs root in the rest. This file owns the sites and the processes in them; when packets arrive is ``links.py``'s.
 
 Accuracy: packets arrive up to half a millisecond late, more when the machine is busy: :class:`RouterState` says how
 late. Losses strike packets of up to 9,000 bytes, not of 1,500 as on most long-distance lines: an equal share of lost
@@ -28,7 +29,17 @@ from typing import IO, TYPE_CHECKING, Self, TypeAlias, final
 
 from bench import programs
 from bench.sync.links import LinkShape, Traffic
-from bench.sync.router import MOST_MESSAGE_BYTES, RouterPlan, enter_namespace, parse_traffic, site_address
+from bench.sync.router import (
+    CUT,
+    HEAL,
+    MOST_MESSAGE_BYTES,
+    REPORT,
+    PairLink,
+    RouterPlan,
+    enter_namespace,
+    parse_traffic,
+    site_address,
+)
 from etude.errors import InfrastructureError, UserError
 from etude.sandboxes.isolation import die_with_parent
 
@@ -46,7 +57,7 @@ Stream: TypeAlias = int | IO[bytes] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanShape:
-    """What every link between two sites is like; the same in both directions."""
+    """What a link between two sites is like; the same in both directions."""
 
     rtt_s: float = 0.08
     """There and back, half of it each way, on an idle link."""
@@ -92,11 +103,23 @@ class Wan:
     tunnel devices. Enter it in a thread that outlives it: when that thread ends, so do the processes in the sites.
     """
 
-    def __init__(self, sites: Sequence[str], shape: WanShape | None = None) -> None:
+    def __init__(
+        self,
+        sites: Sequence[str],
+        shape: WanShape | None = None,
+        pairs: Mapping[tuple[str, str], WanShape] | None = None,
+    ) -> None:
+        """``pairs`` gives some pairs of sites, in either order, another shape than ``shape``."""
         self.sites = tuple(sites)
         self.shape = shape or WanShape()
+        self.pairs = dict(pairs or {})
         if len(set(self.sites)) != len(self.sites) or not self.sites:
             raise ValueError(f"sites {self.sites} must have names of their own")
+        for (one, other), other_shape in self.pairs.items():
+            if one == other or not {one, other} <= set(self.sites) or (other, one) in self.pairs:
+                raise ValueError(f"the pair {one!r}, {other!r} must be two of the sites {self.sites}, named once")
+            if (other_shape.mtu, other_shape.seed) != (self.shape.mtu, self.shape.seed):
+                raise ValueError(f"the pair {one!r}, {other!r} must have the mtu and the seed of all others")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._users: int | None = None
         self._networks: dict[str, int] = {}
@@ -148,6 +171,17 @@ class Wan:
         """What went from one site to another so far."""
         return parse_traffic(self._report())[source, target]
 
+    def cut(self, site: str) -> None:
+        """Carry nothing to or from a site until :meth:`heal`: what is sent vanishes, and nobody is told.
+
+        Raises ``ValueError`` for an unknown site.
+        """
+        self._order(CUT, site)
+
+    def heal(self, site: str) -> None:
+        """Connect a site again. Raises ``ValueError`` for an unknown site."""
+        self._order(HEAL, site)
+
     def router(self) -> RouterState:
         """How the emulation is doing."""
         report = self._report()
@@ -175,6 +209,7 @@ class Wan:
         plan = RouterPlan(
             sites=self.sites,
             link=self.shape.link,
+            pairs=tuple(PairLink(sites=sites, link=shape.link) for sites, shape in self.pairs.items()),
             mtu=self.shape.mtu,
             seed=self.shape.seed,
         )
@@ -199,10 +234,15 @@ class Wan:
             self._users = namespaces.pop(0)
         self._networks = dict(zip(self.sites, namespaces, strict=True))
 
-    def _report(self) -> "Mapping[str, Json]":
+    def _order(self, order: str, site: str) -> None:
+        if site not in self.sites:
+            raise ValueError(f"no site {site!r}, only {self.sites}")
+        self._report(f"{order} {site}")
+
+    def _report(self, message: str = REPORT) -> "Mapping[str, Json]":
         assert self._control is not None, "enter it first"
         try:
-            self._control.send(b"report")
+            self._control.send(message.encode())
             answer = self._control.recv(MOST_MESSAGE_BYTES)
         except OSError as error:
             raise InfrastructureError(f"the router of the emulated links does not answer: {error}") from error

@@ -6,7 +6,8 @@
 A relay holds no weights. It copies records as they are, signatures included, and packs after checking them, each
 before the record that names it; so a region's store is a log in its own right, always some version of the origin's.
 Merged links are made anew from what is already there rather than fetched. Any number of relays may serve one region:
-they write the same objects.
+they write the same objects, and take what another one has brought. With a lease one of them is active and the others
+stand by, so that nothing is fetched twice.
 """
 
 import time
@@ -16,12 +17,13 @@ from contextlib import suppress
 from typing import final
 
 from etude.closing import Closing
-from etude.errors import DamagedError, FencedError
+from etude.errors import DamagedError, FencedError, InfrastructureError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.log import WeightLog, create, newest
 from etude.weights.plan import Edge, LinkSpeed, plan
 from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, link_key
+from etude.weights.relay_lease import RelayLease
 
 LOOK_S = 5.0
 """Seconds between looks at the whole origin; in between only the version that should come next is asked for."""
@@ -31,9 +33,15 @@ LOOK_S = 5.0
 class Relay(Closing):
     """Copies ``origin`` to ``region``; for one thread at a time."""
 
-    def __init__(self, origin: WeightLog, region: WeightLog, *, connections: int = 16) -> None:
+    def __init__(
+        self, origin: WeightLog, region: WeightLog, *, connections: int = 16, lease: RelayLease | None = None
+    ) -> None:
+        """With a ``lease`` nothing is fetched while another relay may have it: then calls raise
+        :class:`~etude.errors.InfrastructureError`.
+        """
         self._origin = origin
         self._region = region
+        self._lease = lease
         self._compactor = Compactor(region)
         self._copied: set[str] = set()
         self._copied_version: int | None = None
@@ -186,6 +194,12 @@ class Relay(Closing):
     def _copy_pack(self, pack: WeightPack) -> int:
         if pack.digest in self._copied:
             return 0
-        self._region.put_pack(self._pack_in_region(pack) or self._origin.pack(pack))
+        self._region.put_pack(self._pack_in_region(pack) or self._fetched(pack))
         self._copied.add(pack.digest)
         return pack.size_bytes
+
+    def _fetched(self, pack: WeightPack) -> bytes:
+        """A pack from far away."""
+        if self._lease is not None and not self._lease.is_held:
+            raise InfrastructureError(f"another relay may be at work in {self._region.store.url}: this one stands by")
+        return self._origin.pack(pack)

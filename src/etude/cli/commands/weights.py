@@ -4,6 +4,7 @@ A store is named by a run folder or by the URL of an object store (a path, ``s3:
 when the environment variable ``ETUDE_WEIGHTS_KEY`` holds a key.
 """
 
+import random
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,12 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
+from etude.backoff import Backoff
 from etude.cli.commands.show import console
 from etude.cli.options import All, RunPath, group
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
-from etude.errors import DamagedError, RunFolderError, UserError
+from etude.errors import DamagedError, InfrastructureError, RunFolderError, UserError
 from etude.run.folder import RunFolder, require_empty
 from etude.run.weight_log import log_id_of, open_store
 from etude.types import WeightVersion
@@ -29,6 +31,7 @@ from etude.weights.interop.version_folder import write_delta, write_full
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver, pull
 from etude.weights.relay import Relay
+from etude.weights.relay_lease import RelayLease
 from etude.weights.repair import repair as repair_log
 from etude.weights.repair import verify as verify_log
 from etude.weights.replica import PulledWeights
@@ -41,6 +44,8 @@ MOST_TENSORS = 20
 """Shown of a comparison: the most changed ones."""
 LEASE_S = 10 * 60.0
 """Time that a reader's lease counts."""
+RELAY_PAUSES = Backoff(first_s=0.5, longest_s=4.0, jitter=0.5)
+"""Before a relay tries again that could not reach a store; short, as a link that is back should be used at once."""
 NOTHING_THERE = "no version is published there"
 
 Item = TypeVar("Item")
@@ -210,19 +215,46 @@ def relay(
     log_id: LogId = None,
     at_least: AtLeast = 0,
 ) -> None:
-    """Copy a store into one that is nearer to its readers, and keep it up to date."""
+    """Copy a store into one that is nearer to its readers, and keep it up to date.
+
+    Of several relays of a region one copies; another takes over when that one falls silent. A store that cannot be
+    reached is tried again, for ever.
+    """
     origin, nearer = log_of(store, log_id=log_id, at_least=at_least), open_store(region)
+    if once:
+        with Relay(origin, nearer) as copying:
+            console().print(f"version {copying.advance()} is in {nearer.store.url}")
+        return
+    with RelayLease(nearer.store) as lease, Relay(origin, nearer, lease=lease) as copying:
+        _keep_up(copying, lease, nearer.store.url)
+
+
+def _keep_up(copying: Relay, lease: RelayLease, region: str) -> None:
+    """Copy each version while the lease is held, and say so."""
     newest: int | None = None
-    with Relay(origin, nearer) as copying:
-        while True:
+    was_active, failures = True, 0
+    while True:
+        is_active = lease.wait(RELAY_PAUSES.first_s)
+        if is_active != was_active:
+            was_active = is_active
+            console().print("this relay is the active one" if is_active else "this relay stands by")
+        if not is_active:
+            continue
+        try:
             copying.prefetch()
             current = copying.advance()
-            if current != newest:
-                newest = current
-                console().print(f"version {current} is in {nearer.store.url}")
-            if once:
-                return
-            time.sleep(POLL_S)
+        except InfrastructureError as error:
+            failures += 1
+            console().print(f"trying again: {error}")
+            lease.release()  # another relay may be better off
+            time.sleep(RELAY_PAUSES.delay_s(failures, random.random()))
+            lease.seek()
+            continue
+        failures = 0
+        if current != newest:
+            newest = current
+            console().print(f"version {current} is in {region}")
+        time.sleep(POLL_S)
 
 
 def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> WeightLog:

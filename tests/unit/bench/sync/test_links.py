@@ -29,6 +29,16 @@ def test_what_the_queue_cannot_hold_is_dropped() -> None:
     assert link.send(1000, 0.001) is not None  # one of them has left
 
 
+def test_a_cut_link_carries_nothing_until_it_is_healed() -> None:
+    link = Link(shape(), "a")
+    assert link.send(1000, 0.0) is not None
+    link.cut()
+    assert link.send(1000, 0.1) is None
+    link.heal()
+    assert link.send(1000, 0.2) is not None
+    assert link.traffic == Traffic(packets=2, size_bytes=2000, cut=1)
+
+
 def test_losses_have_the_right_share_and_follow_the_seed() -> None:
     def lost(seed: str) -> list[bool]:
         link = Link(shape(loss=0.1, queue_bytes=1 << 30), seed)

@@ -109,6 +109,45 @@ for _ in range(400): door.sendto(b"x", ({wan.address("b")!r}, 9))"""
         assert 150 < traffic.lost < 250
 
 
+def round_trip_s(wan: Wan, target: str) -> float:
+    return float(run(wan, "a", f"from bench.sync.link_probe import round_trip_s; print(round_trip_s({target!r}))"))
+
+
+def test_a_pair_of_sites_may_have_a_shape_of_its_own() -> None:
+    far = WanShape(rtt_s=0.1, loss=0.0, bits_per_s=40e6)
+    with Wan(("a", "b", "c"), FAST, {("c", "a"): far}) as wan:
+        for site in ("b", "c"):
+            wan.popen(site, [sys.executable, "-m", "bench.sync.link_probe", "serve", wan.address(site)])
+        near_s, far_s = round_trip_s(wan, wan.address("b")), round_trip_s(wan, wan.address("c"))
+        assert near_s < 0.1 <= far_s
+
+
+def test_a_site_that_is_cut_off_is_reached_again_once_it_is_healed(wan: Wan) -> None:
+    wan.popen("b", [sys.executable, "-m", "bench.sync.link_probe", "serve", wan.address("b")])
+    assert round_trip_s(wan, wan.address("b")) < 1.0
+    reach = f"""
+import socket
+try:
+    socket.create_connection(({wan.address("b")!r}, 7077), timeout=1.0)
+except TimeoutError:
+    print("silence")
+"""
+    wan.cut("b")
+    assert run(wan, "a", reach) == "silence"
+    assert wan.traffic("a", "b").cut > 0
+    wan.heal("b")
+    assert run(wan, "a", reach) == ""
+    with pytest.raises(ValueError, match="nowhere"):
+        wan.cut("nowhere")
+
+
+def test_pairs_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be two of the sites"):
+        Wan(("a", "b"), pairs={("a", "z"): FAST})
+    with pytest.raises(ValueError, match="the mtu"):
+        Wan(("a", "b"), pairs={("a", "b"): WanShape(mtu=1500)})
+
+
 def test_leaving_after_an_error_ends_everything() -> None:
     with pytest.raises(RuntimeError, match="on purpose"), Wan(("a", "b"), FAST) as wan:
         process = wan.popen("a", SLEEP, stdout=subprocess.PIPE)

@@ -1,0 +1,192 @@
+"""Which region a new session goes to, and at which weight version rollouts are admitted: a table, without I/O.
+
+    reports of regions ──▶ Regions ──heard──▶ admission: the window of docs/control.md
+                              │ ──choose─▶ the region of one session, or none yet
+    sessions that end ────────┘
+
+A region is a place with gateways, engines and a store of its own, far away. A weight version reaches
+regions one after the other. Were rollouts admitted when the first one serves it, that region would take all there is to
+do; were they admitted when the last one does, the slowest would hold up all others. So they are admitted at the version
+that a share of the capacity serves, and sessions go to the region that was given least for its capacity. One that is
+known to be late keeps its claim: others may be ``lead`` of their capacity ahead of it, then sessions wait for it, but
+nobody waits longer than ``patience_s`` for a region that does not follow. A region that could not take a session has no
+claim to it: who is full, away or too late for too long is not made up for later.
+
+Serving at least a group's version is what the bound of staleness rests on; fairness is not, nor is anything that a
+report says falsely (``docs/control.md``).
+
+No clock and no I/O: facts and ``now`` in, in seconds. Does not own how regions are asked, nor what a session is.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionLimits:
+    """When a region counts, and how far others may get ahead of it. Raises ``ValueError`` for what cannot be."""
+
+    quorum: float = 0.5
+    """Share of the capacity in reach that has to serve a version before rollouts are admitted at it."""
+    lead: float = 0.25
+    """Share of its capacity by which a region may be ahead, in sessions it was given, of one that is late."""
+    patience_s: float = 20.0
+    """Time for which a region that is behind the version heard is waited for; then it is left out until it follows."""
+    away_s: float = 3.0
+    """Silence after which a region is away: left out, until it reports again."""
+
+    def __post_init__(self) -> None:
+        if not (0 < self.quorum <= 1 and self.lead >= 0 and self.patience_s >= 0 and self.away_s > 0):
+            raise ValueError(f"{self}: quorum is in (0, 1], lead and patience_s are not negative, away_s is positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionReport:
+    """What a region said of itself."""
+
+    version: int
+    """The oldest weight version that an engine in its reach serves; what it will sample with is not older."""
+    places: int
+    """Sessions that it may hold at a time: its capacity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionView:
+    """A snapshot of one region, for people."""
+
+    name: str
+    version: int
+    places: int
+    open: int
+    """Sessions that it has now."""
+    given: int
+    """Sessions that it was given so far."""
+    is_away: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Region:
+    """The table's mutable record of one region."""
+
+    name: str
+    report: RegionReport = RegionReport(version=-1, places=0)
+    heard_s: float = -math.inf
+    """Time of its last report."""
+    late_since_s: float | None = None
+    """Time since which it has been behind the version heard, or has not been in reach."""
+    open: int = 0
+    given: int = 0
+    account: float = 0.0
+    """Sessions that it was given, or had no claim to, over its capacity."""
+
+    @property
+    def has_place(self) -> bool:
+        """True if it may hold another session."""
+        return self.open < self.report.places
+
+    @property
+    def fill(self) -> float:
+        """Share of its places that are taken; of those that have one."""
+        return self.open / self.report.places
+
+
+class Regions:
+    """The regions of a run, and the sessions of one process in them.
+
+    ``names`` are all that there may be: each is away until its first report.
+    """
+
+    def __init__(self, names: Iterable[str], limits: RegionLimits | None = None) -> None:
+        self._limits = limits or RegionLimits()
+        self._regions = {name: _Region(name=name) for name in names}
+        if not self._regions:
+            raise ValueError("a run has at least one region")
+        self._heard = -1
+
+    @property
+    def heard(self) -> int:
+        """The newest weight version that enough capacity serves, at which rollouts may be admitted; −1 before any.
+
+        It never goes back: who has it has it, and where nobody does any more, sessions wait.
+        """
+        return self._heard
+
+    def report(self, name: str, report: RegionReport, now: float) -> None:
+        """A region said how it is."""
+        region = self._regions[name]
+        if self._is_away(region, now):
+            region.late_since_s = None  # it has as much time as any other, from now on
+        region.report, region.heard_s = report, now
+        self._heard = max(self._heard, self._served_by_quorum(now))
+        for each in self._present(now):
+            if each.report.version >= self._heard:
+                each.late_since_s = None
+            elif each.late_since_s is None:
+                each.late_since_s = now
+
+    def lose(self, name: str) -> None:
+        """A region could not be reached: it is away until it reports again."""
+        self._regions[name].heard_s = -math.inf
+
+    def choose(self, version: int, now: float) -> str | None:
+        """The region of a new session whose tokens may not be older than ``version``, which it is given.
+
+        ``None`` while none may have it: ask again when a region has reported, a session has ended or time has passed.
+        """
+        able = [each for each in self._present(now) if each.has_place and each.report.version >= version]
+        if not able:
+            return None
+        chosen = min(able, key=lambda each: (each.account, each.fill, each.name))
+        awaited = [each for each in self._present(now) if self._is_awaited(each, version, now)]
+        least = min((each.account for each in awaited), default=math.inf)
+        if chosen.account >= least + self._limits.lead:
+            return None
+        for each in self._regions.values():
+            if each not in able and each not in awaited:
+                each.account = max(each.account, chosen.account)
+        chosen.account += 1 / chosen.report.places
+        chosen.given += 1
+        chosen.open += 1
+        return chosen.name
+
+    def ended(self, name: str) -> None:
+        """A session that a region was given is over, however."""
+        self._regions[name].open -= 1
+        assert self._regions[name].open >= 0, f"more sessions ended in region {name!r} than it was given"
+
+    def views(self, now: float) -> tuple[RegionView, ...]:
+        """The state of each region, in the order in which they were named."""
+        return tuple(
+            RegionView(
+                name=each.name,
+                version=each.report.version,
+                places=each.report.places,
+                open=each.open,
+                given=each.given,
+                is_away=self._is_away(each, now),
+            )
+            for each in self._regions.values()
+        )
+
+    def _present(self, now: float) -> list[_Region]:
+        return [each for each in self._regions.values() if not self._is_away(each, now)]
+
+    def _is_away(self, region: _Region, now: float) -> bool:
+        return now - region.heard_s > self._limits.away_s
+
+    def _is_awaited(self, region: _Region, version: int, now: float) -> bool:
+        """True for a region that could take a session if only it served ``version``, and is about to."""
+        if not region.has_place or region.report.version >= version:
+            return False
+        return region.late_since_s is None or now - region.late_since_s < self._limits.patience_s
+
+    def _served_by_quorum(self, now: float) -> int:
+        """The newest version that a quorum of the capacity in reach serves, or a newer one; −1 if there is none."""
+        newest_first = sorted(self._present(now), key=lambda each: -each.report.version)
+        needed, places = self._limits.quorum * sum(each.report.places for each in newest_first), 0
+        for region in newest_first:
+            places += region.report.places
+            if places and places >= needed:
+                return region.report.version
+        return -1

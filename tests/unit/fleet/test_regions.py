@@ -1,0 +1,145 @@
+"""The table of regions: who gets a session, what is heard, and that no region holds up or starves another."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.fleet.regions import RegionLimits, RegionReport, Regions
+
+LIMITS = RegionLimits(quorum=0.5, lead=0.25, patience_s=20.0, away_s=3.0)
+
+
+def table(**versions: int) -> Regions:
+    """Regions with 8 places each that serve these versions at time 0."""
+    regions = Regions(versions, LIMITS)
+    for name, version in versions.items():
+        regions.report(name, RegionReport(version=version, places=8), 0.0)
+    return regions
+
+
+def report(regions: Regions, now: float, **versions: int) -> None:
+    for name, version in versions.items():
+        regions.report(name, RegionReport(version=version, places=8), now)
+
+
+def give(regions: Regions, version: int, now: float, most: int = 1000) -> Counter[str]:
+    """Sessions until none may have another one."""
+    taken: Counter[str] = Counter()
+    while taken.total() < most and (name := regions.choose(version, now)) is not None:
+        taken[name] += 1
+    return taken
+
+
+def test_sessions_go_to_regions_by_their_capacity() -> None:
+    regions = Regions(("big", "small"), LIMITS)
+    regions.report("big", RegionReport(version=3, places=30), 0.0)
+    regions.report("small", RegionReport(version=3, places=10), 0.0)
+    assert give(regions, 3, 0.0, most=20) == {"big": 15, "small": 5}
+    assert give(regions, 3, 0.0) == {"big": 15, "small": 5}, "until all places are taken"
+    regions.ended("small")
+    assert regions.choose(3, 0.0) == "small"
+
+
+def test_no_session_goes_where_older_weights_are_served() -> None:
+    regions = table(near=5, far=4)
+    assert give(regions, 5, 0.0)["far"] == 0
+    assert give(regions, 4, 0.0)["far"] > 0
+    assert give(regions, 6, 0.0) == {}
+
+
+def test_what_enough_capacity_serves_is_heard_and_never_taken_back() -> None:
+    regions = Regions("abc", RegionLimits(quorum=0.6))
+    assert regions.heard == -1
+    for name in "abc":
+        regions.report(name, RegionReport(version=1, places=10), 0.0)
+    regions.report("a", RegionReport(version=2, places=10), 0.1)
+    assert regions.heard == 1, "a third of the capacity is not enough"
+    regions.report("b", RegionReport(version=2, places=10), 0.2)
+    assert regions.heard == 2, "and nobody waits for the last"
+    for name in "abc":
+        regions.report(name, RegionReport(version=1, places=10), 0.3)
+    assert regions.heard == 2
+
+
+def test_a_late_region_keeps_its_claim_for_a_while() -> None:
+    regions = table(near=4, far=3)
+    report(regions, 1.0, near=4, far=3)
+    assert give(regions, 4, 1.0) == {"near": 2}, "a quarter of its places ahead, then sessions wait"
+    report(regions, 2.0, near=4, far=4)
+    assert give(regions, 4, 2.0, most=2) == {"far": 2}
+    assert give(regions, 4, 2.0, most=4) == {"near": 2, "far": 2}
+
+
+def test_a_region_that_does_not_follow_holds_nobody_up() -> None:
+    regions = table(near=4, far=3)
+    for second in range(1, 21):
+        report(regions, float(second), near=4, far=3)
+    assert give(regions, 4, 20.0) == {"near": 8}, "patience is over"
+    for _ in range(8):
+        regions.ended("near")
+    report(regions, 21.0, near=4, far=4)
+    assert give(regions, 4, 21.0, most=4) == {"near": 2, "far": 2}, "what it missed is not made up for"
+
+
+def test_a_region_that_is_away_is_left_out_and_comes_back() -> None:
+    regions = table(near=4, far=4)
+    regions.lose("far")
+    assert give(regions, 4, 1.0, most=6) == {"near": 6}
+    report(regions, 5.0, near=5)
+    assert regions.heard == 5, "its capacity does not count"
+    report(regions, 6.0, far=4, near=5)
+    assert give(regions, 5, 6.0) == {"near": 1}, "one that is back and behind is waited for, like any other"
+    report(regions, 7.0, far=5)
+    assert give(regions, 5, 7.0, most=2) == {"far": 2}
+    assert [view.is_away for view in regions.views(9.5)] == [True, False], "silence is being away, too"
+
+
+def test_a_full_region_is_not_waited_for() -> None:
+    regions = table(near=4, far=4)
+    assert give(regions, 4, 0.0) == {"near": 8, "far": 8}
+    for _ in range(100):
+        regions.ended("near")
+        assert regions.choose(4, 0.0) == "near"
+    regions.ended("far")
+    regions.ended("near")
+    assert {regions.choose(4, 0.0), regions.choose(4, 0.0)} == {"near", "far"}
+
+
+def test_limits_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="quorum"):
+        RegionLimits(quorum=0.0)
+    with pytest.raises(ValueError, match="at least one region"):
+        Regions(())
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4), st.floats(0.0, 8.0)), max_size=120),
+)
+def test_whatever_happens_a_session_is_where_it_may_be(places: list[int], moves: list[tuple[int, int, float]]) -> None:
+    names = [f"region-{index}" for index in range(len(places))]
+    regions, serving, open_in = Regions(names, LIMITS), dict.fromkeys(names, -1), Counter[str]()
+    heard, now = -1, 0.0
+    for which, what, pause_s in moves:
+        name = names[which % len(names)]
+        if what == 0:
+            serving[name] += 1
+        if what <= 1:
+            regions.report(name, RegionReport(version=serving[name], places=places[which % len(names)]), now)
+        elif what == 2:
+            regions.lose(name)
+        elif what == 3 and open_in[name]:
+            regions.ended(name)
+            open_in[name] -= 1
+        now += pause_s
+        assert heard <= regions.heard <= max(serving.values())
+        heard = regions.heard
+        chosen = regions.choose(heard, now)
+        if chosen is not None:
+            open_in[chosen] += 1
+            assert serving[chosen] >= heard
+            assert not next(view for view in regions.views(now) if view.name == chosen).is_away
+        assert all(open_in[view.name] == view.open for view in regions.views(now))
+        assert all(view.open <= max(places) for view in regions.views(now))
