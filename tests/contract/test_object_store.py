@@ -14,7 +14,7 @@ from threading import Barrier
 import pytest
 
 from etude.errors import DamagedError, InfrastructureError, UserError
-from etude.weights.store import CLOCK_FOLDER, Objects, ObjectStore, StoreOptions
+from etude.objects import CLOCK_FOLDER, Objects, ObjectStore, StoreOptions
 from faulty_store import FaultyStore
 
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
@@ -177,7 +177,7 @@ def test_a_reader_never_sees_part_of_an_object(store: Objects) -> None:
 
 WRITER = """
 import sys
-from etude.weights.store import ObjectStore
+from etude.objects import ObjectStore
 store = ObjectStore(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()

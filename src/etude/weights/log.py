@@ -28,6 +28,7 @@ from typing import cast, final
 
 from etude import clock
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
+from etude.objects import Objects
 from etude.types import WeightPack, WeightVersion
 from etude.weights.packs import FilledPack
 from etude.weights.plan import Edge, edge_of, reachable
@@ -52,12 +53,13 @@ from etude.weights.records import (
     require_log_id,
     staged_folder,
 )
-from etude.weights.store import FULL_REQUEST_FOLDER, Objects
 
 _LAYOUTS_KEPT = 16
 """Those of this launch of the trainer, and of some launches before."""
 _LEASES_HELD = 2
 """A reader's newest lease and the one before, so that no listing finds it between two."""
+FULL_REQUEST_FOLDER = "full-requests"
+"""Folder in which readers request full snapshots; what is old there may be deleted."""
 FULL_REQUEST_AHEAD = 2
 """Distance from the newest version to the one that is to be whole."""
 _CREATE_TRIES = 3

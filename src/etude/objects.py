@@ -1,4 +1,4 @@
-"""Stores of weight versions: named immutable objects in a folder, in memory or in a cloud bucket.
+"""Object stores: named immutable objects in a folder, in memory or in a cloud bucket.
 
 This file owns the way to the storage and nothing of what is stored. Objects are created whole or not at all, and never
 changed: :meth:`ObjectStore.put_if_absent` is all the coordination that writers need. :class:`Objects` is the seam:
@@ -50,8 +50,6 @@ S3_OPTIONS = ("endpoint", "region", "access_key_id", "secret_access_key", "sessi
 """Fields of :class:`StoreOptions` that only S3 has, by the names that obstore has for them, too."""
 CLOCK_FOLDER = "clock"
 """Folder in which :meth:`ObjectStore.now` writes its probes; whatever lies there may be deleted."""
-FULL_REQUEST_FOLDER = "full-requests"
-"""Folder in which readers request full snapshots; what is old there may be deleted."""
 
 _FIRST_PAUSE_S = 0.1
 _BACKOFF_SHARE = 0.1
@@ -88,7 +86,7 @@ class StoreOptions:
     """True if the endpoint may be without TLS; ``None`` asks ``AWS_ALLOW_HTTP``."""
     unsigned_payload: bool = True
     """True to sign requests only and not what they carry (S3): five times less work per byte sent. TLS and the
-    digests of packs protect the content anyway.
+    digests that étude keeps of what it stores protect the content anyway.
     """
     region: str | None = None
     access_key_id: str | None = None
