@@ -13,6 +13,7 @@ from aiohttp.test_utils import TestServer
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.ledger.turns import encode_turns
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sessions import GatewaySessions
 from etude.types import Finish, PayloadRef, Turn
 from waiting import WAIT_S
@@ -76,7 +77,7 @@ def with_gateway(
         app.router.add_post("/sessions", open_session)
         app.router.add_delete("/sessions/{session_id}", close_session)
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
-            return await use(GatewaySessions(str(server.make_url("/")), key, http, timeout_s=timeout_s))
+            return await use(GatewaySessions(GatewayTable([str(server.make_url("/"))]), key, http, timeout_s=timeout_s))
 
     answer = asyncio.run(run())
     assert ahead == []
@@ -129,7 +130,7 @@ def test_a_wrong_admin_key_is_for_the_user_to_repair() -> None:
 def test_a_gateway_that_is_down_is_unavailable() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as http:
-            await GatewaySessions("http://127.0.0.1:9", "right", http, timeout_s=3.0).open()
+            await GatewaySessions(GatewayTable(["http://127.0.0.1:9"]), "right", http, timeout_s=3.0).open()
 
     with pytest.raises(EngineUnavailable, match=r"POST http://127\.0\.0\.1:9/sessions: ClientConnectorError"):
         asyncio.run(run())
@@ -150,7 +151,7 @@ def test_opening_outlives_a_gateway_that_restarts() -> None:
             server.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
             url = f"http://127.0.0.1:{server.getsockname()[1]}"
             async with aiohttp.ClientSession(trace_configs=[tracing]) as http:
-                opening = asyncio.create_task(GatewaySessions(url, "right", http).open())
+                opening = asyncio.create_task(GatewaySessions(GatewayTable([url]), "right", http).open())
                 await asyncio.wait_for(refused.wait(), WAIT_S)
                 assert not opening.done()
                 async with TestServer(app, socket_factory=lambda *_: server):
