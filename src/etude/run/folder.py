@@ -59,7 +59,7 @@ class RunFolder:
         resolved = with_absolute_paths(resolve(config))
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-            for part in (folder.events, folder.logs, Path(folder.store)):
+            for part in (folder.events, folder.logs, Path(folder.store), Path(folder.payloads)):
                 part.mkdir(exist_ok=True)
             write_run_key(path)
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
@@ -118,9 +118,9 @@ class RunFolder:
         return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
 
     @property
-    def payloads(self) -> Path:
-        """Routes and sampling masks of turns."""
-        return self.path / "payloads"
+    def payloads(self) -> str:
+        """Place of the routes and sampling masks of turns."""
+        return str((self.path / "payloads").absolute())
 
     @property
     def store(self) -> str:

@@ -36,6 +36,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
+from etude.run.payload_store import open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
@@ -99,7 +100,7 @@ class TrainerProcess:
         self._probe = self._mismatch_probe()
         self._level = MismatchLevel.CLEAR
         self._distillation_batcher = DistillationBatcher.open(self.config, folder)
-        self._payloads = Payloads(folder.payloads)
+        self._payloads = open_payloads(folder, outages)
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
         """Step → the payloads of its batch, until it is committed."""
