@@ -1,9 +1,9 @@
 """The protocol of launchers: three verbs, and no word of what the processes do."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-from dataclasses import dataclass
 
 from etude.fleet.specs import ProcessSpec, ProcessStatus
 
