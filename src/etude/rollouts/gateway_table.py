@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import final
 
+from etude.errors import EngineUnavailable
+
 UNHEARD = -1
 """The version before any gateway has named one."""
 
@@ -36,12 +38,11 @@ class GatewayTable:
     """The gateways of a run, by URL."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        """At least one. Raises ``ValueError`` for none."""
-        if not urls:
-            raise ValueError("a run has at least one gateway")
-        self._gateways = {url.rstrip("/"): _Gateway() for url in urls}
+        """Those to begin with; of a region none may be known yet."""
+        self._gateways: dict[str, _Gateway] = {}
         self._choices = count(1)
         self._version = UNHEARD
+        self.follow(urls)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -53,8 +54,17 @@ class GatewayTable:
         """The lowest version of gateways that answer; the last one known while none does."""
         return self._version
 
+    def follow(self, urls: Sequence[str]) -> None:
+        """Take these for the gateways from now on; of one that stays, what is known is kept."""
+        self._gateways = {url: self._gateways.get(url) or _Gateway() for url in (each.rstrip("/") for each in urls)}
+
     def choose(self, avoid: Collection[str] = ()) -> str:
-        """The gateway for a new session; those of ``avoid`` only where there is no other."""
+        """The gateway for a new session; those of ``avoid`` only where there is no other.
+
+        Raises :class:`~etude.errors.EngineUnavailable` where none is known.
+        """
+        if not self._gateways:
+            raise EngineUnavailable("no gateway is known yet")
 
         def rank(url: str) -> tuple[bool, bool, int, int]:
             gateway = self._gateways[url]
@@ -66,22 +76,26 @@ class GatewayTable:
 
     def opened(self, url: str) -> None:
         """A session was opened there."""
-        self._gateways[url].sessions += 1
+        if url in self._gateways:
+            self._gateways[url].sessions += 1
 
     def closed(self, url: str) -> None:
         """A session there is over, however it ended."""
-        self._gateways[url].sessions -= 1
+        if url in self._gateways:
+            self._gateways[url].sessions -= 1
 
     def heard(self, url: str, version: int) -> None:
         """A gateway answered: all its engines in reach serve ``version`` or a later one."""
-        gateway = self._gateways[url]
-        gateway.version, gateway.answers = version, True
-        self._count()
+        if url in self._gateways:
+            gateway = self._gateways[url]
+            gateway.version, gateway.answers = version, True
+            self._count()
 
     def silent(self, url: str) -> None:
         """A gateway did not answer, or has no engine: it gets no sessions until it is heard again."""
-        self._gateways[url].answers = False
-        self._count()
+        if url in self._gateways:
+            self._gateways[url].answers = False
+            self._count()
 
     def _count(self) -> None:
         self._version = min((each.version for each in self._gateways.values() if each.answers), default=self._version)

@@ -61,7 +61,7 @@ class GatewaySessions:
         tried = set[str]()
 
         def another() -> str:
-            if len(tried) == len(self._table.urls):
+            if len(tried) >= len(self._table.urls):
                 tried.clear()
             tried.add(url := self._table.choose(avoid=tried))
             return url
@@ -109,9 +109,9 @@ class GatewaySessions:
         return Session(session_id=session_id, base_url=gateway + fields["base_url"], api_key=fields["api_key"])
 
     def _home(self, session_id: str) -> Callable[[], str]:
-        """The gateway that has a session; of an unknown one, the first one is asked, which does not know it either."""
-        gateway = self._gateways.get(session_id, self._table.urls[0])
-        return lambda: gateway
+        """The gateway that has a session; of an unknown one, any is asked, which does not know it either."""
+        gateway = self._gateways.get(session_id)
+        return lambda: gateway or self._table.choose()
 
     def _forget(self, session_id: str) -> None:
         gateway = self._gateways.pop(session_id, None)

@@ -16,12 +16,13 @@ from etude.models.checkpoint import load_spec
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
+from etude.run.listener import run_listener
 from etude.run.numerics import largest_state, load_published, serving_model
 from etude.run.process_name import ENGINE, ProcessName
-from etude.run.serving import listening, run_until_signal, tell_person
+from etude.run.region_stores import open_region_log, weights_url
+from etude.run.serving import run_until_signal, tell_person
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
-from etude.run.weight_log import open_log
 
 
 def run_engine(folder: RunFolder, name: ProcessName) -> None:
@@ -36,8 +37,12 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
     logs.mkdir(exist_ok=True)
     with (
         open_events(folder, config, name) as events,
-        StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
-        closing(await asyncio.to_thread(WeightFollower, open_log(folder, outages), largest_state(spec))) as follower,
+        StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events) as outages,
+        closing(
+            await asyncio.to_thread(
+                WeightFollower, open_region_log(folder, name.region, outages), largest_state(spec)
+            )
+        ) as follower,
         outages,  # ends before the follower, whose calls wait for it
     ):
         context = EngineContext(
@@ -52,10 +57,10 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
         weights = await asyncio.to_thread(follower.start)
         async with (
             opener(context, weights) as served,
-            listening(engine_app(served.engine, key), folder.endpoints.port(name)),
+            run_listener(folder, name, engine_app(served.engine, key), outages, port=config.engine.port) as url,
             asyncio.TaskGroup() as tasks,
         ):
-            tell_person(f"{name} at {folder.endpoints.url(name)}")
+            tell_person(f"{name} at {url}")
             for task in served.tasks:
                 tasks.create_task(task())
             tasks.create_task(follower.follow(served.updater, events))

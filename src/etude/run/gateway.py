@@ -32,7 +32,7 @@ from etude.config.inference import GatewayConfig
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
-from etude.errors import ConfigError, DamagedError, UserError
+from etude.errors import ConfigError, DamagedError, InfrastructureError, UserError
 from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, SessionStore
 from etude.gateway.http.admin_api import AdminApi
 from etude.gateway.http.app import Gateway, GatewayState, http_server
@@ -47,14 +47,16 @@ from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore
 from etude.protocols import Clock, Engine
 from etude.run.connections import Connections
+from etude.run.directory import Directory
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
+from etude.run.listener import run_listener
 from etude.run.payload_store import open_payloads
 from etude.run.process_name import ENGINE, ProcessName
+from etude.run.region_stores import fleet_of, open_directory, open_region_log, weights_url
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
 from etude.run.store_outages import StoreOutages
-from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
 from etude.types import RouteSpace
@@ -76,6 +78,8 @@ objects and none in a cycle; by default the collector would walk through all con
 pauses that are the slowest calls.
 """
 
+DIRECTORY_S = 1.0
+"""Pause between two looks for engines that were started elsewhere."""
 KEYS_S = 1.0
 """Pause between two looks at the key file: a key that was revoked is dead within this time."""
 EXPIRE_S = 30.0
@@ -114,7 +118,11 @@ def run_standalone(options: StandaloneOptions) -> None:
 
 
 async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
-    config, engines = folder.config(), folder.endpoints.urls(ENGINE.command)
+    config, fleet = folder.config(), fleet_of(folder)
+    if fleet is not None and config.gateway.public:
+        raise ConfigError("gateway.public would have no effect on a fleet, whose gateways are the run's own: leave it "
+                          "out, and start one for others with `etude gateway`")  # fmt: skip
+    engines = {} if fleet is not None else folder.endpoints.urls(ENGINE.command)
     digest = digest_of(folder.key(KeyRole.ADMIN))
     admin = Key(key_id="run", digest=digest, scope=Scope.ADMIN, created=date_utc(), label="this run")
     spec = GatewaySpec(
@@ -131,9 +139,15 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
     )
     async with AsyncExitStack() as stack:
         parts = await stack.enter_async_context(_connected(spec, config.gateway, folder.key(KeyRole.ENGINE)))
-        server = http_server(parts.gateway.handle)
-        port, connections = folder.endpoints.port(name), Connections()
-        await stack.enter_async_context(listening(server, port, shutdown_s=DRAINED_S, connections=connections))
+        events = stack.enter_context(open_events(folder, config, name, lossy=True))
+        outages = stack.enter_context(
+            StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events)
+        )
+        server, connections = http_server(parts.gateway.handle), Connections()
+        listener = run_listener(
+            folder, name, server, outages, port=config.gateway.port, shutdown_s=DRAINED_S, connections=connections
+        )
+        url = await stack.enter_async_context(listener)
         if config.gateway.public:
             public = listening(
                 http_server(parts.gateway.handle),
@@ -144,14 +158,16 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
                 connections=connections,
             )
             await stack.enter_async_context(public)
-        tell_person(f"{name} at {folder.endpoints.url(name)}, admin key by `etude keys derive {folder.path} admin`")
-        events = stack.enter_context(open_events(folder, config, name, lossy=True))
-        outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s, events))
-        announcing = asyncio.create_task(
-            supervised("announcements", partial(announce, open_log(folder, outages), parts.pool.announce))
-        )
-        stack.callback(announcing.cancel)
-        await _serve_until_signal(parts, min(DRAIN_S, DRAIN_SHARE * STOP_S), announcing)
+        tell_person(f"{name} at {url}, admin key by `etude keys derive {folder.path} admin`")
+        log = open_region_log(folder, name.region, outages)
+        work: dict[str, Work] = {"announcements": partial(announce, log, parts.pool.announce)}
+        if fleet is not None:
+            directory = open_directory(folder, name.region)
+            work["engines of the region"] = partial(follow_engines, directory, parts.pool)
+        tasks = [asyncio.create_task(supervised(title, each)) for title, each in work.items()]
+        for task in tasks:
+            stack.callback(task.cancel)
+        await _serve_until_signal(parts, min(DRAIN_S, DRAIN_SHARE * STOP_S), *tasks)
 
 
 async def _serve_standalone(options: StandaloneOptions) -> None:
@@ -224,6 +240,26 @@ async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
         except DamagedError:
             pass  # a record that cannot be read announces nothing; `etude weights` tells of it
         await asyncio.sleep(ANNOUNCE_S)
+
+
+async def follow_engines(directory: Directory, pool: EnginePool) -> None:
+    """Keep the engines of ``pool`` those of a region's directory, for ever; while that is away, those that it had.
+
+    consumes: the directory; produces: engines, which the pool polls; waits for: nothing; woken by: its own polling; on
+    shutdown: cancelled between two polls.
+    """
+    known: dict[ProcessName, str] = {}
+    while True:
+        with contextlib.suppress(InfrastructureError):
+            urls = await asyncio.to_thread(directory.urls, ENGINE.command)
+            for name in [name for name, url in known.items() if urls.get(name) != url]:
+                pool.remove(str(name))
+                del known[name]
+            for name, url in urls.items():
+                if name not in known:
+                    pool.add(EngineEntry(name=str(name), url=url, region=name.region))
+            known = urls
+        await asyncio.sleep(DIRECTORY_S)
 
 
 def _replayed_routes(folder: RunFolder, config: RunConfig) -> RouteSpace | None:

@@ -44,12 +44,14 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.task_selection import TaskSelection
-from etude.rollouts.worker import RolloutContext, TaskSandboxes
+from etude.rollouts.worker import RolloutContext, SessionOpener, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
+from etude.run.followed_regions import ServedRegions, open_regions
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
 from etude.run.keys import KeyRole
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
+from etude.run.region_stores import fleet_of
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
@@ -154,7 +156,7 @@ class RolloutParts:
     events: EventLog
     family: TaskFamily
     dispatcher: Dispatcher
-    served: ServedVersion
+    served: ServedVersion | ServedRegions
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int, purpose: str = "") -> EvalDone:
         """Try every task once sampled and once greedily; resumable under the same ``purpose``, by default the label.
@@ -224,17 +226,17 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
 
     ``name`` is also that of the lease under which this process fills slots.
     """
-    config, gateways = folder.config(), GatewayTable([*folder.endpoints.urls(GATEWAY.command).values()])
+    config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
         ledger = stack.enter_context(lease)
         events = stack.enter_context(open_events(folder, config, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
-        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, gateways, name))
+        sessions = await stack.enter_async_context(_open_sessions(folder, config, http))
+        served = sessions.served
+        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, sessions, name))
         family = open_family(config)
-        served = ServedVersion(gateways, http, outage_s=config.rollouts.outage_s)
-        stack.callback(served.close)
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
@@ -361,26 +363,58 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sessions:
+    """The gateways of a run, on one machine or in all regions of its fleet."""
+
+    opener: SessionOpener
+    served: ServedVersion | ServedRegions
+    urls: Sequence[str]
+    """Of the gateways; none on a fleet, where they come and go."""
+
+
+@contextlib.asynccontextmanager
+async def _open_sessions(
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
+) -> AsyncIterator[_Sessions]:
+    """Follow the gateways of a run, while the context is open."""
+    if fleet_of(folder) is not None:
+        if isinstance(config.harness.options, CommandOptions):
+            raise ConfigError(
+                f"harness.kind = {config.harness.kind!r}: an external harness may reach gateways that are known before "
+                f"it starts, and those of a fleet come and go: run it on one machine"
+            )
+        async with open_regions(folder, config, http) as (opener, regions):
+            yield _Sessions(opener=opener, served=regions, urls=())
+        return
+    gateways = GatewayTable([*folder.endpoints.urls(GATEWAY.command).values()])
+    served = ServedVersion(gateways, http, outage_s=config.rollouts.outage_s)
+    try:
+        sessions = GatewaySessions(gateways, folder.key(KeyRole.ADMIN), http)
+        yield _Sessions(opener=sessions, served=served, urls=gateways.urls)
+    finally:
+        served.close()
+
+
 @contextlib.asynccontextmanager
 async def _rollout_context(
     folder: RunFolder,
     config: RunConfig,
     http: aiohttp.ClientSession,
     events: EventLog,
-    gateways: GatewayTable,
+    sessions: _Sessions,
     name: ProcessName,
 ) -> AsyncIterator[RolloutContext]:
     """The dependencies of rollouts."""
-    sessions = GatewaySessions(gateways, folder.key(KeyRole.ADMIN), http)
     async with contextlib.AsyncExitStack() as stack:
         sandboxes, grader, harness = await open_stage(
-            stack, config, http, folder=folder.path, gateway_urls=gateways.urls
+            stack, config, http, folder=folder.path, gateway_urls=sessions.urls
         )
         memory = JudgeState(folder.path, name.replica)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(
-            sessions=sessions,
+            sessions=sessions.opener,
             sandboxes=sandboxes,
             harness=harness,
             grader=grader,

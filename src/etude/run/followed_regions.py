@@ -1,0 +1,159 @@
+"""The regions of a run, as its rollouts see them: who their gateways are, what they serve, how much they take.
+
+    directories of the regions ──gateways──▶ polls ──versions, places──▶ table of regions ──▶ sessions, admission
+
+- consumes: the directory of each region every ``DIRECTORY_S``, ``/healthz`` of each gateway every ``POLL_S``
+- produces: reports to :class:`~etude.rollouts.regional_sessions.RegionalSessions`
+- waits for: nothing; a region that does not answer is away, and comes back by answering
+- on shutdown: cancelled
+
+What follows from the reports is decided in :mod:`etude.fleet.regions`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import final
+
+import aiohttp
+
+from etude.clock import SystemClock
+from etude.config.recipe import RunConfig
+from etude.errors import EngineUnavailable, InfrastructureError
+from etude.fleet.regions import RegionReport, Regions
+from etude.rollouts.gateway_table import GatewayTable
+from etude.rollouts.regional_sessions import RegionalSessions
+from etude.rollouts.sessions import GatewaySessions
+from etude.run.directory import Directory
+from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
+from etude.run.process_name import GATEWAY
+from etude.run.region_stores import fleet_of, open_directory
+
+POLL_S = 0.1
+"""Interval of requests for the weight version that a region serves."""
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+"""For one such question: some round trips to the other side of the world."""
+DIRECTORY_S = 2.0
+"""Interval at which a region's directory is read."""
+SESSION_S = 10.0
+"""Longest time for opening or closing a session in a region: one that was cut off must not hold rollouts up."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedRegion:
+    """One region and its gateways."""
+
+    name: str
+    directory: Directory
+    gateways: GatewayTable
+
+
+@final
+class ServedRegions:
+    """Asks all regions, for ever; called, it is the version at which rollouts may be admitted, −1 before any."""
+
+    def __init__(
+        self,
+        sessions: RegionalSessions,
+        regions: Sequence[FollowedRegion],
+        http: aiohttp.ClientSession,
+        config: RunConfig,
+    ) -> None:
+        self._sessions = sessions
+        self._http = http
+        self._max_running = config.engine.max_running
+        self._outage_s = config.rollouts.outage_s
+        self._heard_s = time.monotonic()
+        self._following = asyncio.create_task(self._follow(regions))
+
+    def __call__(self) -> int:
+        """The newest version that enough of the capacity serves."""
+        if self._following.done():
+            self._following.result()
+        return self._sessions.heard
+
+    async def reach(self, version: int) -> None:
+        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
+        while self() < version:
+            if time.monotonic() - self._heard_s > self._outage_s:
+                raise EngineUnavailable(f"no region has named a weight version for {self._outage_s:g} s")
+            await asyncio.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._following.cancel()
+
+    async def _follow(self, regions: Sequence[FollowedRegion]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for region in regions:
+                group.create_task(_follow_directory(region))
+                group.create_task(self._follow_versions(region))
+
+    async def _follow_versions(self, region: FollowedRegion) -> None:
+        while True:
+            urls = region.gateways.urls
+            answers = await asyncio.gather(*(self._ask(url) for url in urls))
+            for url, answer in zip(urls, answers, strict=True):
+                if answer is None:
+                    region.gateways.silent(url)
+                else:
+                    region.gateways.heard(url, answer.version)
+            heard = [answer for answer in answers if answer is not None]
+            if heard:
+                self._heard_s = time.monotonic()
+                # Gateways of a region have the same engines: each is as much of its capacity as any other.
+                places = max(answer.places for answer in heard)
+                oldest = min(answer.version for answer in heard)
+                self._sessions.report(region.name, RegionReport(version=oldest, places=places))
+            elif urls:
+                self._sessions.lose(region.name)
+            await asyncio.sleep(POLL_S)
+
+    async def _ask(self, url: str) -> RegionReport | None:
+        """The oldest version that a gateway's engines serve, and their places; ``None`` where there is no answer."""
+        with suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:
+                if answer.status == 200:
+                    facts = await answer.json()
+                    places = self._max_running * int(facts["engines"].get("healthy", 0))
+                    return RegionReport(version=int(facts["engine"]["version"]), places=places)
+        return None
+
+
+async def _follow_directory(region: FollowedRegion) -> None:
+    """Keep the gateways of a region those of its directory; while that is away, those that it had."""
+    while True:
+        with suppress(InfrastructureError):
+            urls = await asyncio.to_thread(region.directory.urls, GATEWAY.command)
+            region.gateways.follow([*urls.values()])
+        await asyncio.sleep(DIRECTORY_S)
+
+
+@asynccontextmanager
+async def open_regions(
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
+) -> AsyncIterator[tuple[RegionalSessions, ServedRegions]]:
+    """Sessions in all regions of a run's fleet, and the version that they serve, while the context is open."""
+    fleet = fleet_of(folder)
+    assert fleet is not None, "a run on one machine has no regions"
+    key = folder.key(KeyRole.ADMIN)
+    followed = [
+        FollowedRegion(
+            name=region.name,
+            directory=open_directory(folder, "" if region.name == fleet.home else region.name),
+            gateways=GatewayTable(()),
+        )
+        for region in fleet.regions
+        if region.engines
+    ]
+    openers = {each.name: GatewaySessions(each.gateways, key, http, timeout_s=SESSION_S) for each in followed}
+    sessions = RegionalSessions(Regions(openers), openers, SystemClock())
+    served = ServedRegions(sessions, followed, http, config)
+    try:
+        yield sessions, served
+    finally:
+        served.close()

@@ -1,0 +1,79 @@
+"""The stores of a fleet's regions, as the processes of a run use them: weights, and who listens where.
+
+    REGION'S STORE/weights/       the region's copy of the weight log: a relay's, or the run's own at home
+    REGION'S STORE/processes/     the URLs of the region's processes (:mod:`etude.run.directory`)
+
+A process in a region reads its weights from there and from nowhere else, so that versions cross a long distance once,
+and the region works on while it is cut off. Without a fleet everything is at home.
+"""
+
+import os
+import socket
+from functools import partial
+from typing import TYPE_CHECKING
+
+from etude.config.loading import load_fleet
+from etude.errors import RunFolderError
+from etude.objects import ObjectStore, RetryingStore
+from etude.run.directory import PROCESSES, Directory
+from etude.run.folder import RunFolder
+from etude.run.store_outages import StoreOutages
+from etude.run.weight_log import log_id_of, open_log, signing_key
+from etude.weights.log import WeightLog
+
+if TYPE_CHECKING:
+    from etude.config.fleet import FleetConfig
+
+WEIGHTS = "weights"
+"""Folder of a store with the weight log."""
+FLEET_FILE = "fleet.toml"
+"""The fleet of a run, in its folder and at its URL; a run on one machine has none."""
+ADDRESS_VARIABLE = "ETUDE_ADDRESS"
+"""Environment variable with the address at which other machines reach this one; by default that of its host name."""
+
+
+def fleet_of(folder: RunFolder) -> "FleetConfig | None":
+    """The fleet that a run's processes are placed on; ``None`` for one machine."""
+    file = folder.path / FLEET_FILE
+    return load_fleet(file) if file.is_file() else None
+
+
+def region_store(folder: RunFolder, region: str) -> str:
+    """The URL of a region's store; ``region`` is empty for home, whose store is at the URL of the run.
+
+    Raises :class:`~etude.errors.RunFolderError` for a region that the fleet does not have.
+    """
+    if not region:
+        return folder.url or str(folder.path.absolute())
+    fleet = fleet_of(folder)
+    if fleet is None or region not in fleet.regions_by_name:
+        names = "none" if fleet is None else ", ".join(fleet.regions_by_name)
+        raise RunFolderError(f"{folder.name} has no region {region!r}, only {names}: correct --region")
+    return fleet.regions_by_name[region].store.rstrip("/")
+
+
+def weights_url(folder: RunFolder, region: str) -> str:
+    """The URL of the weight log that processes of a region read."""
+    return f"{region_store(folder, region)}/{WEIGHTS}" if region else folder.store
+
+
+def open_region_log(folder: RunFolder, region: str, outages: StoreOutages) -> WeightLog:
+    """Open the weight log that processes of a region read."""
+    if not region:
+        return open_log(folder, outages)
+    url = weights_url(folder, region)
+    objects = RetryingStore(url, partial(ObjectStore, url), outages)
+    return WeightLog(objects, key=signing_key(), log_id=log_id_of(folder))
+
+
+def open_directory(folder: RunFolder, region: str, outages: StoreOutages | None = None) -> Directory:
+    """Open the directory of a region's processes; with ``outages``, a store that is away is waited for."""
+    url = f"{region_store(folder, region)}/{PROCESSES}"
+    opens = partial(ObjectStore, url)
+    return Directory(opens() if outages is None else RetryingStore(url, opens, outages))
+
+
+def own_address() -> str:
+    """The address at which other machines reach this one."""
+    return os.environ.get(ADDRESS_VARIABLE, "").strip() or socket.gethostbyname(socket.gethostname())
+
