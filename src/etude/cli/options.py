@@ -7,7 +7,10 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-RunPath: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
+from etude.errors import ConfigError
+from etude.run.process_name import ProcessName
+
+RunPath: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="The run folder, or the URL of a run.")]
 RecipePath: TypeAlias = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A TOML file, or a folder with run.toml.")
 ]
@@ -30,3 +33,11 @@ def own_name() -> str:
     if shutil.which("etude"):
         return "etude"
     return sys.argv[0] if Path(sys.argv[0]).name == "etude" else f"{sys.executable} -m etude"
+
+
+def process_name(command: str, replica: int, region: str) -> ProcessName:
+    """The name of a process by the options that tell it apart. Raises :class:`~etude.errors.ConfigError`."""
+    try:
+        return ProcessName(command=command, replica=replica, region=region)
+    except ValueError as error:
+        raise ConfigError(f"--replica {replica}, --region {region!r}: {error}") from error

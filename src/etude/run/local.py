@@ -19,6 +19,7 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
+from etude.errors import InfrastructureError
 from etude.ledger.ledger import Ledger
 from etude.run.endpoints import listeners
 from etude.run.events import open_events
@@ -33,6 +34,7 @@ from etude.run.resolve import check_replicas
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
+from etude.run.working_folder import RECIPE_FILES, REPORTS, keep
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
@@ -62,12 +64,22 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
         check_replicas(config)
         events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
+        keep(folder, *RECIPE_FILES)
         try:
             with ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, events, progress)
         finally:
             report = write_report(folder, config)
+            keep_report(folder, out)
     return report
+
+
+def keep_report(folder: RunFolder, out: TextIO) -> None:
+    """Keep the report at the run's URL, if it has one; where that is away the report is only here, which is told."""
+    try:
+        keep(folder, *REPORTS)
+    except InfrastructureError as error:
+        print(f"the report is in {folder.path} only: {error}", file=out)
 
 
 def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay) -> None:
