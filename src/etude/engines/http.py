@@ -8,8 +8,8 @@
 A request is a JSON object. A completion is a safetensors file: arrays travel as they are, routes and sampling masks
 too, with nothing to unpickle. A stream is lines of JSON, one per chunk; the last line says how many bytes of such a
 file follow it. Every request has the engine's key (``Authorization: Bearer``), where it has one. Errors are
-``{"error": message}``: 400 for a request that can never be served, 401 for a wrong key, 413 for one that is too large, 503
-with ``Retry-After`` while the engine is not ready, 429 with it while the engine has enough to do. What a
+``{"error": message}``: 400 for a request that can never be served, 401 for a wrong key, 413 for one that is too
+large, 503 with ``Retry-After`` while the engine is not ready, 429 with it while the engine has enough to do. What a
 vocabulary and a context can hold is the engine's to say.
 
 Owns the wire format, the retries while an engine restarts, and the kept-alive connections. An engine keeps nothing
@@ -63,8 +63,8 @@ MAX_SEED = 2**63 - 1
 FINISH = "finish"
 """The one word of a completion that is no array: kept as its code, an index into :class:`~etude.types.Finish`."""
 WRONG_KEY = (
-    "this engine wants its key: processes of a run derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway of "
-    "no run has it from ETUDE_ENGINE_KEY"
+    "this engine wants its key: processes of a run derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway "
+    "of no run has it from ETUDE_ENGINE_KEY"
 )
 """The answer to a request with a wrong key, or none."""
 QUOTED_CHARS = 80
@@ -368,8 +368,8 @@ SYSTEM_CLOCK = SystemClock()
 
 @asynccontextmanager
 async def http_engines(timeout_s: float, *, key: str = "") -> AsyncIterator[Callable[[str], "HttpEngine"]]:
-    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context. ``key`` is that of
-    all these engines.
+    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context. ``key`` is that
+    of all these engines.
     """
     async with ClientSession(connector=TCPConnector(limit=0)) as http:
         with ExitStack() as engines:
@@ -509,6 +509,7 @@ IDLE_S = 10.0
 """A connection that was silent for so long is not used again: servers close theirs after a while (ours after 75 s),
 and a request that meets such an end is lost.
 """
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_IDLE = 1024
 """Connections kept for later."""
 MAX_HEAD_BYTES = 64 * 1024
@@ -523,7 +524,7 @@ CONNECTION_CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 class ConnectionPool:
     """Connections to one server; its creator closes it."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], *, connect_s: float) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str] = NO_HEADERS, *, connect_s: float) -> None:
         """``headers`` go with every request; ``connect_s`` is how long a connection may take to be made."""
         parts = urlsplit(base_url)
         self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

@@ -1,12 +1,12 @@
-"""Gateways of a run as rollouts see them: which of them gets the next session, and which weight version all serve. Pure.
+"""Gateways of a run as rollouts see them: which gets the next session, and which weight version all serve. Pure.
 
     polls ──heard, silent──▶ GatewayTable ──choose──▶ gateway of a new session
     sessions ─opened, closed─▶    │
                                   └─version─▶ admission
 
-Of gateways that answer, the one with the fewest open sessions of ours gets the next, and of equal ones the one whose turn
-it is. One that does not answer is left out until it does; where none answers, they are tried all the same. Admission counts
-the lowest version of those that answer, which are exactly those that sessions may go to: see docs/control.md.
+Of gateways that answer, the one with the fewest open sessions of ours gets the next, and of equal ones the one whose
+turn it is. One that does not answer is left out until it does; where none answers, they are tried all the same.
+Admission counts the lowest version of those that answer, which are those that sessions go to: see docs/control.md.
 """
 
 from collections.abc import Collection, Sequence

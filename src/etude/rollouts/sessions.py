@@ -5,9 +5,9 @@ POST   /sessions         admin key   → {"session_id", "api_key", "base_url", "
          {"fork_of": session_id}: one that begins as another one, with its turns so far
 DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.ledger.turns` writes them, application/octet-stream
 
-A session is opened at the gateway that :class:`~etude.rollouts.gateway_table.GatewayTable` chooses, which alone has its
-turns: there it is forked and closed. Owns the retries while a gateway restarts. Repeating either is safe: a session whose opening was lost on its way expires
-in the gateway, and one that was closed but whose turns were lost is lost.
+A session is opened at the gateway that :class:`~etude.rollouts.gateway_table.GatewayTable` chooses, which alone has
+its turns: there it is forked and closed. Owns the retries while a gateway restarts. Repeating either is safe: a session
+whose opening was lost on its way expires in the gateway, and one that was closed but whose turns were lost is lost.
 """
 
 import asyncio

@@ -34,7 +34,7 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The listening processes of one run, kept in a file: ``{"urls": {"serve": …}, "public_ports": {"gateway": …}}``."""
+    """The listening processes of one run, kept in a file: ``{"urls": {name: …}, "public_ports": {name: …}}``."""
 
     file: Path
 

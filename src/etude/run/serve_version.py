@@ -45,8 +45,8 @@ class ServedRun:
 def serving_version(
     folder: RunFolder, version: int | None = None, *, ledger: Path | None = None
 ) -> Iterator[ServedRun]:
-    """Serve a version of a run (default: the newest), by its own number, by one engine and one gateway, while the context
-    is open.
+    """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
+    context is open.
 
     What happens is recorded in ``ledger``, which stays; without one it is forgotten. Engine and gateway may still be
     starting: see :func:`wait_until_ready`.

@@ -71,7 +71,10 @@ async def ask(http: aiohttp.ClientSession, url: str, key: str) -> tuple[int, byt
 
 
 @pytest.mark.parametrize("patient", [True, False])
-def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patient: bool) -> None:
+def test_a_signal_lets_calls_end_and_a_second_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    monkeypatch.setenv("ETUDE_ENGINE_KEY", "right")
     chat = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
     chat.save(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
@@ -79,7 +82,7 @@ def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patie
     async def run() -> None:
         engine = GatedEngine()
         async with (
-            listening(engine_app(engine), 0) as port,
+            listening(engine_app(engine, "right"), 0) as port,
             process(tmp_path, f"http://127.0.0.1:{port}") as (child, url, key),
             aiohttp.ClientSession() as http,
             asyncio.timeout(STARTS_S),
