@@ -1,0 +1,61 @@
+"""Network namespaces as machines, by the process that keeps each open: entering one, and all that runs in it.
+
+    python -m bench.fleet.namespaces PID COMMAND...        become COMMAND on the machine of process PID
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bench.sync.router import enter_namespace
+
+
+def enter_command(keeper: int, command: Sequence[str]) -> list[str]:
+    """The command line that runs ``command`` on the machine that process ``keeper`` keeps open."""
+    return [sys.executable, "-m", "bench.fleet.namespaces", str(keeper), *command]
+
+
+def processes_in(keeper: int) -> dict[int, list[str]]:
+    """Process id → command line of all that runs on a machine."""
+    machine = _machine(keeper)
+    running = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return {pid: _command(pid) for pid in running if machine is not None and _machine(pid) == machine}
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    """``kill -9`` processes at once, as with a machine that loses its power."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    """True if a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][:1] not in ("Z", "X", "")
+    except OSError:
+        return False
+
+
+def _machine(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    descriptor = os.open(f"/proc/{sys.argv[1]}/ns/net", os.O_RDONLY)
+    enter_namespace(descriptor)
+    os.close(descriptor)
+    os.execvp(sys.argv[2], sys.argv[2:])

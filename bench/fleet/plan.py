@@ -1,0 +1,166 @@
+"""The fleet of the demo, and what goes wrong in it and when: pure.
+
+    home, home-2, home-3      trainer on two machines and a spare one, rollouts, ledger, the run's store
+    east   20 ms              engine, gateway, two relays, a store, a supervisor: each region alike
+    eu     80 ms, eu-2        on two machines
+    asia  150 ms
+    south 250 ms
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations
+
+from bench.sync.wan import WanShape
+
+HOME = "home"
+STEPS, SHORT_STEPS = 60, 14
+CUT_S, SHORT_CUT_S = 30.0, 10.0
+LOSS = 0.001
+"""Share of packets that long-distance links lose."""
+BITS_PER_S = 100e6
+"""Of each long-distance link, in each direction."""
+NEAR = WanShape(rtt_s=0.0004, loss=0.0, bits_per_s=1e9)
+"""Machines of one region."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A region with one engine."""
+
+    name: str
+    rtt_s: float
+    """From home and back."""
+    machines: int = 1
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Its machines; the first one has the region's name, its store and its supervisor."""
+        return (self.name, *(f"{self.name}-{number}" for number in range(2, self.machines + 1)))
+
+
+EAST = Region(name="east", rtt_s=0.02)
+EU = Region(name="eu", rtt_s=0.08, machines=2)
+ASIA = Region(name="asia", rtt_s=0.15)
+SOUTH = Region(name="south", rtt_s=0.25)
+
+
+class FaultKind(StrEnum):
+    """What goes wrong."""
+
+    ENGINE_KILLED = "engine killed"
+    RELAY_KILLED = "relay killed"
+    MACHINE_KILLED = "machine killed"
+    REGION_CUT = "region cut"
+    TRAINER_NODE_LOST = "trainer node lost"
+    SUPERVISOR_KILLED = "supervisor killed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFault:
+    """One thing that goes wrong; ``region`` is where."""
+
+    kind: FaultKind
+    region: str
+    lasts_s: float = 0.0
+    """Time until it is undone; 0 for what the fleet itself has to get over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """The regions of a demo and its faults, one after another."""
+
+    regions: tuple[Region, ...]
+    faults: tuple[PlannedFault, ...]
+    steps: int
+    home_machines: int
+    trainer_nodes: int
+    settings: tuple[str, ...] = ()
+    """``SECTION.KEY=VALUE`` over the quickstart's recipe."""
+    is_whole: bool = True
+    """True if it trains what the recipe does, so that its pass rate can be compared."""
+
+    @property
+    def home(self) -> Region:
+        """Home as a region: with machines, without a distance."""
+        return Region(name=HOME, rtt_s=0.0, machines=self.home_machines)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """All machines."""
+        return tuple(site for region in (self.home, *self.regions) for site in region.sites)
+
+    @property
+    def region_of(self) -> Mapping[str, str]:
+        """Machine → its region."""
+        return {site: region.name for region in (self.home, *self.regions) for site in region.sites}
+
+    @property
+    def shapes(self) -> Mapping[tuple[str, str], WanShape]:
+        """The shape of the link between each two machines."""
+        rtt_s = {region.name: region.rtt_s for region in (self.home, *self.regions)}
+        return {pair: _shape(*(rtt_s[self.region_of[site]] for site in pair), self._is_near(pair))
+                for pair in combinations(self.sites, 2)}  # fmt: skip
+
+    def _is_near(self, pair: Sequence[str]) -> bool:
+        return self.region_of[pair[0]] == self.region_of[pair[1]]
+
+
+def _shape(one_s: float, other_s: float, is_near: bool) -> WanShape:
+    """Regions are as far from each other as both are from home."""
+    return NEAR if is_near else WanShape(rtt_s=one_s + other_s, loss=LOSS, bits_per_s=BITS_PER_S)
+
+
+def whole_plan() -> FleetPlan:
+    """The demo: the quickstart as it is, four regions, six faults."""
+    return FleetPlan(
+        regions=(EAST, EU, ASIA, SOUTH),
+        faults=(
+            PlannedFault(kind=FaultKind.ENGINE_KILLED, region=EAST.name),
+            PlannedFault(kind=FaultKind.RELAY_KILLED, region=SOUTH.name),
+            PlannedFault(kind=FaultKind.MACHINE_KILLED, region=EU.name),
+            PlannedFault(kind=FaultKind.REGION_CUT, region=ASIA.name, lasts_s=CUT_S),
+            PlannedFault(kind=FaultKind.TRAINER_NODE_LOST, region=HOME),
+            PlannedFault(kind=FaultKind.SUPERVISOR_KILLED, region=HOME),
+        ),
+        steps=STEPS,
+        home_machines=3,
+        trainer_nodes=2,
+        settings=("parallel.dp=2",),
+    )
+
+
+def short_plan() -> FleetPlan:
+    """Two regions, one kill, one cut, and a model that learns next to nothing."""
+    return FleetPlan(
+        regions=(EAST, EU),
+        faults=(
+            PlannedFault(kind=FaultKind.MACHINE_KILLED, region=EU.name),
+            PlannedFault(kind=FaultKind.REGION_CUT, region=EAST.name, lasts_s=SHORT_CUT_S),
+        ),
+        steps=SHORT_STEPS,
+        home_machines=1,
+        trainer_nodes=1,
+        settings=TINY,
+        is_whole=False,
+    )
+
+
+TINY = (
+    "model.shape.hidden_size=32",
+    "model.shape.layers=1",
+    "model.shape.heads=2",
+    "model.shape.kv_heads=2",
+    "model.shape.head_dim=16",
+    "model.shape.experts=4",
+    "model.shape.expert_size=32",
+    "midtrain.tokens=60_000",
+    "midtrain.batch_tokens=1000",
+    "rollouts.groups_per_step=4",
+    "rollouts.group_size=4",
+    "rollouts.concurrency=32",
+    "harness.options.max_turns=4",
+    "eval.enabled=false",
+)
+"""A run of seconds."""
