@@ -242,11 +242,11 @@ def test_a_run_whose_machine_is_lost_is_resumed_by_its_url_alone(
 
 def _processes_in(folder: Path) -> list[int]:
     """Processes of this machine that were told of a folder."""
-    found = []
+    processes = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if str(folder).encode() in file.read_bytes():
-                found.append(int(file.parent.name))
+                processes.append(int(file.parent.name))
         except OSError:
             continue
-    return found
+    return processes

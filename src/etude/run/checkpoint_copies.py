@@ -84,9 +84,9 @@ class _Opened(Closing):
             self._stack.callback(os.close, descriptor)
             self.descriptors[name] = descriptor
             size_bytes = os.fstat(descriptor).st_size
-            known = manifest.get(name)  # by the digest that was computed when it was saved
+            digest = manifest.get(name)  # by the digest that was computed when it was saved
             self.files[name] = (
-                stored_file(path / name) if known is None else StoredFile(sha256=known, size_bytes=size_bytes)
+                stored_file(path / name) if digest is None else StoredFile(sha256=digest, size_bytes=size_bytes)
             )
 
     def close(self) -> None:

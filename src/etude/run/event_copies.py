@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
+class _EventObject:
     """One object of a process's stream."""
 
     key: str
@@ -114,19 +114,19 @@ def fetch_events(objects: Objects, folder: Path) -> None:
     for process, segments in _streams(objects).items():
         file = folder / f"{process}.jsonl"
         local = file.read_bytes() if file.exists() else b""
-        known = [segment for segment in segments if segment.end <= len(local)]
-        if known and objects.get(known[-1].key) != local[known[-1].start : known[-1].end]:
-            known = []  # written by a machine that the run has left since
-        missing = segments[len(known) :]
+        shipped = [segment for segment in segments if segment.end <= len(local)]
+        if shipped and objects.get(shipped[-1].key) != local[shipped[-1].start : shipped[-1].end]:
+            shipped = []  # written by a machine that the run has left since
+        missing = segments[len(shipped) :]
         if missing:
-            whole = local[: known[-1].end if known else 0] + b"".join(_read(objects, missing))
+            whole = local[: shipped[-1].end if shipped else 0] + b"".join(_read(objects, missing))
             partial = file.with_name(f".{file.name}.{uuid4().hex}")
             partial.write_bytes(whole)
             partial.replace(file)
 
 
-def _read(objects: Objects, segments: Sequence[_Segment]) -> list[bytes]:
-    def read(segment: _Segment) -> bytes:
+def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:
+    def read(segment: _EventObject) -> bytes:
         data = objects.get(segment.key)
         if data is None or len(data) != segment.size_bytes:
             raise DamagedError(f"events {objects.url}/{segment.key} are missing or changed: restore them from a copy")
@@ -136,13 +136,13 @@ def _read(objects: Objects, segments: Sequence[_Segment]) -> list[bytes]:
         return list(pool.map(read, segments))
 
 
-def _streams(objects: Objects) -> dict[str, list[_Segment]]:
+def _streams(objects: Objects) -> dict[str, list[_EventObject]]:
     """The objects of each process, in their order."""
-    streams: dict[str, list[_Segment]] = {}
+    streams: dict[str, list[_EventObject]] = {}
     for entry in objects.entries(""):
         path = PurePosixPath(entry.key)
         if len(path.parts) == 2 and path.suffix == ".jsonl" and path.stem.isdecimal():
-            segment = _Segment(key=entry.key, start=int(path.stem), size_bytes=entry.size_bytes)
+            segment = _EventObject(key=entry.key, start=int(path.stem), size_bytes=entry.size_bytes)
             streams.setdefault(path.parts[0], []).append(segment)
     for segments in streams.values():
         end = 0

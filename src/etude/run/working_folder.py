@@ -25,7 +25,7 @@ WORK_VARIABLE = "ETUDE_WORK"
 RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, "plugins")
 """Files, and folders of files, that make a run what it is."""
 MODEL, REPORTS = ("model",), ("report.json", "report.html")
-"""What its phases leave, and what it was measured to be."""
+"""Its model, which its phases leave, and its report."""
 WEIGHTS = (".safetensors", ".bin")
 """Suffixes of files that who only reads a run has no use for."""
 DIGITS = 12
@@ -145,5 +145,5 @@ def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
     """The files of some names that are there, ``/``-separated."""
     for name in names:
         path = folder / name
-        found = [path] if path.is_file() else path.rglob("*")
-        yield from (one.relative_to(folder).as_posix() for one in found if one.is_file())
+        candidates = [path] if path.is_file() else path.rglob("*")
+        yield from (one.relative_to(folder).as_posix() for one in candidates if one.is_file())

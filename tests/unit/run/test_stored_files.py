@@ -39,7 +39,7 @@ def fetch(stored: StoredFiles, number: int, folder: Path) -> None:
         stored.fetch(path, file, folder)
 
 
-def found(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
@@ -48,7 +48,7 @@ def test_a_set_comes_back_in_parts_and_goes_with_what_no_other_has(source: Path,
     stored = StoredFiles(store, "files")
     send(stored, 1, source)
     fetch(stored, 1, tmp_path / "target")
-    assert found(tmp_path / "target") == FILES
+    assert contents(tmp_path / "target") == FILES
     (source / "run.toml").write_bytes(b"name = 'y'\n")
     files = send(stored, 2, source)
     assert stored.put(2, files)  # an answer that was lost
@@ -57,7 +57,7 @@ def test_a_set_comes_back_in_parts_and_goes_with_what_no_other_has(source: Path,
     assert stored.numbers() == [2]
     assert len(store.list("parts")) == 1 + 3
     fetch(stored, 2, tmp_path / "again")
-    assert found(tmp_path / "again") == found(source)
+    assert contents(tmp_path / "again") == contents(source)
 
 
 @pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
@@ -72,8 +72,8 @@ def test_a_missing_or_damaged_object_is_named_and_leaves_no_file(source: Path, t
         store.put_if_absent(file.key(1), data[:-1] + (b"\0" if damage == "flipped" else b""))
     with pytest.raises(DamagedError, match=rf"{file.sha256}.*model/model.safetensors.*restore it from a copy"):
         fetch(stored, 1, tmp_path / "target")
-    assert "model/model.safetensors" not in found(tmp_path / "target")
-    assert not any("model.safetensors" in path for path in found(tmp_path / "target"))
+    assert "model/model.safetensors" not in contents(tmp_path / "target")
+    assert not any("model.safetensors" in path for path in contents(tmp_path / "target"))
 
 
 def put_manifest(store: Objects, files: object) -> None:
