@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from etude.errors import InfrastructureError
 from etude.fleet.specs import ProcessSpec, ProcessStatus
+
+
+class LauncherUnavailable(InfrastructureError):
+    """The machines of a launcher cannot be reached for now; what runs there goes on."""
 
 
 class Launcher(Protocol):
@@ -21,7 +26,8 @@ class Launcher(Protocol):
     def place(self, spec: ProcessSpec) -> None:
         """Make a process run: nothing happens if it does, and one that ended is started again.
 
-        Raises :class:`~etude.errors.InfrastructureError` where the machines cannot be reached.
+        May return before a machine has room for it. All three raise :class:`LauncherUnavailable` where the machines
+        cannot be reached.
         """
         ...
 

@@ -67,6 +67,8 @@ class ProcessSpec:
     """True if it ends by itself, with status 0, when its work is done; others serve until they are removed."""
     port: int = 0
     """Port on which it listens for others; 0: none."""
+    is_lent: bool = False
+    """True if its machine is one that production takes back when it needs it."""
 
     @property
     def unit(self) -> str:

@@ -101,6 +101,14 @@ class HostProcess:
         return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_process(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> HostProcess:
+    """Start a process whose log and heartbeat are where a run's ``folder`` has them."""
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    heartbeat = folder / f".{spec.name}.beat"
+    return HostProcess(spec, log=logs / f"{spec.name}.log", heartbeat=heartbeat, environment=environment)
+
+
 def command_line(spec: ProcessSpec) -> list[str]:
     """The command line of a process; one of étude's own is started by this interpreter."""
     program, *arguments = spec.command

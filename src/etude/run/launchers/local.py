@@ -7,7 +7,7 @@ from typing import final
 from etude.config.section import Section
 from etude.fleet.launcher import LaunchContext
 from etude.fleet.specs import ProcessSpec, ProcessStatus
-from etude.run.launchers.host_process import HostProcess
+from etude.run.launchers.host_process import HostProcess, host_process
 
 LOOPBACK = "127.0.0.1"
 """Address at which the members of a group meet."""
@@ -32,14 +32,8 @@ class LocalLauncher:
         process = self._processes.get(spec.name)
         if process is not None and not process.has_ended:
             return
-        logs = self._folder / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self._processes[spec.name] = HostProcess(
-            spec,
-            log=logs / f"{spec.name}.log",
-            heartbeat=self._folder / f".{spec.name}.beat",
-            environment={} if spec.group is None else spec.group.rendezvous(LOOPBACK),
-        )
+        group = {} if spec.group is None else spec.group.rendezvous(LOOPBACK)
+        self._processes[spec.name] = host_process(spec, self._folder, group)
 
     def remove(self, *names: str, grace_s: float) -> None:
         """Stop processes: first by signal, then by kill."""
