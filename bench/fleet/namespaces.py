@@ -1,6 +1,6 @@
 """Network namespaces as machines, by the process that keeps each open: entering one, and all that runs in it.
 
-    python -m bench.fleet.namespaces PID COMMAND...        become COMMAND on the machine of process PID
+python -m bench.fleet.namespaces PID COMMAND...        become COMMAND on the machine of process PID
 """
 
 import os

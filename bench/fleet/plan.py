@@ -1,10 +1,10 @@
 """The fleet of the demo, and what goes wrong in it and when: pure.
 
-    home, home-2, home-3      trainer on two machines and a spare one, rollouts, ledger, the run's store
-    east   20 ms              engine, gateway, two relays, a store, a supervisor: each region alike
-    eu     80 ms, eu-2        on two machines
-    asia  150 ms
-    south 250 ms
+home, home-2, home-3      trainer on two machines and a spare one, rollouts, ledger, the run's store
+east   20 ms              engine, gateway, two relays, a store, a supervisor: each region alike
+eu     80 ms, eu-2        on two machines
+asia  150 ms
+south 250 ms
 """
 
 from collections.abc import Mapping, Sequence

@@ -16,8 +16,20 @@ THREADS = 64
 """Requests answered at a time."""
 
 
-async def serve_bucket(address: str, port: int, bucket: str, ready: Callable[[], None]) -> None:
-    """Serve one empty bucket in memory until cancelled; ``ready`` is called when it can be used."""
+def nothing(request: web.Request, reply: web.Response) -> None:
+    """Take no note of a request."""
+
+
+async def serve_bucket(
+    address: str,
+    port: int,
+    bucket: str,
+    ready: Callable[[], None],
+    seen: Callable[[web.Request, web.Response], None] = nothing,
+) -> None:
+    """Serve one empty bucket in memory until cancelled; ``ready`` is called when it can be used, ``seen`` with each
+    request and its answer.
+    """
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.test import Client
 
@@ -34,9 +46,11 @@ async def serve_bucket(address: str, port: int, bucket: str, ready: Callable[[],
         body = await request.read()
         headers = [(name, value) for name, value in request.headers.items() if name.lower() != "host"]
         url = request.rel_url
-        return await asyncio.get_running_loop().run_in_executor(
+        reply = await asyncio.get_running_loop().run_in_executor(
             threads, ask, request.method, url.path, url.raw_query_string, headers, body
         )
+        seen(request, reply)
+        return reply
 
     ask("PUT", f"/{bucket}", "", [], b"")
     application = web.Application(client_max_size=LARGEST_OBJECT_BYTES)

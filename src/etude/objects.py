@@ -48,6 +48,11 @@ CLOUD_SCHEMES = frozenset({"s3", "gs", "az"})
 """Stores that honour put-if-absent; credentials and region come from their usual environment variables."""
 S3_OPTIONS = ("endpoint", "region", "access_key_id", "secret_access_key", "session_token")
 """Fields of :class:`StoreOptions` that only S3 has, by the names that obstore has for them, too."""
+BUCKETS_VARIABLE = "ETUDE_BUCKETS"
+"""Environment variable with the places of S3 buckets that are elsewhere than ``AWS_ENDPOINT`` and ``AWS_REGION`` say:
+``runs-us=us-east-1 runs-eu=eu-west-1 lab=http://10.0.0.5:9000``, a region of AWS or the endpoint of a service each. A
+process that copies from region to region talks to two.
+"""
 CLOCK_FOLDER = "clock"
 """Folder in which :meth:`ObjectStore.now` writes its probes; whatever lies there may be deleted."""
 
@@ -418,6 +423,8 @@ def _open_folder(url: str, folder: Path, creates: bool) -> LocalStore:
 
 def _open_cloud(url: str, scheme: str, options: StoreOptions) -> obstore.store.ObjectStore:
     named = {name: value for name in S3_OPTIONS if (value := getattr(options, name)) is not None}
+    if scheme == "s3":
+        named = {**_place_of_bucket(urlsplit(url).netloc), **named}
     s3 = cast("S3Config", {"unsigned_payload": options.unsigned_payload, **named})
     if scheme != "s3" and named:
         raise UserError(f"object store {url}: {', '.join(sorted(named))} are for s3:// only and have no effect here")
@@ -428,6 +435,18 @@ def _open_cloud(url: str, scheme: str, options: StoreOptions) -> obstore.store.O
         return from_url(url, client_options=client, retry_config=retry)
     except BaseError as error:
         raise UserError(f"object store {url}: {_first_line(error)}") from error
+
+
+def _place_of_bucket(bucket: str) -> dict[str, str]:
+    """Endpoint or region of a bucket by :data:`BUCKETS_VARIABLE`. Raises :class:`~etude.errors.UserError`."""
+    for entry in os.environ.get(BUCKETS_VARIABLE, "").split():
+        name, _, place = entry.partition("=")
+        if not name or not place:
+            raise UserError(f"{BUCKETS_VARIABLE}: {entry!r} is no place of a bucket: expected BUCKET=REGION or "
+                            f"BUCKET=http://HOST:PORT")  # fmt: skip
+        if name == bucket:
+            return {"endpoint" if "://" in place else "region": place}
+    return {}
 
 
 def _limits(options: StoreOptions) -> tuple["ClientConfig", "RetryConfig"]:

@@ -23,7 +23,6 @@ from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
-from etude.run.endpoints import listeners
 from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive

@@ -1,0 +1,196 @@
+"""The demo's machines: network namespaces with long-distance links, a store in each region, PostgreSQL at home.
+
+    with Fleet(plan, scratch) as fleet:
+        fleet.start("home", ["etude", "run", ...], log)
+
+Machines have a disk each, but those of home share theirs: the nodes of one trainer write a checkpoint together. The
+database is reached by a socket in the file system, which all namespaces share; only processes at home know its place.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from bench.faults.database import Database, programs
+from bench.fleet import store
+from bench.fleet.launcher import MACHINES_VARIABLE, Machine, write_machines
+from bench.fleet.namespaces import is_alive, kill_all, processes_in
+from bench.fleet.plan import HOME, FleetPlan
+from bench.sync.wan import Wan, WanShape
+from etude.errors import InfrastructureError, UserError
+from etude.objects import BUCKETS_VARIABLE
+from etude.run.keys import RUN_KEY_VARIABLE
+
+RUN = "run"
+"""Name of the run in each store."""
+KEEPER = ("sleep", "infinity")
+"""Keeps a machine's namespace open."""
+STORE_S = 60.0
+"""Longest time until a store answers."""
+
+
+def missing() -> str | None:
+    """Why the demo cannot be run here; ``None`` where it can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "it needs root on Linux, for network namespaces that processes of a run enter: use sudo, or a container"
+    if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+        return "it needs /dev/net/tun, for links between namespaces: modprobe tun, or give it to the container"
+    if programs() is None:
+        return "it needs PostgreSQL and psycopg, for the ledger: apt-get install postgresql"
+    return None
+
+
+@final
+class Fleet:
+    """The machines of a plan, from entering to leaving; then all that ran on them is gone."""
+
+    def __init__(self, plan: FleetPlan, scratch: Path) -> None:
+        """Raises :class:`~etude.errors.UserError` where there cannot be any."""
+        if (reason := missing()) is not None:
+            raise UserError(f"bench fleet: {reason}")
+        self.plan = plan
+        self._scratch = scratch
+        self._wan = Wan(plan.sites, WanShape(), plan.shapes)
+        self._stack = ExitStack()
+        self._key = secrets.token_hex(32)
+        self.machines: dict[str, Machine] = {}
+
+    def __enter__(self) -> Self:
+        installed = programs()
+        assert installed is not None, "missing() was asked"
+        self._scratch.chmod(0o711)  # the database has a user of its own
+        with ExitStack() as stack:
+            stack.enter_context(self._wan)
+            self._database = stack.enter_context(Database(installed, self._scratch / "postgres"))
+            self.machines = {site: self._machine(site) for site in self.plan.sites}
+            write_machines(self.machines_file, self.machines)
+            for region in (self.plan.home, *self.plan.regions):
+                self._start_store(region.name)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def url(self) -> str:
+        """The URL of the run."""
+        return store_url(HOME)
+
+    @property
+    def ledger(self) -> str:
+        """The URL of the ledger's server."""
+        return self._database.url
+
+    @property
+    def machines_file(self) -> Path:
+        """Where the launcher reads of the machines."""
+        return self._scratch / "machines.json"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of all processes on the machines, wherever they are."""
+        regions = (self.plan.home, *self.plan.regions)
+        places = " ".join(f"{each.name}=http://{self._wan.address(each.name)}:{store.PORT}" for each in regions)
+        return {
+            MACHINES_VARIABLE: str(self.machines_file),
+            BUCKETS_VARIABLE: places,
+            RUN_KEY_VARIABLE: self._key,
+            "AWS_ACCESS_KEY_ID": "demo",
+            "AWS_SECRET_ACCESS_KEY": "demo",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+            "GLOO_SOCKET_IFNAME": "wan",
+            "TP_SOCKET_IFNAME": "wan",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, site: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Start a process on a machine; it dies with this process and with the fleet."""
+        with log.open("ab") as output:
+            environment = {**self.environment, **self.machines[site].environment}
+            return self._wan.popen(site, command, stdout=output, stderr=output, environment=environment)
+
+    def running(self, site: str) -> dict[int, list[str]]:
+        """Process id → command line of what runs on a machine."""
+        return processes_in(self.machines[site].keeper)
+
+    def lives(self, site: str) -> bool:
+        """True until a machine is killed."""
+        return is_alive(self.machines[site].keeper)
+
+    def kill_machine(self, site: str) -> None:
+        """Take the power off a machine: all that runs there is gone at once, and it does not come back."""
+        kill_all([self.machines[site].keeper, *self.running(site)])
+
+    def cut(self, region: str) -> None:
+        """Let nothing through to or from a region."""
+        for site in self._sites(region):
+            self._wan.cut(site)
+
+    def heal(self, region: str) -> None:
+        """Connect a region again."""
+        for site in self._sites(region):
+            self._wan.heal(site)
+
+    def sent(self, region: str) -> Mapping[str, Mapping[str, int]]:
+        """What a region's store has sent and taken so far (:mod:`bench.fleet.store`)."""
+        counts: Mapping[str, Mapping[str, int]] = json.loads(self._counts(region).read_text(encoding="utf-8"))
+        return counts
+
+    def traffic_bytes(self, region: str) -> int:
+        """Bytes that went from home's first machine to a region's machines, everything included."""
+        return sum(self._wan.traffic(HOME, site).size_bytes for site in self._sites(region))
+
+    def _sites(self, region: str) -> list[str]:
+        return [site for site, name in self.plan.region_of.items() if name == region]
+
+    def _machine(self, site: str) -> Machine:
+        region = self.plan.region_of[site]
+        disk = self._scratch / "disks" / (HOME if region == HOME else site)
+        disk.mkdir(parents=True, exist_ok=True)
+        keeper = self._wan.popen(site, KEEPER)
+        _wait_until_inside(keeper.pid)
+        return Machine(
+            name=site, region=region, keeper=keeper.pid, address=self._wan.address(site), work=str(disk)
+        )
+
+    def _start_store(self, region: str) -> None:
+        command = [sys.executable, "-m", "bench.fleet.store", self._wan.address(region), region]
+        log = self._scratch / f"store-{region}.log"
+        process = self.start(region, [*command, str(self._counts(region))], log)
+        deadline_s = time.monotonic() + STORE_S
+        while "ready" not in log.read_text(encoding="utf-8"):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise InfrastructureError(f"bench fleet: the store of {region} does not start: {log.read_text()[-300:]}")
+            time.sleep(0.1)
+
+    def _counts(self, region: str) -> Path:
+        return self._scratch / f"store-{region}.json"
+
+
+def store_url(region: str) -> str:
+    """The URL of the run in a region's store."""
+    return f"s3://{region}/{RUN}"
+
+
+def _wait_until_inside(pid: int) -> None:
+    """Wait until a process that is to keep a machine open has entered it."""
+    deadline_s = time.monotonic() + STORE_S
+    while time.monotonic() < deadline_s:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] == KEEPER[0].encode():
+                return
+        time.sleep(0.02)
+    raise InfrastructureError("bench fleet: a namespace could not be entered")
+
