@@ -19,7 +19,7 @@ UNHEARD = -1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Gateway:
+class _GatewayRecord:
     """What is known of one gateway."""
 
     version: int = UNHEARD
@@ -39,7 +39,7 @@ class GatewayTable:
         """At least one. Raises ``ValueError`` for none."""
         if not urls:
             raise ValueError("a run has at least one gateway")
-        self._gateways = {url.rstrip("/"): _Gateway() for url in urls}
+        self._gateways = {url.rstrip("/"): _GatewayRecord() for url in urls}
         self._choices = count(1)
         self._version = UNHEARD
 
