@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -50,7 +49,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
 from etude.run.process_name import ENGINE, ProcessName
-from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
+from etude.run.serving import STOP_S, listening, run_until_signal, tell_person, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
@@ -137,7 +136,7 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
                 http_server(parts.gateway.handle),
                 folder.endpoints.public_port(name),
                 host=config.gateway.host,
-                tls=tls_context(config.gateway),
+                tls=tls_context("gateway", config.gateway.tls_cert, config.gateway.tls_key),
                 shutdown_s=DRAINED_S,
                 connections=connections,
             )
@@ -168,9 +167,8 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
     )
     async with _connected(spec, config, os.environ.get(ENGINE_KEY_VARIABLE, "").strip()) as parts:
         server = http_server(parts.gateway.handle)
-        async with listening(
-            server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
-        ) as port:
+        tls = tls_context("gateway", config.tls_cert, config.tls_key)
+        async with listening(server, config.port, host=config.host, tls=tls, shutdown_s=DRAINED_S) as port:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
@@ -267,20 +265,6 @@ def longest_context(model: Path) -> int:
 
 def _first_key(secret: str) -> Key:
     return Key(key_id=new_key_id(), digest=digest_of(secret), scope=Scope.PRODUCTION, created=date_utc())
-
-
-def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """The TLS context of a server; ``None`` for plain HTTP. Raises ``ConfigError`` for a certificate that cannot be
-    used.
-    """
-    if not config.tls_cert:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"gateway.tls_cert, gateway.tls_key: {error}") from error
-    return context
 
 
 def _greeting(config: GatewayConfig, port: int, secret: str | None) -> str:
