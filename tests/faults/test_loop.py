@@ -211,7 +211,7 @@ def test_a_run_survives_the_death_of_each_process(folder: RunFolder) -> None:
     assert report(folder)["restarts"] == len(DEATHS)
 
 
-def test_two_engines_and_two_gateways_share_the_work_and_one_of_each_may_die(start: RunFolder, tmp_path: Path) -> None:
+def test_two_engines_and_two_gateways_share_the_work_and_may_die(start: RunFolder, tmp_path: Path) -> None:
     folder = fresh(start, tmp_path / "run", config(replicas=2))
     with running(folder) as run:
         for death, process in enumerate(("serve-1", "gateway", "gateway-1", "serve")):
@@ -238,7 +238,7 @@ def tokens_of(folder: RunFolder, engine: str) -> int:
 
 
 def check_no_secret_is_told(folder: RunFolder, output: str) -> None:
-    """Neither the run key nor one that is derived from it stands in a log, an event or a file of the run but its own."""
+    """Neither the run key nor one that is derived from it stands in a log, an event or a file of the run."""
     secrets = [(folder.path / "run.key").read_text().strip(), *map(folder.key, KeyRole)]
     for file in (*folder.logs.rglob("*"), *folder.events.iterdir(), *folder.path.glob("*.*")):
         if file.is_file() and file.name != "run.key":

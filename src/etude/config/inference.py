@@ -79,6 +79,14 @@ class EngineConfig(Section):
     """Tokens of one sequence, prompt and completion."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """``auto``: a GPU where torch finds one."""
+    host: str = "127.0.0.1"
+    """Address to listen on, for gateways elsewhere; another one than loopback gets a listener of its own. Callers need
+    the run's engine key (``etude keys derive RUN engine``) in any case.
+    """
+    tls_cert: str = ""
+    """PEM file with the certificate chain of that listener; empty serves plain HTTP, which is for trusted networks."""
+    tls_key: str = ""
+    """PEM file with its private key."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port. With ``replicas``, that of the first; each further one has the next number."""
     replicas: int = Field(default=1, ge=1, le=64)
@@ -87,6 +95,11 @@ class EngineConfig(Section):
         default_factory=Section, validate_default=True
     )
     """``[engine.options]``: keys of the kind alone."""
+
+    @property
+    def public(self) -> bool:
+        """True if others than this machine's processes are served."""
+        return is_public(self.host, self.tls_cert)
 
     @property
     def native(self) -> NativeOptions:
@@ -100,8 +113,9 @@ class EngineConfig(Section):
         return self.native.cache_tokens or self.max_running * self.max_length
 
     @model_validator(mode="after")
-    def _last_port(self) -> Self:
+    def _listens(self) -> Self:
         check_last_port("engine", self.port, self.replicas)
+        check_both_halves("engine", self.tls_cert, self.tls_key)
         return self
 
     @model_validator(mode="after")
@@ -188,18 +202,12 @@ class GatewayConfig(Section):
     @property
     def public(self) -> bool:
         """True if others than this machine's processes are served."""
-        return self.host not in ("127.0.0.1", "localhost", "::1") or bool(self.tls_cert)
+        return is_public(self.host, self.tls_cert)
 
     @model_validator(mode="after")
-    def _last_port(self) -> Self:
+    def _listens(self) -> Self:
         check_last_port("gateway", self.port, self.replicas)
-        return self
-
-    @model_validator(mode="after")
-    def _both_halves(self) -> Self:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            missing = "tls_key" if self.tls_cert else "tls_cert"
-            raise ValueError(f"gateway.{missing} is missing: TLS needs a certificate and its key")
+        check_both_halves("gateway", self.tls_cert, self.tls_key)
         return self
 
 
@@ -210,3 +218,15 @@ def check_last_port(section: str, port: int, replicas: int) -> None:
             f"{section}.port={port} and {section}.replicas={replicas}: the last would listen on {port + replicas - 1}, "
             f"and there is no port above {HIGHEST_PORT}; lower the port"
         )
+
+
+def check_both_halves(section: str, tls_cert: str, tls_key: str) -> None:
+    """Raise ``ValueError`` for a certificate without its key, or a key without its certificate."""
+    if bool(tls_cert) != bool(tls_key):
+        missing = "tls_key" if tls_cert else "tls_cert"
+        raise ValueError(f"{section}.{missing} is missing: TLS needs a certificate and its key")
+
+
+def is_public(host: str, tls_cert: str) -> bool:
+    """True for a listener that others than this machine's processes are to reach."""
+    return host not in ("127.0.0.1", "localhost", "::1") or bool(tls_cert)

@@ -21,7 +21,7 @@ UNHEARD = -1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Gateway:
+class _GatewayRecord:
     """What is known of one gateway."""
 
     version: int = UNHEARD
@@ -39,7 +39,7 @@ class GatewayTable:
 
     def __init__(self, urls: Sequence[str]) -> None:
         """Those to begin with; of a region none may be known yet."""
-        self._gateways: dict[str, _Gateway] = {}
+        self._gateways: dict[str, _GatewayRecord] = {}
         self._choices = count(1)
         self._version = UNHEARD
         self.follow(urls)
@@ -56,7 +56,7 @@ class GatewayTable:
 
     def follow(self, urls: Sequence[str]) -> None:
         """Take these for the gateways from now on; of one that stays, what is known is kept."""
-        self._gateways = {url: self._gateways.get(url) or _Gateway() for url in (each.rstrip("/") for each in urls)}
+        self._gateways = {url: self._gateways.get(url) or _GatewayRecord() for url in (each.rstrip("/") for each in urls)}
 
     def choose(self, avoid: Collection[str] = ()) -> str:
         """The gateway for a new session; those of ``avoid`` only where there is no other.

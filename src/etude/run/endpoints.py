@@ -92,10 +92,10 @@ def listeners(config: RunConfig) -> dict[ProcessName, int]:
     """Engines and gateways of a run on one machine, with the port that the recipe wants for each, 0 for any: of a
     number, the first has it and each further one the next.
     """
-    sections = ((ENGINE, config.engine), (GATEWAY, config.gateway))
+    sections = {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
     return {
-        ProcessName(command=first.command, replica=replica): section.port and section.port + replica
-        for first, section in sections
+        ProcessName(command=command, replica=replica): section.port and section.port + replica
+        for command, section in sections.items()
         for replica in range(section.replicas)
     }
 
@@ -103,10 +103,10 @@ def listeners(config: RunConfig) -> dict[ProcessName, int]:
 def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
     """Ports for engines and gateways, as the recipe has them. Raises :class:`~etude.errors.PortInUseError`.
 
-    A gateway that others than this run may reach has a port of its own for them.
+    One that others than this run may reach has a port of its own for them.
     """
-    requested = listeners(config)
-    public = {name: port for name, port in requested.items() if config.gateway.public and name.command == "gateway"}
+    requested, sections = listeners(config), {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
+    public = {name: port for name, port in requested.items() if sections[name.command].public}
     with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
 
         def probe(name: ProcessName, port: int) -> int:

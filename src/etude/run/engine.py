@@ -57,7 +57,7 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
         weights = await asyncio.to_thread(follower.start)
         async with (
             opener(context, weights) as served,
-            run_listener(folder, name, engine_app(served.engine, key), outages, port=config.engine.port) as url,
+            run_listener(folder, name, lambda: engine_app(served.engine, key), config.engine, outages) as url,
             asyncio.TaskGroup() as tasks,
         ):
             tell_person(f"{name} at {url}")

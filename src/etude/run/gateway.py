@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -46,7 +45,6 @@ from etude.gateway.service import CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore
 from etude.protocols import Clock, Engine
-from etude.run.connections import Connections
 from etude.run.directory import Directory
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
@@ -55,7 +53,7 @@ from etude.run.listener import run_listener
 from etude.run.payload_store import open_payloads
 from etude.run.process_name import ENGINE, ProcessName
 from etude.run.region_stores import fleet_of, open_directory, open_region_log, weights_url
-from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
+from etude.run.serving import STOP_S, listening, run_until_signal, tell_person, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
@@ -119,9 +117,6 @@ def run_standalone(options: StandaloneOptions) -> None:
 
 async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
     config, fleet = folder.config(), fleet_of(folder)
-    if fleet is not None and config.gateway.public:
-        raise ConfigError("gateway.public would have no effect on a fleet, whose gateways are the run's own: leave it "
-                          "out, and start one for others with `etude gateway`")  # fmt: skip
     engines = {} if fleet is not None else folder.endpoints.urls(ENGINE.command)
     digest = digest_of(folder.key(KeyRole.ADMIN))
     admin = Key(key_id="run", digest=digest, scope=Scope.ADMIN, created=date_utc(), label="this run")
@@ -143,21 +138,10 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         outages = stack.enter_context(
             StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events)
         )
-        server, connections = http_server(parts.gateway.handle), Connections()
         listener = run_listener(
-            folder, name, server, outages, port=config.gateway.port, shutdown_s=DRAINED_S, connections=connections
+            folder, name, partial(http_server, parts.gateway.handle), config.gateway, outages, shutdown_s=DRAINED_S
         )
         url = await stack.enter_async_context(listener)
-        if config.gateway.public:
-            public = listening(
-                http_server(parts.gateway.handle),
-                folder.endpoints.public_port(name),
-                host=config.gateway.host,
-                tls=tls_context(config.gateway),
-                shutdown_s=DRAINED_S,
-                connections=connections,
-            )
-            await stack.enter_async_context(public)
         tell_person(f"{name} at {url}, admin key by `etude keys derive {folder.path} admin`")
         log = open_region_log(folder, name.region, outages)
         work: dict[str, Work] = {"announcements": partial(announce, log, parts.pool.announce)}
@@ -186,9 +170,8 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
     )
     async with _connected(spec, config, os.environ.get(ENGINE_KEY_VARIABLE, "").strip()) as parts:
         server = http_server(parts.gateway.handle)
-        async with listening(
-            server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
-        ) as port:
+        tls = tls_context("gateway", config.tls_cert, config.tls_key)
+        async with listening(server, config.port, host=config.host, tls=tls, shutdown_s=DRAINED_S) as port:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
@@ -305,20 +288,6 @@ def longest_context(model: Path) -> int:
 
 def _first_key(secret: str) -> Key:
     return Key(key_id=new_key_id(), digest=digest_of(secret), scope=Scope.PRODUCTION, created=date_utc())
-
-
-def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """The TLS context of a server; ``None`` for plain HTTP. Raises ``ConfigError`` for a certificate that cannot be
-    used.
-    """
-    if not config.tls_cert:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"gateway.tls_cert, gateway.tls_key: {error}") from error
-    return context
 
 
 def _greeting(config: GatewayConfig, port: int, secret: str | None) -> str:

@@ -28,7 +28,7 @@ SHORTEST = 32
 
 
 class KeyRole(StrEnum):
-    """What a derived key is for."""
+    """Use of a derived key."""
 
     ENGINE = "engine"
     """Calls to the run's engines."""

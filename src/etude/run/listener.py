@@ -1,20 +1,22 @@
-"""The HTTP server of an engine or a gateway, where the run's other processes find it.
+"""The HTTP servers of an engine or a gateway, where those who call it find it.
 
-on one machine    loopback, at the port of the endpoints table
-on a fleet        the machine's own address, at the recipe's port or any; then the region's directory says so
+    on one machine    loopback, at the port of the endpoints table; where the recipe has a host or TLS, one more for others
+    on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from aiohttp import web
 
+from etude.config.inference import EngineConfig, GatewayConfig
 from etude.run.connections import Connections
 from etude.run.folder import RunFolder
+from etude.run.placement import fleet_of
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import fleet_of, open_directory, own_address
-from etude.run.serving import SHUTDOWN_S, listening
+from etude.run.region_stores import open_directory, own_address
+from etude.run.serving import SHUTDOWN_S, listening, tls_context
 from etude.run.store_outages import StoreOutages
 
 
@@ -22,24 +24,33 @@ from etude.run.store_outages import StoreOutages
 async def run_listener(
     folder: RunFolder,
     name: ProcessName,
-    app: web.Application | web.Server,
+    make_app: Callable[[], web.Application | web.Server],
+    section: EngineConfig | GatewayConfig,
     outages: StoreOutages,
     *,
-    port: int,
     shutdown_s: float = SHUTDOWN_S,
-    connections: Connections | None = None,
 ) -> AsyncIterator[str]:
-    """Serve ``app`` as a process of a run while the context is open; yields its URL.
+    """Serve as a process of a run while the context is open; yields the URL for the run's other processes.
 
-    ``port`` is the recipe's, 0 for any. Raises :class:`~etude.errors.PortInUseError`.
+    ``section`` is the recipe's of such a process. Raises :class:`~etude.errors.PortInUseError`, and
+    :class:`~etude.errors.ConfigError` for a certificate that cannot be used.
     """
-    if fleet_of(folder) is None:
-        here = folder.endpoints.port(name)
-        async with listening(app, here, shutdown_s=shutdown_s, connections=connections):
+    key = "engine" if isinstance(section, EngineConfig) else "gateway"
+    tls, connections = tls_context(key, section.tls_cert, section.tls_key), Connections()
+    async with AsyncExitStack() as stack:
+
+        async def listen(port: int, **where: object) -> int:
+            server = listening(make_app(), port, shutdown_s=shutdown_s, connections=connections, **where)
+            return await stack.enter_async_context(server)
+
+        if fleet_of(folder) is None:
+            await listen(folder.endpoints.port(name))
+            if section.public:
+                await listen(folder.endpoints.public_port(name), host=section.host, tls=tls)
             yield folder.endpoints.url(name)
-        return
-    address, wanted = own_address(), port and port + name.replica
-    async with listening(app, wanted, host=address, shutdown_s=shutdown_s, connections=connections) as bound:
-        url = f"http://{address}:{bound}"
+            return
+        address = own_address()
+        port = await listen(section.port and section.port + name.replica, host=address, tls=tls)
+        url = f"{'http' if tls is None else 'https'}://{address}:{port}"
         await asyncio.to_thread(open_directory(folder, name.region, outages).announce, name, url)
         yield url

@@ -27,7 +27,7 @@ class MemoryNeed:
     trainer: int
     """Parameters, gradients and moments."""
     engine: int
-    """Of all engines: the weights, once or twice, and the key/value cache."""
+    """All engines: the weights, once or twice, and the key/value cache."""
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, parameters: int) -> "MemoryNeed":

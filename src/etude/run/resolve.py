@@ -22,7 +22,7 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 PATHS = (
     *("tasks.folder", "tasks.options.path", "tasks.options.heldout_path", "tasks.options.python", "sandboxes.images"),
     *("model.checkpoint", "sft.file", "engine.options.python"),
-    *("gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
+    *("engine.tls_cert", "engine.tls_key", "gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
 )
 """Keys that name a file or a folder, beside ``midtrain.mixture`` and ``harness.options.mounts``."""
 Role: TypeAlias = Literal["trainer", "engine"]

@@ -196,7 +196,7 @@ class SeveralGateways:
 
     def __init__(self, count: int) -> None:
         self.opened = [0] * count
-        self.asked = list[object]()
+        self.bodies = list[object]()
         self._servers: list[TestServer] = []
         self._up = [True] * count
 
@@ -223,7 +223,7 @@ class SeveralGateways:
             request.transport.abort()
             return web.Response()
         body = await request.json() if request.can_read_body else {}
-        self.asked.append(body)
+        self.bodies.append(body)
         self.opened[number] += 1
         name = f"{number}-{self.opened[number]}"
         turns = 1 if "fork_of" in body else 0
@@ -242,7 +242,7 @@ def test_sessions_are_spread_and_each_ends_and_forks_where_it_began() -> None:
             sessions = GatewaySessions(GatewayTable(urls), "right", http)
             opened = [await sessions.open(min_version=4) for _ in range(6)]
             assert gateways.opened == [3, 3]
-            assert gateways.asked == [{"min_version": 4}] * 6
+            assert gateways.bodies == [{"min_version": 4}] * 6
             for session in opened:
                 number = int(session.session_id.partition("-")[0])
                 assert session.base_url.startswith(urls[number])

@@ -36,9 +36,8 @@ from etude.run.gateway import (
     longest_context,
     open_gateway,
     run_standalone,
-    tls_context,
 )
-from etude.run.serving import listening
+from etude.run.serving import listening, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.tokens.chat import ChatTemplate
@@ -89,7 +88,7 @@ async def serving(config: GatewayConfig) -> AsyncIterator[str]:
     )
     async with open_gateway(plan, config, clock, lambda _url: engine) as parts:
         server = http_server(parts.gateway.handle)
-        async with listening(server, 0, tls=tls_context(config)) as port:
+        async with listening(server, 0, tls=tls_context("gateway", config.tls_cert, config.tls_key)) as port:
             yield f"127.0.0.1:{port}"
 
 
@@ -123,8 +122,8 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.pem").write_text("no certificate")
     bad = str(tmp_path / "bad.pem")
     with pytest.raises(ConfigError, match=r"gateway\.tls_cert"):
-        tls_context(GatewayConfig(tls_cert=bad, tls_key=bad))
-    assert tls_context(GatewayConfig()) is None
+        tls_context("gateway", bad, bad)
+    assert tls_context("gateway", "", "") is None
 
 
 def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def test_a_key_that_can_be_guessed_is_refused_without_being_shown(
 ) -> None:
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     monkeypatch.setenv(RUN_KEY_VARIABLE, "hunter2")
-    with pytest.raises(RunFolderError, match="ETUDE_RUN_KEY has 7 characters: .* at least 32") as error:
+    with pytest.raises(RunFolderError, match=r"ETUDE_RUN_KEY has 7 characters: .* at least 32") as error:
         folder.key(KeyRole.ADMIN)
     assert "hunter2" not in str(error.value)
 

@@ -13,6 +13,7 @@ from etude.gateway.routing.admission import AdmissionLimits
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Json, RouteSpace, TokenIds, as_list
 from gateways import (
+    ADMIN_KEY,
     CHAT,
     LONG,
     MAX_LENGTH,
