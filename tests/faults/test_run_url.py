@@ -202,7 +202,13 @@ def test_a_run_whose_machine_is_lost_is_resumed_by_its_url_alone(
     recipe.write_text("name = 'lost'\n")
     settings = (
         *("tasks.options.kinds=['arith']", "midtrain.tokens=20000", "midtrain.batch_tokens=1000"),
-        *("midtrain.warmup_steps=5", "rollouts.groups_per_step=2", "rollouts.group_size=2", "eval.tasks=4"),
+        *(
+            "midtrain.warmup_steps=5",
+            "rollouts.groups_per_step=2",
+            "rollouts.group_size=2",
+            "rollouts.concurrency=8",
+            "eval.tasks=4",
+        ),
         *("harness.options.max_turns=3", "trainer.steps=8", "trainer.mismatch_share=1.0"),
         *("effort.weight=1.0", "effort.prices={call_tokens=0.01, final_tokens=0.01}"),
         *(f"model.shape.{key}" for key in SHAPE),
@@ -224,7 +230,7 @@ def test_a_run_whose_machine_is_lost_is_resumed_by_its_url_alone(
         wait_until(lambda: not _processes_in(bucket), every_s=0.2, timeout_s=60)
         lose(bucket)
         resumed = etude("run", "--resume", URL)
-        assert resumed.returncode in (0, 4), resumed.stdout + resumed.stderr
+        assert resumed.returncode in (0, 3), resumed.stdout + resumed.stderr
         lose(bucket)
         folder = open_run_folder(URL)
         log = open_log(folder)

@@ -211,7 +211,9 @@ class TrainerProcess:
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
         model = self.trainer_group.whole_model()
-        self.publishing.start(published_state(model, self._numerics), step)
+        # What could not be computed again to the same bits must not be seen before it can be restored.
+        wait_copy = (lambda: None) if self._numerics.arithmetic == "invariant" else self.copies.wait
+        self.publishing.start(published_state(model, self._numerics), step, wait_copy)
         self._remember(step, state_of(model))
 
     def _commit_published(self) -> None:

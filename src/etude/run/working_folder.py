@@ -14,6 +14,7 @@ from pathlib import Path
 
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
+from etude.objects import check_put_if_absent
 from etude.run.event_copies import fetch_events
 from etude.run.folder import LEDGER_URL, LOG_ID, RunFolder, exclusive
 from etude.run.run_url import EVENTS, FILES, is_run_url, normal_url, open_place, open_stored
@@ -69,7 +70,8 @@ def create_run(url: str, config: RunConfig) -> RunFolder:
 def check_place(url: str, config: RunConfig) -> None:
     """Look whether a new run of a recipe can be at a URL, which is made where it is a folder.
 
-    Raises :class:`~etude.errors.ConfigError`, :class:`~etude.errors.RunFolderError` where there is one, and
+    Raises :class:`~etude.errors.ConfigError`, :class:`~etude.errors.RunFolderError` where there is one,
+    :class:`~etude.errors.UserError` where objects can be overwritten and
     :class:`~etude.errors.InfrastructureError` where nothing can be written.
     """
     url = normal_url(url)
@@ -78,8 +80,7 @@ def check_place(url: str, config: RunConfig) -> None:
             f"ledger.url is empty, so the state of a run at {url} would be lost with this machine: give it a "
             f"PostgreSQL database, --ledger postgresql://USER@HOST/DATABASE, or leave out --at"
         )
-    place = open_place(url, FILES)
-    place.now()  # it is there, and can be written to
+    check_put_if_absent(open_place(url, FILES))
     if open_stored(url, FILES).numbers():
         raise RunFolderError(
             f"there is a run at {url} already: continue it with --resume {url}, or choose another place"
