@@ -44,7 +44,7 @@ class GatewaySessions:
         self._http = http
         self._timeout_s = timeout_s
 
-    async def open(self) -> Session:
+    async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session. Raises :class:`~etude.errors.EngineUnavailable`."""
         return self._session(orjson.loads(await self._call("POST", "/sessions")))
 
