@@ -145,10 +145,12 @@ class Regions:
         for each in self._regions.values():
             if each not in able and each not in awaited:
                 each.account = max(each.account, chosen.account)
-        chosen.account += 1 / chosen.report.places
-        chosen.given += 1
-        chosen.open += 1
+        _give(chosen)
         return chosen.name
+
+    def add(self, name: str) -> None:
+        """A session was opened in a region because it belongs there, such as one that goes on from another's."""
+        _give(self._regions[name])
 
     def ended(self, name: str) -> None:
         """A session that a region was given is over, however."""
@@ -190,3 +192,9 @@ class Regions:
             if places and places >= needed:
                 return region.report.version
         return -1
+
+
+def _give(region: _Region) -> None:
+    region.open += 1
+    region.given += 1
+    region.account += 1 / max(1, region.report.places)

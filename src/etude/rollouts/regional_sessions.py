@@ -1,0 +1,120 @@
+"""Sessions in several regions: each is opened where the table of regions says, and ended where it was opened.
+
+    open(min_version) ──▶ Regions.choose ──▶ the region's own sessions        none may have it yet: wait for a change
+
+- consumes: reports of regions (:meth:`RegionalSessions.report`, :meth:`RegionalSessions.lose`)
+- produces: sessions, each of one region
+- waits for: a region that may have the session, as long as the caller waits
+- woken by: a report that changes something, a session that ends; every ``LOOK_S``, as patience ends by time alone
+- on shutdown: nothing is left to do; sessions are their openers'
+
+The decision is :mod:`etude.fleet.regions`'s. A region that cannot be reached is left out, and the session opened
+elsewhere; it is back with its next report.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import final
+
+from etude.errors import EngineUnavailable, SessionLost
+from etude.fleet.regions import RegionReport, Regions
+from etude.protocols import Clock, Session
+from etude.rollouts.worker import SessionOpener
+from etude.types import Turn
+
+LOOK_S = 0.5
+"""Longest pause before a session that no region may have is asked for again."""
+
+
+@final
+class RegionalSessions:
+    """Opens sessions of ``openers``, by region, as ``regions`` decides; implements :class:`SessionOpener`."""
+
+    def __init__(self, regions: Regions, openers: Mapping[str, SessionOpener], clock: Clock) -> None:
+        self._regions = regions
+        self._openers = dict(openers)
+        self._clock = clock
+        self._region_of: dict[str, str] = {}  # session → region, of those that are open
+        self._versions: dict[str, RegionReport] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def heard(self) -> int:
+        """The weight version at which rollouts may be admitted."""
+        return self._regions.heard
+
+    def report(self, region: str, report: RegionReport) -> None:
+        """A region said how it is."""
+        self._regions.report(region, report, self._clock.now())
+        if self._versions.get(region) != report:
+            self._versions[region] = report
+            self._wake()
+
+    def lose(self, region: str) -> None:
+        """A region could not be reached."""
+        self._regions.lose(region)
+        if self._versions.pop(region, None) is not None:
+            self._wake()
+
+    async def open(self, *, min_version: int | None = None) -> Session:
+        """Start a session in a region that serves ``min_version``; waits until one may have it."""
+        while True:
+            region = await self._choose(-1 if min_version is None else min_version)
+            try:
+                session = await self._openers[region].open(min_version=min_version)
+            except EngineUnavailable:
+                self._regions.ended(region)
+                self.lose(region)
+            except BaseException:
+                self._regions.ended(region)
+                raise
+            else:
+                self._region_of[session.session_id] = region
+                return session
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        """Start a session that begins as another one, in its region. Raises as the region's sessions do."""
+        region = self._require(session_id)
+        session, turns = await self._openers[region].fork(session_id)
+        self._regions.add(region)
+        self._region_of[session.session_id] = region
+        return session, turns
+
+    async def close(self, session_id: str) -> tuple[Turn, ...]:
+        """End a session and hand over its turns. Raises as the region's sessions do; its place is free either way."""
+        opener = self._openers[self._require(session_id)]
+        try:
+            return await opener.close(session_id)
+        finally:
+            self._ended(session_id)
+
+    async def discard(self, session_id: str) -> None:
+        """End a session without its turns. Raises like :meth:`close`."""
+        opener = self._openers[self._require(session_id)]
+        try:
+            await opener.discard(session_id)
+        finally:
+            self._ended(session_id)
+
+    async def _choose(self, version: int) -> str:
+        while (region := self._regions.choose(version, self._clock.now())) is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._changed.wait()
+        return region
+
+    def _require(self, session_id: str) -> str:
+        region = self._region_of.get(session_id)
+        if region is None:
+            raise SessionLost(f"no session {session_id!r} is open in any region")
+        return region
+
+    def _ended(self, session_id: str) -> None:
+        self._regions.ended(self._region_of.pop(session_id))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let all that wait look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,350 @@
+"""Four regions, far apart: with the table of regions their engines are busy alike; without it the nearest takes all.
+
+Everything that decides is the product's: dispatcher, runner, schedule, breaker, admission, ledger, table of regions,
+pools and routers of engines. Modelled are engines, agents, a trainer, and how long a version takes to a region. Time is
+virtual.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+from etude.config.recipe import LedgerConfig
+from etude.config.rollouts import RolloutConfig
+from etude.errors import EngineUnavailable
+from etude.fleet.regions import RegionReport, Regions
+from etude.gateway.routing.pool import CallOptions, EnginePool
+from etude.gateway.routing.router import EngineEntry, HealthLimits, Router
+from etude.ledger.ledger import Ledger
+from etude.protocols import (
+    Completion,
+    EngineHealth,
+    Grade,
+    HarnessResult,
+    SamplingParams,
+    Sandbox,
+    Session,
+    TokenChunk,
+    turn_of,
+)
+from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.fake import FakeSessions, LoopClock, RolloutFakes, run_virtually
+from etude.rollouts.regional_sessions import RegionalSessions
+from etude.rollouts.worker import RolloutContext, SessionOpener
+from etude.telemetry.log import EventLog
+from etude.types import Finish, Task, TokenIds, Turn
+from ledgers import new_task
+
+CONFIG = RolloutConfig(groups_per_step=16, group_size=4, max_staleness=2, concurrency=192, max_attempts=8)
+"""The window has 192 rollouts."""
+STEPS, STEP_S = 8, 4.0
+PLACES = 48
+"""Rollouts of one region."""
+ENGINES = 2
+"""Of one region."""
+DISTANCES = {"near": 0.0, "coast": 0.08, "overseas": 0.15, "antipodes": 0.25}
+"""Region → seconds of a round trip."""
+ARRIVALS_S = {"near": 1.0, "coast": 2.0, "overseas": 3.5, "antipodes": 6.0}
+"""Region → time from the publication of a version until it is served there."""
+PEAK, TOP = 1600.0, 100.0
+"""Tokens per second of an engine, and of one sequence in it."""
+PIECE = 64
+"""Tokens that are sampled at one speed."""
+REPORT_S = 0.25
+CUT, CUT_AT_S, CUT_S = "overseas", 60.0, 30.0
+"""The region that is cut off, when, and for how long."""
+
+ONE = np.ones(1, np.int32)
+MEMORY = Path("/dev/shm")
+
+
+@dataclass
+class Engine:
+    """Continuous batching: every sequence has its share of what the engine can do."""
+
+    version: int = 0
+    tokens: int = 0
+    running: int = 0
+    is_down: bool = False
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        self._require()
+        self.running += 1
+        try:
+            for start in range(0, params.max_tokens, PIECE):
+                piece = min(PIECE, params.max_tokens - start)
+                await asyncio.sleep(piece / min(TOP, PEAK / self.running))
+                self._require()
+                self.tokens += piece
+        finally:
+            self.running -= 1
+        return Completion(
+            token_ids=ONE, logprobs=-ONE.astype(np.float32), versions=self.version * ONE, finish=Finish.STOP
+        )
+
+    def stream(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> AsyncGenerator[TokenChunk, None]:
+        raise NotImplementedError
+
+    async def health(self) -> EngineHealth:
+        self._require()
+        return EngineHealth(version=self.version, digest=f"digest {self.version}", running=self.running, waiting=0)
+
+    def _require(self) -> None:
+        if self.is_down:
+            raise EngineUnavailable("cut off")
+
+
+@dataclass
+class Region:
+    """Engines behind a gateway's pool, and the gateway's sessions."""
+
+    name: str
+    clock: LoopClock
+    engines: list[Engine] = field(default_factory=lambda: [Engine() for _ in range(ENGINES)])
+    sessions: FakeSessions = field(default_factory=FakeSessions)
+    versions: dict[str, int | None] = field(default_factory=dict)
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        by_url = {f"http://{self.name}-{index}": engine for index, engine in enumerate(self.engines)}
+        self.pool = EnginePool(by_url.__getitem__, Router(HealthLimits(max_lag=8)), self.clock, seed=2)
+        for url in by_url:
+            self.pool.add(EngineEntry(name=url, url=url, region=self.name))
+
+    async def open(self, *, min_version: int | None = None) -> Session:
+        if self.is_cut:
+            raise EngineUnavailable("no way there")
+        opened = await self.sessions.open()
+        session = replace(opened, session_id=f"{self.name}/{opened.session_id}")
+        self.versions[session.session_id] = min_version
+        return session
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        raise NotImplementedError
+
+    async def close(self, session_id: str) -> tuple[Turn, ...]:
+        del self.versions[session_id]
+        return await self.sessions.close(session_id.partition("/")[2])
+
+    async def discard(self, session_id: str) -> None:
+        await self.close(session_id)
+
+    async def call(self, session: Session, tokens: int) -> None:
+        """One turn."""
+        await self.clock.sleep(DISTANCES[self.name])
+        if self.is_cut:
+            raise EngineUnavailable("no way there")
+        params, options = SamplingParams(max_tokens=tokens), CallOptions(min_version=self.versions[session.session_id])
+        completion = await self.pool.generate(ONE, params, session=session.session_id, options=options)
+        inner = replace(session, session_id=session.session_id.partition("/")[2])
+        self.sessions.capture(inner, turn_of(ONE, params, completion))
+
+    async def receive(self, version: int) -> None:
+        """A version arrives; all engines serve it at once."""
+        await self.clock.sleep(ARRIVALS_S[self.name])
+        while self.is_cut:
+            await self.clock.sleep(REPORT_S)
+        self.pool.announce(version, f"digest {version}")
+        for engine in self.engines:
+            engine.version = max(version, engine.version)
+
+    def cut(self, *, is_cut: bool) -> None:
+        """Nothing gets there or back; what engines do meanwhile is lost."""
+        self.is_cut = is_cut
+        for engine in self.engines:
+            engine.is_down = is_cut
+
+    @property
+    def tokens(self) -> int:
+        return sum(engine.tokens for engine in self.engines)
+
+    @property
+    def report(self) -> RegionReport:
+        return RegionReport(version=min(engine.version for engine in self.engines), places=PLACES)
+
+
+class Agents:
+    """The harness of all regions, and the grader."""
+
+    def __init__(self, regions: dict[str, Region], seed: int) -> None:
+        self._regions = regions
+        self._random = Random(seed)
+
+    async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
+        region = self._regions[session.session_id.partition("/")[0]]
+        for _ in range(max(1, round(self._random.lognormvariate(math.log(3), 0.5)))):
+            await asyncio.sleep(self._random.lognormvariate(math.log(1.0), 0.5))
+            await region.call(session, max(16, round(self._random.lognormvariate(math.log(200), 0.6))))
+        return HarnessResult(reason="submit", counts={})
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        return Grade(value=self._random.random(), parts={})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    busy: dict[str, float]
+    """Region → share of the time and of what its engines can do that they sampled."""
+    staleness: int
+    """The highest."""
+    seconds: float
+    others: int
+    """Tokens that were sampled outside of one region while that one is cut off, or would be."""
+    back: int
+    """Tokens that it sampled afterwards."""
+
+    @property
+    def balance(self) -> float:
+        return min(self.busy.values()) / max(self.busy.values())
+
+
+class Fleet:
+    """A run over the regions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = LoopClock()
+        self.regions = {name: Region(name, self.clock) for name in DISTANCES}
+        self._folder = folder
+        self._cuts = False
+        self._marks = (0, 0, 0)
+        self._agents = Agents(self.regions, seed=2)
+        self._background: list[asyncio.Task[None]] = []
+        for region in self.regions.values():
+            region.pool.announce(0, "digest 0")
+
+    async def with_table(self, *, cuts: bool = False) -> Outcome:
+        """One dispatcher beside the ledger, and the table; ``cuts`` a region off for a while."""
+        self._cuts = cuts
+        sessions = RegionalSessions(Regions(self.regions), self.regions, self.clock)
+        with Ledger.open(self._folder / "ledger.db") as ledger:
+            self._spawn(self._report(sessions))
+            dispatcher = self._dispatcher(ledger, sessions, CONFIG, lambda: sessions.heard)
+            return await self._run(ledger, [dispatcher])
+
+    async def without(self) -> Outcome:
+        """A dispatcher for each region: who hears of a version first has the window that it opens."""
+        config = CONFIG.model_copy(update={"concurrency": PLACES})
+        with ExitStack() as stack:
+            dispatchers = []
+            for region in self.regions.values():
+                ledger = stack.enter_context(Ledger.open(self._folder / "ledger.db", LedgerConfig(), self.clock))
+                lease = ledger.leases.take(f"rollouts-{region.name}", region.name)
+                assert lease is not None
+                dispatchers.append(
+                    self._dispatcher(ledger, region, config, lambda region=region: region.report.version)
+                )
+            beating = stack.enter_context(Ledger.open(self._folder / "ledger.db", LedgerConfig(), self.clock))
+            self._spawn(self._beat(beating))
+            return await self._run(beating, dispatchers)
+
+    def _dispatcher(
+        self, ledger: Ledger, sessions: SessionOpener, config: RolloutConfig, version: Callable[[], int]
+    ) -> Dispatcher:
+        context: RolloutContext = replace(
+            RolloutFakes(_unused, lambda task: 0.0).context,
+            sessions=sessions,
+            harness=self._agents,
+            grader=self._agents,
+        )
+        events = EventLog(self._folder / "events", f"rollouts-{ledger.leases.worker}")
+        return Dispatcher(config, ledger=ledger, draw=new_task, context=context, events=events, serving_version=version)
+
+    async def _run(self, ledger: Ledger, dispatchers: list[Dispatcher]) -> Outcome:
+        began_s, staleness = self.clock.now(), 0
+        for region in self.regions.values():
+            self._spawn(region.pool.watch())
+        self._spawn(self._cut())
+        rolling = [asyncio.create_task(dispatcher.train(STEPS)) for dispatcher in dispatchers]
+        for step in range(1, STEPS + 1):
+            while (batch := ledger.claim_batch(step, CONFIG.groups_per_step)) is None:
+                await asyncio.sleep(REPORT_S)
+                for each in rolling:
+                    if each.done():
+                        each.result()
+            turns = [turn for group in batch for rollout in group.rollouts for turn in rollout.turns]
+            staleness = max(staleness, *(step - 1 - int(turn.versions.min()) for turn in turns))
+            await asyncio.sleep(STEP_S)
+            ledger.commit_step(step)
+            for region in self.regions.values():
+                self._spawn(region.receive(step))
+        seconds = self.clock.now() - began_s
+        for task in (*rolling, *self._background):
+            task.cancel()
+        await asyncio.gather(*rolling, *self._background, return_exceptions=True)
+        busy = {name: region.tokens / (PEAK * ENGINES * seconds) for name, region in self.regions.items()}
+        before, after, at_cut = self._marks
+        back = self.regions[CUT].tokens - at_cut
+        return Outcome(busy=busy, staleness=staleness, seconds=seconds, others=after - before, back=back)
+
+    async def _cut(self) -> None:
+        region, others = self.regions[CUT], [each for name, each in self.regions.items() if name != CUT]
+        await asyncio.sleep(CUT_AT_S)
+        before, at_cut = sum(each.tokens for each in others), region.tokens
+        region.cut(is_cut=self._cuts)
+        await asyncio.sleep(CUT_S)
+        self._marks = before, sum(each.tokens for each in others), at_cut
+        region.cut(is_cut=False)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._background.append(asyncio.create_task(work))
+
+    async def _report(self, sessions: RegionalSessions) -> None:
+        while True:
+            for name, region in self.regions.items():
+                if region.is_cut:
+                    sessions.lose(name)
+                else:
+                    sessions.report(name, region.report)
+            await asyncio.sleep(REPORT_S)
+
+    async def _beat(self, ledger: Ledger) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            for name in self.regions:
+                ledger.leases.beat(ledger.leases.look(f"rollouts-{name}"))
+
+
+async def _unused(task: Task, session: Session) -> str:
+    raise NotImplementedError
+
+
+def run(go: Callable[[Fleet], Coroutine[None, None, Outcome]]) -> Outcome:
+    async def main(folder: Path) -> Outcome:
+        return await go(Fleet(folder))
+
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
+        return run_virtually(main(Path(name)))
+
+
+@pytest.fixture(scope="module")
+def even() -> Outcome:
+    return run(lambda fleet: fleet.with_table())
+
+
+def test_engines_of_all_regions_are_busy_alike(even: Outcome) -> None:
+    assert even.balance >= 0.8, even
+    assert even.staleness <= CONFIG.max_staleness
+
+
+def test_without_the_table_the_nearest_region_takes_most() -> None:
+    outcome = run(lambda fleet: fleet.without())
+    assert outcome.balance < 0.3, outcome
+    assert outcome.staleness <= CONFIG.max_staleness
+
+
+def test_a_region_that_is_cut_off_is_left_out_and_comes_back(even: Outcome) -> None:
+    outcome = run(lambda fleet: fleet.with_table(cuts=True))
+    assert outcome.others >= 0.9 * even.others, "the others go on, and take over what there is to do"
+    assert outcome.seconds < 1.3 * even.seconds
+    assert outcome.back > 0
+    assert outcome.staleness <= CONFIG.max_staleness
