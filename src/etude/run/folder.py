@@ -39,6 +39,8 @@ from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
+FLEET_FILE = "fleet.toml"
+"""The file with the fleet that a run was last placed on; there is none where that is one machine."""
 RUN_URL = "run.url"
 """The file of a working folder with the URL that the run is at (:mod:`etude.run.working_folder`)."""
 LOG_ID = "weights.id"

@@ -1,7 +1,7 @@
 """The HTTP servers of an engine or a gateway, where those who call it find it.
 
-    on one machine    loopback, at the port of the endpoints table; where the recipe has a host or TLS, one more for others
-    on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so
+on one machine    loopback, at the port of the endpoints table; where the recipe has a host or TLS, one more for others
+on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so
 """
 
 import asyncio
@@ -13,9 +13,8 @@ from aiohttp import web
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.run.connections import Connections
 from etude.run.folder import RunFolder
-from etude.run.placement import fleet_of
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import open_directory, own_address
+from etude.run.region_stores import fleet_of, open_directory, own_address
 from etude.run.serving import SHUTDOWN_S, listening, tls_context
 from etude.run.store_outages import StoreOutages
 

@@ -8,19 +8,21 @@ import math
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast, final
 
 from etude.config.fleet import LAUNCHERS, RENDERED, FleetConfig
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
-from etude.errors import ConfigError
+from etude.errors import ConfigError, InfrastructureError
 from etude.fleet.launcher import LaunchContext, Launcher
 from etude.fleet.specs import ProcessSpec
 from etude.objects import Objects, ObjectStore
 from etude.run.fleet_plan import one_machine
 from etude.run.folder import RunFolder
 from etude.run.launchers.local import LocalLauncher
+from etude.run.region_stores import region_store
 
 FLEET_FOLDER = "fleet"
 """Folder of a run with the desired state that people set."""
@@ -50,7 +52,8 @@ class Drained:
         now_s = time.monotonic()
         if now_s - self._read_s >= DRAINED_POLL_S:
             self._read_s = now_s
-            self._names = frozenset(key.removeprefix("drained/") for key in self._objects.list("drained"))
+            with suppress(InfrastructureError):  # then it stays as it was
+                self._names = frozenset(key.removeprefix("drained/") for key in self._objects.list("drained"))
         return self._names
 
 
@@ -98,12 +101,12 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> Plac
         launcher = cast("Launcher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Placement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained_of(folder))
+    return Placement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained_of(folder, "" if region in ("", fleet.home) else region))
 
 
-def drained_of(folder: RunFolder) -> Drained:
-    """What is drained of a run."""
-    return Drained(ObjectStore(str((folder.path / FLEET_FOLDER).absolute())))
+def drained_of(folder: RunFolder, region: str = "") -> Drained:
+    """What is drained of a run in a region; ``region`` is empty for home."""
+    return Drained(ObjectStore(f"{region_store(folder, region)}/{FLEET_FOLDER}"))
 
 
 def run_id(place: str) -> str:

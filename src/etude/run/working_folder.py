@@ -16,14 +16,14 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.objects import check_put_if_absent
 from etude.run.event_copies import fetch_events
-from etude.run.folder import LEDGER_URL, LOG_ID, RunFolder, exclusive
+from etude.run.folder import FLEET_FILE, LEDGER_URL, LOG_ID, RunFolder, exclusive
 from etude.run.run_url import EVENTS, FILES, is_run_url, normal_url, open_place, open_stored
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFiles, stored_file
 
 WORK_VARIABLE = "ETUDE_WORK"
 """The environment variable with the folder for working folders."""
-RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, "plugins")
+RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, FLEET_FILE, "plugins")
 """Files, and folders of files, that make a run what it is."""
 MODEL, REPORTS = ("model",), ("report.json", "report.html")
 """Its model, which its phases leave, and its report."""

@@ -23,6 +23,7 @@ from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, InfrastructureError, RunFolderError, UserError
 from etude.run.folder import RunFolder, require_empty
+from etude.run.heartbeat import Heartbeat
 from etude.run.weight_log import log_id_of, open_store
 from etude.run.working_folder import open_run_folder
 from etude.types import WeightVersion
@@ -233,8 +234,9 @@ def relay(
 def _keep_up(copying: Relay, lease: RelayLease, region: str) -> None:
     """Copy each version while the lease is held, and say so."""
     newest: int | None = None
-    was_active, failures = True, 0
+    was_active, failures, heartbeat = True, 0, Heartbeat()
     while True:
+        heartbeat.beat()
         is_active = lease.wait(RELAY_PAUSES.first_s)
         if is_active != was_active:
             was_active = is_active
