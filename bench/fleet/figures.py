@@ -54,11 +54,11 @@ def recovery(record: FaultRecord, events: Iterable[Logged]) -> float | None:
 
 def _is_sign(fault: PlannedFault, logged: Logged, since_s: float) -> bool:
     match fault.kind, logged.event:
-        case (FaultKind.TRAINER_NODE_LOST | FaultKind.SUPERVISOR_KILLED), StepDone():
+        case ((FaultKind.TRAINER_NODE_LOST | FaultKind.SUPERVISOR_KILLED), StepDone()):
             return True
         case FaultKind.RELAY_KILLED, WeightsSwapped():
             return region_of(logged.process) == fault.region
-        case (FaultKind.ENGINE_KILLED | FaultKind.MACHINE_KILLED | FaultKind.REGION_CUT), EngineStats() as stats:
+        case ((FaultKind.ENGINE_KILLED | FaultKind.MACHINE_KILLED | FaultKind.REGION_CUT), EngineStats() as stats):
             is_after = logged.at_s - stats.window_s >= since_s
             return is_after and stats.generated_tokens > 0 and region_of(logged.process) == fault.region
     return False

@@ -161,9 +161,7 @@ class Fleet:
         disk.mkdir(parents=True, exist_ok=True)
         keeper = self._wan.popen(site, KEEPER)
         _wait_until_inside(keeper.pid)
-        return Machine(
-            name=site, region=region, keeper=keeper.pid, address=self._wan.address(site), work=str(disk)
-        )
+        return Machine(name=site, region=region, keeper=keeper.pid, address=self._wan.address(site), work=str(disk))
 
     def _start_store(self, region: str) -> None:
         command = [sys.executable, "-m", "bench.fleet.store", self._wan.address(region), region]
@@ -172,7 +170,9 @@ class Fleet:
         deadline_s = time.monotonic() + STORE_S
         while "ready" not in log.read_text(encoding="utf-8"):
             if process.poll() is not None or time.monotonic() > deadline_s:
-                raise InfrastructureError(f"bench fleet: the store of {region} does not start: {log.read_text()[-300:]}")
+                raise InfrastructureError(
+                    f"bench fleet: the store of {region} does not start: {log.read_text()[-300:]}"
+                )
             time.sleep(0.1)
 
     def _counts(self, region: str) -> Path:
@@ -193,4 +193,3 @@ def _wait_until_inside(pid: int) -> None:
                 return
         time.sleep(0.02)
     raise InfrastructureError("bench fleet: a namespace could not be entered")
-

@@ -42,7 +42,7 @@ def is_alive(pid: int) -> bool:
 
 def _machine(pid: int) -> str | None:
     try:
-        return os.readlink(f"/proc/{pid}/ns/net")
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
         return None
 

@@ -4,7 +4,7 @@ weight store ──WeightFollower──▶ engine of the recipe's kind ──▶
 """
 
 import asyncio
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import cast
 
@@ -23,6 +23,10 @@ from etude.run.region_stores import open_region_log, weights_url
 from etude.run.serving import run_until_signal, tell_person
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
+from etude.weights.log import WeightLog
+
+FIRST_POLL_S = 0.5
+"""Interval at which a log without any version is asked for one."""
 
 
 def run_engine(folder: RunFolder, name: ProcessName) -> None:
@@ -35,16 +39,14 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
     spec, opener = load_spec(folder.model), cast("Opener", ENGINES.find(config.engine.kind))
     logs, key = folder.logs / str(name), folder.key(KeyRole.ENGINE)
     logs.mkdir(exist_ok=True)
-    with (
-        open_events(folder, config, name) as events,
-        StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events) as outages,
-        closing(
-            await asyncio.to_thread(
-                WeightFollower, open_region_log(folder, name.region, outages), largest_state(spec)
-            )
-        ) as follower,
-        outages,  # ends before the follower, whose calls wait for it
-    ):
+    with ExitStack() as stack:
+        events = stack.enter_context(open_events(folder, config, name))
+        outages = stack.enter_context(
+            StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events)
+        )
+        log = await asyncio.to_thread(open_region_log, folder, name.region, outages)
+        follower = stack.enter_context(closing(await asyncio.to_thread(WeightFollower, log, largest_state(spec))))
+        stack.enter_context(outages)  # ends before the follower, whose calls wait for it
         context = EngineContext(
             config=config,
             spec=spec,
@@ -54,6 +56,7 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             make_model=partial(serving_model, spec, config.numerics, config.engine.device),
             load=partial(load_published, config=config.numerics),
         )
+        await first_version(log)
         weights = await asyncio.to_thread(follower.start)
         async with (
             opener(context, weights) as served,
@@ -64,3 +67,9 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             for task in served.tasks:
                 tasks.create_task(task())
             tasks.create_task(follower.follow(served.updater, events))
+
+
+async def first_version(log: WeightLog) -> None:
+    """Wait until a log has a version: into a region's store a relay brings it."""
+    while await asyncio.to_thread(log.latest) is None:
+        await asyncio.sleep(FIRST_POLL_S)

@@ -101,7 +101,8 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> Plac
         launcher = cast("Launcher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return Placement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained_of(folder, "" if region in ("", fleet.home) else region))
+    drained = drained_of(folder, "" if region == fleet.home else region)
+    return Placement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained)
 
 
 def drained_of(folder: RunFolder, region: str = "") -> Drained:
