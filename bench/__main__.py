@@ -35,6 +35,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "sandbox": ("sandbox.bench", "starting sandboxes, how many live, beside bubblewrap, crun, podman, gVisor"),
         "grading": ("grading.bench", "attacks on graders, and honest solutions: what is accepted"),
         "templates": ("templates.bench", "chat templates of llama.cpp, vLLM and TRL: tool calls that are read back"),
+        "fleet": ("fleet.bench", "one run over five regions, and six things that go wrong while it trains"),
         "faults": ("faults.bench", "a thousand faults in short runs: what is lost, doubled or wrongly scored"),
     }
 )

@@ -33,7 +33,7 @@ RUN = "run"
 """Name of the run in each store."""
 KEEPER = ("sleep", "infinity")
 """Keeps a machine's namespace open."""
-STORE_S = 60.0
+STORE_S = 180.0
 """Longest time until a store answers."""
 
 
@@ -72,8 +72,7 @@ class Fleet:
             self._database = stack.enter_context(Database(installed, self._scratch / "postgres"))
             self.machines = {site: self._machine(site) for site in self.plan.sites}
             write_machines(self.machines_file, self.machines)
-            for region in (self.plan.home, *self.plan.regions):
-                self._start_store(region.name)
+            self._start_stores()
             self._stack = stack.pop_all()
         return self
 
@@ -163,17 +162,25 @@ class Fleet:
         _wait_until_inside(keeper.pid)
         return Machine(name=site, region=region, keeper=keeper.pid, address=self._wan.address(site), work=str(disk))
 
-    def _start_store(self, region: str) -> None:
-        command = [sys.executable, "-m", "bench.fleet.store", self._wan.address(region), region]
-        log = self._scratch / f"store-{region}.log"
-        process = self.start(region, [*command, str(self._counts(region))], log)
+    def _start_stores(self) -> None:
+        """Start the store of each region, all at once."""
+        starting: dict[str, subprocess.Popen[bytes]] = {}
+        for region in (self.plan.home.name, *(each.name for each in self.plan.regions)):
+            command = [sys.executable, "-m", "bench.fleet.store", self._wan.address(region), region]
+            starting[region] = self.start(region, [*command, str(self._counts(region))], self._store_log(region))
         deadline_s = time.monotonic() + STORE_S
-        while "ready" not in log.read_text(encoding="utf-8"):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise InfrastructureError(
-                    f"bench fleet: the store of {region} does not start: {log.read_text()[-300:]}"
-                )
-            time.sleep(0.1)
+        while starting:
+            region, process = next(iter(starting.items()))
+            if "ready" in self._store_log(region).read_text(encoding="utf-8"):
+                del starting[region]
+            elif process.poll() is not None or time.monotonic() > deadline_s:
+                last = self._store_log(region).read_text(encoding="utf-8")[-300:]
+                raise InfrastructureError(f"bench fleet: the store of {region} does not start: {last}")
+            else:
+                time.sleep(0.1)
+
+    def _store_log(self, region: str) -> Path:
+        return self._scratch / f"store-{region}.log"
 
     def _counts(self, region: str) -> Path:
         return self._scratch / f"store-{region}.json"

@@ -50,11 +50,16 @@ class Sent:
             await asyncio.sleep(WRITE_S)
 
 
+def _tell_ready() -> None:
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+
+
 async def serve(address: str, bucket: str, file: Path) -> None:
     """Serve until killed; prints a line when it can be used."""
     sent = Sent()
     async with background_task(sent.keep(file)):
-        await serve_bucket(address, PORT, bucket, lambda: print("ready", flush=True), sent.seen)
+        await serve_bucket(address, PORT, bucket, _tell_ready, sent.seen)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,194 @@
+"""`bench fleet`: one run over five regions on one machine, and six things that go wrong while it trains.
+
+    home: trainer on two machines, rollouts, ledger ══ 20 · 80 · 150 · 250 ms, 0.1 % lost, 100 Mb/s ══▶ four regions
+
+Machines are network namespaces (:mod:`bench.fleet.machines`), each region has a store that speaks S3, a relay and one
+beside it, a gateway, an engine and a supervisor of its own. The recipe is the quickstart's. Goals are of the whole; a
+short version has two regions, two faults and a tiny model, and judges what that can tell.
+
+``loop_busy`` wants a core each for trainer and engines and a model whose own work dominates: `bench loop` measures that,
+and is not repeated here, where a dozen processes share the cores with an emulated network.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from bench.fleet import figures
+from bench.fleet.demo import RECIPE, Demo, DemoLog
+from bench.fleet.figures import FaultRecord
+from bench.fleet.machines import Fleet
+from bench.fleet.page import CURVE_S, render_page
+from bench.fleet.plan import FaultKind, FleetPlan, short_plan, whole_plan
+from bench.report import Goal, envelope
+from bench.tables import results_page
+from etude.errors import UserError
+from etude.types import Json
+
+DEADLINE_S = 3600.0
+"""Longest time for the run; on two free cores it takes a fifth of it."""
+BOUND = 1
+"""``rollouts.max_staleness`` of the recipe."""
+COPIES = Goal("wan_copies_per_region", "at most", 1.05)
+LAG = Goal("served_lag_s", "at most", 0.0)
+MISMATCH = Goal("k3", "at most", 0.0)
+STALENESS = Goal("staleness_over_bound", "at most", 0.0)
+AUDITED = tuple(Goal(name, "at most", 0.0) for name in ("lost", "double_trained", "infra_scored_zero"))
+OTHERS = Goal("others_during_cut", "at least", 0.9)
+OVER: Mapping[FaultKind, Goal] = {
+    FaultKind.REGION_CUT: Goal("back_after_cut_s", "at most", 5.0),
+    FaultKind.MACHINE_KILLED: Goal("machine_lost_s", "at most", 15.0),
+    FaultKind.TRAINER_NODE_LOST: Goal("trainer_node_lost_s", "at most", 30.0),
+}
+BALANCE = Goal("region_balance", "at least", 0.8)
+GAP = Goal("pass_rate_gap", "at most", 2.0)
+"""In standard errors."""
+BUSY = Goal("loop_busy", "at least", 0.9)
+_COLUMNS = ("case", "region", "at_s", "lasted_s", "over_s")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Name the options of the command line."""
+    parser.add_argument("--seed", type=int, default=0, help="of the run")
+    parser.add_argument("--short", action="store_true", help="two regions, a kill and a cut, a tiny model: minutes")
+    parser.add_argument("--page", type=Path, default=Path("runs/fleet-demo.html"), help="the page to write")
+
+
+def run(options: argparse.Namespace) -> dict[str, Json]:
+    """Measure with the options of the command line, and write the page."""
+    result = bench_fleet(short_plan() if options.short else whole_plan(), seed=options.seed)
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(render_page(result), encoding="utf-8")
+    return result | {"page": str(options.page)}
+
+
+def bench_fleet(plan: FleetPlan, *, seed: int = 0) -> dict[str, Json]:
+    """Run the demo and return the bench object; progress is told on stderr.
+
+    Raises :class:`~etude.errors.UserError` where it cannot be run, and :class:`~etude.errors.InfrastructureError` when
+    the run ends with an error.
+    """
+    if seed < 0:
+        raise UserError(f"bench fleet: --seed {seed}: expected 0 or more")
+    began_s = time.monotonic()
+
+    def tell(line: str) -> None:
+        sys.stderr.write(f"{time.monotonic() - began_s:6.1f} s  {line}\n")
+
+    with tempfile.TemporaryDirectory(prefix="etude-fleet-") as scratch, Fleet(plan, Path(scratch)) as fleet:
+        tell(f"{len(plan.sites)} machines are up")
+        log = Demo(fleet, Path(scratch), seed=seed, deadline_s=DEADLINE_S, tell=tell).run()
+    return envelope("fleet", time.monotonic() - began_s, summary(log, plan))
+
+
+def table(result: dict[str, Json]) -> str:
+    """Faults and how long each was felt, then goals, and what each region did."""
+    regions = result["regions"]
+    assert isinstance(regions, list)
+    notes = [f"{row['region']}: {_words(row)}" for row in regions if isinstance(row, dict)]
+    return results_page(result, _COLUMNS, notes=[*notes, f"placed by: {result['launcher']}", f"page: {result['page']}"])
+
+
+def summary(log: DemoLog, plan: FleetPlan) -> dict[str, Json]:
+    """The figures of the bench object."""
+    lags = figures.served_lags(log.events, log.records, plan)
+    shares = figures.busy_shares(log.events, log.records, plan)
+    published = figures.published_bytes(log.events)
+    return {
+        "launcher": "a launcher of the demo's own over namespaces, one supervisor in each region; not Ray",
+        "finished": log.status is not None,
+        "run_seconds": round(log.seconds, 1),
+        "results": [_row(record, log) for record in log.records],
+        "skipped": [f"{fault.kind} ({fault.region})" for fault in log.skipped],
+        "regions": [
+            {
+                "region": region.name,
+                "rtt_ms": round(region.rtt_s * 1e3),
+                "busy": _rounded(shares.get(region.name)),
+                "worst_excess_s": _rounded(max(lags[region.name], default=None)),
+                "versions": len(lags[region.name]),
+                "weight_copies": _rounded(log.weights_sent.get(region.name, 0) / published if published else None),
+                "link_bytes": log.link_bytes.get(region.name),
+                "tokens_per_s": _curve(log, region.name),
+            }
+            for region in plan.regions
+        ],
+        "findings": [f"{goal}: {text}" for goal, texts in log.findings.items() for text in texts],
+        "goals": _goals(log, plan, lags, shares, published),
+    }
+
+
+def _goals(
+    log: DemoLog, plan: FleetPlan, lags: Mapping[str, list[float]], shares: Mapping[str, float], published: int
+) -> dict[str, Json]:
+    copies = {name: size / published for name, size in log.weights_sent.items()} if published else {}
+    excess = {name: max(values) for name, values in lags.items() if values}
+    unaudited = "the run was not finished, so it was not audited"
+    goals = {
+        COPIES.name: COPIES.judge_worst(copies),
+        LAG.name: LAG.judge_worst(excess, "no version was served outside of the time of faults"),
+        MISMATCH.name: MISMATCH.judge(figures.largest_metric(log.events, "k3")),
+        STALENESS.name: STALENESS.judge(float(figures.steps_beyond(log.events, "staleness_max", BOUND))),
+        **{
+            goal.name: goal.judge(float(len(log.findings[goal.name])) if log.findings else None, unaudited)
+            for goal in AUDITED
+        },
+        OTHERS.name: OTHERS.judge(figures.others_during_cut(log.events, log.records, plan)),
+        **{goal.name: goal.judge(*_over(kind, log)) for kind, goal in OVER.items() if _is_planned(kind, plan)},
+        BALANCE.name: BALANCE.judge(min(shares.values()) / max(shares.values()) if any(shares.values()) else None),
+    }
+    if plan.is_whole:
+        goals[GAP.name] = GAP.judge(figures.pass_rate_gap(log.events, expected()))
+        goals[BUSY.name] = BUSY.judge(None, "wants a core each for trainer and engines: see `bench loop`")
+    return goals
+
+
+def _over(kind: FaultKind, log: DemoLog) -> tuple[float | None, str]:
+    """How long a fault was felt; without a figure, why."""
+    record = next((each for each in log.records if each.fault.kind is kind), None)
+    if record is None:
+        return None, "the run was over before"
+    return record.over_s, "the fleet did not get over it in time"
+
+
+def _is_planned(kind: FaultKind, plan: FleetPlan) -> bool:
+    return any(fault.kind is kind for fault in plan.faults)
+
+
+def expected() -> Mapping[str, float]:
+    """What the recipe's held-out pass rate is on one machine."""
+    first = json.loads((RECIPE / "expected.json").read_text(encoding="utf-8"))[0]
+    heldout: Mapping[str, float] = first["heldout"]
+    return heldout
+
+
+def _row(record: FaultRecord, log: DemoLog) -> dict[str, Json]:
+    return {
+        "contestant": "etude",
+        "case": record.fault.kind.value,
+        "region": record.fault.region,
+        "at_s": round(record.struck_s - log.began_s, 1),
+        "lasted_s": _rounded(None if record.healed_s is None else record.healed_s - record.struck_s),
+        "over_s": _rounded(record.over_s),
+    }
+
+
+def _curve(log: DemoLog, region: str) -> list[Json]:
+    """Tokens per second of a region, every :data:`CURVE_S` seconds since the begin."""
+    ends = range(CURVE_S, int(log.seconds) + 1, CURVE_S)
+    return [
+        round(figures.tokens_per_s(log.events, [region], (log.began_s + end - CURVE_S, log.began_s + end)), 1)
+        for end in ends
+    ]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
+
+
+def _words(row: Mapping[str, Json]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("region", "tokens_per_s"))
