@@ -17,9 +17,11 @@ from etude.fleet.launcher import LaunchContext, Launcher
 from etude.fleet.specs import GroupMember, ProcessSpec, ProcessStatus, Resources
 from etude.run.launchers.local import LocalLauncher
 from ray_clusters import ray_cluster, ray_is_missing
-from waiting import wait_until
+from waiting import wait_until as wait_until_within
 
 TINY = Resources(cpus=0.01)
+WAIT_S = 120.0
+"""Ray starts an interpreter for each actor, which takes its time on a machine that has much to do."""
 NewLauncher: TypeAlias = Callable[[], Launcher]
 
 
@@ -47,6 +49,10 @@ def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launche
 
 def spec(name: str, script: str = "sleep 600", group: GroupMember | None = None) -> ProcessSpec:
     return ProcessSpec(name=name, command=("bash", "-c", script), region="eu", resources=TINY, group=group)
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    wait_until_within(met, every_s=0.05, timeout_s=WAIT_S)
 
 
 def running(launcher: Launcher, name: str) -> ProcessStatus:

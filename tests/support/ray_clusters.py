@@ -59,7 +59,6 @@ def ray_cluster(*, labels: str, cpus: int = 4) -> Iterator[str]:
 
 
 def _await(port: int, head: subprocess.Popen[bytes]) -> None:
-    import ray
     import time
 
     deadline_s = time.monotonic() + START_S

@@ -24,7 +24,7 @@ from etude.storage import FIXES, FULL, fullest, storage_errno
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "run": ("run", "Run the whole loop of a recipe on this machine."),
+        "run": ("run", "Run the whole loop of a recipe, on this machine or on a fleet."),
         "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
         "midtrain": ("processes", "One process of a run: mid-training."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),
         "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),
+        "fleet": ("fleet", "Run on many machines: files for their clusters, status, drain."),
         "config": ("config", "Explain the keys of a recipe."),
         "judge": ("judge", "Try the model that grades aspects, and compare it with people."),
         "keys": ("keys", "Manage the keys of a gateway."),

@@ -126,7 +126,7 @@ class FleetConfig(Section):
     """A fleet: launcher and regions."""
 
     launcher: Annotated[str, AfterValidator(LAUNCHERS)] = "local"
-    """Who places processes and keeps them: this machine, a Ray cluster, Kubernetes, Slurm, or a launcher of your own."""
+    """Places processes and keeps them: this machine, a Ray cluster, Kubernetes, Slurm, or a launcher of your own."""
     home: str
     """The region with trainer, rollouts and ledger."""
     options: Annotated[SerializeAsAny[Section], PlainValidator(LAUNCHER_OPTIONS)] = Field(
@@ -136,7 +136,7 @@ class FleetConfig(Section):
     rollouts: int = Field(default=1, ge=1)
     """Rollouts processes, all in the home region."""
     trainer: TrainerNodesConfig = TrainerNodesConfig()
-    resources: dict[str, ResourcesConfig] = {}
+    resources: dict[str, ResourcesConfig] = Field(default_factory=dict)
     """``[resources.serve]`` and the like; a command without one needs a CPU."""
     regions: tuple[RegionConfig, ...]
     kubernetes: KubernetesConfig = KubernetesConfig()

@@ -187,9 +187,7 @@ class Reconciler:
         comparison.restart(unit)
         return True
 
-    def _overlong_silence(
-        self, unit: Unit, spec: ProcessSpec, status: ProcessStatus, now_s: float
-    ) -> float | None:
+    def _overlong_silence(self, unit: Unit, spec: ProcessSpec, status: ProcessStatus, now_s: float) -> float | None:
         silence = unit.silence(spec.name, status, now_s)
         silent_s = silence.look(status.beat, now_s)
         return silent_s if silence.is_too_long(silent_s, self._heartbeat_timeout_s) else None

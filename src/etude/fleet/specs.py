@@ -1,7 +1,7 @@
 """The nouns of placement: a process that is to run, what it needs, and what a launcher sees of it.
 
-A plan is a list of :class:`ProcessSpec`; what is observed is a :class:`ProcessStatus` for each name. Nothing here starts
-anything, and nothing here knows what the commands do.
+A plan is a list of :class:`ProcessSpec`; what is observed is a :class:`ProcessStatus` for each name. Nothing here
+starts anything, and nothing here knows what the commands do.
 """
 
 from collections.abc import Mapping

@@ -28,7 +28,7 @@ ANY_ADDRESS = "0.0.0.0"
 
 
 def one_machine(config: RunConfig) -> FleetConfig:
-    """This machine alone, with as many engines and gateways as the recipe says."""
+    """One machine alone, with as many engines and gateways as the recipe says."""
     home = RegionConfig(name="home", engines=1, gateways=1)
     return FleetConfig(home=home.name, regions=(home,))
 
@@ -128,3 +128,9 @@ def resources_of(command: str, fleet: FleetConfig) -> Resources:
     """What a process of a command needs of its machine."""
     section = fleet.resources.get(command)
     return Resources() if section is None else Resources(**section.model_dump())
+
+
+def devices_of(fleet: FleetConfig) -> list[str]:
+    """Settings of a recipe that follow from a fleet: ``auto`` would ask this machine for a GPU, which is another's."""
+    sections = {"train": "trainer.device", "serve": "engine.device"}
+    return [f'{key}="cuda"' for command, key in sections.items() if resources_of(command, fleet).gpus]

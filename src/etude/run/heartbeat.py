@@ -2,9 +2,9 @@
 
     main loop ──beat──▶ time of a file ──look──▶ silence ──too long──▶ killed, started again
 
-Owns the first end. A beat comes from the loop that does the work, never from a thread of its own, which would live on while
-that is stuck; while a store is waited for, from each try to reach it. What a process is told and what becomes of a
-silent one is :mod:`etude.fleet.restarts`'s.
+Owns the first end. A beat comes from the loop that does the work, never from a thread of its own, which would live on
+while that is stuck; while a store is waited for, from each try to reach it. What becomes of a silent process is
+:mod:`etude.fleet.restarts`'s.
 """
 
 import asyncio

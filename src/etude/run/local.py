@@ -28,7 +28,7 @@ from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
-from etude.run.placement import Placement, place_here, place_on
+from etude.run.placement import Placement, place_here, place_on, remember_fleet
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.store_outages import StoreOutages
@@ -58,6 +58,8 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
     placement = place_here(folder, config) if fleet is None else place_on(fleet, folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, SUPERVISOR))
+        if fleet is not None:
+            remember_fleet(folder, fleet)
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
@@ -75,7 +77,7 @@ def _play(
     folder: RunFolder, config: RunConfig, placement: Placement, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
-    lineage, run, fleet = PhaseFolders(folder), str(folder.path), placement.fleet
+    lineage, run, fleet = PhaseFolders(folder), str(folder.path.absolute()), placement.fleet
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None

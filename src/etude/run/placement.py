@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast, final
 
+import tomli_w
+
 from etude.config.fleet import LAUNCHERS, RENDERED, FleetConfig
+from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
 from etude.errors import ConfigError
@@ -24,6 +27,8 @@ from etude.run.launchers.local import LocalLauncher
 
 FLEET_FOLDER = "fleet"
 """Folder of a run with the desired state that people set."""
+FLEET_FILE = "fleet.toml"
+"""File of a run with the fleet that it was last placed on."""
 DRAINED_POLL_S = 2.0
 """Interval at which a supervisor asks what is drained."""
 
@@ -99,6 +104,17 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> Plac
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return Placement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained_of(folder))
+
+
+def fleet_of(folder: RunFolder) -> FleetConfig | None:
+    """The fleet that a run was last placed on; ``None`` for this machine alone."""
+    file = folder.path / FLEET_FILE
+    return load_fleet(file) if file.is_file() else None
+
+
+def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
+    """Keep a fleet with its run, so that ``--resume`` finds it."""
+    (folder.path / FLEET_FILE).write_text(tomli_w.dumps(fleet.model_dump(mode="json")), encoding="utf-8")
 
 
 def drained_of(folder: RunFolder) -> Drained:

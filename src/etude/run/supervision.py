@@ -23,6 +23,7 @@ GROUP_GRACE_S = 3.0
 OUTAGE_S = 600.0
 """Longest time for which a launcher's machines may be out of reach; what runs there goes on meanwhile."""
 
+
 @final
 class Supervisor:
     """Processes of one run that run at the same time, across their restarts."""

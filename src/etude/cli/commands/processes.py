@@ -8,7 +8,7 @@ import typer
 from etude.cli.options import group
 from etude.errors import ConfigError
 from etude.run.folder import RunFolder
-from etude.run.processes import run_process
+from etude.run.processes import Nodes, run_process
 
 Run: TypeAlias = Annotated[Path, typer.Option("--run", metavar="RUN", help="The run folder.")]
 
@@ -52,6 +52,15 @@ def rollouts(
 
 
 @app.command()
-def train(*, run: Run) -> None:
-    """One process of a run: the trainer."""
-    run_process("train", RunFolder.open(run))
+def train(
+    *,
+    run: Run,
+    nnodes: Annotated[int, typer.Option(min=1, envvar="PET_NNODES", help="Machines that train together.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, envvar="PET_NODE_RANK", help="Number of this one.")] = 0,
+    rdzv_endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="PET_RDZV_ENDPOINT", help="Where the first one is met.")
+    ] = "",
+) -> None:
+    """One process of a run: the trainer, or one node of it."""
+    nodes = Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
+    run_process("train", RunFolder.open(run), nodes=nodes)

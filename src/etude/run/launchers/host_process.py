@@ -128,6 +128,6 @@ def last_line(log: Path) -> str:
 
 
 def _die_with_parent() -> Callable[[], None]:
-    """What the kernel is told between fork and exec; the library is loaded before, since after a fork little is safe."""
+    """The call between fork and exec; its library is loaded before, since little is safe after a fork."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     return (lambda: None) if prctl is None else lambda: prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,7 +13,7 @@ JobSet (jobset.x-k8s.io) and LeaderWorkerSet (leaderworkerset.x-k8s.io) have to 
 """
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import yaml

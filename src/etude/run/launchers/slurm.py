@@ -91,4 +91,7 @@ def _step(index: int, command: str, specs: Sequence[ProcessSpec]) -> list[str]:
         step = f"again srun --het-group={index} --kill-on-bad-exit=1 bash -c {shlex.quote(task)} &"
         return [f"export {group}", step, f"{kind}+=($!)"]
     numbered = f"{line} --replica $SLURM_PROCID" if command in ("serve", "gateway", "rollouts") else line
-    return [f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {shlex.quote(f'again {numbered}')} &", f"{kind}+=($!)"]
+    return [
+        f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {shlex.quote(f'again {numbered}')} &",
+        f"{kind}+=($!)",
+    ]
