@@ -57,7 +57,7 @@ def test_only_deaths_are_restarts() -> None:
     assert (run.restarts, run.processes["engine"].restarts) == (1, 1)
 
 
-def test_the_share_of_several_engines_is_theirs_together() -> None:
+def test_the_share_of_several_engines_is_the_mean_of_theirs() -> None:
     run = _observed((0, RunStarted(resumed=False)), (0, _phase("rl")), (10, _phase("done")))
     for engine, busy_s in {"serve": 4.0, "serve-1": 8.0}.items():
         run.add(Logged(at_s=5, process=engine, event=_stats(busy_s)))
