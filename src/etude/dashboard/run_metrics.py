@@ -112,7 +112,7 @@ class RunMetrics:
         self.published: list[Timed[WeightsPublished]] = []
         self.swapped: list[Timed[WeightsSwapped]] = []
         self.engine: list[Timed[EngineStats]] = []
-        """Of all engines."""
+        """Reports of all engines."""
         self.engines: dict[str, EngineStats] = {}
         """The newest of each engine, by the name of its process."""
         self.swapped_to: dict[str, int] = {}

@@ -22,10 +22,10 @@ UNHEARD = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _GatewayRecord:
-    """What is known of one gateway."""
+    """One gateway, as of its last answer."""
 
     version: int = UNHEARD
-    """The lowest that its engines serve, by its last answer."""
+    """The lowest weight version that its engines serve."""
     answers: bool = False
     sessions: int = 0
     """Open ones of this process."""

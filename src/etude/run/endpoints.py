@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
 from etude.run.process_name import ENGINE, GATEWAY, ProcessName
@@ -92,12 +93,16 @@ def listeners(config: RunConfig) -> dict[ProcessName, int]:
     """Engines and gateways of a run on one machine, with the port that the recipe wants for each, 0 for any: of a
     number, the first has it and each further one the next.
     """
-    sections = {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
     return {
         ProcessName(command=command, replica=replica): section.port and section.port + replica
-        for command, section in sections.items()
+        for command, section in _sections(config).items()
         for replica in range(section.replicas)
     }
+
+
+def _sections(config: RunConfig) -> Mapping[str, EngineConfig | GatewayConfig]:
+    """The section of each command that listens."""
+    return {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
 
 
 def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
@@ -105,7 +110,7 @@ def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
 
     One that others than this run may reach has a port of its own for them.
     """
-    requested, sections = listeners(config), {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
+    requested, sections = listeners(config), _sections(config)
     public = {name: port for name, port in requested.items() if sections[name.command].public}
     with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
 

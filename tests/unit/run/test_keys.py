@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli.commands.keys import derive
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
@@ -43,3 +44,9 @@ def test_a_run_of_an_older_etude_is_told_how_its_secret_is_called_now(tmp_path: 
     (folder.path / "admin.key").unlink()
     with pytest.raises(RunFolderError, match="set ETUDE_RUN_KEY to the key of this run"):
         folder.key(KeyRole.ADMIN)
+
+
+def test_a_person_can_print_the_key_of_a_role(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunConfig())
+    derive(folder.path, "engine")
+    assert capsys.readouterr().out == folder.key(KeyRole.ENGINE) + "\n"
