@@ -67,7 +67,7 @@ class RunFolder:
                 ObjectStore(place)  # makes the folder where it is one
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
-            _write_secret(path / "admin.key")
+            folder.make_key()
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
@@ -90,9 +90,13 @@ class RunFolder:
         return folder
 
     def record_url(self, url: str) -> None:
-        """Note in a working folder where its run is, and give it what a run folder has from the start."""
+        """Note in a working folder where its run is, and give it the folders that every run has."""
         (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
-        self.logs.mkdir(exist_ok=True)
+        for part in (self.events, self.logs):
+            part.mkdir(exist_ok=True)
+
+    def make_key(self) -> None:
+        """Make the run's key anew where a new working folder has none: it is not at the URL."""
         if not (self.path / "admin.key").exists():
             _write_secret(self.path / "admin.key")
 

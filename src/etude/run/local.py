@@ -57,6 +57,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, SUPERVISOR))
+        folder.make_key()
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
