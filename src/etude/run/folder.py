@@ -67,7 +67,7 @@ class RunFolder:
                 ObjectStore(place)  # makes the folder where it is one
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
-            folder.make_key()
+            make_key(folder)
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
@@ -94,11 +94,6 @@ class RunFolder:
         (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
         for part in (self.events, self.logs):
             part.mkdir(exist_ok=True)
-
-    def make_key(self) -> None:
-        """Make the run's key anew where a new working folder has none: it is not at the URL."""
-        if not (self.path / "admin.key").exists():
-            _write_secret(self.path / "admin.key")
 
     @property
     def has_begun(self) -> bool:
@@ -195,6 +190,12 @@ class RunFolder:
     def endpoints(self) -> Endpoints:
         """Ports of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
+
+
+def make_key(folder: RunFolder) -> None:
+    """Make the run's key where there is none: a new working folder has none, since it is never at the URL."""
+    if not (folder.path / "admin.key").exists():
+        _write_secret(folder.path / "admin.key")
 
 
 def _write_secret(file: Path) -> None:

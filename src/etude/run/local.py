@@ -22,7 +22,7 @@ from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import Ledger
 from etude.run.events import open_events
-from etude.run.folder import RunFolder, exclusive
+from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
@@ -57,7 +57,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, SUPERVISOR))
-        folder.make_key()
+        make_key(folder)
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)

@@ -93,7 +93,11 @@ def test_a_version_becomes_visible_when_what_it_waits_for_has_come() -> None:
     log, gate = WeightLog(ObjectStore("memory://")), Event()
     with Publisher(log) as publisher:
         state = to_stored({"w": torch.ones(3)})
-        publication = publisher.publish(state, version=0, step=0, before_commit=lambda: gate.wait(30) and None)
+
+        def wait() -> None:
+            assert gate.wait(30)
+
+        publication = publisher.publish(state, version=0, step=0, before_commit=wait)
         publication.wait_read()
         assert log.latest() is None
         gate.set()

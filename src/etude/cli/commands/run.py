@@ -80,7 +80,9 @@ def run(
     if at is not None:
         check_place(at, config)
         show_ready(config, working_path(normal_url(at)), Console())
-        return start(create_run(at, config))
+        folder = create_run(at, config)
+        print(f"the run is at {folder.url}; its working folder here is {folder.path}")
+        return start(folder)
     out = out or default_out(config)
     show_ready(config, out, Console())
     return start(RunFolder.create(out, config))
