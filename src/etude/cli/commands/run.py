@@ -22,7 +22,7 @@ from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
-from etude.run.run_url import normal_url
+from etude.run.run_url import is_run_url, normal_url
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.task_plan import plan_tasks
 from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
@@ -61,7 +61,9 @@ def run(
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
         folder = open_run_folder(resume)
-        return go_on(open_run_folder(folder.url) if folder.url else folder, overrides)  # the URL may have newer files
+        if folder.url and not is_run_url(resume):
+            folder = open_run_folder(folder.url)  # there may be newer files
+        return go_on(folder, overrides)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     if at is not None and out is not None:
