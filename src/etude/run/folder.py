@@ -33,7 +33,7 @@ from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
 from etude.objects import ObjectStore
 from etude.run.endpoints import Endpoints
-from etude.run.keys import KeyRole, derive_key, read_run_key, write_run_key
+from etude.run.keys import KeyRole, derive_key, has_run_key, read_run_key, write_run_key
 from etude.run.process_name import ProcessName
 from etude.run.resolve import resolve, with_absolute_paths
 
@@ -71,7 +71,7 @@ class RunFolder:
                 ObjectStore(place)  # makes the folder where it is one
             for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
-            write_run_key(path)
+            make_key(folder)
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
@@ -94,9 +94,10 @@ class RunFolder:
         return folder
 
     def record_url(self, url: str) -> None:
-        """Note in a working folder where its run is, and give it what a run folder has from the start."""
+        """Note in a working folder where its run is, and give it the folders that every run has."""
         (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
-        self.logs.mkdir(exist_ok=True)
+        for part in (self.events, self.logs):
+            part.mkdir(exist_ok=True)
 
     @property
     def has_begun(self) -> bool:
@@ -193,6 +194,12 @@ class RunFolder:
     def endpoints(self) -> Endpoints:
         """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
+
+
+def make_key(folder: RunFolder) -> None:
+    """Make the run's key where there is none: a new working folder has none, since it is never at the URL."""
+    if not has_run_key(folder.path):
+        write_run_key(folder.path)
 
 
 def start_from(start: RunFolder, folder: RunFolder) -> None:

@@ -25,7 +25,7 @@ from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
 from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
-from etude.run.folder import RunFolder, exclusive
+from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
@@ -65,6 +65,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         stack.enter_context(exclusive(folder, str(SUPERVISOR)))
         if fleet is not None:
             remember_fleet(folder, fleet)
+        make_key(folder)
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)

@@ -25,7 +25,7 @@ from etude.run.local import default_out, run_local
 from etude.run.region_stores import fleet_of
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
-from etude.run.run_url import normal_url
+from etude.run.run_url import is_run_url, normal_url
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.task_plan import plan_tasks
 from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
@@ -68,8 +68,8 @@ def run(
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
         folder = open_run_folder(resume)
-        if folder.url:
-            folder = open_run_folder(folder.url)  # which may have newer files
+        if folder.url and not is_run_url(resume):
+            folder = open_run_folder(folder.url)  # there may be newer files
         return go_on(folder, overrides, machines)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
@@ -97,7 +97,11 @@ def run(
         show_ready(config, place, Console())
     else:
         plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
-    return start(RunFolder.create(place, config) if at is None else create_run(at, config), machines)
+    if at is None:
+        return start(RunFolder.create(place, config), machines)
+    folder = create_run(at, config)
+    print(f"the run is at {folder.url}; its working folder here is {folder.path}")
+    return start(folder, machines)
 
 
 def _check_home(fleet: FleetConfig, at: str | None) -> None:
