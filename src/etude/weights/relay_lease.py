@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from etude.closing import Closing
 from etude.errors import InfrastructureError
-from etude.weights.store import Objects
+from etude.objects import Objects
 
 LEASE_FOLDER = "relay-lease"
 TERM_S = 6.0

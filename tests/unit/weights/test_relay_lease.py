@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from etude.errors import InfrastructureError
+from etude.objects import ObjectEntry, Objects, ObjectStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.relay import Relay
 from etude.weights.relay_lease import LEASE_FOLDER, RelayLease
-from etude.weights.store import ObjectEntry, Objects, ObjectStore
 from faulty_store import Failure, FaultyStore
 from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
