@@ -1,8 +1,8 @@
-"""The proof of docs/control.md, put to the test: several dispatchers, several engines, a trainer and a real ledger.
+"""The proof of docs/control.md, put to the test: dispatchers, regions with engines, a trainer and a real ledger.
 
-Whatever can happen next happens in any order: hearing, counting, admitting, sampling, ending, losing, killing,
-training, publishing, pulling. The bound must hold for every trained token, every step must be reached, and each way in
-which the rule could be slightly wrong must be noticed.
+Whatever can happen next happens in any order: hearing, counting, admitting, opening sessions, sampling, ending,
+losing, killing, training, publishing, pulling, cutting regions off and healing them. The bound must hold for every
+trained token, every step must be reached, and each way in which the rule could be slightly wrong must be noticed.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.config.rollouts import RolloutConfig
+from etude.fleet.regions import RegionLimits, RegionReport, Regions
 from etude.ledger.ledger import TRAIN, Ledger, OpenSlot, TaskDraw
 from etude.rollouts.admission import Admission
 from etude.rollouts.schedule import Place, place_of
@@ -32,6 +33,9 @@ MAX_FAILURES = 12
 """Attempts that fail in one history: finitely many, as liveness supposes."""
 MOST_MOVES = 2000
 """Far more than any history needs."""
+
+PLACES = 8
+"""Sessions of one dispatcher that a region takes."""
 
 MEMORY = Path("/dev/shm")
 """Where a ledger is fastest; hundreds are made."""
@@ -51,6 +55,8 @@ class Rules:
     """The ledger compares with the window when it admits, not only the dispatcher when it counts."""
     checks_versions: bool = True
     """A rollout with tokens of older weights than its group was admitted at is not graded."""
+    asks_version: bool = True
+    """A session goes to a region that serves the version that its group was admitted at, and its calls ask for it."""
 
 
 RIGHT = Rules()
@@ -60,16 +66,34 @@ RIGHT = Rules()
 class Dispatcher:
     """What one rollouts process has in its memory."""
 
+    table: Regions
     heard: int = 0
     may_admit: int = 0
     slots: dict[Place, OpenSlot] = field(default_factory=dict)
     tokens: dict[Place, list[int]] = field(default_factory=dict)
     """The version of each token that was sampled in a slot's present attempt."""
+    regions: dict[Place, str] = field(default_factory=dict)
+    """The region of each slot's session, if it has one."""
+
+
+@dataclass
+class Region:
+    """Engines that pull what is published, as long as there is a way there."""
+
+    engines: list[int] = field(default_factory=lambda: [0, 0])
+    missing: int | None = None
+    """The engine that is out of reach: it is not counted and does not pull, and is back before anybody knows."""
+    is_cut: bool = False
+    """Nothing gets there or back: it does not pull and says nothing."""
+
+    def counted(self) -> int:
+        """The oldest version of the engines in reach."""
+        return min(version for engine, version in enumerate(self.engines) if engine != self.missing)
 
 
 @dataclass
 class Trainer:
-    """The trainer, and the engines that pull what it publishes; each numbers what is behind it."""
+    """The trainer, and the regions that pull what it publishes; each numbers what is behind it."""
 
     config: RolloutConfig
     steps: int
@@ -77,29 +101,28 @@ class Trainer:
     claimed: int = 0
     published: int = 0
     committed: int = 0
-    engines: list[int] = field(default_factory=lambda: [0, 0])
-    missing: int | None = None
-    """The engine that is out of reach: it is not counted and does not pull, and is back before anybody knows."""
+    regions: dict[str, Region] = field(default_factory=lambda: {name: Region() for name in ("home", "far", "farther")})
     staleness: list[int] = field(default_factory=list)
 
     def moves(self) -> list[Move]:
-        behind = [e for e, version in enumerate(self.engines) if version < self.published and e != self.missing]
+        behind = [
+            (region, engine)
+            for region in self.regions.values()
+            for engine, version in enumerate(region.engines)
+            if version < self.published and engine != region.missing and not region.is_cut
+        ]
         return [
             *[self.claim] * (4 * self.may_claim()),
             *[self.publish] * (self.published < self.claimed),
             *[self.commit] * (self.committed < self.published),
-            *(partial(self.pull, engine) for engine in behind),
+            *(partial(self.pull, region, engine) for region, engine in behind),
         ]
 
-    def counted(self) -> int:
-        """The oldest version of the engines in reach."""
-        return min(version for engine, version in enumerate(self.engines) if engine != self.missing)
-
-    def lose_sight(self, engine: int | None) -> None:
+    def lose_sight(self, region: Region, engine: int | None) -> None:
         """Of an engine; ``None``: it is seen again, and pulls."""
-        if self.missing is not None:
-            self.pull(self.missing)
-        self.missing = engine
+        if region.missing is not None and not region.is_cut:
+            self.pull(region, region.missing)
+        region.missing = engine
 
     def may_claim(self) -> bool:
         return self.claimed < self.steps and self.claimed - self.committed < 2 and self.claimed <= self.published + 1
@@ -117,8 +140,8 @@ class Trainer:
         self.committed += 1
         self.ledger.commit_step(self.committed)
 
-    def pull(self, engine: int) -> None:
-        self.engines[engine] = self.published
+    def pull(self, region: Region, engine: int) -> None:
+        region.engines[engine] = self.published
 
 
 @dataclass
@@ -132,11 +155,19 @@ class Factory:
     failures: int = 0
     orphaned: bool = False
     """Slots are in nobody's hands."""
-    dispatchers: list[Dispatcher] = field(default_factory=lambda: [Dispatcher(), Dispatcher()])
+    dispatchers: list[Dispatcher] = field(default_factory=list)
     ids: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.config, steps=self.trainer.steps)
+        self.dispatchers += [Dispatcher(self.new_table()) for _ in range(2)]
+
+    def new_table(self) -> Regions:
+        """A table that has heard of every region at version 0. No time passes: who is away is said."""
+        table = Regions(self.trainer.regions, RegionLimits(lead=1.0))
+        for name in self.trainer.regions:
+            table.report(name, RegionReport(version=0, places=PLACES), 0.0)
+        return table
 
     @property
     def is_done(self) -> bool:
@@ -146,16 +177,20 @@ class Factory:
         """All that can happen next; without ``failing`` everything that does leads on."""
         failing = failing and self.failures < MAX_FAILURES
         matches = self.trainer.moves()
-        matches += [partial(self.trainer.lose_sight, engine) for engine in (0, 1)] * failing
-        matches += [partial(self.trainer.lose_sight, None)] * (self.trainer.missing is not None)
+        for region in self.trainer.regions.values():
+            matches += [partial(self.trainer.lose_sight, region, engine) for engine in (0, 1)] * failing
+            matches += [partial(self.trainer.lose_sight, region, None)] * (region.missing is not None)
+            matches += [partial(self.cut, region)] * (failing and not region.is_cut)
+            matches += [partial(self.heal, region)] * region.is_cut
         for one in self.dispatchers:
-            matches += [partial(self.hear, one)] * (one.heard < self.hearable())
+            matches += [partial(self.hear, one, name) for name in self.trainer.regions]
             matches += [partial(self.count, one)] * (not one.may_admit)
             matches += [partial(self.admit, one)] * (2 * bool(one.may_admit))
             matches += [partial(self.take_over, one)] * self.orphaned
             matches += [partial(self.kill, one)] * (failing and bool(one.slots))
             for slot in one.slots.values():
-                matches += [partial(self.sample, one, slot)]
+                matches += [partial(self.open, one, slot)] * (place_of(slot) not in one.regions)
+                matches += [partial(self.sample, one, slot)] * (place_of(slot) in one.regions)
                 matches += [partial(self.grade, one, slot)] * (2 * bool(one.tokens[place_of(slot)]))
                 matches += [partial(self.fail, one, slot)] * failing
         return matches
@@ -168,11 +203,22 @@ class Factory:
             random.choice(self.moves(failing=failing))()
         raise AssertionError("things happen, and lead nowhere")
 
-    def hearable(self) -> int:
-        return self.trainer.published if self.rules.hears_published else self.trainer.counted()
+    def hear(self, one: Dispatcher, name: str) -> None:
+        """A region answers, or does not."""
+        region = self.trainer.regions[name]
+        if region.is_cut:
+            one.table.lose(name)
+        else:
+            one.table.report(name, RegionReport(version=region.counted(), places=PLACES), 0.0)
+        one.heard = self.trainer.published if self.rules.hears_published else one.table.heard
 
-    def hear(self, one: Dispatcher) -> None:
-        one.heard = self.hearable()
+    def cut(self, region: Region) -> None:
+        self.failures += 1
+        region.is_cut = True
+
+    def heal(self, region: Region) -> None:
+        """It is back with the weights that it had."""
+        region.is_cut = False
 
     def count(self, one: Dispatcher) -> None:
         admitted = self.ledger.progress().usable - self.rules.extra
@@ -194,9 +240,26 @@ class Factory:
         one.slots[place_of(slot)] = slot
         one.tokens[place_of(slot)] = []
 
+    def open(self, one: Dispatcher, slot: OpenSlot) -> None:
+        """A session, if any region may have it now."""
+        name = one.table.choose(slot.admitted_version if self.rules.asks_version else 0, 0.0)
+        if name is not None:
+            one.regions[place_of(slot)] = name
+
     def sample(self, one: Dispatcher, slot: OpenSlot) -> None:
-        """Each engine samples a token: turns move between engines as they like."""
-        one.tokens[place_of(slot)] += self.trainer.engines
+        """Each engine of the session's region samples a token: turns move between engines as they like. A gateway
+        believes of an engine that came back what it last knew.
+        """
+        region = self.trainer.regions[one.regions[place_of(slot)]]
+        if not region.is_cut and not (self.rules.asks_version and region.counted() < slot.admitted_version):
+            one.tokens[place_of(slot)] += region.engines
+
+    def let_go(self, one: Dispatcher, place: Place) -> None:
+        """Of a slot, and of its session."""
+        del one.slots[place]
+        name = one.regions.pop(place, None)
+        if name is not None:
+            one.table.ended(name)
 
     def grade(self, one: Dispatcher, slot: OpenSlot) -> None:
         if self.rules.checks_versions and min(one.tokens[place_of(slot)]) < slot.admitted_version:
@@ -204,12 +267,12 @@ class Factory:
         else:
             self.ledger.record(self.ended(slot, RolloutStatus.GRADED, one.tokens[place_of(slot)]), TRAIN,
                                max_resamples=self.config.max_resamples)  # fmt: skip
-            del one.slots[place_of(slot)]
+            self.let_go(one, place_of(slot))
 
     def fail(self, one: Dispatcher, slot: OpenSlot) -> None:
         self.failures += 1
         due = self.ledger.record(self.ended(slot, RolloutStatus.FAILED_INFRA, []), TRAIN)
-        del one.slots[place_of(slot)]
+        self.let_go(one, place_of(slot))
         if due is None:
             return
         if due < self.config.max_attempts:
@@ -218,15 +281,15 @@ class Factory:
             self.ledger.lose_slot(TRAIN, slot.group_index, slot.slot, "infra", max_resamples=self.config.max_resamples)
             == "dropped"
         ):
-            for lease in [lease for lease in one.slots if lease[0] == slot.group_index]:
-                del one.slots[lease]
+            for place in [place for place in one.slots if place[0] == slot.group_index]:
+                self.let_go(one, place)
 
     def kill(self, one: Dispatcher) -> None:
         """Everything in memory is gone; the next process hears and counts anew."""
         self.failures += 1
         self.orphaned = True
-        one.heard, one.may_admit = 0, 0
-        one.slots, one.tokens = {}, {}
+        one.table, one.heard, one.may_admit = self.new_table(), 0, 0
+        one.slots, one.tokens, one.regions = {}, {}, {}
 
     def take_over(self, one: Dispatcher) -> None:
         lease = {place for other in self.dispatchers for place in other.slots}
@@ -332,6 +395,7 @@ def test_the_bound_is_reached() -> None:
         pytest.param(Rules(extra=1), id="the window is too wide by one"),
         pytest.param(Rules(checks_count=False), id="counted, not checked"),
         pytest.param(Rules(checks_versions=False), id="engines that come back old are believed"),
+        pytest.param(Rules(checks_versions=False, asks_version=False), id="any region may have any session"),
         pytest.param(Rules(hears_published=True, checks_versions=False), id="published, not served"),
     ],
 )
