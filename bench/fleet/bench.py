@@ -6,8 +6,8 @@ Machines are network namespaces (:mod:`bench.fleet.machines`), each region has a
 beside it, a gateway, an engine and a supervisor of its own. The recipe is the quickstart's. Goals are of the whole; a
 short version has two regions, two faults and a tiny model, and judges what that can tell.
 
-``loop_busy`` wants a core each for trainer and engines and a model whose own work dominates: `bench loop` measures that,
-and is not repeated here, where a dozen processes share the cores with an emulated network.
+``loop_busy`` wants a core each for trainer and engines and a model whose own work dominates: `bench loop` measures
+that, and it is not repeated here, where a dozen processes share the cores with an emulated network.
 """
 
 import argparse

@@ -96,7 +96,7 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
 
 
 def _become_ranks(ranks: int, folder: RunFolder, nodes: Nodes) -> NoReturn:
-    """Go on as ``torchrun``, which starts this node's share of ``ranks`` trainers; it still ends with the supervisor."""
+    """Go on as ``torchrun``, which starts this node's share of ``ranks``; it still ends with the supervisor."""
     arguments = [*nodes.torchrun(ranks), "-m", "--", "etude", "train", "--run", str(folder.path)]
     # Its trainers are its own children, not the supervisor's.
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}

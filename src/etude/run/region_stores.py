@@ -85,4 +85,3 @@ def open_directory(folder: RunFolder, region: str, outages: StoreOutages | None 
 def own_address() -> str:
     """The address at which other machines reach this one."""
     return os.environ.get(ADDRESS_VARIABLE, "").strip() or socket.gethostbyname(socket.gethostname())
-

@@ -374,9 +374,7 @@ class _Sessions:
 
 
 @contextlib.asynccontextmanager
-async def _open_sessions(
-    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
-) -> AsyncIterator[_Sessions]:
+async def _open_sessions(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[_Sessions]:
     """Follow the gateways of a run, while the context is open."""
     if fleet_of(folder) is not None:
         if isinstance(config.harness.options, CommandOptions):
