@@ -16,7 +16,7 @@ SHELL := bash
 .NOTPARALLEL:
 # Containers often set it, and then each of a run's processes compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench pins clean
+.PHONY: help demo fleet-demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -43,6 +43,9 @@ help: ## show this list
 
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
+
+fleet-demo: .venv/dev.stamp ## train the quickstart over five regions on this machine, with faults; root, Linux, PostgreSQL
+	@$(BIN)/python -m bench fleet $(ARGS)
 
 pretrained: $(HARNESS) models/smollm2-135m ## train SmolLM2-135M-Instruct on shell tasks, on CPU: SFT, then RL
 	@$(BIN)/etude run recipes/pretrained $(ARGS)

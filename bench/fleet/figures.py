@@ -100,7 +100,7 @@ def served_lags(events: Sequence[Logged], records: Sequence[FaultRecord], plan: 
     lags: dict[str, list[float]] = {region.name: [] for region in plan.regions}
     for region in plan.regions:
         spans = [record.span for record in records if record.fault.region in (region.name, HOME)]
-        for logged in published.values():
+        for _, logged in sorted(published.items()):
             event = logged.event
             assert isinstance(event, WeightsPublished)
             served_s = min((swap.at_s for swap in swaps.get(region.name, ())

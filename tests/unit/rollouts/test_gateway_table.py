@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from etude.errors import EngineUnavailable
 from etude.rollouts.gateway_table import UNHEARD, GatewayTable
 
 URLS = ("http://a", "http://b", "http://c")
@@ -77,6 +78,14 @@ def test_while_none_answers_the_last_version_stands() -> None:
     assert table.version == 7
 
 
-def test_a_run_without_a_gateway_is_no_run() -> None:
-    with pytest.raises(ValueError, match="at least one gateway"):
-        GatewayTable([])
+def test_gateways_come_and_go_and_one_that_stays_keeps_what_is_known() -> None:
+    table = GatewayTable([])
+    with pytest.raises(EngineUnavailable, match="no gateway is known"):
+        table.choose()
+    table.follow(["http://a", "http://b"])
+    table.heard("http://a", 3)
+    table.opened("http://b")
+    table.follow(["http://a", "http://c/"])
+    table.closed("http://b")  # a session of one that is gone
+    table.heard("http://b", 1)
+    assert (table.urls, table.version, table.choose()) == (("http://a", "http://c"), 3, "http://a")
