@@ -21,6 +21,7 @@ from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.ledger.ledger import Ledger
+from etude.run.event_copies import EventMirror
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
@@ -28,6 +29,7 @@ from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
+from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
@@ -65,12 +67,17 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
         try:
-            with ProgressDisplay(folder.events, config, out) as progress:
+            with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, events, progress)
         finally:
             report = write_report(folder, config)
             keep_report(folder, out)
     return report
+
+
+def _mirror(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
+    """The events of processes elsewhere, while this lasts, where the run is at a URL."""
+    return EventMirror(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
 
 
 def keep_report(folder: RunFolder, out: TextIO) -> None:
