@@ -10,7 +10,7 @@ them to be sent, but a trainer that is about to commit a step. Owns sending and 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,7 +24,7 @@ from etude.errors import DamagedError, EtudeError
 from etude.objects import Objects
 
 FIRST_S, LONGEST_S, GROWTH = 2.0, 60.0, 1.05
-"""Pause before the first copy, the longest pause, and how pauses grow: a long run has not too many objects."""
+"""The first pause, the longest, and how pauses grow: a long run has not too many objects."""
 CLOSE_S = 5.0
 """Time for the last events of a process that ends."""
 MOST_BYTES = 4 << 20
@@ -62,14 +62,11 @@ class EventCopies(Closing):
         self._is_sound = True
         """False once another process was found to write this stream."""
         self._lock = Lock()
-        self._closed = Signal()
-        self._thread = Thread(target=self._work, name=f"copies of {self._file.name}", daemon=True)
-        self._thread.start()
+        self._rounds = _Rounds(f"copies of {self._file.name}", self.catch_up)
 
     def close(self) -> None:
         """Send the last ones, if that can be done soon."""
-        self._closed.set()
-        self._thread.join(CLOSE_S)
+        self._rounds.close()
 
     def catch_up(self) -> None:
         """Send what is new; where the storage is away that is tried again later, and told."""
@@ -79,18 +76,14 @@ class EventCopies(Closing):
             except (EtudeError, OSError) as error:
                 logger.warning("events of %s are not copied yet: %s", self._process, error)
 
-    def _work(self) -> None:
-        pause_s, is_last = FIRST_S, False
-        while not is_last:
-            is_last = self._closed.wait(pause_s)
-            pause_s = min(LONGEST_S, pause_s * GROWTH)
-            self.catch_up()
-
     def _send(self) -> bool:
         """Send the whole lines that are new; false where another process writes this stream."""
         if self._sent is None:
             segments = _streams(self._objects).get(self._process, ())
             self._sent = segments[-1].end if segments else 0
+            if self._file.stat().st_size < self._sent:
+                logger.warning("%s lacks events that were sent from elsewhere: its own are not copied", self._file)
+                return False
         with self._file.open("rb") as stream:
             stream.seek(self._sent)
             while lines := stream.readlines(MOST_BYTES):
@@ -103,6 +96,49 @@ class EventCopies(Closing):
                 if not lines[-1].endswith(b"\n"):
                     break
         return True
+
+
+@final
+class EventMirror(Closing):
+    """Keeps the event files in a folder up to what processes elsewhere have sent, until it is closed."""
+
+    def __init__(self, objects: Objects, folder: Path) -> None:
+        self._objects = objects
+        self._folder = folder
+        self._rounds = _Rounds("mirror of events", self._fetch)
+
+    def close(self) -> None:
+        """Fetch the last ones, if that can be done soon."""
+        self._rounds.close()
+
+    def _fetch(self) -> None:
+        try:
+            fetch_events(self._objects, self._folder)
+        except (EtudeError, OSError) as error:
+            logger.warning("events from elsewhere are not here yet: %s", error)
+
+
+@final
+class _Rounds(Closing):
+    """Calls ``turn`` again and again, on a thread of its own, in pauses that grow; once more when it is closed."""
+
+    def __init__(self, name: str, turn: Callable[[], None]) -> None:
+        self._turn = turn
+        self._closed = Signal()
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End with a last turn, which is waited for as long as :data:`CLOSE_S`."""
+        self._closed.set()
+        self._thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        pause_s, is_last = FIRST_S, False
+        while not is_last:
+            is_last = self._closed.wait(pause_s)
+            pause_s = min(LONGEST_S, pause_s * GROWTH)
+            self._turn()
 
 
 def fetch_events(objects: Objects, folder: Path) -> None:

@@ -23,6 +23,7 @@ from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
+from etude.run.event_copies import EventMirror
 from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
@@ -35,6 +36,7 @@ from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.region_stores import remember_fleet, run_words
 from etude.run.resolve import check_replicas
+from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
@@ -74,12 +76,17 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
         try:
-            with ProgressDisplay(folder.events, config, out) as progress:
+            with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, placement, events, progress)
         finally:
             report = write_report(folder, config)
             keep_report(folder, out)
     return report
+
+
+def _mirror(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
+    """The events of processes elsewhere, while this lasts, where the run is at a URL."""
+    return EventMirror(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
 
 
 def keep_report(folder: RunFolder, out: TextIO) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.objects import ObjectStore
-from etude.run.event_copies import EventCopies, fetch_events
+from etude.run.event_copies import EventCopies, EventMirror, fetch_events
 from etude.telemetry.events import RunStarted
 from etude.telemetry.log import EventLog, EventReader
 
@@ -68,3 +68,22 @@ def test_a_missing_object_is_named(tmp_path: Path) -> None:
         fetch_events(store, tmp_path / "b")
     assert not (tmp_path / "b" / "trainer.jsonl").exists()
     assert first.endswith("trainer/000000000000.jsonl")
+
+
+def test_who_follows_a_run_has_the_events_of_processes_elsewhere_and_keeps_its_own(tmp_path: Path) -> None:
+    store, (here, there) = ObjectStore("memory://"), (tmp_path / name for name in ("a", "b"))
+    with EventLog(here, "supervisor") as own, EventMirror(store, here):
+        own.write(RunStarted(resumed=False))
+        write(there, store, True)
+    assert sorted(path.name for path in here.iterdir()) == ["supervisor.jsonl", "trainer.jsonl"]
+    assert read(here) == [False, True]
+
+
+def test_a_file_that_lacks_what_was_sent_from_elsewhere_is_not_sent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ObjectStore("memory://")
+    write(tmp_path / "a", store, False, True)
+    write(tmp_path / "b", store, False)
+    assert "lacks events that were sent from elsewhere" in caplog.text
+    assert len(store.list("")) == 1
