@@ -71,8 +71,9 @@ ONE_NODE = Nodes()
 def run_process(name: str, folder: RunFolder, replica: int = 0, nodes: Nodes = ONE_NODE) -> None:
     """Run one of a run's processes until it has done its work or gets a stop signal.
 
-    ``nodes`` are the machines of a trainer. ``replica`` tells rollouts processes of one run apart, which may be as many as there is room for. Raises
-    :class:`~etude.errors.ConfigError` where this machine has not the device that the run has.
+    ``nodes`` are the machines of a trainer. ``replica`` tells rollouts processes of one run apart, which may be as many
+    as there is room for. Raises :class:`~etude.errors.ConfigError` where this machine has not the device that the run
+    has.
     """
     config = folder.config()
     if name in DEVICES:
@@ -91,7 +92,7 @@ def run_process(name: str, folder: RunFolder, replica: int = 0, nodes: Nodes = O
 
 
 def _become_ranks(ranks: int, folder: RunFolder, nodes: Nodes) -> NoReturn:
-    """Go on as ``torchrun``, which starts this node's share of ``ranks`` trainers; it still ends with the supervisor."""
+    """Go on as ``torchrun``, which starts this node's share of ``ranks`` trainers; it ends with the supervisor."""
     arguments = [*nodes.torchrun(ranks), "-m", "--", "etude", "train", "--run", str(folder.path)]
     # Its trainers are its own children, not the supervisor's.
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
