@@ -28,13 +28,14 @@ RECIPE = {
 }
 FLEET = {"home": "here", "trainer": {"nodes": 2, "port": 29_431}, "regions": [{"name": "here", "engines": 1}]}
 
-pytestmark = [pytest.mark.heavy("minutes"), pytest.mark.timeout(DEADLINE_S * 1.2)]
+pytestmark = pytest.mark.timeout(DEADLINE_S * 1.2)
 
 
 def events(folder: RunFolder) -> list[object]:
     return [logged.event for logged in EventReader(folder.events).new()] if folder.events.is_dir() else []
 
 
+@pytest.mark.heavy("minutes")
 def test_a_killed_node_restarts_the_trainer_as_a_group(tmp_path: Path) -> None:
     for name, tree in (("recipe", RECIPE), ("fleet", FLEET)):
         (tmp_path / f"{name}.toml").write_text(tomli_w.dumps(tree))

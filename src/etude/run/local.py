@@ -28,7 +28,7 @@ from etude.run.folder import RunFolder, exclusive
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
-from etude.run.placement import Placement, place_here, place_on, remember_fleet
+from etude.run.placement import RunPlacement, place_here, place_on, remember_fleet
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.store_outages import StoreOutages
@@ -74,7 +74,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
 
 
 def _play(
-    folder: RunFolder, config: RunConfig, placement: Placement, events: EventLog, progress: ProgressDisplay
+    folder: RunFolder, config: RunConfig, placement: RunPlacement, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
     lineage, run, fleet = PhaseFolders(folder), str(folder.path.absolute()), placement.fleet
@@ -113,19 +113,18 @@ def _keep_alive(
     specs: Sequence[ProcessSpec],
     folder: RunFolder,
     config: RunConfig,
-    placement: Placement,
+    placement: RunPlacement,
     events: EventLog,
     progress: ProgressDisplay,
 ) -> None:
     """Run processes until those of them that have an end have reached it; then stop the others."""
     supervisor = Supervisor(
         specs,
-        placement.launcher,
+        placement,
         folder,
         events,
         progress.notice,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        drained=placement.drained_names,
     )
     memory_s = time.monotonic()
     try:
