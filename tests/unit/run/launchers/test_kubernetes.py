@@ -1,6 +1,7 @@
 """Manifests are what Kubernetes takes, by its own schemas, and say what the fleet says; no secret is in them."""
 
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import kubernetes_validate
 import pytest
@@ -13,10 +14,11 @@ from etude.config.recipe import RunConfig
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
 from etude.run.fleet_plan import plan_loop, plan_phases
-from etude.run.launchers.kubernetes import Manifest, render_manifests
+from etude.run.launchers.kubernetes import render_manifests
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "fleet" / "thousand-machines.toml"
 VERSION = "1.32"
+Manifest: TypeAlias = dict[str, Any]
 LEADER_WORKER_SET = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
 """Fields of a LeaderWorkerSet's spec, copied by hand from its API ``v1``: no package has its schema."""
 LEADER_WORKER_TEMPLATE = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"}
