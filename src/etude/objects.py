@@ -286,6 +286,22 @@ class ObjectStore:
             raise InfrastructureError(message + _first_line(error)) from error
 
 
+def check_put_if_absent(store: Objects) -> None:
+    """Write an object twice, which a storage has to refuse: some servers that speak S3 overlook ``If-None-Match``.
+
+    Raises :class:`~etude.errors.UserError` where it does not, and ``InfrastructureError``.
+    """
+    key = f"{CLOCK_FOLDER}/{uuid.uuid4().hex}"
+    store.put_if_absent(key, b"first")
+    overwritten = store.put_if_absent(key, b"second")
+    store.delete(key)
+    if overwritten:
+        raise UserError(
+            f"object store {store.url} overwrites objects that must not be there (it ignores If-None-Match: *), so two "
+            f"writers could destroy each other's versions: use one that honours it, as S3, GCS and Azure do"
+        )
+
+
 class Outages(Protocol):
     """Protocol of the reaction to storage that fails; shared between threads."""
 
