@@ -13,7 +13,7 @@ import pytest
 
 from etude.config.fleet import RayOptions
 from etude.config.section import Section
-from etude.fleet.launcher import LaunchContext, Launcher
+from etude.fleet.launcher import LaunchContext, ProcessLauncher
 from etude.fleet.specs import GroupMember, ProcessSpec, ProcessStatus, Resources
 from etude.run.launchers.local import LocalLauncher
 from ray_clusters import ray_cluster, ray_is_missing
@@ -22,7 +22,7 @@ from waiting import wait_until as wait_until_within
 TINY = Resources(cpus=0.01)
 WAIT_S = 120.0
 """Ray starts an interpreter for each actor, which takes its time on a machine that has much to do."""
-NewLauncher: TypeAlias = Callable[[], Launcher]
+NewLauncher: TypeAlias = Callable[[], ProcessLauncher]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,9 @@ def cluster() -> Iterator[str]:
 
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.heavy("Ray", missing=bool(ray_is_missing())))])
-def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Launcher]:
+def launcher(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ProcessLauncher]:
     if request.param == "local":
-        made: Launcher = LocalLauncher(Section(), LaunchContext(run="test", folder=tmp_path))
+        made: ProcessLauncher = LocalLauncher(Section(), LaunchContext(run="test", folder=tmp_path))
     else:
         options = RayOptions(address=request.getfixturevalue("cluster"), region_label="region")
         from etude.run.launchers.ray import RayLauncher  # Ray reads its token when it is imported
@@ -55,7 +55,7 @@ def wait_until(met: Callable[[], bool]) -> None:
     wait_until_within(met, every_s=0.05, timeout_s=WAIT_S)
 
 
-def running(launcher: Launcher, name: str) -> ProcessStatus:
+def running(launcher: ProcessLauncher, name: str) -> ProcessStatus:
     wait_until(lambda: name in launcher.look() and launcher.look()[name].is_running)
     return launcher.look()[name]
 
@@ -67,7 +67,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_place_twice_is_once(launcher: Launcher) -> None:
+def test_place_twice_is_once(launcher: ProcessLauncher) -> None:
     launcher.place(spec("serve-1@eu"))
     first = running(launcher, "serve-1@eu")
     launcher.place(spec("serve-1@eu"))
@@ -76,7 +76,7 @@ def test_place_twice_is_once(launcher: Launcher) -> None:
     assert list(launcher.look()) == ["serve-1@eu"]
 
 
-def test_the_end_of_a_process_is_seen_and_it_can_be_placed_again(launcher: Launcher) -> None:
+def test_the_end_of_a_process_is_seen_and_it_can_be_placed_again(launcher: ProcessLauncher) -> None:
     launcher.place(spec("gateway", "echo 'etude: no room'; echo noise; exit 4"))
     wait_until(lambda: launcher.look().get("gateway", ProcessStatus(incarnation="")).exit_status is not None)
     ended = launcher.look()["gateway"]
@@ -86,13 +86,13 @@ def test_the_end_of_a_process_is_seen_and_it_can_be_placed_again(launcher: Launc
     wait_until(lambda: launcher.look()["gateway"].incarnation not in ("", ended.incarnation))
 
 
-def test_a_killed_process_ended_by_its_signal(launcher: Launcher) -> None:
+def test_a_killed_process_ended_by_its_signal(launcher: ProcessLauncher) -> None:
     launcher.place(spec("rollouts"))
     os.kill(running(launcher, "rollouts").pid, signal.SIGKILL)
     wait_until(lambda: launcher.look()["rollouts"].exit_status == -signal.SIGKILL)
 
 
-def test_remove_kills_the_process_group_within_its_grace(launcher: Launcher, tmp_path: Path) -> None:
+def test_remove_kills_the_process_group_within_its_grace(launcher: ProcessLauncher, tmp_path: Path) -> None:
     child = tmp_path / "child"
     launcher.place(spec("serve", f"trap '' TERM; sleep 600 & echo $! > {child}; wait; wait; sleep 600"))
     status = running(launcher, "serve")
@@ -104,7 +104,7 @@ def test_remove_kills_the_process_group_within_its_grace(launcher: Launcher, tmp
     assert launcher.look() == {}
 
 
-def test_what_ends_by_itself_within_its_grace_is_not_killed(launcher: Launcher, tmp_path: Path) -> None:
+def test_what_ends_by_itself_within_its_grace_is_not_killed(launcher: ProcessLauncher, tmp_path: Path) -> None:
     trap = f"trap 'echo done > {tmp_path}/done; exit 0' TERM; echo up > {tmp_path}/up; while :; do sleep 0.05; done"
     launcher.place(spec("serve", trap))
     wait_until((tmp_path / "up").exists)
@@ -113,7 +113,7 @@ def test_what_ends_by_itself_within_its_grace_is_not_killed(launcher: Launcher, 
 
 
 def test_secrets_and_places_in_a_group_are_in_the_environment(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: ProcessLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ETUDE_RUN_KEY", "secret")
     group = GroupMember(name="train", rank=0, size=1, port=29_400)

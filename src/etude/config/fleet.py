@@ -22,13 +22,13 @@ LAUNCHERS = Registry(
         "slurm": "etude.run.launchers.slurm:render_sbatch",
     },
 )
-"""Launchers by name: a class that is a :class:`~etude.fleet.launcher.Launcher`, made of its options and a
+"""Launchers by name: a class that is a :class:`~etude.fleet.launcher.ProcessLauncher`, made of its options and a
 :class:`~etude.fleet.launcher.LaunchContext`; of those in :data:`RENDERED` a function that writes files for them.
 """
 RENDERED = frozenset({"kubernetes", "slurm"})
 """Launchers that get files, by `etude fleet render`: they keep the processes themselves."""
 REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
-"""As in a process's name, and as Kubernetes has its labels."""
+"""Form of a region's name, the same in a process's name and in a label of Kubernetes."""
 COMMANDS = ("serve", "gateway", "rollouts", "train", "relay", "sandboxes")
 """Processes that may ask for resources, by their command."""
 
@@ -103,7 +103,7 @@ class RegionConfig(Section):
     """Gateways that hand calls to the region's engines."""
     engines: int = Field(default=0, ge=0)
     lent_engines: int = Field(default=0, ge=0)
-    """Of the engines, those on machines that production takes back when it needs them."""
+    """Those of the engines that are on machines that production takes back when it needs them."""
     relays: int = Field(default=2, ge=1)
     """Processes that bring weights here: one is active, the others stand by. The home region needs none."""
     sandbox_hosts: int = Field(default=0, ge=0)

@@ -13,7 +13,7 @@ class LauncherUnavailable(InfrastructureError):
     """The machines of a launcher cannot be reached for now; what runs there goes on."""
 
 
-class Launcher(Protocol):
+class ProcessLauncher(Protocol):
     """Keeps named processes of one run on machines; a second launcher of the same run sees the same ones, unless its
     processes end with it.
     """
@@ -45,7 +45,7 @@ class Launcher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """What a launcher is made with, besides its options."""
+    """Facts of a run that a launcher is made with, besides its options."""
 
     run: str
     """Identifies the run among others on the same machines."""

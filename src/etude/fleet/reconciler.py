@@ -25,7 +25,7 @@ REGISTERED_S = 5.0
 
 @dataclass(slots=True, kw_only=True)
 class Actions:
-    """Results of one comparison, in the order in which they are to be executed."""
+    """Results of one reconciliation, in the order in which they are to be executed."""
 
     kill: list[str] = field(default_factory=list)
     """Processes that are silent, or that a dead member of their group leaves behind."""
@@ -71,7 +71,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Reconciliation:
     """One step: what is seen, when, and the actions that follow so far."""
 
     statuses: Mapping[str, ProcessStatus]
@@ -118,30 +118,30 @@ class Reconciler:
         Raises :class:`~etude.errors.EtudeError` for a process that met something that no restart repairs, and
         :class:`~etude.errors.InfrastructureError` for one that dies, or falls silent, again and again.
         """
-        comparison = Comparison(statuses=statuses, now_s=now_s)
-        comparison.actions.remove += [name for name in statuses if name not in self._names]
+        reconciliation = Reconciliation(statuses=statuses, now_s=now_s)
+        reconciliation.actions.remove += [name for name in statuses if name not in self._names]
         for unit in self._units:
             is_seen = any(spec.name in statuses for spec in unit.members)
             if not {spec.name for spec in unit.members}.isdisjoint(drained):
-                comparison.drain(unit)
+                reconciliation.drain(unit)
             elif unit.again_s is not None:
                 if now_s >= unit.again_s:
-                    comparison.restart(unit)
+                    reconciliation.restart(unit)
             elif unit.placed_s is None and not is_seen:
-                comparison.restart(unit)
+                reconciliation.restart(unit)
             else:
                 unit.placed_s = now_s if unit.placed_s is None else unit.placed_s
-                self._check(unit, comparison)
-        return comparison.actions
+                self._check(unit, reconciliation)
+        return reconciliation.actions
 
-    def _check(self, unit: Unit, comparison: Comparison) -> None:
+    def _check(self, unit: Unit, reconciliation: Reconciliation) -> None:
         """Look at each member of a unit that is to run, until something is wrong with one."""
         for spec in unit.members:
-            status = comparison.statuses.get(spec.name)
-            if spec.name in unit.done or self._is_well(unit, spec, status, comparison):
+            status = reconciliation.statuses.get(spec.name)
+            if spec.name in unit.done or self._is_well(unit, spec, status, reconciliation):
                 continue
             code = None if status is None else status.exit_status
-            match unit.restarts.ended(code, comparison.now_s, ends=spec.ends):
+            match unit.restarts.ended(code, reconciliation.now_s, ends=spec.ends):
                 case Outcome.DONE:
                     unit.done.add(spec.name)
                     continue
@@ -154,23 +154,25 @@ class Reconciler:
                         f"{code}: {_last_line(status)}{log}"
                     )
                 case Outcome.AWAIT_ROOM:
-                    pause_s = unit.restarts.room_pause_s(comparison.now_s - (unit.placed_s or comparison.now_s))
-                    comparison.actions.room_pauses[spec.name] = pause_s
-                    unit.again_s = comparison.now_s + pause_s
+                    pause_s = unit.restarts.room_pause_s(reconciliation.now_s - (unit.placed_s or reconciliation.now_s))
+                    reconciliation.actions.room_pauses[spec.name] = pause_s
+                    unit.again_s = reconciliation.now_s + pause_s
                 case Outcome.RESTART:
-                    comparison.actions.notices.append(_restarted(unit, spec, status))
-                    comparison.restart(unit)
+                    reconciliation.actions.notices.append(_restarted(unit, spec, status))
+                    reconciliation.restart(unit)
             return
 
-    def _is_well(self, unit: Unit, spec: ProcessSpec, status: ProcessStatus | None, comparison: Comparison) -> bool:
+    def _is_well(
+        self, unit: Unit, spec: ProcessSpec, status: ProcessStatus | None, reconciliation: Reconciliation
+    ) -> bool:
         """True while there is nothing to decide about a member: it runs, or is given time."""
-        now_s = comparison.now_s
+        now_s = reconciliation.now_s
         if status is None:
             return unit.placed_s is not None and now_s - unit.placed_s < REGISTERED_S
         if status.exit_status is not None:
             return False
         if status.is_pending:
-            self._report_pending(unit, spec, comparison)
+            self._report_pending(unit, spec, reconciliation)
             return True
         if status.is_lost:
             return unit.absence(spec.name, now_s) <= LOST_S
@@ -178,13 +180,13 @@ class Reconciler:
         if (silent_s := self._overlong_silence(unit, spec, status, now_s)) is None:
             return True
         message = f"{spec.name} gave no sign of life for {silent_s:.0f} s and was killed"
-        comparison.actions.notices.append(message)
+        reconciliation.actions.notices.append(message)
         if unit.restarts.silent(silent_s, now_s):
             raise InfrastructureError(
                 f"{message}, for the {unit.restarts.silences}th time; see {status.log}, or allow it more with "
                 f"heartbeat_timeout_s"
             )
-        comparison.restart(unit)
+        reconciliation.restart(unit)
         return True
 
     def _overlong_silence(self, unit: Unit, spec: ProcessSpec, status: ProcessStatus, now_s: float) -> float | None:
@@ -192,11 +194,11 @@ class Reconciler:
         silent_s = silence.look(status.beat, now_s)
         return silent_s if silence.is_too_long(silent_s, self._heartbeat_timeout_s) else None
 
-    def _report_pending(self, unit: Unit, spec: ProcessSpec, comparison: Comparison) -> None:
-        if unit.absence(spec.name, comparison.now_s) <= PENDING_S or spec.name in unit.reported:
+    def _report_pending(self, unit: Unit, spec: ProcessSpec, reconciliation: Reconciliation) -> None:
+        if unit.absence(spec.name, reconciliation.now_s) <= PENDING_S or spec.name in unit.reported:
             return
         unit.reported.add(spec.name)
-        comparison.actions.notices.append(
+        reconciliation.actions.notices.append(
             f"{spec.name} waits: no machine of region {spec.region!r} has {spec.resources.cpus:g} CPUs and "
             f"{spec.resources.gpus} GPUs free; add one, or ask for less in [resources.{spec.command[1]}] of the fleet"
         )

@@ -28,7 +28,7 @@ LONGEST_LOOK_S = 1.0
 
 
 class Outcome(Enum):
-    """What is done about a process that ended."""
+    """Consequences of the end of a process."""
 
     DONE = auto()
     USER_ERROR = auto()

@@ -125,7 +125,7 @@ def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[P
 
 
 def resources_of(command: str, fleet: FleetConfig) -> Resources:
-    """What a process of a command needs of its machine."""
+    """The resources that a fleet gives to each process of a command."""
     section = fleet.resources.get(command)
     return Resources() if section is None else Resources(**section.model_dump())
 

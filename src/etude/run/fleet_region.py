@@ -33,12 +33,11 @@ def keep_region(folder: RunFolder, fleet: FleetConfig, region: str, notify: Call
     with exclusive(folder, name), open_events(folder, config, name, lossy=True) as events:
         supervisor = Supervisor(
             specs,
-            placement.launcher,
+            placement,
             folder,
             events,
             notify,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            drained=placement.drained_names,
         )
         try:
             while True:

@@ -30,7 +30,7 @@ from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
-from etude.run.placement import Placement, place_here, place_on
+from etude.run.placement import RunPlacement, place_here, place_on
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
@@ -98,7 +98,7 @@ def keep_report(folder: RunFolder, out: TextIO) -> None:
 
 
 def _play(
-    folder: RunFolder, config: RunConfig, placement: Placement, events: EventLog, progress: ProgressDisplay
+    folder: RunFolder, config: RunConfig, placement: RunPlacement, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
     lineage, run, fleet = PhaseFolders(folder), run_words(folder), placement.fleet
@@ -137,19 +137,18 @@ def _keep_alive(
     specs: Sequence[ProcessSpec],
     folder: RunFolder,
     config: RunConfig,
-    placement: Placement,
+    placement: RunPlacement,
     events: EventLog,
     progress: ProgressDisplay,
 ) -> None:
     """Run processes until those of them that have an end have reached it; then stop the others."""
     supervisor = Supervisor(
         specs,
-        placement.launcher,
+        placement,
         folder,
         events,
         progress.notice,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        drained=placement.drained_names,
     )
     memory_s = time.monotonic()
     try:

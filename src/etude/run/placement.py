@@ -16,7 +16,7 @@ from etude.config.fleet import LAUNCHERS, RENDERED, FleetConfig
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
 from etude.errors import ConfigError, InfrastructureError
-from etude.fleet.launcher import LaunchContext, Launcher
+from etude.fleet.launcher import LaunchContext, ProcessLauncher
 from etude.fleet.specs import ProcessSpec
 from etude.objects import Objects, ObjectStore
 from etude.run.fleet_plan import one_machine
@@ -58,11 +58,11 @@ class Drained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RunPlacement:
     """The fleet of a run, its launcher, and what is drained."""
 
     fleet: FleetConfig
-    launcher: Launcher
+    launcher: ProcessLauncher
     region: str
     """Region of this supervisor."""
     drained: Drained | None = None
@@ -76,15 +76,15 @@ class Placement:
         return tuple(spec for spec in specs if self.launcher.spans_regions or spec.region == self.region)
 
 
-def place_here(folder: RunFolder, config: RunConfig) -> Placement:
+def place_here(folder: RunFolder, config: RunConfig) -> RunPlacement:
     """Place all processes on this machine."""
     fleet = one_machine(config)
-    return Placement(
+    return RunPlacement(
         fleet=fleet, region=fleet.home, launcher=LocalLauncher(Section(), LaunchContext(run="", folder=folder.path))
     )
 
 
-def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> Placement:
+def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunPlacement:
     """Place processes on a fleet: those of ``region`` (default: home), and of all regions that the launcher reaches.
 
     Raises :class:`~etude.errors.ConfigError` for a launcher that cannot be made, or keeps processes by itself.
@@ -98,15 +98,15 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> Plac
         raise ConfigError(f"--region {region}: the fleet has {', '.join(fleet.regions_by_name)}")
     context = LaunchContext(run=run_id(str(folder.path.absolute())), folder=folder.path)
     try:
-        launcher = cast("Launcher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
+        launcher = cast("ProcessLauncher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     drained = drained_of(folder, "" if region == fleet.home else region)
-    return Placement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained)
+    return RunPlacement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained)
 
 
 def drained_of(folder: RunFolder, region: str = "") -> Drained:
-    """What is drained of a run in a region; ``region`` is empty for home."""
+    """The drained processes of a run in a region; ``region`` is empty for home."""
     return Drained(ObjectStore(f"{region_store(folder, region)}/{FLEET_FOLDER}"))
 
 

@@ -71,9 +71,7 @@ def serving_version(
         with EventLog(bench.events, "supervisor") as events:
             placement = place_here(bench, config)
             specs = [process_spec(name, placement.fleet, str(bench.path)) for name in (ENGINE, GATEWAY)]
-            supervisor = Supervisor(
-                specs, placement.launcher, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s
-            )
+            supervisor = Supervisor(specs, placement, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s)
             try:
                 supervisor.check()
                 yield ServedRun(folder=bench, supervisor=supervisor, version=pulled.version, digest=pulled.digest)

@@ -6,13 +6,14 @@ start is an event, and each restart is told at once, with its reason.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
-from etude.fleet.launcher import Launcher, LauncherUnavailable
+from etude.fleet.launcher import LauncherUnavailable
 from etude.fleet.reconciler import Reconciler
 from etude.fleet.specs import ProcessSpec, ProcessStatus
 from etude.run.folder import RunFolder
+from etude.run.placement import RunPlacement
 from etude.run.serving import STOP_S
 from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted
@@ -31,25 +32,23 @@ class Supervisor:
     def __init__(
         self,
         specs: Sequence[ProcessSpec],
-        launcher: Launcher,
+        placement: RunPlacement,
         folder: RunFolder,
         events: EventLog,
         notify: Callable[[str], None] = lambda _: None,
         *,
         heartbeat_timeout_s: float,
-        drained: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
-        """What runs already is taken over, the rest is placed by the first :meth:`check`.
+        """Take over what runs already; the first :meth:`check` places the rest.
 
-        ``notify`` tells people, at once and also when nothing can be written, what happens to processes; ``drained``
-        names those that are not to run for now.
+        ``notify`` tells people, at once and also when nothing can be written, what happens to processes.
         """
         self._specs = tuple(specs)
-        self._launcher = launcher
+        self._launcher = placement.launcher
         self._folder = folder
         self._events = events
         self._notify = notify
-        self._drained = drained
+        self._drained = placement.drained_names
         self._reconciler = Reconciler(specs, heartbeat_timeout_s=heartbeat_timeout_s)
         self._incarnations: dict[str, set[str]] = {spec.name: set() for spec in specs}
         self._unreachable_s: float | None = None

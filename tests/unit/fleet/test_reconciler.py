@@ -131,7 +131,7 @@ def test_a_silent_process_is_killed_and_started_again() -> None:
 def test_a_users_error_and_too_many_deaths_end_the_run() -> None:
     reconciler, machines = begin("serve")
     machines.change("serve", exit_status=int(ExitCode.USER_ERROR), last_line="set engine.port")
-    with pytest.raises(EtudeError, match="serve gave up: set engine.port"):
+    with pytest.raises(EtudeError, match=r"serve gave up: set engine\.port"):
         reconciler.step(machines.statuses, 1.0)
     reconciler, machines = begin("serve")
     with pytest.raises(InfrastructureError, match="serve died 6 times in 120 s, last with status 1: "):

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
-from etude.config.section import Section
-from etude.fleet.launcher import LaunchContext
 from etude.fleet.specs import ProcessSpec
 from etude.run.folder import RunFolder
-from etude.run.launchers.local import LocalLauncher
+from etude.run.placement import place_here
 from etude.run.supervision import Supervisor
 from etude.telemetry.events import PhaseStarted, ProcessStarted
 from etude.telemetry.log import EventLog, EventReader
@@ -20,8 +18,8 @@ from waiting import wait_until
 
 def supervise(command: str, folder: RunFolder, events: EventLog, notify: Callable[[str], None]) -> Supervisor:
     spec = ProcessSpec(name=command, command=("etude", command, "--run", str(folder.path)), region="home")
-    launcher = LocalLauncher(Section(), LaunchContext(run="test", folder=folder.path))
-    supervisor = Supervisor([spec], launcher, folder, events, notify, heartbeat_timeout_s=900.0)
+    placement = place_here(folder, folder.config())
+    supervisor = Supervisor([spec], placement, folder, events, notify, heartbeat_timeout_s=900.0)
     supervisor.check()
     return supervisor
 

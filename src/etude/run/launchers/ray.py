@@ -136,14 +136,14 @@ class RayLauncher:
     def look(self) -> Mapping[str, ProcessStatus]:
         """Ask all actors of the run at once."""
         with _reaching("the cluster"):
-            asked = {name: self._actor(name) for name in self._names()}
-            answers = {name: actor.status.remote() for name, actor in asked.items() if actor is not None}
+            actors = {name: self._actor(name) for name in self._names()}
+            answers = {name: actor.status.remote() for name, actor in actors.items() if actor is not None}
             if answers:
                 ray.wait(list(answers.values()), num_returns=len(answers), timeout=LOOK_S)
             return {name: _answer(answer) for name, answer in answers.items()}
 
     def _needs(self, spec: ProcessSpec) -> dict[str, Any]:
-        """What Ray is asked for: a part of a machine in the region, or the own place within a group."""
+        """Arguments by which Ray finds a machine: a part of one in the region, or the own place within a group."""
         resources, region = spec.resources, {self._label: spec.region} if self._label else {}
         if spec.group is None:
             needs: dict[str, Any] = {"num_cpus": resources.cpus, "num_gpus": resources.gpus}
@@ -186,7 +186,7 @@ class RayLauncher:
 
 
 def _answer(answer: Any) -> ProcessStatus:
-    """What an actor answered by now."""
+    """The status that an actor answered by now."""
     try:
         status: ProcessStatus = ray.get(answer, timeout=0)
     except GetTimeoutError:

@@ -33,8 +33,8 @@ export -f again
 TAIL = """\
 # The run is over when trainer and rollouts are; whichever gives up ends it.
 status=0
-for pid in "${ending[@]}"; do wait "$pid" || status=$?; done
-kill "${serving[@]}" 2>/dev/null
+for _ in "${ending[@]}"; do wait -n || { status=$?; break; }; done
+kill $(jobs -p) 2>/dev/null
 exit $status
 """
 
@@ -53,7 +53,7 @@ def render_sbatch(
     for spec in phases:
         command = shlex.join(spec.command)
         lines.append(f"again srun --het-group={trainer} --nodes=1 --ntasks=1 {command} || exit $?")
-    lines += ["ending=() serving=()"]
+    lines += ["ending=()  # steps that end by themselves"]
     for index, (command, specs) in enumerate(components):
         lines += _step(index, command, specs)
     return {f"{run}.sbatch": "\n".join(lines) + "\n" + TAIL}
@@ -81,17 +81,15 @@ def _request(specs: Sequence[ProcessSpec], slurm: SlurmConfig) -> list[str]:
 
 def _step(index: int, command: str, specs: Sequence[ProcessSpec]) -> list[str]:
     """The shell lines that start one component in the background."""
-    spec, kind = specs[0], "ending" if specs[0].ends else "serving"
-    line = shlex.join(spec.command)
+    spec, line = specs[0], shlex.join(specs[0].command)
+    mark = ["ending+=($!)"] if spec.ends else []
     if spec.group is not None:
         host = f'$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{index}" | head -n 1)'
         group = " ".join(f"{name}={value}" for name, value in spec.group.rendezvous(host).items()
                          if name != "PET_NODE_RANK")  # fmt: skip
         task = f"PET_NODE_RANK=$SLURM_PROCID exec {line}"
         step = f"again srun --het-group={index} --kill-on-bad-exit=1 bash -c {shlex.quote(task)} &"
-        return [f"export {group}", step, f"{kind}+=($!)"]
+        return [f"export {group}", step, *mark]
     numbered = f"{line} --replica $SLURM_PROCID" if command in ("serve", "gateway", "rollouts") else line
-    return [
-        f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {shlex.quote(f'again {numbered}')} &",
-        f"{kind}+=($!)",
-    ]
+    task = shlex.quote(f"again {numbered}")
+    return [f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {task} &", *mark]
