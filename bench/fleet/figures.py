@@ -66,11 +66,11 @@ def _is_sign(fault: PlannedFault, logged: Logged, since_s: float) -> bool:
 
 def tokens_per_s(events: Iterable[Logged], regions: Iterable[str], span: Span) -> float:
     """Tokens that engines of some regions sampled in a span of time, per second."""
-    wanted = set(regions)
+    names = set(regions)
     tokens = sum(
         logged.event.generated_tokens
         for logged in events
-        if isinstance(logged.event, EngineStats) and region_of(logged.process) in wanted
+        if isinstance(logged.event, EngineStats) and region_of(logged.process) in names
         and span[0] < logged.at_s <= span[1]
     )  # fmt: skip
     return tokens / max(1e-9, span[1] - span[0])

@@ -31,7 +31,7 @@ class Machine:
 
     name: str
     region: str
-    keeper: int
+    init: int
     """The process that keeps its namespace open; the machine is lost when that ends."""
     address: str
     work: str
@@ -76,7 +76,7 @@ class MachineLauncher:
         logs = Path(machine.work) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         process = HostProcess(
-            replace(spec, command=tuple(enter_command(machine.keeper, command_line(spec)))),
+            replace(spec, command=tuple(enter_command(machine.init, command_line(spec)))),
             log=logs / f"{spec.name}.log",
             heartbeat=Path(machine.work) / f".{spec.name}.beat",
             environment={**machine.environment, **self._rendezvous(spec, machine)},
@@ -101,7 +101,7 @@ class MachineLauncher:
 
     def _choose(self, spec: ProcessSpec) -> Machine:
         """The machine that has the fewest processes, and none of the same group; of equal ones the last."""
-        machines = [each for each in self._machines if each.region == spec.region and is_alive(each.keeper)]
+        machines = [each for each in self._machines if each.region == spec.region and is_alive(each.init)]
         others = {name: entry for name, entry in self._processes.items() if name != spec.name}
 
         def load(machine: Machine) -> tuple[int, int]:

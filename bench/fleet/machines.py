@@ -31,7 +31,7 @@ from etude.run.keys import RUN_KEY_VARIABLE
 
 RUN = "run"
 """Name of the run in each store."""
-KEEPER = ("sleep", "infinity")
+INIT = ("sleep", "infinity")
 """Keeps a machine's namespace open."""
 STORE_S = 180.0
 """Longest time until a store answers."""
@@ -122,15 +122,15 @@ class Fleet:
 
     def running(self, site: str) -> dict[int, list[str]]:
         """Process id → command line of what runs on a machine."""
-        return processes_in(self.machines[site].keeper)
+        return processes_in(self.machines[site].init)
 
     def lives(self, site: str) -> bool:
         """True until a machine is killed."""
-        return is_alive(self.machines[site].keeper)
+        return is_alive(self.machines[site].init)
 
     def kill_machine(self, site: str) -> None:
         """Take the power off a machine: all that runs there is gone at once, and it does not come back."""
-        kill_all([self.machines[site].keeper, *self.running(site)])
+        kill_all([self.machines[site].init, *self.running(site)])
 
     def cut(self, region: str) -> None:
         """Let nothing through to or from a region."""
@@ -158,9 +158,9 @@ class Fleet:
         region = self.plan.region_of[site]
         disk = self._scratch / "disks" / (HOME if region == HOME else site)
         disk.mkdir(parents=True, exist_ok=True)
-        keeper = self._wan.popen(site, KEEPER)
-        _wait_until_inside(keeper.pid)
-        return Machine(name=site, region=region, keeper=keeper.pid, address=self._wan.address(site), work=str(disk))
+        init = self._wan.popen(site, INIT)
+        _wait_until_inside(init.pid)
+        return Machine(name=site, region=region, init=init.pid, address=self._wan.address(site), work=str(disk))
 
     def _start_stores(self) -> None:
         """Start the store of each region, all at once."""
@@ -196,7 +196,7 @@ def _wait_until_inside(pid: int) -> None:
     deadline_s = time.monotonic() + STORE_S
     while time.monotonic() < deadline_s:
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] == KEEPER[0].encode():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] == INIT[0].encode():
                 return
         time.sleep(0.02)
     raise InfrastructureError("bench fleet: a namespace could not be entered")

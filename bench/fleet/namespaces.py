@@ -13,14 +13,14 @@ from pathlib import Path
 from bench.sync.router import enter_namespace
 
 
-def enter_command(keeper: int, command: Sequence[str]) -> list[str]:
-    """The command line that runs ``command`` on the machine that process ``keeper`` keeps open."""
-    return [sys.executable, "-m", "bench.fleet.namespaces", str(keeper), *command]
+def enter_command(init: int, command: Sequence[str]) -> list[str]:
+    """The command line that runs ``command`` on the machine that process ``init`` keeps open."""
+    return [sys.executable, "-m", "bench.fleet.namespaces", str(init), *command]
 
 
-def processes_in(keeper: int) -> dict[int, list[str]]:
+def processes_in(init: int) -> dict[int, list[str]]:
     """Process id → command line of all that runs on a machine."""
-    machine = _machine(keeper)
+    machine = _machine(init)
     running = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
     return {pid: _command(pid) for pid in running if machine is not None and _machine(pid) == machine}
 

@@ -21,7 +21,7 @@ class Observed:
     def __init__(self, disks: Path) -> None:
         self._disks = disks
         self._readers: dict[Path, EventReader] = {}
-        self._known: set[tuple[float, str, str]] = set()
+        self._marks: set[tuple[float, str, str]] = set()
         self.events: list[Logged] = []
 
     def update(self) -> None:
@@ -29,8 +29,8 @@ class Observed:
         for folder in self._disks.glob("*/*/events"):
             for logged in self._readers.setdefault(folder, EventReader(folder)).new():
                 mark = (logged.at_s, logged.process, type(logged.event).__name__)
-                if mark not in self._known:
-                    self._known.add(mark)
+                if mark not in self._marks:
+                    self._marks.add(mark)
                     self.events.append(logged)
         self.events.sort(key=lambda logged: logged.at_s)
 

@@ -56,8 +56,8 @@ class GatewayTable:
 
     def follow(self, urls: Sequence[str]) -> None:
         """Take these for the gateways from now on; of one that stays, what is known is kept."""
-        known = self._gateways
-        self._gateways = {url: known.get(url) or _GatewayRecord() for url in (each.rstrip("/") for each in urls)}
+        before = self._gateways
+        self._gateways = {url: before.get(url) or _GatewayRecord() for url in (each.rstrip("/") for each in urls)}
 
     def choose(self, avoid: Collection[str] = ()) -> str:
         """The gateway for a new session; those of ``avoid`` only where there is no other.

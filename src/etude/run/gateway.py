@@ -231,17 +231,17 @@ async def follow_engines(directory: Directory, pool: EnginePool) -> None:
     consumes: the directory; produces: engines, which the pool polls; waits for: nothing; woken by: its own polling; on
     shutdown: cancelled between two polls.
     """
-    known: dict[ProcessName, str] = {}
+    engines: dict[ProcessName, str] = {}
     while True:
         with contextlib.suppress(InfrastructureError):
             urls = await asyncio.to_thread(directory.urls, ENGINE.command)
-            for name in [name for name, url in known.items() if urls.get(name) != url]:
+            for name in [name for name, url in engines.items() if urls.get(name) != url]:
                 pool.remove(str(name))
-                del known[name]
+                del engines[name]
             for name, url in urls.items():
-                if name not in known:
+                if name not in engines:
                     pool.add(EngineEntry(name=str(name), url=url, region=name.region))
-            known = urls
+            engines = urls
         await asyncio.sleep(DIRECTORY_S)
 
 

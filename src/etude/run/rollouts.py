@@ -370,7 +370,7 @@ class _Sessions:
     opener: SessionOpener
     served: ServedVersion | ServedRegions
     urls: Sequence[str]
-    """Of the gateways; none on a fleet, where they come and go."""
+    """URLs of the gateways; none on a fleet, where they come and go."""
 
 
 @contextlib.asynccontextmanager
