@@ -128,7 +128,7 @@ def _goals(
     copies = {name: size / published for name, size in log.weights_sent.items()} if published else {}
     excess = {name: max(values) for name, values in lags.items() if values}
     unaudited = "the run was not finished, so it was not audited"
-    goals = {
+    goals: dict[str, Json] = {
         COPIES.name: COPIES.judge_worst(copies),
         LAG.name: LAG.judge_worst(excess, "no version was served outside of the time of faults"),
         MISMATCH.name: MISMATCH.judge(figures.largest_metric(log.events, "k3")),

@@ -28,6 +28,8 @@ from etude.telemetry.events import EngineStats, Logged, StepDone, WeightsPublish
 RECIPE = programs.ROOT / "recipes" / "quickstart"
 LAUNCHERS: Mapping[str, str] = {"machines": "bench.fleet.launcher:MachineLauncher"}
 """Launcher of the demo → its name in ``fleet.toml``."""
+PACKS = "weights/packs"
+"""Folders of a store with what weight versions consist of."""
 POLL_S = 0.2
 """How often everything is looked at."""
 FIRST_STEP = 3
@@ -51,7 +53,7 @@ class DemoLog:
     skipped: list[PlannedFault] = field(default_factory=list)
     """Faults that the run was over before."""
     weights_sent: Mapping[str, int] = field(default_factory=dict)
-    """Region → bytes of weights that home's store sent there."""
+    """Region → bytes of weights that home's store sent there, records and polls aside."""
     link_bytes: Mapping[str, int] = field(default_factory=dict)
     """Region → bytes on the link from home, everything included."""
     findings: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -221,7 +223,7 @@ class Demo:
         sent = self._fleet.sent(HOME)["sent"]
         machines = self._fleet.machines.values()
         self._log.weights_sent = {
-            region.name: sum(sent.get(f"{each.address} weights", 0) for each in machines if each.region == region.name)
+            region.name: sum(sent.get(f"{each.address} {PACKS}", 0) for each in machines if each.region == region.name)
             for region in self._plan.regions
         }
         self._log.link_bytes = {region.name: self._fleet.traffic_bytes(region.name) for region in self._plan.regions}

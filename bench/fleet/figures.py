@@ -91,7 +91,7 @@ def others_during_cut(events: Sequence[Logged], records: Sequence[FaultRecord], 
 def served_lags(events: Sequence[Logged], records: Sequence[FaultRecord], plan: FleetPlan) -> dict[str, list[float]]:
     """Region → by how much each version was served later there than its distance and its size explain.
 
-    Versions that were published while a fault of the region was felt are left out.
+    Versions that were published before its engine was up, or while a fault of the region was felt, are left out.
     """
     published = {
         logged.event.version: logged for logged in reversed(events) if isinstance(logged.event, WeightsPublished)
@@ -100,6 +100,8 @@ def served_lags(events: Sequence[Logged], records: Sequence[FaultRecord], plan: 
     lags: dict[str, list[float]] = {region.name: [] for region in plan.regions}
     for region in plan.regions:
         spans = [record.span for record in records if record.fault.region in (region.name, HOME)]
+        serves = (each.at_s for each in of_kind(events, EngineStats) if region_of(each.process) == region.name)
+        spans.append((-math.inf, min(serves, default=math.inf)))
         for _, logged in sorted(published.items()):
             event = logged.event
             assert isinstance(event, WeightsPublished)

@@ -7,7 +7,7 @@ asia  150 ms
 south 250 ms
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
@@ -100,16 +100,18 @@ class FleetPlan:
     def shapes(self) -> Mapping[tuple[str, str], WanShape]:
         """The shape of the link between each two machines."""
         rtt_s = {region.name: region.rtt_s for region in (self.home, *self.regions)}
-        return {pair: _shape(*(rtt_s[self.region_of[site]] for site in pair), self._is_near(pair))
-                for pair in combinations(self.sites, 2)}  # fmt: skip
+        region_of = self.region_of
+        return {
+            (one, other): NEAR
+            if region_of[one] == region_of[other]
+            else far(rtt_s[region_of[one]], rtt_s[region_of[other]])
+            for one, other in combinations(self.sites, 2)
+        }
 
-    def _is_near(self, pair: Sequence[str]) -> bool:
-        return self.region_of[pair[0]] == self.region_of[pair[1]]
 
-
-def _shape(one_s: float, other_s: float, is_near: bool) -> WanShape:
-    """Regions are as far from each other as both are from home."""
-    return NEAR if is_near else WanShape(rtt_s=one_s + other_s, loss=LOSS, bits_per_s=BITS_PER_S)
+def far(one_s: float, other_s: float) -> WanShape:
+    """The link of two regions by their round trips to home: they are as far from each other as both are from home."""
+    return WanShape(rtt_s=one_s + other_s, loss=LOSS, bits_per_s=BITS_PER_S)
 
 
 def whole_plan() -> FleetPlan:
@@ -160,7 +162,14 @@ TINY = (
     "rollouts.groups_per_step=4",
     "rollouts.group_size=4",
     "rollouts.concurrency=32",
+    "tasks.options.kinds=['arith']",
+    "midtrain.warmup_steps=5",
+    "midtrain.mixture.code=0.34",
+    "midtrain.mixture.sessions=0.66",
     "harness.options.max_turns=4",
+    "effort.weight=0.1",
+    "effort.prices.call_tokens=1.0",
+    "effort.prices.final_tokens=1.0",
     "eval.enabled=false",
 )
-"""A run of seconds."""
+"""A run of a minute; the price of effort gives a model that solves nothing something to learn."""

@@ -2,7 +2,7 @@
 
     python -m bench.fleet.store ADDRESS BUCKET COUNTS
 
-``COUNTS`` is a file that is written anew every second: bytes sent, by address of the client and first folder of the key
+``COUNTS`` is a file that is written anew every second: bytes sent, by address of the client and first folders of the key
 below the run. The server is :mod:`bench.sync.bucket`'s, which keeps objects in memory; rclone's ``serve s3`` keeps them
 on a disk, but ignores ``If-None-Match`` and so cannot hold a log.
 """
@@ -20,6 +20,8 @@ from etude.aio import background_task
 
 PORT = 9000
 WRITE_S = 1.0
+FOLDERS = 2
+"""Folders of a key that are told apart."""
 RUN_FOLDERS = 3
 """Parts of a request's path before the folder of the run: the empty one, the bucket and the name of the run."""
 
@@ -34,7 +36,7 @@ class Sent:
     def seen(self, request: web.Request, reply: web.Response) -> None:
         """Count one request."""
         parts = request.rel_url.path.split("/")
-        folder = parts[RUN_FOLDERS] if len(parts) > RUN_FOLDERS else ""
+        folder = "/".join(parts[RUN_FOLDERS:-1][:FOLDERS])
         body = reply.body
         if request.method == "GET":
             self.sent[f"{request.remote} {folder}"] += len(body) if isinstance(body, bytes) else 0

@@ -5,6 +5,7 @@ on a fleet        the machine's own address, with the recipe's TLS; then the reg
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -12,6 +13,7 @@ from aiohttp import web
 
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.run.connections import Connections
+from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.process_name import ProcessName
 from etude.run.region_stores import fleet_of, open_directory, own_address
@@ -38,18 +40,18 @@ async def run_listener(
     tls, connections = tls_context(key, section.tls_cert, section.tls_key), Connections()
     async with AsyncExitStack() as stack:
 
-        async def listen(port: int, **where: object) -> int:
-            server = listening(make_app(), port, shutdown_s=shutdown_s, connections=connections, **where)
+        async def listen(port: int, host: str, tls: ssl.SSLContext | None) -> int:
+            server = listening(make_app(), port, host=host, tls=tls, shutdown_s=shutdown_s, connections=connections)
             return await stack.enter_async_context(server)
 
         if fleet_of(folder) is None:
-            await listen(folder.endpoints.port(name))
+            await listen(folder.endpoints.port(name), HOST, None)
             if section.public:
-                await listen(folder.endpoints.public_port(name), host=section.host, tls=tls)
+                await listen(folder.endpoints.public_port(name), section.host, tls)
             yield folder.endpoints.url(name)
             return
         address = own_address()
-        port = await listen(section.port and section.port + name.replica, host=address, tls=tls)
+        port = await listen(section.port and section.port + name.replica, address, tls)
         url = f"{'http' if tls is None else 'https'}://{address}:{port}"
         await asyncio.to_thread(open_directory(folder, name.region, outages).announce, name, url)
         yield url

@@ -66,7 +66,8 @@ def test_each_fault_has_a_sign_that_it_is_over() -> None:
 
 
 def test_a_version_is_late_by_what_distance_and_size_do_not_explain() -> None:
-    events = [published(100.0, 1, 12_500_000), swapped(104.0, "serve@east", 1), swapped(105.0, "serve@eu", 2),
+    events = [stats(99.0, "serve@east", 1), stats(99.0, "serve@eu", 1)]
+    events += [published(100.0, 1, 12_500_000), swapped(104.0, "serve@east", 1), swapped(105.0, "serve@eu", 2),
               published(110.0, 2), swapped(111.0, "serve@east", 2)]  # fmt: skip
     lags = served_lags(events, [], PLAN)
     assert lags["east"] == [4.0 - (2 * 0.02 + 1.0 + 2.0), 1.0 - (2 * 0.02 + 8e3 / 100e6 + 2.0)]
