@@ -31,8 +31,10 @@ FULL_TRAINING = (
 """Told to each session, whose SDK prints it."""
 CONFIG: Mapping[str, Json] = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
 """Settings of clients that differ from their defaults: chunks of a batch come in order."""
-REFUSED_SAMPLING = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs")
-"""Options of a sample request that have no counterpart here."""
+REFUSED_SAMPLING = ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs", "record_stability_info")
+"""Options of a sample request that have no counterpart here; the last one is asked for by ``stable_reinforce``."""
+MAX_TOP_K = 32
+"""Likeliest tokens in the place of each prompt token: each costs a pass over the logits."""
 
 Body: TypeAlias = dict[str, Any]
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -63,6 +65,8 @@ def tinker_app(service: TinkerService, key: str) -> web.Application:
     app.router.add_post("/api/v1/retrieve_future", api.retrieve)
     app.router.add_get("/api/v1/healthz", api.health)
     app.router.add_get("/api/v1/get_server_capabilities", api.capabilities)
+    app.router.add_get("/api/v1/samplers/{sampler_id}", api.sampler)
+    app.router.add_post("/api/v1/sessions/{session_id}/finish", api.finish)
     return app
 
 
@@ -176,6 +180,15 @@ class _Api:
         sampler = await self._service.sample_from_checkpoint(body.get("model_path"))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
+    async def sampler(self, request: web.Request) -> web.Response:
+        sampler = request.match_info["sampler_id"]
+        self._service.require_sampler(sampler)
+        return web.json_response({"sampler_id": sampler, "base_model": self._service.options.name})
+
+    async def finish(self, request: web.Request) -> web.Response:
+        self._service.close_session(request.match_info["session_id"])
+        return web.Response(status=204)
+
     async def sample(self, body: Body) -> Json:
         sampler, seq_id = body.get("sampling_session_id"), body.get("seq_id")
         if sampler is None or seq_id is None:
@@ -214,8 +227,7 @@ class _Api:
 
 def sample_request(body: Body, max_length: int) -> SampleRequest:
     """Read a request for samples. Raises :class:`~etude.errors.UserError` for what has no counterpart here."""
-    refused = [name for name in (*REFUSED_SAMPLING, "prompt_logprobs", "record_stability_info") if body.get(name)]
-    if refused:
+    if refused := [name for name in REFUSED_SAMPLING if body.get(name)]:
         raise UserError(f"{refused[0]} is not one of this server's options: leave it out")
     chunks = body["prompt"]["chunks"]
     if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
@@ -237,7 +249,27 @@ def sample_request(body: Body, max_length: int) -> SampleRequest:
         stop_ids=tuple(stop for stop in stops if isinstance(stop, int)),
     )
     texts = tuple(stop for stop in stops if isinstance(stop, str))
-    return SampleRequest(prompt_ids=prompt, count=count, params=params, stop_texts=texts)
+    top_k = int(body.get("topk_prompt_logprobs") or 0)
+    if not 0 <= top_k <= MAX_TOP_K:
+        raise UserError(f"topk_prompt_logprobs={top_k}: expected 0 to {MAX_TOP_K}")
+    return SampleRequest(
+        prompt_ids=prompt,
+        count=count,
+        params=params,
+        stop_texts=texts,
+        scored_from=_scored_from(body, len(prompt)) if body.get("prompt_logprobs") or top_k else None,
+        top_k=top_k,
+    )
+
+
+def _scored_from(body: Body, length: int) -> int:
+    """Index of the first prompt token whose logprob is wanted: nothing predicts the one at 0."""
+    wanted = body.get("prompt_logprobs_last_n")
+    if wanted is None:
+        return 1
+    if not 1 <= int(wanted) < length:
+        raise UserError(f"prompt_logprobs_last_n={wanted} of a prompt of {length} tokens: expected 1 to {length - 1}")
+    return length - int(wanted)
 
 
 def _model_id(body: Body) -> str:

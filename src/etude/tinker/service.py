@@ -75,6 +75,11 @@ class TinkerService:
         """Take note of a session's sign of life."""
         self._seen_s[session] = time.monotonic()
 
+    def close_session(self, session: str) -> None:
+        """Give up a session's training clients now; its samplers stay until newer ones take their place."""
+        self._seen_s.pop(session, None)
+        self._drop_silent()
+
     def create_client(self, request_id: str, model_id: str, path: str = "", *, optimiser: bool = False) -> None:
         """Begin a training client, from the model, or from what is saved at a path, with its moments if ``optimiser``.
 
@@ -165,12 +170,16 @@ class TinkerService:
 
     def sample(self, request_id: str, sampler_id: str, request: SampleRequest) -> None:
         """Begin to sample; all completions at once. Raises :class:`Gone`."""
-        snapshot = self._snapshots.get(sampler_id)
+        self._snapshots.get(sampler_id)
 
         async def sample() -> Result:
-            return encode_samples(await self._snapshots.sample(snapshot, request, request_id))
+            return encode_samples(*await self._snapshots.sample(sampler_id, request, request_id))
 
         self.jobs.start(request_id, sample)
+
+    def require_sampler(self, sampler_id: str) -> None:
+        """Raises :class:`Gone` where there is none of that id."""
+        self._snapshots.get(sampler_id)
 
     def has_client(self, model_id: str) -> bool:
         """True for a training client that is there."""
