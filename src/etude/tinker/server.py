@@ -52,6 +52,7 @@ def tinker_app(service: TinkerService, key: str) -> web.Application:
         "session_heartbeat": api.heartbeat,
         "create_model": api.create_model,
         "get_info": api.info,
+        "weights_info": api.weights_info,
         "optim_step": api.optim_step,
         "save_weights": api.save_weights,
         "load_weights": api.load_weights,
@@ -107,7 +108,7 @@ class _Api:
         return {"type": "session_heartbeat"}
 
     async def create_model(self, body: Body) -> Json:
-        self._check_model(body["base_model"])
+        _require_model(body["base_model"], self._service.options.name)
         lora = body.get("lora_config") or {}
         for part in ("train_mlp", "train_attn", "train_unembed"):
             if not lora.get(part, True):
@@ -131,6 +132,10 @@ class _Api:
             "model_name": name,
             "is_lora": False,
         }
+
+    async def weights_info(self, body: Body) -> Json:
+        self._service.saved(body["tinker_path"])
+        return {"base_model": self._service.options.name, "is_lora": False}
 
     async def forward_backward(self, request: web.Request) -> web.Response:
         if request.content_type != PROTOBUF:
@@ -160,7 +165,7 @@ class _Api:
             self._service.load(request_id, body["model_id"], path, optimiser=optimiser)
             return {"request_id": request_id, "model_id": body["model_id"]}
         if body.get("base_model"):
-            self._check_model(body["base_model"])
+            _require_model(body["base_model"], self._service.options.name)
         model_id = _model_id(body)
         request_id = f"{model_id}:create"
         self._service.create_client(request_id, model_id, path, optimiser=optimiser)
@@ -176,7 +181,7 @@ class _Api:
 
     async def create_sampling_session(self, body: Body) -> Json:
         if body.get("base_model"):
-            self._check_model(body["base_model"])
+            _require_model(body["base_model"], self._service.options.name)
         sampler = await self._service.sample_from_checkpoint(body.get("model_path"))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
@@ -219,11 +224,6 @@ class _Api:
             return web.Response(body=result, content_type=PROTOBUF)
         return web.json_response(result)
 
-    def _check_model(self, name: str) -> None:
-        served = self._service.options.name
-        if name != served:
-            raise UserError(f"base_model={name!r} is not here: this server has {served!r}")
-
 
 def sample_request(body: Body, max_length: int) -> SampleRequest:
     """Read a request for samples. Raises :class:`~etude.errors.UserError` for what has no counterpart here."""
@@ -264,12 +264,17 @@ def sample_request(body: Body, max_length: int) -> SampleRequest:
 
 def _scored_from(body: Body, length: int) -> int:
     """Index of the first prompt token whose logprob is wanted: nothing predicts the one at 0."""
-    wanted = body.get("prompt_logprobs_last_n")
-    if wanted is None:
+    last_n = body.get("prompt_logprobs_last_n")
+    if last_n is None:
         return 1
-    if not 1 <= int(wanted) < length:
-        raise UserError(f"prompt_logprobs_last_n={wanted} of a prompt of {length} tokens: expected 1 to {length - 1}")
-    return length - int(wanted)
+    if not 1 <= int(last_n) < length:
+        raise UserError(f"prompt_logprobs_last_n={last_n} of a prompt of {length} tokens: expected 1 to {length - 1}")
+    return length - int(last_n)
+
+
+def _require_model(name: str, served: str) -> None:
+    if name != served:
+        raise UserError(f"base_model={name!r} is not here: this server has {served!r}")
 
 
 def _model_id(body: Body) -> str:
