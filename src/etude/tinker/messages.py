@@ -88,11 +88,9 @@ def encode_samples(completions: Sequence[Completion], scores: PromptScores | Non
     if scores is None:
         return sequences
     length, top_k = scores.top_ids_PK.shape
+    top_logprobs_PK = np.where(np.isnan(scores.top_logprobs_PK), NO_LOGPROB, scores.top_logprobs_PK)
     table = (
-        field(1, scores.top_ids_PK.tobytes())
-        + field(2, np.nan_to_num(scores.top_logprobs_PK, nan=NO_LOGPROB).tobytes())
-        + field(3, top_k)
-        + field(4, length)
+        field(1, scores.top_ids_PK.tobytes()) + field(2, top_logprobs_PK.tobytes()) + field(3, top_k) + field(4, length)
     )
     return sequences + field(2, scores.logprobs_P.tobytes()) + (field(3, table) if top_k else b"")
 

@@ -82,7 +82,7 @@ class _NamedLoss:
 def loss_of(name: str, config: Mapping[str, float]) -> _NamedLoss:
     """The loss of a name, with the options of ``loss_fn_config``. Raises :class:`~etude.errors.UserError`."""
     if name not in OPTIONS:
-        why = ", for how Tinker computes it is not published" if name == "stable_reinforce" else ""
+        why = ", for it needs what Tinker keeps to itself" if name == "stable_reinforce" else ""
         raise UserError(f"loss_fn={name!r} is not one of this server's{why}: set one of {', '.join(OPTIONS)}")
     if unknown := sorted(config.keys() - OPTIONS[name]):
         raise UserError(f"loss_fn_config has {unknown[0]!r}, which would have no effect on {name!r}: leave it out")
@@ -103,7 +103,7 @@ def _penalised(config: Mapping[str, float]) -> LossConfig:
     """DRO: −Σ (A·log π − β/2 · (log π/μ)²)."""
     beta = config.get("beta", -1.0)
     if not 0 < beta < float("inf"):
-        raise UserError("loss_fn='dro' needs loss_fn_config={'beta': …}, above 0: its default is not published")
+        raise UserError("loss_fn='dro' needs loss_fn_config={'beta': …}, above 0: there is no default here")
     return _config("policy_gradient", correction="none", kl_coef=beta, kl_estimator="k2", kl_to="engine")
 
 

@@ -162,7 +162,7 @@ def test_a_loss_is_its_formula_written_out_in_value_and_gradient(
 ) -> None:
     rng = np.random.default_rng(0)
     data = [noisy(sampled(completion, 1.0), rng, masked=formula is gspo) for completion in sample(state, 4)]
-    logprobs, metrics = state.forward_backward(batch(data, formula.__name__, **given))
+    logprobs, metrics = state.forward_backward(batch(data, formula.__name__, forward_only=False, **given))
     own = gradients(state)
 
     imitations, total = [], 0.0
@@ -227,7 +227,7 @@ def with_inputs(**others: float) -> Datum:
 @pytest.mark.parametrize(
     ("data", "loss_fn", "message"),
     [
-        ([imitated([1, 2])], "stable_reinforce", "is not one of this server's, for how Tinker computes it is not"),
+        ([imitated([1, 2])], "stable_reinforce", "is not one of this server's, for it needs what Tinker keeps"),
         ([imitated([1, 2])], "custom", "is not one of this server's: set one of cross_entropy, importance_sampling"),
         ([imitated([1, 2])], "ppo", "has no 'advantages'"),
         ([with_inputs(weights=1.0)], "ppo", "has 'weights' in loss_fn_inputs, which the loss does not use"),
