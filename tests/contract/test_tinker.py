@@ -152,7 +152,8 @@ assert last == [None] * (read.length - 2) + logprobs[-2:]
 params = types.SamplingParams(max_tokens=1)
 scored = sampler.sample(read, 2, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
 assert scored.prompt_logprobs == logprobs and len(scored.sequences) == 2
-assert scored.topk_prompt_logprobs[0] is None and [len(row) for row in scored.topk_prompt_logprobs[1:]] == [3] * (read.length - 1)
+first, *others = scored.topk_prompt_logprobs
+assert first is None and [len(row) for row in others] == [3] * (read.length - 1)
 for loss_fn, config, others in (
     ("ppo", None, []), ("cispo", None, []), ("dro", {"beta": 0.05}, []), ("gspo", None, ["sequence_ratio_mask"])
 ):
