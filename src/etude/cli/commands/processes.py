@@ -44,7 +44,7 @@ def serve(*, run: Run, replica: Replica = 0) -> None:
 
 @app.command()
 def rollouts(*, run: Run, replica: Replica = 0) -> None:
-    """One process of a run: rollouts and, of replica 0, evaluations."""
+    """One process of a run: rollouts and evaluations."""
     run_process(ProcessName(command="rollouts", replica=replica), RunFolder.open(run))
 
 
