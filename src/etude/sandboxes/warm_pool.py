@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar, final
 
 from etude.backoff import Backoff
-from etude.errors import EtudeError, InfrastructureError, SandboxError, Unsupported
+from etude.errors import EtudeError, InfrastructureError, SandboxError, SandboxesBusy, Unsupported
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.lifecycle import close_all
@@ -40,10 +40,6 @@ RETRIES = Backoff(first_s=0.1, longest_s=30.0)
 CLOSED = "the pool of sandboxes is closed"
 DEFAULT_SPEC = SandboxSpec()
 GAUGE = MemoryGauge()
-
-
-class SandboxesBusy(SandboxError):
-    """Error: a pool had no free place in time; retry later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +138,8 @@ class _Inventory:
     """Starts that failed in a row."""
     retry_at: float = -math.inf
     asked_at: float = -math.inf
+    announced: int = 0
+    """Sandboxes that are going to be asked for, all at once."""
 
 
 @final
@@ -184,6 +182,7 @@ class _Planner:
             inventory = self.inventories[request.key]
             if inventory.warm:
                 self.queue.remove(request)
+                inventory.announced = max(0, inventory.announced - 1)
                 self.lending[request.urgent] += 1
                 request.granted.set_result(inventory.warm.pop())  # the newest: the others grow old and go
             elif covered[request.key] < inventory.starting:
@@ -197,12 +196,14 @@ class _Planner:
         return True
 
     def _refill(self, now: float, memory: MachineMemory) -> None:
-        """Start ahead of requests: the warm places are shared by the specs that were asked for lately."""
+        """Start ahead of requests: as many as were announced; else the warm places are shared by the specs that were
+        asked for lately.
+        """
         recent = sorted(self.inventories.values(), key=lambda inventory: -inventory.asked_at)[: self._limits.warm]
         waiting = Counter(request.key for request in self.queue)
         for inventory in recent:
             idle = len(inventory.warm) + inventory.starting - waiting[_key(inventory.spec)]
-            for _ in range(self._limits.warm // len(recent) - idle):
+            for _ in range(max(self._limits.warm // len(recent), inventory.announced) - idle):
                 full = self.places() >= self._limits.live - self._reserved or now < inventory.retry_at
                 if full or not self._may_start(memory):
                     return
@@ -293,9 +294,25 @@ class SandboxPool:
             raise
         return lease
 
+    def announce(self, spec: SandboxSpec, count: int) -> None:
+        """Make ``count`` sandboxes of a specification ready, as far as there is room: so many will be asked for soon.
+
+        Those for whom nobody comes are removed like all that are warm for too long.
+        """
+        if self._closed:
+            raise SandboxError(CLOSED)
+        inventory = self._inventory(spec)
+        inventory.announced = max(inventory.announced, count)
+        self._step()
+
     def urgent(self) -> "UrgentSandboxes":
         """The same pool for those who go before all others, such as graders."""
         return UrgentSandboxes(self)
+
+    @property
+    def room(self) -> int:
+        """The most sandboxes that callers without urgency can have at a time."""
+        return self._limits.live - min(self._limits.reserved, self._limits.live - 1)
 
     def stats(self) -> WarmPoolStats:
         """A copy of the figures as they are now."""
@@ -352,11 +369,17 @@ class SandboxPool:
             self._plan.leases.discard(lease)
             lease.end(reason, self._remove(lease.inner))
 
-    async def _lease(self, spec: SandboxSpec, priority: int) -> "PooledSandbox":
+    def _inventory(self, spec: SandboxSpec) -> _Inventory:
+        """The inventory of a spec that is asked for now."""
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         elif self._watcher.done() and not self._watcher.cancelled():
             self._watcher.result()  # raises: without it nothing is noticed in time
+        inventory = self._plan.inventories.setdefault(_key(spec), _Inventory(spec))
+        inventory.asked_at = _now()
+        return inventory
+
+    async def _lease(self, spec: SandboxSpec, priority: int) -> "PooledSandbox":
         deadline_s = _now() + self._limits.wait_s
         for _ in range(self._limits.tries):
             if self._closed:
@@ -370,9 +393,7 @@ class SandboxPool:
 
     async def _wait(self, spec: SandboxSpec, priority: int, deadline_s: float) -> Sandbox | None:
         """The next sandbox of a spec in turn; ``None`` if that one had died while it was warm."""
-        key = _key(spec)
-        inventory = self._plan.inventories.setdefault(key, _Inventory(spec))
-        inventory.asked_at = asked_at = _now()
+        key, asked_at = _key(spec), self._inventory(spec).asked_at
         request = _LeaseRequest((priority, next(self._numbers)), key, asyncio.get_running_loop().create_future())
         self._plan.queue.append(request)
         try:

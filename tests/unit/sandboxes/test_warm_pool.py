@@ -9,7 +9,7 @@ from etude.errors import SandboxError, Unsupported
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.memory_pressure import MachineMemory
-from etude.sandboxes.warm_pool import PooledSandbox, SandboxesBusy, SandboxPool, WarmPoolLimits
+from etude.sandboxes.warm_pool import PooledSandbox, SandboxPool, WarmPoolLimits
 from waiting import until
 
 PLENTY = MachineMemory(available_bytes=1e15)
