@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 
-from etude.errors import SandboxError, Unsupported
+from etude.errors import SandboxError, SandboxesBusy, Unsupported
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.memory_pressure import MachineMemory

@@ -8,7 +8,7 @@ Each host has connections, leases and heartbeats of its own (:mod:`etude.sandbox
 and what is made from its snapshots stay on one host. Owns who is looked at and when a host is given up; which host is
 chosen is :mod:`etude.sandboxes.remote.placement`'s.
 
-States of a host: unheard ──a report──▶ open ──no answer──▶ silent ──``GONE_S`` of it──▶ given up; a report opens it.
+States of a host: unheard ──a report──▶ open ──no answer──▶ silent ──``gone_s`` of it──▶ given up; a report opens it.
 A silent host gets no sandbox. When it is given up, or was started anew, its sandboxes are lost: calls under way and
 later ones are errors of the sandbox, so what was at work in them is tried again, elsewhere. Waits for room with a
 deadline. On close every sandbox is closed.
@@ -17,6 +17,7 @@ deadline. On close every sandbox is closed.
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import final
 
@@ -28,22 +29,31 @@ from etude.sandboxes.remote.connection import usual_connections
 from etude.sandboxes.remote.placement import HostTable
 from etude.sandboxes.remote.principals import SNAPSHOT
 
-LOOK_S = 2.0
-"""Time between two looks at a host."""
-LOOK_TIMEOUT_S = 4.0
-"""For its answer."""
-GONE_S = 10.0
-"""Silence after which a host's sandboxes are given up. One that was only cut off closes them by itself, when their
-leases are over.
-"""
 FIRST_LOOK_S = 10.0
 """Time in which hosts may be heard of before the first sandbox is asked for; those that are not come later."""
-WAIT_S = 60.0
-"""For room on a host."""
 WAITS_PER_LOOK = 4
 """Looks at the table of who waits for room, in the time of one look at a host."""
 TRIES = 3
 """Hosts that are asked for one sandbox and fail to make it, before their error is the caller's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """How often hosts are looked at, and for how long they are waited for."""
+
+    look_s: float = 2.0
+    """Time between two looks at a host."""
+    answer_s: float = 4.0
+    """For its answer."""
+    gone_s: float = 10.0
+    """Silence after which a host's sandboxes are given up. One that was only cut off closes them by itself, when their
+    leases are over.
+    """
+    room_s: float = 60.0
+    """For room on a host."""
+
+
+USUAL_TIMES = HostTimes()
 
 
 @final
@@ -56,9 +66,7 @@ class HostedSandboxes:
         key: str,
         *,
         connections: int = 0,
-        look_s: float = LOOK_S,
-        gone_s: float = GONE_S,
-        wait_s: float = WAIT_S,
+        times: HostTimes = USUAL_TIMES,
     ) -> None:
         """``connections`` to each host at a time; 0: as many as this process has files for.
 
@@ -71,7 +79,7 @@ class HostedSandboxes:
             raise ConfigError(f"sandboxes at {list(urls)}: {error}") from error
         each = connections or usual_connections(len(names))
         self._hosts = {name: RemoteSandboxes(name, key, connections=each) for name in names}
-        self._look_s, self._gone_s, self._wait_s = look_s, gone_s, wait_s
+        self._times = times
         self._heard = {name: asyncio.Event() for name in names}
         """Set when a host was looked at for the first time, whatever came of it."""
         self._refusals: dict[str, ConfigError] = {}
@@ -109,6 +117,10 @@ class HostedSandboxes:
         await self._open()
         shares = self._table.share(spec.image.digest, count, _now())
         await asyncio.gather(*(self._announce(name, spec, share) for name, share in shares.items()))
+
+    def faults(self) -> Mapping[str, str]:
+        """The hosts that get no sandbox now, and why, by their URLs."""
+        return self._table.obstacles("", _now())
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""
@@ -150,7 +162,7 @@ class HostedSandboxes:
 
     async def _choose(self, image: str, tried: Sequence[str]) -> str:
         """The next host for a sandbox, once there is one. Raises :class:`~etude.errors.SandboxesBusy`."""
-        deadline_s = _now() + self._wait_s
+        deadline_s = _now() + self._times.room_s
         while _now() <= deadline_s:
             if self._closed:
                 raise SandboxError("the sandbox provider is closed")
@@ -159,9 +171,9 @@ class HostedSandboxes:
                 return name
             if self._table.is_nowhere(image, _now()):
                 raise ConfigError(f"no host of sandboxes has image {image}: add it there with `etude images add`")
-            await asyncio.sleep(self._look_s / WAITS_PER_LOOK)
+            await asyncio.sleep(self._times.look_s / WAITS_PER_LOOK)
         raise SandboxesBusy(
-            f"no host of sandboxes had room within {self._wait_s:g} s: {self._table.explain(image, _now())}"
+            f"no host of sandboxes had room within {self._times.room_s:g} s: {self._table.explain(image, _now())}"
         )
 
     async def _open(self) -> frozenset[Capability]:
@@ -202,15 +214,15 @@ class HostedSandboxes:
                 self._table.silent(name, str(error))
                 if isinstance(error, ConfigError):
                     self._refusals[name] = error
-                if _now() - heard_s >= self._gone_s:
-                    await self._give_up(name, f"host {name} gave no answer for {self._gone_s:g} s: {error}")
+                if _now() - heard_s >= self._times.gone_s:
+                    await self._give_up(name, f"host {name} gave no answer for {self._times.gone_s:g} s: {error}")
             self._heard[name].set()
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(self._times.look_s)
 
     async def _look(self, name: str) -> None:
         """Ask a host for its room; one that is new, or was started anew, for its capabilities, too."""
         host = self._hosts[name]
-        report = await host.report(LOOK_TIMEOUT_S)
+        report = await host.report(self._times.answer_s)
         if self._table.is_anew(name, report):
             await self._give_up(name, f"host {name} was started anew: what was there is gone")
         host.take_up()

@@ -195,10 +195,14 @@ class HostTable:
                 return
             yield name
 
-    def explain(self, image: str, now: float) -> str:
-        """Why each host that gets no sandbox of an image does not, for people."""
+    def obstacles(self, image: str, now: float) -> Mapping[str, str]:
+        """The hosts that get no sandbox of an image now, and why."""
         obstacles = {name: host.obstacle(image, now) for name, host in self._hosts.items()}
-        return "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle)
+        return {name: obstacle for name, obstacle in obstacles.items() if obstacle}
+
+    def explain(self, image: str, now: float) -> str:
+        """The same in a line, for people."""
+        return "; ".join(f"{name}: {obstacle}" for name, obstacle in self.obstacles(image, now).items())
 
 
 @lru_cache(IMAGES)

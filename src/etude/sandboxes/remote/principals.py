@@ -35,6 +35,10 @@ def limits_of_many(sandboxes: int) -> SandboxLimits:
     return SandboxLimits(**{limit.name: sandboxes * getattr(usual, limit.name) for limit in fields(SandboxLimits)})
 
 
+def _amounts(limits: SandboxLimits) -> list[tuple[str, float]]:
+    return [(limit.name, getattr(limits, limit.name)) for limit in fields(limits)]
+
+
 TOTAL = limits_of_many(SANDBOXES)
 """The most of all sandboxes of a key, likewise: as many as it may have, if they are usual ones."""
 
@@ -200,10 +204,6 @@ class SandboxRegistry:
             for registered, terms in self._terms.items()
             if terms.dies <= now or (terms.ends <= now and not terms.requests)
         ]
-
-
-def _amounts(limits: SandboxLimits) -> list[tuple[str, float]]:
-    return [(limit.name, getattr(limits, limit.name)) for limit in fields(limits)]
 
 
 SNAPSHOT = "snapshot-"
