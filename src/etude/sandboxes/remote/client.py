@@ -41,6 +41,8 @@ MIN_HEARTBEAT_S = 0.05
 """Whatever lease the server speaks of."""
 LEASES_PER_PAGE = 2_000
 """Leases that one request renews: its two ends take some milliseconds for them."""
+CLOSED_AT_ONCE = 128
+"""Sandboxes that are closed at a time when all are: a server's queue of new connections is as long."""
 CONTROL_CONNECTIONS = 8
 """For leases and for what is asked of the server itself, beside those of sandboxes."""
 
@@ -131,7 +133,9 @@ class RemoteSandboxes:
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""
         self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes.values())))
+        while self._sandboxes:
+            page = list(self._sandboxes.values())[:CLOSED_AT_ONCE]
+            await asyncio.gather(*(sandbox.close() for sandbox in page))
         await asyncio.gather(*self._drops)
         if self._heart is not None:
             self._heart.cancel()

@@ -77,10 +77,11 @@ class ServerConnection:
                     return await self._request(method, path, body, limit_bytes)
             except (aiohttp.ClientError, OSError) as error:
                 self._check_whole()
-                if isinstance(error, TimeoutError):
+                if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ServerTimeoutError):
                     raise SandboxError(f"the server of {self._url} gave no answer within {timeout_s:g} s") from None
                 if attempt == attempts:
-                    raise SandboxError(f"the server of {self._url} cannot be reached: {error}") from error
+                    words = str(error) or f"no connection within {CONNECT_TIMEOUT_S:g} s"
+                    raise SandboxError(f"the server of {self._url} cannot be reached: {words}") from error
                 await asyncio.sleep(RETRY_S * attempt)
         raise AssertionError("no attempt was made")
 
