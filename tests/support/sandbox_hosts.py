@@ -30,10 +30,10 @@ class HostProcess:
 
     def address(self) -> tuple[str, int]:
         """Its URL and port, once it listens."""
-        wait_until(lambda: self._found() is not None or not self.is_running, fault=self.text, timeout_s=START_S)
-        found = self._found()
-        assert found is not None, self.text()
-        return found[1], int(found[2])
+        wait_until(lambda: self._match() is not None or not self.is_running, fault=self.text, timeout_s=START_S)
+        match = self._match()
+        assert match is not None, self.text()
+        return match[1], int(match[2])
 
     @property
     def is_running(self) -> bool:
@@ -49,7 +49,7 @@ class HostProcess:
         self.process.send_signal(number)
         self.process.wait(timeout=60)
 
-    def _found(self) -> re.Match[str] | None:
+    def _match(self) -> re.Match[str] | None:
         return LENDING.search(self.text())
 
 

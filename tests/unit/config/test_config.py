@@ -264,6 +264,18 @@ def test_a_environment_that_does_not_fit_jointly_is_refused(override: str, words
         default_recipe([override])
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "http://a", "urls": ["http://b"]}, "name one server by url, or several by urls"),
+        ({"urls": ["http://a", "b:80"]}, "'b:80' is no URL of a server"),
+        ({"urls": ["http://a", "http://a/"]}, "name each server once"),
+    ],
+)
+def test_servers_of_sandboxes_are_named_one_way_and_once(options: dict[str, object], words: str) -> None:
+    assert words in error_of({"sandboxes": {"kind": "remote", "options": options}})
+
+
 def test_families_of_folders_take_their_machine() -> None:
     chosen = default_recipe(["tasks.family=harbor", "tasks.folder=examples/tasks", "sandboxes.kind=ns"])
     assert (chosen.tasks.family, chosen.sandboxes.kind) == ("harbor", "ns")

@@ -18,13 +18,13 @@ from etude.config.tasks import LentKind, MachineKind, SandboxConfig
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.protocols import SandboxProvider
 from etude.run.serving import listening, run_until_signal
-from etude.run.task_sandboxes import base_store, open_provider
+from etude.run.task_sandboxes import base_store, open_provider, pool_limits
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import KEY_VARIABLE, sandboxes_key
 from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.principals import Quota, SandboxClient, parse_client, read_clients, usual_quota
 from etude.sandboxes.remote.server import SandboxServer, ServerLimits
-from etude.sandboxes.warm_pool import GAUGE, SandboxPool
+from etude.sandboxes.warm_pool import GAUGE
 from etude.taskgen.fidelity.probes import diff, probe, render_diff
 
 OUT, PROGRESS = Console(), Console(stderr=True)
@@ -152,8 +152,8 @@ def _read_answers(file: Path) -> dict[str, str]:
 
 async def _serve(sandboxes: SandboxConfig, host: str, port: int, clients: dict[str, SandboxClient]) -> None:
     async with opened_provider(sandboxes) as provider:
-        limits = ServerLimits(sandboxes=provider.room if isinstance(provider, SandboxPool) else None)
-        server = SandboxServer(provider, clients, limits=limits)
+        most = pool_limits(sandboxes).ordinary if sandboxes.pool_size else None
+        server = SandboxServer(provider, clients, limits=ServerLimits(sandboxes=most))
         async with listening(server.app(), port, host=host) as bound:
             log(f"lending {sandboxes.kind} sandboxes at http://{host}:{bound}")
             await server.drained()

@@ -128,7 +128,7 @@ class RemoteSandboxes:
 
     def take_up(self) -> None:
         """Use the server again."""
-        self._server.mend()
+        self._server.resume()
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""
@@ -203,7 +203,7 @@ class RemoteSandbox:
         """For how long the server keeps it without hearing of us."""
         self._closed = False
         self._loss = ""
-        """Why it is gone, though nobody here closed it."""
+        """Reason for which it is gone, though it was not closed here; empty while it is there."""
 
     async def exec(
         self,

@@ -3,7 +3,7 @@
 Owns connections, deadlines of requests and the tries of those that may be repeated. What is said is
 :mod:`etude.sandboxes.remote.wire`'s.
 
-States: closed ──a request──▶ open ──close──▶ closed, ──cut──▶ cut ──mend──▶ closed. While it is cut, whatever is asked
+States: closed ──a request──▶ open ──close──▶ closed, ──cut──▶ cut ──resume──▶ closed. While it is cut, whatever is asked
 and was being asked fails at once, with the reason.
 """
 
@@ -86,11 +86,11 @@ class ServerConnection:
         raise AssertionError("no attempt was made")
 
     async def cut(self, reason: str) -> None:
-        """Hang up, and fail every request from now on, those under way included, until :meth:`mend` is called."""
+        """Hang up, and fail every request from now on, those under way included, until :meth:`resume` is called."""
         self._fault = reason
         await self.close()
 
-    def mend(self) -> None:
+    def resume(self) -> None:
         """Let requests through again."""
         self._fault = ""
 

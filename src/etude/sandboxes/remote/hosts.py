@@ -39,7 +39,7 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
-    """How often hosts are looked at, and for how long they are waited for."""
+    """Times between looks at hosts, and deadlines of waiting for them."""
 
     look_s: float = 2.0
     """Time between two looks at a host."""
@@ -82,11 +82,11 @@ class HostedSandboxes:
         self._times = times
         self._heard = {name: asyncio.Event() for name in names}
         """Set when a host was looked at for the first time, whatever came of it."""
-        self._refusals: dict[str, ConfigError] = {}
+        self._config_errors: dict[str, ConfigError] = {}
         """Hosts that do not know our key, or speak another version."""
         self._capabilities: dict[str, frozenset[Capability]] = {}
         self._looks: list[asyncio.Task[None]] = []
-        self._promised: frozenset[Capability] | None = None
+        self._agreed: frozenset[Capability] | None = None
         self._closed = False
 
     async def capabilities(self) -> frozenset[Capability]:
@@ -192,16 +192,16 @@ class HostedSandboxes:
         for look in self._looks:
             if look.done():
                 look.result()  # raises: without it nothing is known of that host
-        if self._promised is None:
+        if self._agreed is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_LOOK_S):
                     await asyncio.gather(*(heard.wait() for heard in self._heard.values()))
-            for name, refusal in self._refusals.items():
-                raise ConfigError(f"{name}: {refusal}") from refusal
+            for name, error in self._config_errors.items():
+                raise ConfigError(f"{name}: {error}") from error
             if not self._capabilities:
                 raise SandboxError(f"no host of sandboxes answers: {self._table.explain('', _now())}")
-            self._promised = self._table.promise(self._capabilities)
-        return self._promised
+            self._agreed = self._table.agree(self._capabilities)
+        return self._agreed
 
     async def _look_at(self, name: str) -> None:
         """Look at a host for ever; give it up when it is silent for too long, use it again when it is back."""
@@ -213,7 +213,7 @@ class HostedSandboxes:
             except (EtudeError, ValueError) as error:
                 self._table.silent(name, str(error))
                 if isinstance(error, ConfigError):
-                    self._refusals[name] = error
+                    self._config_errors[name] = error
                 if _now() - heard_s >= self._times.gone_s:
                     await self._give_up(name, f"host {name} gave no answer for {self._times.gone_s:g} s: {error}")
             self._heard[name].set()
@@ -228,10 +228,10 @@ class HostedSandboxes:
         host.take_up()
         if name not in self._capabilities:
             self._capabilities[name] = await host.capabilities()
-            if self._promised is not None:
-                self._table.promise({name: self._capabilities[name]})
+            if self._agreed is not None:
+                self._table.agree({name: self._capabilities[name]})
         self._table.heard(name, report)
-        self._refusals.pop(name, None)
+        self._config_errors.pop(name, None)
 
     async def _give_up(self, name: str, reason: str) -> None:
         self._capabilities.pop(name, None)

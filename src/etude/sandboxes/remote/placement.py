@@ -1,4 +1,4 @@
-"""Which host gets the next sandbox: a table of hosts as they say they are. Pure.
+"""The choice of a host for the next sandbox: a table of hosts as they say they are. Pure.
 
     reports, silences, refusals ──▶ HostTable ──▶ choose(image) ──▶ the name of a host, or none
 
@@ -42,7 +42,7 @@ IMAGES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """What a host says of itself."""
+    """A host's own account of its room."""
 
     incarnation: str
     """Its process: another one knows none of the sandboxes and snapshots of the last."""
@@ -63,7 +63,7 @@ class _Host:
     """The last one; none while it is silent."""
     incarnation: str = ""
     fault: str = "it was not heard of yet"
-    """Why there is no report."""
+    """Reason for which there is no report."""
     placed: int = 0
     """Sandboxes since the report."""
     is_full: bool = False
@@ -77,7 +77,7 @@ class _Host:
     """Image → time until which it is not asked for it."""
 
     def obstacle(self, image: str, now: float) -> str:
-        """Why it gets no sandbox of this image now; empty if it may."""
+        """Reason for which it gets no sandbox of this image now; empty if it may."""
         if self.report is None:
             return self.fault
         if self.report.is_draining:
@@ -106,7 +106,7 @@ class HostTable:
         if not names or len(set(names)) < len(names):
             raise ValueError(f"hosts {list(names)}: expected at least one, and none of them twice")
         self._hosts = {name: _Host(name) for name in sorted(names)}
-        self._promised: frozenset[Capability] | None = None
+        self._agreed: frozenset[Capability] | None = None
 
     def is_anew(self, name: str, report: HostReport) -> bool:
         """Say whether a report is of another process than before: all that was made on that host is gone."""
@@ -145,15 +145,15 @@ class HostTable:
         """It made one."""
         self._hosts[name].failures = 0
 
-    def promise(self, capabilities: Mapping[str, frozenset[Capability]]) -> frozenset[Capability]:
+    def agree(self, capabilities: Mapping[str, frozenset[Capability]]) -> frozenset[Capability]:
         """The capabilities that all of some hosts have; from the second call on, those of the first: a host that has
         less is left out, since what was promised is relied on.
         """
-        if self._promised is None:
-            self._promised = frozenset.intersection(*capabilities.values())
+        if self._agreed is None:
+            self._agreed = frozenset.intersection(*capabilities.values())
         for name, own in capabilities.items():
-            self._hosts[name].lacks = ", ".join(sorted(self._promised - own))
-        return self._promised
+            self._hosts[name].lacks = ", ".join(sorted(self._agreed - own))
+        return self._agreed
 
     def is_nowhere(self, image: str, now: float) -> bool:
         """Say whether every host, be it silent or not, was asked for an image lately and did not know it."""

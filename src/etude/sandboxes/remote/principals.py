@@ -107,7 +107,7 @@ class SandboxRegistry:
         self._quotas = quotas
         self._most = most
         self._terms: dict[RegisteredSandbox, _Terms] = {}
-        self._held: dict[str, Counter[SandboxLimits]] = {holder: Counter() for holder in quotas}
+        self._counts: dict[str, Counter[SandboxLimits]] = {holder: Counter() for holder in quotas}
         """Sandboxes of each holder, by their limits: a few kinds, however many there are."""
 
     def __len__(self) -> int:
@@ -131,11 +131,11 @@ class SandboxRegistry:
             self._check_room(holder, count, limits)
         for registered in needed:
             self._terms[registered] = _Terms(ends=now + self.lease_s, dies=now + ttl_s, limits=limits)
-            self._held[registered.holder][limits] += 1
+            self._counts[registered.holder][limits] += 1
 
     def places(self, holder: str) -> int:
         """The number of sandboxes that a holder may still make, if they are small enough."""
-        own = self._quotas[holder].sandboxes - self._held[holder].total()
+        own = self._quotas[holder].sandboxes - self._counts[holder].total()
         return own if self._most is None else max(0, min(own, self._most - len(self)))
 
     def limits(self, registered: RegisteredSandbox) -> SandboxLimits:
@@ -144,10 +144,10 @@ class SandboxRegistry:
 
     def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
         """Raise unless ``count`` more sandboxes of a holder fit."""
-        quota, held, fix = self._quotas[holder], self._held[holder], "close some, or try again later"
-        if held.total() + count > quota.sandboxes:
+        quota, counts, fix = self._quotas[holder], self._counts[holder], "close some, or try again later"
+        if counts.total() + count > quota.sandboxes:
             raise SandboxesBusy(
-                f"{held.total()} of {quota.sandboxes} sandboxes of key {holder!r} are open, {count} more do "
+                f"{counts.total()} of {quota.sandboxes} sandboxes of key {holder!r} are open, {count} more do "
                 f"not fit: {fix}"
             )
         if self._most is not None and len(self) + count > self._most:
@@ -155,7 +155,7 @@ class SandboxRegistry:
                 f"{len(self)} of {self._most} sandboxes of this server are open, {count} more do not fit: {fix}"
             )
         for name, amount in _amounts(limits):
-            used = sum(number * getattr(each, name) for each, number in held.items())
+            used = sum(number * getattr(each, name) for each, number in counts.items())
             if used + count * amount > (most := getattr(quota.total, name)):
                 raise SandboxesBusy(
                     f"sandboxes of key {holder!r} have {name}={used} of {most}, {count * amount} more do not fit: {fix}"
@@ -192,10 +192,10 @@ class SandboxRegistry:
         """It is closed, or will be; dropping it again does nothing."""
         terms = self._terms.pop(registered, None)
         if terms is not None:
-            held = self._held[registered.holder]
-            held[terms.limits] -= 1
-            if not held[terms.limits]:
-                del held[terms.limits]
+            counts = self._counts[registered.holder]
+            counts[terms.limits] -= 1
+            if not counts[terms.limits]:
+                del counts[terms.limits]
 
     def due(self, now: float) -> list[RegisteredSandbox]:
         """Those whose time is over, or whose lease is while no request is under way."""

@@ -188,10 +188,10 @@ class SandboxServer:
         self._draining = True
         return await self._report(registered, body)
 
-    def _resolve(self, registered: RegisteredSandbox, asked: SandboxSpec) -> SandboxSpec:
+    def _resolve(self, registered: RegisteredSandbox, requested: SandboxSpec) -> SandboxSpec:
         """A specification as this client may have it. Raises what the client is told otherwise."""
         client = self._clients[registered.holder]
-        spec = client.permissions.resolve(asked, self._snapshots[registered.holder])
+        spec = client.permissions.resolve(requested, self._snapshots[registered.holder])
         client.quota.check(spec.limits, registered.holder)
         if spec.ttl_s > self._limits.ttl_s:
             raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")

@@ -122,7 +122,7 @@ def test_sandboxes_go_where_memory_is_free() -> None:
     play(spread, *machines)
 
 
-def test_an_image_is_made_where_it_is_known_and_missed_where_nobody_knows_it() -> None:
+def test_an_image_is_made_where_it_is_known_and_missed_where_no_host_knows_it() -> None:
     machines = [Host(memory_bytes=64 * GIB), Host(memory_bytes=GIB, images=["here"])]
 
     async def find(provider: HostedSandboxes) -> None:
@@ -213,23 +213,21 @@ def test_calls_under_way_on_a_silent_host_are_given_up_long_before_their_own_dea
     async def act() -> None:
         host = Host(LocalSandboxes(1))
         await host.listen()
-        asked = asyncio.Event()
+        under_way = asyncio.Event()
         silent = False
 
+        # A network between us and the host, which can go down.
         async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            """A network between us and the host, which can go down."""
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", host.port)
-
-            async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-                while data := await source.read(1 << 16):
-                    if b"/exec" in data:
-                        asked.set()
-                    while silent:
-                        await asyncio.sleep(0.01)
-                    target.write(data)
-                target.close()
-
             await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer), return_exceptions=True)
+
+        async def pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(1 << 16):
+                if b"/exec" in data:
+                    under_way.set()
+                await until(lambda: not silent)
+                target.write(data)
+            target.close()
 
         network = await asyncio.start_server(forward, "127.0.0.1", 0)
         port = network.sockets[0].getsockname()[1]
@@ -237,7 +235,7 @@ def test_calls_under_way_on_a_silent_host_are_given_up_long_before_their_own_dea
         try:
             sandbox = await provider.create({})
             running = asyncio.create_task(sandbox.exec(SLEEP, timeout_s=300))
-            await asked.wait()
+            await under_way.wait()
             silent = True
             with pytest.raises(SandboxError, match=r"gave no answer for 0\.5 s"):
                 await running

@@ -49,10 +49,10 @@ class Model(RuleBasedStateMachine):
 
     @rule(name=names, free=st.integers(0, 6), places=st.integers(0, 6), is_draining=st.booleans())
     def heard(self, name: str, free: int, places: int, is_draining: bool) -> None:
-        said = report(free, places, is_draining=is_draining)
+        last = report(free, places, is_draining=is_draining)
         for each in (self.table, self.twin):
-            each.heard(name, said)
-        self.reports[name] = said
+            each.heard(name, last)
+        self.reports[name] = last
         self.placed[name] = 0
         self.full.discard(name)
 
@@ -74,11 +74,11 @@ class Model(RuleBasedStateMachine):
     def able(self) -> set[str]:
         return {
             name
-            for name, said in self.reports.items()
-            if not said.is_draining
+            for name, last in self.reports.items()
+            if not last.is_draining
             and name not in self.full
             and self.free(name) >= 1
-            and self.placed[name] < said.places
+            and self.placed[name] < last.places
         }
 
     @rule(image=st.sampled_from(IMAGES))
@@ -168,11 +168,11 @@ def test_a_host_without_an_image_is_left_out_for_that_one_only() -> None:
 def test_a_host_that_can_do_less_than_was_promised_gets_nothing() -> None:
     hosts = table(a=100, b=10, c=10)
     both = frozenset({Capability.FORK, Capability.NETWORK_OFF})
-    assert hosts.promise({"b": both, "c": both | {Capability.SNAPSHOT}}) == both
-    assert hosts.promise({"a": frozenset({Capability.FORK})}) == both
+    assert hosts.agree({"b": both, "c": both | {Capability.SNAPSHOT}}) == both
+    assert hosts.agree({"a": frozenset({Capability.FORK})}) == both
     assert hosts.choose("", 0.0) == "b"
     assert "a: it lacks network_off" in hosts.explain("", 0.0)
-    hosts.promise({"a": both})
+    hosts.agree({"a": both})
     assert hosts.choose("", 0.0) == "a"
 
 
