@@ -3,8 +3,8 @@
 Owns connections, deadlines of requests and the tries of those that may be repeated. What is said is
 :mod:`etude.sandboxes.remote.wire`'s.
 
-States: closed ──a request──▶ open ──close──▶ closed, ──cut──▶ cut ──resume──▶ closed. While it is cut, whatever is asked
-and was being asked fails at once, with the reason.
+States: closed ──a request──▶ open ──close──▶ closed, ──cut──▶ cut ──resume──▶ closed. While it is cut, requests fail at
+once with the reason, those under way included.
 """
 
 import asyncio

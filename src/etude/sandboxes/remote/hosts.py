@@ -34,7 +34,7 @@ FIRST_LOOK_S = 10.0
 WAITS_PER_LOOK = 4
 """Looks at the table of who waits for room, in the time of one look at a host."""
 TRIES = 3
-"""Hosts that are asked for one sandbox and fail to make it, before their error is the caller's."""
+"""Failures to make one sandbox, on different hosts where there are as many, before the error is the caller's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,8 @@ class HostedSandboxes:
         for look in self._looks:
             look.cancel()
         await asyncio.gather(*self._looks, return_exceptions=True)
+        for name in filter(self._table.is_silent, self._hosts):  # who would be waited for once more for each sandbox
+            await self._give_up(name, f"the sandbox provider is closed, and host {name} gave no answer")
         await asyncio.gather(*(host.close() for host in self._hosts.values()))
 
     async def _announce(self, name: str, spec: SandboxSpec, count: int) -> None:
@@ -136,9 +138,10 @@ class HostedSandboxes:
 
     async def _place(self, files: Mapping[str, str], spec: SandboxSpec) -> RemoteSandbox:
         """Have a sandbox made by the best host; if it fails, by the next best."""
-        image, tried = spec.image.digest, list[str]()
+        image, tried, failures = spec.image.digest, set[str](), 0
+        deadline_s = _now() + self._times.room_s
         while True:
-            name = await self._choose(image, tried)
+            name = await self._choose(image, tried, deadline_s)
             try:
                 sandbox = await self._hosts[name].create(files, spec)
             except SandboxesBusy:
@@ -153,16 +156,18 @@ class HostedSandboxes:
                     raise ConfigError(f"{name}: {error}") from error
             except SandboxError as error:
                 self._table.failed(name, _now())
-                tried.append(name)
-                if len(tried) in (TRIES, len(self._hosts)):
+                tried.add(name)
+                failures += 1
+                if failures == TRIES:
                     raise SandboxError(f"{name}: {error}") from error
             else:
                 self._table.made(name)
                 return sandbox
 
-    async def _choose(self, image: str, tried: Sequence[str]) -> str:
-        """The next host for a sandbox, once there is one. Raises :class:`~etude.errors.SandboxesBusy`."""
-        deadline_s = _now() + self._times.room_s
+    async def _choose(self, image: str, tried: set[str], deadline_s: float) -> str:
+        """The next host for a sandbox, once there is one; if there is no other, after a while one of those that were
+        tried. Raises :class:`~etude.errors.SandboxesBusy` at the deadline.
+        """
         while _now() <= deadline_s:
             if self._closed:
                 raise SandboxError("the sandbox provider is closed")
@@ -172,6 +177,7 @@ class HostedSandboxes:
             if self._table.is_nowhere(image, _now()):
                 raise ConfigError(f"no host of sandboxes has image {image}: add it there with `etude images add`")
             await asyncio.sleep(self._times.look_s / WAITS_PER_LOOK)
+            tried.clear()
         raise SandboxesBusy(
             f"no host of sandboxes had room within {self._times.room_s:g} s: {self._table.explain(image, _now())}"
         )

@@ -155,6 +155,10 @@ class HostTable:
             self._hosts[name].lacks = ", ".join(sorted(self._agreed - own))
         return self._agreed
 
+    def is_silent(self, name: str) -> bool:
+        """Say whether a host gave no answer when it was last looked at."""
+        return self._hosts[name].report is None
+
     def is_nowhere(self, image: str, now: float) -> bool:
         """Say whether every host, be it silent or not, was asked for an image lately and did not know it."""
         return all(now < host.without.get(image, now) for host in self._hosts.values())
