@@ -135,8 +135,10 @@ class HostTable:
         self._hosts[name].without[image] = now + NO_IMAGE_S
 
     def failed(self, name: str, now: float) -> None:
-        """It could not make a sandbox."""
+        """It could not make a sandbox. Of those that fail together, as when it falls silent, the rest tell nothing."""
         host = self._hosts[name]
+        if host.report is None or now < host.rests_until:
+            return
         host.failures += 1
         if host.failures >= FAILURES:
             host.rests_until = now + REST.delay_s(host.failures - FAILURES + 1)

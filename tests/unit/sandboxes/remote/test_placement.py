@@ -144,7 +144,8 @@ def test_a_host_that_fails_again_and_again_is_left_alone_for_a_while() -> None:
     for _ in range(FAILURES - 1):
         hosts.failed("a", 0.0)
     assert hosts.choose("", 0.0) == "a"
-    hosts.failed("a", 0.0)
+    for _ in range(20):  # all of a burst
+        hosts.failed("a", 0.0)
     assert hosts.choose("", 0.5) == "b"
     assert hosts.choose("", 1.0) == "a"
     hosts.failed("a", 1.0)
