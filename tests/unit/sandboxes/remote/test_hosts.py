@@ -35,7 +35,7 @@ LOOK_S = 0.05
 TIMES = HostTimes(look_s=LOOK_S, answer_s=30.0, gone_s=0.5)
 """A host that is there is found to be, however busy this machine is."""
 SPEC = SandboxSpec()
-SLEEP, NAP = (["python3", "-c", f"import time; time.sleep({seconds})"] for seconds in (100, 2))
+SLEEP, NAP = (["python3", "-c", f"import time; time.sleep({seconds})"] for seconds in (100, 9))
 
 
 class Host:
@@ -332,8 +332,9 @@ def test_an_announced_burst_is_warm_on_every_host_before_it_comes() -> None:
     play(burst, *machines)
 
 
+@pytest.mark.heavy("ten seconds, of leases that must be long on a busy machine")
 def test_heartbeats_get_through_while_commands_take_up_all_connections() -> None:
-    machines = [Host(LocalSandboxes(2), limits=ServerLimits(lease_s=0.6, requests=2))]
+    machines = [Host(LocalSandboxes(2), limits=ServerLimits(lease_s=4.0, requests=2))]
 
     async def fill(provider: HostedSandboxes) -> None:
         resting = await provider.create({"a": "b"})
