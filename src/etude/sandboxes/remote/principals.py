@@ -20,11 +20,10 @@ from pydantic_core import ErrorDetails
 from etude.config.section import Section
 from etude.errors import ConfigError, SandboxError, SandboxesBusy, Unsupported
 from etude.sandbox_spec import WORKDIR, Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.remote.placement import SANDBOX_BYTES
 
 SANDBOXES = 256
 """Sandboxes of one key at a time on a small machine, unless its operator says otherwise."""
-SANDBOX_BYTES = 64 << 20
-"""Memory of a larger machine for each of them: of agents at work most rest, and a few build."""
 EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, cpus=4.0)
 """The most of one sandbox, likewise: what builds and databases take."""
 
@@ -71,7 +70,9 @@ class Quota:
 
 
 def usual_quota(memory_bytes: float) -> Quota:
-    """The quota of a key whose operator says nothing, on a machine with so much memory for sandboxes."""
+    """The quota of a key whose operator says nothing, on a machine with so much memory for sandboxes: of agents at work
+    most rest, and a few build.
+    """
     sandboxes = max(SANDBOXES, int(memory_bytes) // SANDBOX_BYTES)
     return Quota(sandboxes=sandboxes, total=limits_of_many(sandboxes))
 

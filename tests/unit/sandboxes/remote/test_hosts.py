@@ -332,6 +332,21 @@ def test_an_announced_burst_is_warm_on_every_host_before_it_comes() -> None:
     play(burst, *machines)
 
 
+def test_a_sandbox_that_is_over_is_known_with_the_next_heartbeat() -> None:
+    async def act() -> None:
+        host = Host(limits=ServerLimits(lease_s=0.4))
+        await host.listen()
+        client = RemoteSandboxes(f"http://127.0.0.1:{host.port}", KEY)
+        sandbox = await client.create({}, SandboxSpec(ttl_s=0.1))
+        await until(lambda: len(client) == 0)
+        with pytest.raises(SandboxError, match="time to live is over"):
+            await sandbox.read_file("a")
+        await client.close()
+        await host.leave()
+
+    asyncio.run(act())
+
+
 @pytest.mark.heavy("ten seconds, of leases that must be long on a busy machine")
 def test_heartbeats_get_through_while_commands_take_up_all_connections() -> None:
     machines = [Host(LocalSandboxes(2), limits=ServerLimits(lease_s=4.0, requests=2))]
