@@ -108,7 +108,7 @@ class Model(RuleBasedStateMachine):
 TestHoldings = Model.TestCase
 
 
-def test_all_holders_together_may_be_bounded() -> None:
+def test_what_all_holders_have_may_be_bounded() -> None:
     registry = SandboxRegistry(lease_s=LEASE_S, quotas={"a": QUOTA, "b": QUOTA}, most=4)
     one = SandboxLimits(memory_bytes=1, disk_bytes=1, processes=1, cpus=1.0)
     registry.take([RegisteredSandbox("a", name) for name in "123"], one, TTL_S, 0.0)
