@@ -29,8 +29,10 @@ from etude.sandboxes.remote.connection import usual_connections
 from etude.sandboxes.remote.placement import HostTable
 from etude.sandboxes.remote.principals import SNAPSHOT
 
-FIRST_LOOK_S = 10.0
-"""Time in which hosts may be heard of before the first sandbox is asked for; those that are not come later."""
+FIRST_LOOK_S = 60.0
+"""Time in which hosts may be heard of, or not answer, before the first sandbox is asked for. Some try at first what
+they are capable of; those that take longer come later.
+"""
 WAITS_PER_LOOK = 4
 """Looks at the table of who waits for room, in the time of one look at a host."""
 TRIES = 3
