@@ -8,9 +8,9 @@ import typer
 
 from etude.cli.options import group
 from etude.errors import ConfigError
-from etude.run.folder import RunFolder
 from etude.run.gateway import StandaloneOptions, run_standalone
 from etude.run.processes import run_process
+from etude.run.working_folder import open_run_folder
 
 app = group()
 
@@ -18,7 +18,7 @@ app = group()
 @app.command()
 def gateway(
     *,
-    run: Annotated[Path | None, typer.Option(metavar="RUN", help="Serve as one process of this run.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Serve as one process of this run.")] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint folder: its tokenizer and chat template.")
     ] = None,
@@ -57,7 +57,7 @@ def gateway(
         if ignored:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
             raise ConfigError(f"{options} would have no effect with --run: a run keeps its recipe")
-        run_process("gateway", RunFolder.open(run))
+        run_process("gateway", open_run_folder(run))
         return
     if model is None:
         raise ConfigError("which gateway? give --run RUN, or --model DIR and --engine http://HOST:PORT")

@@ -1,16 +1,15 @@
 """`etude midtrain|sft|parity|serve|rollouts|train`: one process of a run; `etude run` starts them."""
 
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from etude.cli.options import group
 from etude.errors import ConfigError
-from etude.run.folder import RunFolder
 from etude.run.processes import run_process
+from etude.run.working_folder import open_run_folder
 
-Run: TypeAlias = Annotated[Path, typer.Option("--run", metavar="RUN", help="The run folder.")]
+Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
 
 app = group()
 
@@ -18,25 +17,25 @@ app = group()
 @app.command()
 def midtrain(*, run: Run) -> None:
     """One process of a run: mid-training."""
-    run_process("midtrain", RunFolder.open(run))
+    run_process("midtrain", open_run_folder(run))
 
 
 @app.command()
 def sft(*, run: Run) -> None:
     """One process of a run: supervised fine-tuning, if the recipe has it."""
-    run_process("sft", RunFolder.open(run))
+    run_process("sft", open_run_folder(run))
 
 
 @app.command()
 def parity(*, run: Run) -> None:
     """One process of a run: engine against trainer, before they run."""
-    run_process("parity", RunFolder.open(run))
+    run_process("parity", open_run_folder(run))
 
 
 @app.command()
 def serve(*, run: Run) -> None:
     """One process of a run: the engine."""
-    run_process("serve", RunFolder.open(run))
+    run_process("serve", open_run_folder(run))
 
 
 @app.command()
@@ -48,10 +47,10 @@ def rollouts(
     """One process of a run: rollouts and evaluations."""
     if worker < 0:
         raise ConfigError(f"--seat {worker}: the first process has 0, further ones 1, 2, …")
-    run_process("rollouts", RunFolder.open(run), worker)
+    run_process("rollouts", open_run_folder(run), worker)
 
 
 @app.command()
 def train(*, run: Run) -> None:
     """One process of a run: the trainer."""
-    run_process("train", RunFolder.open(run))
+    run_process("train", open_run_folder(run))
