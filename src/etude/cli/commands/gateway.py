@@ -63,8 +63,8 @@ def gateway(
             raise ConfigError(f"{options} would have no effect with --run: a run keeps its recipe")
         run_process(ProcessName(command="gateway", replica=replica), open_run_folder(run))
         return
-    if replica or region:
-        raise ConfigError("--replica and --region would have no effect without --run: only a run has several gateways")
+    if replica:
+        raise ConfigError("--replica would have no effect without --run: only a run has several gateways")
     if model is None:
         raise ConfigError("which gateway? give --run RUN, or --model DIR and --engine http://HOST:PORT")
     if not engine:
