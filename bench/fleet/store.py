@@ -2,7 +2,7 @@
 
     python -m bench.fleet.store ADDRESS BUCKET COUNTS
 
-``COUNTS`` is a file that is written anew every second: bytes sent, by address of the client and first folders of the key
+``COUNTS`` is a file that is written anew every second: bytes sent, by address of the client and folders of the key
 below the run. The server is :mod:`bench.sync.bucket`'s, which keeps objects in memory; rclone's ``serve s3`` keeps them
 on a disk, but ignores ``If-None-Match`` and so cannot hold a log.
 """
