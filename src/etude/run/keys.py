@@ -41,11 +41,6 @@ def derive_key(run_key: str, role: KeyRole) -> str:
     return hmac.new(run_key.encode(), role.value.encode(), hashlib.sha256).hexdigest()
 
 
-def has_run_key(folder: Path) -> bool:
-    """True if there is a run key, in the environment or in a file; one of an older étude counts, and is told of."""
-    return any((folder / name).is_file() for name in (RUN_KEY_FILE, OLD_FILE)) or bool(os.environ.get(RUN_KEY_VARIABLE))
-
-
 def write_run_key(folder: Path) -> None:
     """Draw a run key and write it where its owner alone can read it."""
     descriptor = os.open(folder / RUN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
