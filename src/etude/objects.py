@@ -83,6 +83,10 @@ class StoreOptions:
     """Timeout of one try of one request, its data included."""
     deadline_s: float = 90.0
     """Timeout of all tries of one request, pauses included; at least twice ``request_s``."""
+    silence_s: float | None = None
+    """Longest silence of the storage within a try, before another one is made: after a cut connections stay silent for
+    as long again. For stores that are only read, since while data is sent the storage is silent, too.
+    """
     retries: int = 6
     """Retries of a request that failed; creating an object only if it certainly was not done."""
     endpoint: str | None = None
@@ -99,10 +103,10 @@ class StoreOptions:
     session_token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < 2 * self.request_s <= self.deadline_s or self.retries < 0:
+        if not 0 < 2 * self.request_s <= self.deadline_s or self.retries < 0 or self.silence_s == 0:
             raise UserError(
                 f"object store: request_s={self.request_s} must be positive, deadline_s={self.deadline_s} at least "
-                f"twice that, retries={self.retries} at least 0"
+                f"twice that, retries={self.retries} at least 0, silence_s={self.silence_s} positive"
             )
 
 
@@ -453,6 +457,8 @@ def _limits(options: StoreOptions) -> tuple["ClientConfig", "RetryConfig"]:
     """The options' times as obstore wants them: no try starts so late that it could end after the deadline."""
     pause_s = options.deadline_s * _BACKOFF_SHARE
     client: ClientConfig = {"timeout": timedelta(seconds=options.request_s)}
+    if options.silence_s is not None:
+        client["read_timeout"] = timedelta(seconds=options.silence_s)
     # obstore itself does not look at the variable once it is given any client option.
     is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true", "yes", "on"}
     client["allow_http"] = is_allowed if options.allow_http is None else options.allow_http

@@ -20,7 +20,7 @@ from etude.objects import ObjectStore, RetryingStore
 from etude.run.directory import PROCESSES, Directory
 from etude.run.folder import FLEET_FILE, RunFolder
 from etude.run.store_outages import StoreOutages
-from etude.run.weight_log import log_id_of, open_log, signing_key
+from etude.run.weight_log import far_options, log_id_of, open_log, signing_key
 from etude.weights.log import WeightLog
 
 WEIGHTS = "weights"
@@ -76,10 +76,13 @@ def open_region_log(folder: RunFolder, region: str, outages: StoreOutages) -> We
 
 
 def open_directory(folder: RunFolder, region: str, outages: StoreOutages | None = None) -> Directory:
-    """Open the directory of a region's processes; with ``outages``, a store that is away is waited for."""
+    """Open the directory of a region's processes: to read it or, with ``outages``, to announce one, for which a store
+    that is away is waited for.
+    """
     url = f"{region_store(folder, region)}/{PROCESSES}"
-    opens = partial(ObjectStore, url)
-    return Directory(opens() if outages is None else RetryingStore(url, opens, outages))
+    if outages is None:
+        return Directory(ObjectStore(url, far_options(url)))
+    return Directory(RetryingStore(url, partial(ObjectStore, url), outages))
 
 
 def own_address() -> str:

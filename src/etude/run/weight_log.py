@@ -2,14 +2,17 @@
 
 import os
 from contextlib import closing
+from urllib.parse import urlsplit
 
 from etude.errors import InfrastructureError, RunFolderError, UserError
 from etude.ledger.archive import Archive
-from etude.objects import Objects, ObjectStore, RetryingStore
+from etude.objects import CLOUD_SCHEMES, Objects, ObjectStore, RetryingStore, StoreOptions
 from etude.run.folder import LOG_ID, RunFolder
 from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
 
+FAR_SILENCE_S = 3.0
+"""Longest silence of a store that is far away: many round trips."""
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 """The environment variable with the secret that signs weight records, and manifests of files at the URL of a run; every
 process of a run needs the same.
@@ -30,13 +33,21 @@ def open_log(folder: RunFolder, outages: StoreOutages | None = None) -> WeightLo
     return WeightLog(store, key=signing_key(), log_id=log_id_of(folder), at_least=_committed(folder))
 
 
-def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_least: int = 0) -> WeightLog:
+def open_store(
+    url: str, *, creates: bool = True, log_id: str | None = None, at_least: int = 0, far: bool = False
+) -> WeightLog:
     """Open the weight store at a URL, signed and checked when the environment has a key for it.
 
     ``log_id`` and ``at_least`` are what is known of the log from elsewhere. A folder that is missing is made if this
-    ``creates``, else it raises :class:`~etude.errors.UserError`.
+    ``creates``, else it raises :class:`~etude.errors.UserError`. One that is ``far`` is only read.
     """
-    return WeightLog(ObjectStore(url, creates=creates), key=signing_key(), log_id=log_id, at_least=at_least)
+    options = far_options(url) if far else None
+    return WeightLog(ObjectStore(url, options, creates=creates), key=signing_key(), log_id=log_id, at_least=at_least)
+
+
+def far_options(url: str) -> StoreOptions | None:
+    """The options of a store that is only read, and the way to which may be cut; ``None`` for a folder."""
+    return StoreOptions(silence_s=FAR_SILENCE_S) if urlsplit(url).scheme in CLOUD_SCHEMES else None
 
 
 def log_id_of(folder: RunFolder) -> str | None:

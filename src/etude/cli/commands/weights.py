@@ -222,7 +222,7 @@ def relay(
     Of several relays of a region one copies; another takes over when that one falls silent. A store that cannot be
     reached is tried again, for ever.
     """
-    origin, nearer = log_of(store, log_id=log_id, at_least=at_least), open_store(region)
+    origin, nearer = log_of(store, log_id=log_id, at_least=at_least, far=True), open_store(region)
     if once:
         with Relay(origin, nearer) as copying:
             console().print(f"version {copying.advance()} is in {nearer.store.url}")
@@ -260,10 +260,11 @@ def _keep_up(copying: Relay, lease: RelayLease, region: str) -> None:
         time.sleep(POLL_S)
 
 
-def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> WeightLog:
+def log_of(store: str, *, log_id: str | None = None, at_least: int = 0, far: bool = False) -> WeightLog:
     """The log that is in a run folder or at a URL. Raises :class:`~etude.errors.UserError` where there is none.
 
-    ``log_id`` is what it has to be, which a run folder says by itself, and ``at_least`` a version that it has to have.
+    ``log_id`` is what it has to be, which a run folder says by itself, and ``at_least`` a version that it has to have;
+    ``far`` as :func:`~etude.run.weight_log.open_store` has it.
     """
     folder = RunFolder(Path(store))
     if folder.config_file.is_file():
@@ -272,7 +273,7 @@ def log_of(store: str, *, log_id: str | None = None, at_least: int = 0) -> Weigh
         return open_store(folder.store, creates=False, log_id=log_id or log_id_of(folder), at_least=at_least)
     if "://" not in store and not folder.path.is_dir():
         raise RunFolderError(f"{store!r} is no run folder and no weight store")
-    return open_store(store, creates=False, log_id=log_id, at_least=at_least)
+    return open_store(store, creates=False, log_id=log_id, at_least=at_least, far=far)
 
 
 def versions_table(log: WeightLog) -> RenderableType:
