@@ -39,6 +39,7 @@ from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, Session, TokenChunk
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sessions import GatewaySessions
 from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
@@ -118,11 +119,11 @@ class Stage:
 
     async def _open(self) -> Session:
         async with aiohttp.ClientSession() as http:
-            return await GatewaySessions(self.url, ADMIN, http).open()
+            return await GatewaySessions(GatewayTable([self.url]), ADMIN, http).open()
 
     async def _close(self, session_id: str) -> tuple[Turn, ...]:
         async with aiohttp.ClientSession() as http:
-            return await GatewaySessions(self.url, ADMIN, http).close(session_id)
+            return await GatewaySessions(GatewayTable([self.url]), ADMIN, http).close(session_id)
 
 
 @dataclass

@@ -24,6 +24,7 @@ from etude.ledger.changes import TRAIN
 from etude.run.detokenize import turn_reader
 from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine, source_commit
+from etude.run.process_name import TRAINER
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
@@ -157,7 +158,7 @@ def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Ite
         return
     steps = {
         event.step: (logged.at_s, event)
-        for logged in EventReader(folder.events, "trainer").new()
+        for logged in EventReader(folder.events, str(TRAINER)).new()
         if isinstance(event := logged.event, StepDone)
     }
     for step in range(after + 1, committed + 1):

@@ -29,7 +29,7 @@ ANY_ADDRESS = "0.0.0.0"
 
 def one_machine(config: RunConfig) -> FleetConfig:
     """One machine alone, with as many engines and gateways as the recipe says."""
-    home = RegionConfig(name="home", engines=1, gateways=1)
+    home = RegionConfig(name="home", engines=config.engine.replicas, gateways=config.gateway.replicas)
     return FleetConfig(home=home.name, regions=(home,))
 
 

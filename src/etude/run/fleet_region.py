@@ -29,8 +29,8 @@ def keep_region(folder: RunFolder, fleet: FleetConfig, region: str, notify: Call
     config, placement = folder.config(), place_on(fleet, folder, region=region)
     run = str(folder.path.absolute())
     specs = [spec for spec in plan_loop(config, fleet, run) if spec.region == region]
-    name = str(ProcessName(command="supervisor", region=region))
-    with exclusive(folder, name), open_events(folder, config, name, lossy=True) as events:
+    name = ProcessName(command="supervisor", region=region)
+    with exclusive(folder, str(name)), open_events(folder, config, name, lossy=True) as events:
         supervisor = Supervisor(
             specs,
             placement,

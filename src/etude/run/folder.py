@@ -6,7 +6,7 @@
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, sampling masks of turns   report.json, report.html
-    evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
+    evaluations/      ledgers of `etude eval`      run.key       secret of the run (etude.run.keys)
     weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
@@ -31,6 +31,8 @@ from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
 from etude.run.endpoints import Endpoints
+from etude.run.keys import KeyRole, derive_key, read_run_key, write_run_key
+from etude.run.process_name import ProcessName
 from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
@@ -59,7 +61,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
             for part in (folder.events, folder.logs, Path(folder.store)):
                 part.mkdir(exist_ok=True)
-            _write_secret(path / "admin.key")
+            write_run_key(path)
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
@@ -155,20 +157,14 @@ class RunFolder:
         """The measured result, to look at."""
         return self.path / "report.html"
 
-    def admin_key(self) -> str:
-        """The secret that opens and closes gateway sessions."""
-        return (self.path / "admin.key").read_text(encoding="utf-8").strip()
+    def key(self, role: KeyRole) -> str:
+        """The key of one role. Raises as :func:`~etude.run.keys.read_run_key`."""
+        return derive_key(read_run_key(self.path), role)
 
     @property
     def endpoints(self) -> Endpoints:
-        """Ports of the listening processes."""
+        """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
-
-
-def _write_secret(file: Path) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(secrets.token_urlsafe(32) + "\n")
 
 
 def start_from(start: RunFolder, folder: RunFolder) -> None:
@@ -190,7 +186,7 @@ POLL_S = 0.1
 
 @contextlib.contextmanager
 def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of one kind of process; the kernel frees it when this process dies, however it dies.
+    """Hold the lock of the process of that name; the kernel frees it when this process dies, however it dies.
 
     Waits up to ``wait_s`` for a predecessor that is still cleaning up. Raises
     :class:`~etude.errors.RunFolderError` when another process holds it.
@@ -214,11 +210,11 @@ def remove_unbegun(folder: RunFolder) -> None:
             shutil.rmtree(folder.path)
 
 
-def holder(folder: RunFolder) -> str:
+def holder(folder: RunFolder, process: ProcessName) -> str:
     """The name under which a process that is :func:`exclusive` in its folder takes leases (:mod:`etude.ledger.leases`):
     who had that name before is dead.
     """
-    return f"{socket.gethostname()}:{folder.path.resolve()}"
+    return f"{socket.gethostname()}:{folder.path.resolve()}:{process}"
 
 
 def _try_lock(descriptor: int) -> bool:

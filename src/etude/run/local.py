@@ -1,6 +1,6 @@
 """The whole loop, on this machine or on a fleet: `etude run`.
 
-    mid-train ──▶ parity gate ──▶ engine + gateway + trainer + rollouts, all at once ──▶ report
+    mid-train ──▶ parity gate ──▶ engines + gateways + trainer + rollouts, all at once ──▶ report
 
 This process computes nothing: it has the others placed, restarts what dies, shows the progress and writes the report.
 """
@@ -29,8 +29,10 @@ from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
 from etude.run.placement import RunPlacement, place_here, place_on, remember_fleet
+from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
+from etude.run.resolve import check_replicas
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
@@ -38,8 +40,8 @@ from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
 
-SUPERVISOR = "supervisor"
-"""Name of this process: of its lock and its event log."""
+SUPERVISOR = ProcessName(command="supervisor")
+"""The name of this process."""
 POLL_S = 0.1
 """Interval at which the processes are checked."""
 LEDGER_S = 5.0
@@ -57,12 +59,14 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     placement = place_here(folder, config) if fleet is None else place_on(fleet, folder)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(folder, SUPERVISOR))
+        stack.enter_context(exclusive(folder, str(SUPERVISOR)))
         if fleet is not None:
             remember_fleet(folder, fleet)
-        folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
+        if not placement.launcher.look():  # those that run already, on other machines, stay where they listen
+            folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
+        check_replicas(config)
         events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         try:

@@ -32,6 +32,7 @@ from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
 from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.process_name import ProcessName
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
 from etude.run.store_outages import StoreOutages
@@ -88,7 +89,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
     with (
-        open_events(folder, config, phase) as events,
+        open_events(folder, config, ProcessName(command=phase)) as events,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         if open_log(folder, outages).latest() is not None:

@@ -9,11 +9,12 @@ from typing import NoReturn
 
 from etude.errors import ConfigError
 from etude.run.folder import RunFolder, exclusive
+from etude.run.process_name import ProcessName
 from etude.run.resolve import Role, check_devices
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
-"""Longest time that the last process of a kind may take to clean up after its supervisor was killed: above
+"""Longest time that the last process of a name may take to clean up after its supervisor was killed: above
 :data:`etude.run.serving.STOP_S`, which ends it.
 """
 NICENESS = {"serve": 10, "train": 5}
@@ -68,27 +69,26 @@ class Nodes:
 ONE_NODE = Nodes()
 
 
-def run_process(name: str, folder: RunFolder, replica: int = 0, nodes: Nodes = ONE_NODE) -> None:
+def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -> None:
     """Run one of a run's processes until it has done its work or gets a stop signal.
 
-    ``nodes`` are the machines of a trainer. ``replica`` tells rollouts processes of one run apart, which may be as many
-    as there is room for. Raises :class:`~etude.errors.ConfigError` where this machine has not the device that the run
-    has.
+    ``nodes`` are the machines of a trainer. Raises :class:`~etude.errors.ConfigError` where this machine has not the
+    device that the run has.
     """
-    config = folder.config()
-    if name in DEVICES:
-        check_devices(config, (DEVICES[name],))
+    config, command = folder.config(), name.command
+    if command in DEVICES:
+        check_devices(config, (DEVICES[command],))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
     rank = os.environ.get("RANK")
     die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # a rank that is stopped must end, too
-    ranks = config.parallel.ranks if name == "train" else 1
+    ranks = config.parallel.ranks if command == "train" else 1
     if max(ranks, nodes.nnodes) > 1 and rank is None:
         _become_ranks(ranks, folder, nodes)
-    os.nice(NICENESS.get(name, 0))
-    place = name if rank in (None, "0") else f"{name}-{rank}"
-    place = f"{place}-{replica}" if replica else place
-    with exclusive(folder, place, wait_s=PREDECESSOR_S):
-        _run(name, folder, replica)
+    os.nice(NICENESS.get(command, 0))
+    if command == "train":
+        name = ProcessName(command=command, replica=int(rank or 0))
+    with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
+        _run(name, folder)
 
 
 def _become_ranks(ranks: int, folder: RunFolder, nodes: Nodes) -> NoReturn:
@@ -99,12 +99,12 @@ def _become_ranks(ranks: int, folder: RunFolder, nodes: Nodes) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "etude.run.torchrun", *arguments], environment)
 
 
-def _run(name: str, folder: RunFolder, replica: int) -> None:
-    match name:
+def _run(name: ProcessName, folder: RunFolder) -> None:
+    match name.command:
         case "midtrain" | "sft":
             from etude.run.phases import run_phase
 
-            run_phase(folder, name)
+            run_phase(folder, name.command)
         case "parity":
             from etude.run.parity import gate
 
@@ -112,18 +112,18 @@ def _run(name: str, folder: RunFolder, replica: int) -> None:
         case "serve":
             from etude.run.engine import run_engine
 
-            run_engine(folder)
+            run_engine(folder, name)
         case "gateway":
             from etude.run.gateway import run_gateway
 
-            run_gateway(folder)
+            run_gateway(folder, name)
         case "rollouts":
             from etude.run.rollouts import run_rollouts
 
-            run_rollouts(folder, replica)
+            run_rollouts(folder, name)
         case "train":
             from etude.run.trainer import run_trainer
 
             run_trainer(folder)
         case _:
-            raise AssertionError(f"no process {name!r}")
+            raise AssertionError(f"no process {name}")

@@ -36,7 +36,7 @@ class ServedRun:
     """A version that is being served."""
 
     folder: RunFolder
-    """The scratch folder: its endpoints, its admin key."""
+    """The scratch folder: its endpoints, its keys."""
     supervisor: Supervisor
     """Looks after engine and gateway."""
     version: int
@@ -47,13 +47,20 @@ class ServedRun:
 def serving_version(
     folder: RunFolder, version: int | None = None, *, ledger: Path | None = None
 ) -> Iterator[ServedRun]:
-    """Serve a version of a run (default: the newest), by its own number, while the context is open.
+    """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
+    context is open.
 
     What happens is recorded in ``ledger``, which stays; without one it is forgotten. Engine and gateway may still be
     starting: see :func:`wait_until_ready`.
     """
-    pulled = pull(open_log(folder), version)
-    config = folder.config().model_copy(update={"ledger": LedgerConfig()})  # nothing to be kept in anybody's database
+    pulled, recipe = pull(open_log(folder), version), folder.config()
+    config = recipe.model_copy(
+        update={
+            "ledger": LedgerConfig(),  # nothing to be kept in anybody's database
+            "engine": recipe.engine.model_copy(update={"replicas": 1}),
+            "gateway": recipe.gateway.model_copy(update={"replicas": 1}),
+        }
+    )
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:
         place = "" if ledger is None else str(ledger.absolute())
         bench = RunFolder.create(Path(scratch) / "run", config, ledger=place)
@@ -74,7 +81,7 @@ def serving_version(
 
 def wait_until_ready(served: ServedRun) -> None:
     """Wait until the gateway has an engine. Raises :class:`~etude.errors.InfrastructureError` if it takes too long."""
-    url = served.folder.endpoints.url("gateway") + "/healthz"
+    url = served.folder.endpoints.url(GATEWAY) + "/healthz"
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
         served.supervisor.check()

@@ -21,7 +21,8 @@ from torch import Tensor
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import cut_short
 from etude.errors import DamagedError, MismatchError, UserError
-from etude.ledger.changes import TRAIN, TRAINER
+from etude.ledger.changes import TRAIN
+from etude.ledger.changes import TRAINER as TRAINER_LEASE
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
@@ -36,6 +37,7 @@ from etude.run.folder import RunFolder, holder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
 from etude.run.penalties import Penalties, passes
+from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import build_trainer
@@ -394,9 +396,9 @@ def run_trainer(folder: RunFolder) -> None:
 def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
     config = folder.config()
-    lease = leased(folder.ledger, config.ledger, name=TRAINER, holder=holder(folder))
+    lease = leased(folder.ledger, config.ledger, name=TRAINER_LEASE, holder=holder(folder, TRAINER))
     with (
-        open_events(folder, config, "trainer") as events,
+        open_events(folder, config, TRAINER) as events,
         lease as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):

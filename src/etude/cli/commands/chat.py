@@ -21,6 +21,8 @@ import typer
 from etude.cli.options import group
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
+from etude.run.process_name import GATEWAY
 from etude.run.serve_version import serving_version, wait_until_ready
 from etude.types import Json
 
@@ -158,7 +160,7 @@ def chat(
 
 def chat_with_run(folder: RunFolder) -> None:
     """Talk with a run: through its own gateway if that answers, else through one in a scratch folder."""
-    if folder.endpoints.file.exists() and asyncio.run(_answers(folder.endpoints.url("gateway"))):
+    if folder.endpoints.file.exists() and asyncio.run(_answers(folder.endpoints.url(GATEWAY))):
         _chat_as_admin(folder)
         return
     sys.stderr.write("the run is not running: starting an engine with its newest weights …\n")
@@ -232,7 +234,7 @@ def _texts(chunk: Fields) -> Iterator[str]:
 
 def _chat_as_admin(folder: RunFolder) -> None:
     """Talk with a key of our own for as long as it lasts."""
-    url, admin = folder.endpoints.url("gateway"), folder.admin_key()
+    url, admin = folder.endpoints.url(GATEWAY), folder.key(KeyRole.ADMIN)
     made = asyncio.run(_ask("POST", f"{url}/keys", admin, {"scope": "production", "expires_s": KEY_S}))
     try:
         chat_with(url, str(made["api_key"]))

@@ -29,7 +29,9 @@ from etude.engines.http import http_engines
 from etude.errors import ConfigError
 from etude.protocols import Completion, SamplingParams
 from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
 from etude.run.playing import Stage, play
+from etude.run.process_name import ENGINE
 from etude.run.rollouts import heldout_tasks
 from etude.run.serve_version import READY_S, ServedRun, serving_version, wait_until_ready
 from etude.run.task_families import open_family
@@ -138,8 +140,8 @@ class VersionPlayer:
             self._printed.put_nowait(turn_block(transcript.add(prompt_ids, completion)))
 
         try:
-            async with http_engines(READY_S) as connect:
-                engine = connect(folder.endpoints.url("engine"))
+            async with http_engines(READY_S, key=folder.key(KeyRole.ENGINE)) as connect:
+                engine = connect(folder.endpoints.url(ENGINE))
                 # Its kernels may have to be compiled first, which is no fault of the model's that plays.
                 await engine.generate(np.zeros(1, np.int32), SamplingParams(max_tokens=1), session="")
                 stage = Stage(

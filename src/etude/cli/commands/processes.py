@@ -6,11 +6,14 @@ from typing import Annotated, TypeAlias
 import typer
 
 from etude.cli.options import group
-from etude.errors import ConfigError
 from etude.run.folder import RunFolder
+from etude.run.process_name import TRAINER, ProcessName
 from etude.run.processes import Nodes, run_process
 
 Run: TypeAlias = Annotated[Path, typer.Option("--run", metavar="RUN", help="The run folder.")]
+Replica: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=0, max=999_999, help="Its number among several: 0, 1, 2, …")
+]
 
 app = group()
 
@@ -18,37 +21,31 @@ app = group()
 @app.command()
 def midtrain(*, run: Run) -> None:
     """One process of a run: mid-training."""
-    run_process("midtrain", RunFolder.open(run))
+    run_process(ProcessName(command="midtrain"), RunFolder.open(run))
 
 
 @app.command()
 def sft(*, run: Run) -> None:
     """One process of a run: supervised fine-tuning, if the recipe has it."""
-    run_process("sft", RunFolder.open(run))
+    run_process(ProcessName(command="sft"), RunFolder.open(run))
 
 
 @app.command()
 def parity(*, run: Run) -> None:
     """One process of a run: engine against trainer, before they run."""
-    run_process("parity", RunFolder.open(run))
+    run_process(ProcessName(command="parity"), RunFolder.open(run))
 
 
 @app.command()
-def serve(*, run: Run) -> None:
-    """One process of a run: the engine."""
-    run_process("serve", RunFolder.open(run))
+def serve(*, run: Run, replica: Replica = 0) -> None:
+    """One process of a run: an engine."""
+    run_process(ProcessName(command="serve", replica=replica), RunFolder.open(run))
 
 
 @app.command()
-def rollouts(
-    *,
-    run: Run,
-    worker: Annotated[int, typer.Option("--seat", metavar="N", help="A further process beside 0: 1, 2, …")] = 0,
-) -> None:
-    """One process of a run: rollouts and evaluations."""
-    if worker < 0:
-        raise ConfigError(f"--seat {worker}: the first process has 0, further ones 1, 2, …")
-    run_process("rollouts", RunFolder.open(run), worker)
+def rollouts(*, run: Run, replica: Replica = 0) -> None:
+    """One process of a run: rollouts and, of replica 0, evaluations."""
+    run_process(ProcessName(command="rollouts", replica=replica), RunFolder.open(run))
 
 
 @app.command()
@@ -63,4 +60,4 @@ def train(
 ) -> None:
     """One process of a run: the trainer, or one node of it."""
     nodes = Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
-    run_process("train", RunFolder.open(run), nodes=nodes)
+    run_process(TRAINER, RunFolder.open(run), nodes=nodes)

@@ -36,6 +36,7 @@ from etude.rewards.score import penalty, trained_value
 from etude.rewards.transcript import SpokenTurn
 from etude.run.detokenize import decoder, turn_reader
 from etude.run.folder import RunFolder
+from etude.run.process_name import TRAINER
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
@@ -103,7 +104,7 @@ class RolloutReader:
     def _step_tokens(self, purpose: str, index: int) -> int | None:
         """The loss tokens of the optimiser step that a group went into, once that is done."""
         step = self._archive.step_of(purpose, index)
-        events = (logged.event for logged in EventReader(self._folder.events, "trainer").new() if step is not None)
+        events = (logged.event for logged in EventReader(self._folder.events, str(TRAINER)).new() if step is not None)
         done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
         return None if step is None else done.get(step)
 
