@@ -1,4 +1,4 @@
-"""`etude fleet`: files for clusters are written and nothing else; a drained process ends, and comes back when it may."""
+"""`etude fleet`: files for clusters are written, nothing else; a drained process ends, and comes back when it may."""
 
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def test_a_launcher_of_ones_own_is_made_and_a_broken_one_is_named(tmp_path: Path
     (tmp_path / "fleet.toml").write_text(text.replace('"local"', '"@mine.py:LocalLauncher"'))
     assert place_on(load_fleet(tmp_path / "fleet.toml"), folder).launcher.spans_regions
     (tmp_path / "fleet.toml").write_text(text.replace('"local"', '"@mine.py:broken"'))
-    with pytest.raises(ConfigError, match="'@mine.py:broken' cannot be made: KeyError: 'no cluster'"):
+    with pytest.raises(ConfigError, match=r"'@mine\.py:broken' cannot be made: KeyError: 'no cluster'"):
         place_on(load_fleet(tmp_path / "fleet.toml"), folder)
     with pytest.raises(ConfigError, match="write them with `etude fleet render"):
         place_on(load_fleet(EXAMPLES / "slurm.toml"), folder)
