@@ -145,7 +145,7 @@ def _await_head(made: Machines, name: str) -> None:
     """Wait until the head takes nodes."""
     deadline_s = time.monotonic() + START_S
     probe = f"exec 3<>/dev/tcp/{made.addresses[name]}/6379"
-    while made.popen(name, ["bash", "-c", probe], stdout=subprocess.DEVNULL).wait() != 0:
+    while made.popen(name, ["bash", "-c", f"{probe} 2>&-"], stdout=subprocess.DEVNULL).wait() != 0:
         assert time.monotonic() < deadline_s, "the head did not start in time"
         time.sleep(0.5)
 
