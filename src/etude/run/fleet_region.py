@@ -27,8 +27,7 @@ def keep_region(folder: RunFolder, fleet: FleetConfig, region: str, notify: Call
     if region == fleet.home:
         raise ConfigError(f"--region {region} is home, whose processes `etude run --fleet` supervises")
     config, placement = folder.config(), place_on(fleet, folder, region=region)
-    run = str(folder.path.absolute())
-    specs = [spec for spec in plan_loop(config, fleet, run) if spec.region == region]
+    specs = [spec for spec in plan_loop(config, fleet, placement.run_words(folder)) if spec.region == region]
     name = ProcessName(command="supervisor", region=region)
     with exclusive(folder, str(name)), open_events(folder, config, name, lossy=True) as events:
         supervisor = Supervisor(

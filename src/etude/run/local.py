@@ -20,11 +20,13 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
+from etude.errors import InfrastructureError
 from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
+from etude.run.event_copies import EventMirror
 from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
-from etude.run.folder import RunFolder, exclusive
+from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
@@ -33,9 +35,11 @@ from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.resolve import check_replicas
+from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
+from etude.run.working_folder import RECIPE_FILES, REPORTS, keep
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
@@ -62,6 +66,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         stack.enter_context(exclusive(folder, str(SUPERVISOR)))
         if fleet is not None:
             remember_fleet(folder, fleet)
+        make_key(folder)
         if not placement.launcher.look():  # those that run already, on other machines, stay where they listen
             folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
@@ -69,19 +74,34 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         check_replicas(config)
         events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
+        keep(folder, *RECIPE_FILES)
         try:
-            with ProgressDisplay(folder.events, config, out) as progress:
+            with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, placement, events, progress)
         finally:
             report = write_report(folder, config)
+            keep_report(folder, out)
     return report
+
+
+def _mirror(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
+    """The events of processes elsewhere, while this lasts, where the run is at a URL."""
+    return EventMirror(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
+
+
+def keep_report(folder: RunFolder, out: TextIO) -> None:
+    """Keep the report at the run's URL, if it has one; where that is away the report is only here, which is told."""
+    try:
+        keep(folder, *REPORTS)
+    except InfrastructureError as error:
+        print(f"the report is in {folder.path} only: {error}", file=out)
 
 
 def _play(
     folder: RunFolder, config: RunConfig, placement: RunPlacement, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
-    lineage, run, fleet = PhaseFolders(folder), str(folder.path.absolute()), placement.fleet
+    lineage, run, fleet = PhaseFolders(folder), placement.run_words(folder), placement.fleet
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None

@@ -73,6 +73,12 @@ class RunPlacement:
         """Names of processes that are not to run."""
         return frozenset() if self.drained is None else self.drained.names()
 
+    def run_words(self, folder: RunFolder) -> str:
+        """The words by which a process opens the run: on a fleet its URL, if it has one, since each machine has a
+        working folder of its own; else its folder.
+        """
+        return folder.url if folder.url and self.drained is not None else str(folder.path.absolute())
+
     def own_specs(self, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
         """Those of ``specs`` that this launcher is to place: of all regions that it reaches, or of this one alone."""
         return tuple(spec for spec in specs if self.launcher.spans_regions or spec.region == self.region)
@@ -98,7 +104,7 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
         )
     if region and region not in fleet.regions_by_name:
         raise ConfigError(f"--region {region}: the fleet has {', '.join(fleet.regions_by_name)}")
-    context = LaunchContext(run=run_id(str(folder.path.absolute())), folder=folder.path)
+    context = LaunchContext(run=run_id(folder.url or str(folder.path.absolute())), folder=folder.path)
     try:
         launcher = cast("ProcessLauncher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
     except ValueError as error:
@@ -119,7 +125,7 @@ def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
 
 def drained_of(folder: RunFolder) -> Drained:
     """The drained processes of a run."""
-    return Drained(ObjectStore(str((folder.path / FLEET_FOLDER).absolute())))
+    return Drained(ObjectStore(f"{folder.url or folder.path.absolute()}/{FLEET_FOLDER}"))
 
 
 def run_id(place: str) -> str:

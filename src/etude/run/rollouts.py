@@ -389,6 +389,7 @@ async def _rollout_context(
             monitor=open_monitor(config, chat),
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
+            announce=sandboxes.announce if isinstance(sandboxes, EnvironmentTaskSandboxes) else None,
             pass_at=config.eval.pass_at,
         )
 

@@ -14,14 +14,15 @@ from etude.errors import ConfigError
 from etude.fleet.specs import ProcessStatus
 from etude.run.fleet_plan import plan_loop, plan_phases
 from etude.run.fleet_region import keep_region
-from etude.run.folder import RunFolder, require_empty
+from etude.run.folder import require_empty
 from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
 from etude.run.placement import drained_of, place_on, run_id
 from etude.run.process_name import ProcessName
+from etude.run.working_folder import open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
-Run: TypeAlias = Annotated[Path, typer.Option("--run", metavar="RUN", help="The run folder.")]
+Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
 
 app = group()
 
@@ -56,12 +57,12 @@ def render(
 @app.command()
 def status(fleet: FleetPath, *, run: Run) -> None:
     """Show where the processes of a run are, and how they are."""
-    machines, folder = load_fleet(fleet), RunFolder.open(run, writes=False)
+    machines, folder = load_fleet(fleet), open_run_folder(run, writes=False)
     if machines.launcher == "local":
         raise ConfigError(f"launcher = 'local': processes are children of `etude run`, which shows them; their output "
                           f"is in {folder.logs}")  # fmt: skip
     placement = place_on(machines, folder)
-    specs = placement.own_specs(plan_loop(folder.config(), machines, str(folder.path.absolute())))
+    specs = placement.own_specs(plan_loop(folder.config(), machines, placement.run_words(folder)))
     statuses, drained = placement.launcher.look(), placement.drained_names()
     table = light_table("name", "region", "machine", ">pid", ">MB", "state")
     for spec in specs:
@@ -91,7 +92,7 @@ def drain(
         raise ConfigError(str(error)) from None
     if process.command == "train":
         raise ConfigError("a run without its trainer stands still: stop the run instead, --resume goes on")
-    drained = drained_of(RunFolder.open(run))
+    drained = drained_of(open_run_folder(run))
     if undo:
         drained.remove(name)
         print(f"{name} is placed again within seconds, by whoever supervises the run")
@@ -108,7 +109,7 @@ def run_region(
     region: Annotated[str, typer.Option(help="The region; home is `etude run`'s.")],
 ) -> None:
     """Supervise the processes of one region, beside its own cluster, until told to stop."""
-    keep_region(RunFolder.open(run), load_fleet(fleet), region, print)
+    keep_region(open_run_folder(run), load_fleet(fleet), region, print)
 
 
 def _run_url(fleet: FleetConfig, file: Path) -> str:

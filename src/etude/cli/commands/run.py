@@ -25,8 +25,10 @@ from etude.run.local import default_out, run_local
 from etude.run.placement import fleet_of
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
+from etude.run.run_url import is_run_url, normal_url
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.task_plan import plan_tasks
+from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
 from etude.types import Json
 
 app = group()
@@ -40,7 +42,13 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Run folder to create (default: runs/NAME-sSEED, then -2, -3, …).")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run.")] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Keep the run at s3://BUCKET/PATH (gs://, az://, a folder), for any machine."),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Continue an interrupted run, by its folder or its URL.")
+    ] = None,
     overrides: Overrides,
     ledger: Annotated[
         str | None,
@@ -54,14 +62,19 @@ def run(
 ) -> int:
     """Run the whole loop of a recipe, on this machine or on a fleet."""
     machines = None if fleet is None else load_fleet(fleet)
-    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger}
+    decisive = {"recipe": recipe, "seed": seed, "out": out, "at": at, "sandbox": sandbox, "ledger": ledger}
     if resume is not None:
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
-        return go_on(RunFolder.open(resume), overrides, machines)
+        folder = open_run_folder(resume)
+        if folder.url and not is_run_url(resume):
+            folder = open_run_folder(folder.url)  # there may be newer files
+        return go_on(folder, overrides, machines)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
+    if at is not None and out is not None:
+        raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below {WORK_VARIABLE}")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     settings += [] if machines is None else devices_of(machines)
@@ -74,12 +87,19 @@ def run(
         return _print_tasks(config)
     from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
 
-    out = out or default_out(config)
+    place = out or default_out(config)
+    if at is not None:
+        check_place(at, config)
+        place = working_path(normal_url(at))
     if machines is None or machines.launcher == "local":
-        show_ready(config, out, Console())
+        show_ready(config, place, Console())
     else:
-        plan_loop(config, machines, str(out))  # what cannot be planned is told before there is a run
-    return start(RunFolder.create(out, config), machines)
+        plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
+    if at is None:
+        return start(RunFolder.create(place, config), machines)
+    folder = create_run(at, config)
+    print(f"the run is at {folder.url}; its working folder here is {folder.path}")
+    return start(folder, machines)
 
 
 def go_on(folder: RunFolder, settings: Sequence[str], fleet: FleetConfig | None = None) -> int:
@@ -92,8 +112,8 @@ def go_on(folder: RunFolder, settings: Sequence[str], fleet: FleetConfig | None 
         check_devices(config)
     if is_finished(folder, config):
         steps = config.trainer.steps
-        print(f"{folder.path} is finished: {steps} steps; its report is {folder.report_html}")
-        print(f"train on with: {own_name()} run --resume {folder.path} --set trainer.steps={2 * steps}")
+        print(f"{folder.name} is finished: {steps} steps; its report is {folder.report_html}")
+        print(f"train on with: {own_name()} run --resume {folder.name} --set trainer.steps={2 * steps}")
         return 0
     if settings:
         change(folder, config)
@@ -106,8 +126,15 @@ def start(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
         return run_folder(folder, fleet)
     except EtudeError as error:
         if not isinstance(error, InfrastructureError | RunFolderError):
-            remove_unbegun(folder)
+            discard(folder)
         raise
+
+
+def discard(folder: RunFolder) -> None:
+    """Remove a run that has not begun, wherever it is."""
+    if not folder.has_begun:
+        forget(folder)
+    remove_unbegun(folder)
 
 
 def _print_tasks(config: RunConfig) -> int:
@@ -131,7 +158,7 @@ def run_folder(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
     try:
         report = run_local(folder, fleet=fleet)
     except (KeyboardInterrupt, SystemExit, InfrastructureError):
-        print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.path}", file=sys.stderr)
+        print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.name}", file=sys.stderr)
         if folder.report_html.exists():
             print(f"report so far: {folder.report_html}", file=sys.stderr)
         raise
