@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from etude.errors import ExitCode
 from etude.run.folder import RunFolder
 from etude.telemetry.events import ProcessStarted, StepDone
 from etude.telemetry.log import EventReader
 
-STEPS = 6
-DEADLINE_S = 900.0
+STEPS = 4
+DEADLINE_S = 1_200.0
+ENDS = (ExitCode.DONE, ExitCode.NOTHING_LEARNT)
+"""Nobody learns in so few steps."""
 RECIPE = {
     "name": "nodes",
     "tasks": {"options": {"kinds": ["arith"]}},
@@ -42,8 +45,8 @@ def test_a_killed_node_restarts_the_trainer_as_a_group(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     command = [sys.executable, "-m", "etude", "run", str(tmp_path / "recipe.toml")]
     command += ["--fleet", str(tmp_path / "fleet.toml"), "--out", str(folder.path)]
-    deadline_s, killed_s = time.monotonic() + DEADLINE_S, 0.0
-    with subprocess.Popen(command, stdout=(tmp_path / "out").open("wb"), stderr=subprocess.STDOUT) as run:
+    deadline_s = time.monotonic() + DEADLINE_S
+    with (tmp_path / "out").open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as run:
         try:
             while sum(isinstance(event, StepDone) for event in events(folder)) < 2:
                 assert time.monotonic() < deadline_s
@@ -53,8 +56,7 @@ def test_a_killed_node_restarts_the_trainer_as_a_group(tmp_path: Path) -> None:
                 each for each in events(folder) if isinstance(each, ProcessStarted) and each.process == "train-1"
             )
             os.kill(node.pid, signal.SIGKILL)
-            killed_s = time.monotonic()
-            assert run.wait(deadline_s - time.monotonic()) in (0, 3), (tmp_path / "out").read_text()
+            assert run.wait(deadline_s - time.monotonic()) in ENDS, (tmp_path / "out").read_text()
         finally:
             run.terminate()
     seen = events(folder)
@@ -69,4 +71,3 @@ def test_a_killed_node_restarts_the_trainer_as_a_group(tmp_path: Path) -> None:
     assert sorted({step.step for step in steps}) == list(range(1, STEPS + 1))
     assert len(steps) <= STEPS + 1, "the step that was under way is computed again, no other"
     assert all(step.metrics["k3"] < 1e-4 for step in steps)
-    assert killed_s

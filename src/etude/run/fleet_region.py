@@ -16,7 +16,6 @@ from etude.run.fleet_plan import plan_loop
 from etude.run.folder import RunFolder, exclusive
 from etude.run.placement import place_on
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import run_words
 from etude.run.supervision import Supervisor
 
 POLL_S = 1.0
@@ -28,7 +27,7 @@ def keep_region(folder: RunFolder, fleet: FleetConfig, region: str, notify: Call
     if region == fleet.home:
         raise ConfigError(f"--region {region} is home, whose processes `etude run --fleet` supervises")
     config, placement = folder.config(), place_on(fleet, folder, region=region)
-    specs = [spec for spec in plan_loop(config, fleet, run_words(folder)) if spec.region == region]
+    specs = [spec for spec in plan_loop(config, fleet, placement.run_words(folder)) if spec.region == region]
     name = ProcessName(command="supervisor", region=region)
     with exclusive(folder, str(name)), open_events(folder, config, name, lossy=True) as events:
         supervisor = Supervisor(

@@ -29,8 +29,9 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.run.directory import Directory
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
+from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY
-from etude.run.region_stores import fleet_of, open_directory
+from etude.run.region_stores import open_directory
 
 POLL_S = 0.1
 """Interval of requests for the weight version that a region serves."""

@@ -15,8 +15,9 @@ from etude.config.inference import EngineConfig, GatewayConfig
 from etude.run.connections import Connections
 from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
+from etude.run.placement import fleet_of
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import fleet_of, open_directory, own_address
+from etude.run.region_stores import open_directory, own_address
 from etude.run.serving import SHUTDOWN_S, listening, tls_context
 from etude.run.store_outages import StoreOutages
 

@@ -30,11 +30,10 @@ from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
-from etude.run.placement import RunPlacement, place_here, place_on
+from etude.run.placement import RunPlacement, place_here, place_on, remember_fleet
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
-from etude.run.region_stores import remember_fleet, run_words
 from etude.run.resolve import check_replicas
 from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
@@ -68,7 +67,8 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         if fleet is not None:
             remember_fleet(folder, fleet)
         make_key(folder)
-        folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
+        if not placement.launcher.look():  # those that run already, on other machines, stay where they listen
+            folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
         check_replicas(config)
@@ -101,7 +101,7 @@ def _play(
     folder: RunFolder, config: RunConfig, placement: RunPlacement, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
-    lineage, run, fleet = PhaseFolders(folder), run_words(folder), placement.fleet
+    lineage, run, fleet = PhaseFolders(folder), placement.run_words(folder), placement.fleet
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None

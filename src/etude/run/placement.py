@@ -12,17 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast, final
 
+import tomli_w
+
 from etude.config.fleet import LAUNCHERS, RENDERED, FleetConfig
+from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
-from etude.errors import ConfigError, InfrastructureError
+from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.fleet.launcher import LaunchContext, ProcessLauncher
 from etude.fleet.specs import ProcessSpec
 from etude.objects import Objects, ObjectStore
 from etude.run.fleet_plan import one_machine
-from etude.run.folder import RunFolder
+from etude.run.folder import FLEET_FILE, RunFolder
 from etude.run.launchers.local import LocalLauncher
-from etude.run.region_stores import region_store
 
 FLEET_FOLDER = "fleet"
 """Folder of a run with the desired state that people set."""
@@ -52,7 +54,7 @@ class Drained:
         now_s = time.monotonic()
         if now_s - self._read_s >= DRAINED_POLL_S:
             self._read_s = now_s
-            with suppress(InfrastructureError):  # then it stays as it was
+            with suppress(InfrastructureError):  # then they stay what they were
                 self._names = frozenset(key.removeprefix("drained/") for key in self._objects.list("drained"))
         return self._names
 
@@ -70,6 +72,12 @@ class RunPlacement:
     def drained_names(self) -> frozenset[str]:
         """Names of processes that are not to run."""
         return frozenset() if self.drained is None else self.drained.names()
+
+    def run_words(self, folder: RunFolder) -> str:
+        """The words by which a process opens the run: on a fleet its URL, if it has one, since each machine has a
+        working folder of its own; else its folder.
+        """
+        return folder.url if folder.url and self.drained is not None else str(folder.path.absolute())
 
     def own_specs(self, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
         """Those of ``specs`` that this launcher is to place: of all regions that it reaches, or of this one alone."""
@@ -96,7 +104,7 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
         )
     if region and region not in fleet.regions_by_name:
         raise ConfigError(f"--region {region}: the fleet has {', '.join(fleet.regions_by_name)}")
-    context = LaunchContext(run=run_id(str(folder.path.absolute())), folder=folder.path)
+    context = LaunchContext(run=run_id(folder.url or str(folder.path.absolute())), folder=folder.path)
     try:
         launcher = cast("ProcessLauncher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
     except ValueError as error:
@@ -105,8 +113,33 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
     return RunPlacement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained)
 
 
+def fleet_of(folder: RunFolder) -> FleetConfig | None:
+    """The fleet that a run was last placed on; ``None`` for this machine alone."""
+    file = folder.path / FLEET_FILE
+    return load_fleet(file) if file.is_file() else None
+
+
+def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
+    """Keep a fleet with its run, so that ``--resume`` finds it."""
+    (folder.path / FLEET_FILE).write_text(tomli_w.dumps(fleet.model_dump(mode="json")), encoding="utf-8")
+
+
+def region_store(folder: RunFolder, region: str) -> str:
+    """The URL of a region's store; ``region`` is empty for home, whose store is at the URL of the run.
+
+    Raises :class:`~etude.errors.RunFolderError` for a region that the fleet does not have.
+    """
+    if not region:
+        return folder.url or str(folder.path.absolute())
+    fleet = fleet_of(folder)
+    if fleet is None or region not in fleet.regions_by_name:
+        names = "none" if fleet is None else ", ".join(fleet.regions_by_name)
+        raise RunFolderError(f"{folder.name} has no region {region!r}, only {names}: correct --region")
+    return fleet.regions_by_name[region].store.rstrip("/")
+
+
 def drained_of(folder: RunFolder, region: str = "") -> Drained:
-    """The drained processes of a run in a region; ``region`` is empty for home."""
+    """The drained processes of a run in a region, whose supervisor asks nobody elsewhere; empty for home."""
     return Drained(ObjectStore(f"{region_store(folder, region)}/{FLEET_FOLDER}"))
 
 

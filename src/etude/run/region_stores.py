@@ -11,14 +11,10 @@ import os
 import socket
 from functools import partial
 
-import tomli_w
-
-from etude.config.fleet import FleetConfig
-from etude.config.loading import load_fleet
-from etude.errors import RunFolderError
 from etude.objects import ObjectStore, RetryingStore
 from etude.run.directory import PROCESSES, Directory
-from etude.run.folder import FLEET_FILE, RunFolder
+from etude.run.folder import RunFolder
+from etude.run.placement import region_store
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import far_options, log_id_of, open_log, signing_key
 from etude.weights.log import WeightLog
@@ -27,38 +23,6 @@ WEIGHTS = "weights"
 """Folder of a store with the weight log."""
 ADDRESS_VARIABLE = "ETUDE_ADDRESS"
 """Environment variable with the address at which other machines reach this one; by default that of its host name."""
-
-
-def fleet_of(folder: RunFolder) -> FleetConfig | None:
-    """The fleet that a run was last placed on; ``None`` for this machine alone."""
-    file = folder.path / FLEET_FILE
-    return load_fleet(file) if file.is_file() else None
-
-
-def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
-    """Keep a fleet with its run, so that ``--resume`` finds it, and every process."""
-    (folder.path / FLEET_FILE).write_text(tomli_w.dumps(fleet.model_dump(mode="json")), encoding="utf-8")
-
-
-def run_words(folder: RunFolder) -> str:
-    """The words by which a process of a run opens it: on a fleet its URL, if it has one, since each machine has a
-    working folder of its own; else its folder.
-    """
-    return folder.url if folder.url and fleet_of(folder) is not None else str(folder.path.absolute())
-
-
-def region_store(folder: RunFolder, region: str) -> str:
-    """The URL of a region's store; ``region`` is empty for home, whose store is at the URL of the run.
-
-    Raises :class:`~etude.errors.RunFolderError` for a region that the fleet does not have.
-    """
-    if not region:
-        return folder.url or str(folder.path.absolute())
-    fleet = fleet_of(folder)
-    if fleet is None or region not in fleet.regions_by_name:
-        names = "none" if fleet is None else ", ".join(fleet.regions_by_name)
-        raise RunFolderError(f"{folder.name} has no region {region!r}, only {names}: correct --region")
-    return fleet.regions_by_name[region].store.rstrip("/")
 
 
 def weights_url(folder: RunFolder, region: str) -> str:

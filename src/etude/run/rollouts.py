@@ -50,8 +50,8 @@ from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
 from etude.run.keys import KeyRole
+from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
-from etude.run.region_stores import fleet_of
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal

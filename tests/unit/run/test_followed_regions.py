@@ -15,8 +15,9 @@ from etude.errors import EngineUnavailable
 from etude.ledger.turns import encode_turns
 from etude.run.folder import RunFolder
 from etude.run.followed_regions import open_regions
+from etude.run.placement import remember_fleet
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import open_directory, remember_fleet
+from etude.run.region_stores import open_directory
 from waiting import until
 
 REGIONS = ("eu", "us")

@@ -8,14 +8,15 @@ from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
+from etude.run.placement import fleet_of, region_store, remember_fleet
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import fleet_of, open_directory, region_store, remember_fleet, run_words, weights_url
+from etude.run.region_stores import open_directory, weights_url
 
 
 def test_a_region_has_its_weights_and_its_processes_in_its_own_store(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     assert fleet_of(folder) is None
-    assert (weights_url(folder, ""), run_words(folder)) == (folder.store, str(folder.path))
+    assert weights_url(folder, "") == folder.store
     home = RegionConfig(name="home", store=str(tmp_path / "home"))
     away = RegionConfig(name="eu", store=f"{tmp_path}/eu/", engines=1)
     remember_fleet(folder, FleetConfig(home="home", regions=(home, away)))

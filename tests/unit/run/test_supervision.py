@@ -15,6 +15,9 @@ from etude.telemetry.log import EventLog, EventReader
 from smalldisk import fill, small_disk
 from waiting import wait_until
 
+START_S = 200.0
+"""A process imports torch before it writes anything, which takes its time on a busy machine."""
+
 
 def supervise(command: str, folder: RunFolder, events: EventLog, notify: Callable[[str], None]) -> Supervisor:
     spec = ProcessSpec(name=command, command=("etude", command, "--run", str(folder.path)), region="home")
@@ -33,14 +36,14 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
             filler = fill(disk)
             supervisor = supervise("midtrain", folder, events, message.append)
             try:
-                wait_until(lambda: supervisor.check() or bool(message))
+                wait_until(lambda: supervisor.check() or bool(message), timeout_s=START_S)
                 events.write(PhaseStarted(phase="rl"))
                 assert "midtrain waits for room on a disk" in message[0]
                 assert f"{folder.path} has 0 bytes free" in message[0]
                 assert "make room there and it goes on" in message[0]
                 filler.unlink()
                 full = supervisor.statuses["midtrain"].pid
-                wait_until(lambda: supervisor.check() or supervisor.statuses["midtrain"].pid != full)
+                wait_until(lambda: supervisor.check() or supervisor.statuses["midtrain"].pid != full, timeout_s=START_S)
             finally:
                 supervisor.stop()
         assert all(line.event for line in EventReader(folder.events).new()), "no event was torn"

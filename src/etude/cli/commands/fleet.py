@@ -19,7 +19,6 @@ from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
 from etude.run.placement import drained_of, place_on, run_id
 from etude.run.process_name import ProcessName
-from etude.run.region_stores import run_words
 from etude.run.working_folder import open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
@@ -63,7 +62,7 @@ def status(fleet: FleetPath, *, run: Run) -> None:
         raise ConfigError(f"launcher = 'local': processes are children of `etude run`, which shows them; their output "
                           f"is in {folder.logs}")  # fmt: skip
     placement = place_on(machines, folder)
-    specs = placement.own_specs(plan_loop(folder.config(), machines, run_words(folder)))
+    specs = placement.own_specs(plan_loop(folder.config(), machines, placement.run_words(folder)))
     statuses, drained = placement.launcher.look(), placement.drained_names()
     table = light_table("name", "region", "machine", ">pid", ">MB", "state")
     for spec in specs:

@@ -5,7 +5,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from etude.cli.options import group, process_name
-from etude.run.process_name import ProcessName
+from etude.run.process_name import TRAINER, ProcessName
 from etude.run.processes import Nodes, run_process
 from etude.run.working_folder import open_run_folder
 
@@ -60,4 +60,4 @@ def train(
 ) -> None:
     """One process of a run: the trainer, or one node of it."""
     nodes = Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
-    run_process(ProcessName(command="train"), open_run_folder(run), nodes)
+    run_process(TRAINER, open_run_folder(run), nodes)

@@ -22,7 +22,7 @@ from etude.run.fleet_plan import devices_of, plan_loop
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
-from etude.run.region_stores import fleet_of
+from etude.run.placement import fleet_of
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
 from etude.run.run_url import is_run_url, normal_url
