@@ -7,7 +7,8 @@ Short runs of real processes, each wronged some 25 times at points of its progre
 judged by what it left. Every run's verdict is written down when it is over, so that a campaign that was stopped goes on
 where it was. Goals: ``lost``, ``double_trained``, ``infra_scored_zero`` and ``unbounded_waits`` are 0.
 
-Every other run keeps its ledger in a PostgreSQL of the campaign's own, where that is installed.
+Every other run keeps its ledger in a PostgreSQL of the campaign's own, where that is installed, and is at a URL, so
+that its machine can be lost with all that its disk had.
 
 Not among the faults: bytes changed inside the committed frames of SQLite's log. Its checksums end the log there, as
 after a loss of power, and no reader can tell that there was more.
@@ -16,6 +17,7 @@ after a loss of power, and no reader can tell that there was more.
 import argparse
 import os
 import re
+import secrets
 import shutil
 import statistics
 import subprocess
@@ -45,9 +47,11 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder, start_from
+from etude.run.keys import RUN_KEY_VARIABLE
 from etude.run.launchers.host_process import THREADING
 from etude.run.machine_info import source_commit
 from etude.run.process_name import ENGINE, GATEWAY
+from etude.run.working_folder import MODEL, RECIPE_FILES, WORK_VARIABLE, keep, working_path
 from etude.types import Json
 
 GROUPS, GROUP_SIZE = 2, 4
@@ -211,6 +215,8 @@ class Campaign:
         self._model: RunFolder | None = None
         self._database: Database | None = None
         self._servers = ExitStack()
+        self._key = secrets.token_hex(32)
+        self._work, self._place = scratch / "work", scratch / "place"
         scratch.chmod(0o711)  # the server has a user of its own
 
     def __enter__(self) -> Self:
@@ -229,9 +235,11 @@ class Campaign:
         log.write_bytes(b"")
         with ExitStack() as stack:
             links = {str(name): stack.enter_context(Link()) for name in LINKS}
-            machine = Machine(folder.path, self._scratch / "page", self._preload())
+            machine = Machine(folder.path, Path(folder.store), self._scratch / "page", self._preload())
             stack.callback(machine.close)
-            chaos_run = ChaosRun(schedule, folder, log, Site(machine=machine, links=links, database=database))
+            variables = {WORK_VARIABLE: str(self._work), RUN_KEY_VARIABLE: self._key}
+            site = Site(machine=machine, links=links, database=database, variables=variables)
+            chaos_run = ChaosRun(schedule, folder, log, site)
             run_log = chaos_run.run()
         if run_log.finished:
             try:
@@ -241,6 +249,7 @@ class Campaign:
         verdict = Verdict.of(schedule.number, len(schedule.faults), run_log)
         self._store.put(verdict, folder, [log])
         shutil.rmtree(folder.path)
+        shutil.rmtree(self._place, ignore_errors=True)
         return verdict
 
     def _preload(self) -> Path:
@@ -256,11 +265,16 @@ class Campaign:
         return self._database
 
     def _fresh(self, number: int, ledger: str) -> RunFolder:
-        """A run that has mid-training behind it; every one has a seed, and so tasks, of its own."""
+        """A run that has mid-training behind it; every one has a seed, and so tasks, of its own. One whose ledger is on
+        a server is at a URL.
+        """
         start = self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
         per_run = self._options.extent.per_run
-        folder = RunFolder.create(self._scratch / "run", recipe(1 + number, steps_of(per_run), ledger))
+        config, url = recipe(1 + number, steps_of(per_run), ledger), str(self._place) if ledger else ""
+        path = working_path(url, self._work) if url else self._scratch / "run"
+        folder = RunFolder.create(path, config, at=url)
         start_from(start, folder)
+        keep(folder, *RECIPE_FILES, *MODEL)
         return folder
 
 

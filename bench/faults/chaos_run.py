@@ -95,7 +95,7 @@ class ChaosRun:
         self._snapshot = LedgerSnapshot()
         self._moved_s = time.monotonic()
         self._vain_endings = 0
-        self._supervisor = Supervisor(folder, log, site.machine.environment)
+        self._supervisor = Supervisor(folder, log, {**site.machine.environment, **site.variables})
         self._injector = Injector(folder, site, self._supervisor)
 
     @property
@@ -171,7 +171,9 @@ class ChaosRun:
                 self._find(f"processes {left} outlived their supervisor by {GONE_S:g} s")
         for fault in faults:
             with suppress(NoVictim):  # its file went with the processes: it waits for the next one
-                if fault.kind in OFFLINE:
+                if fault.kind is Kind.LOSE_DISK:
+                    self._injector.lose_disk()
+                elif fault.kind in OFFLINE:
                     self._damages.append(self._injector.damage(fault))
                 records.append(self._tell(fault))
         for record in records:

@@ -7,10 +7,11 @@ nobody for it. When faults come and go is decided by :mod:`bench.faults.chaos_ru
 import math
 import os
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, final
@@ -81,6 +82,8 @@ class Site:
     """By the process behind each."""
     database: Database | None
     """The server of its ledger; ``None`` where that is a file."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of its processes."""
 
 
 class NoVictim(Exception):
@@ -146,6 +149,12 @@ class Injector:
                 return self._server().down()
         raise AssertionError(f"{kind} does not happen to a run that is up")
 
+    def lose_disk(self) -> None:
+        """Remove all that a run that is down has on this machine. Raises :class:`NoVictim`."""
+        if not damageable(self._folder, Kind.LOSE_DISK):
+            raise NoVictim
+        shutil.rmtree(self._folder.path)
+
     def damage(self, fault: Fault) -> Damage:
         """Change a file of a run that is down. Raises :class:`NoVictim`."""
         draw = random.Random(fault.pick)
@@ -198,6 +207,8 @@ def damageable(folder: RunFolder, kind: Kind) -> list[Path]:
             result = list(newest.rglob("*"))
         case Kind.DAMAGE_EVENTS:
             result = list(folder.events.glob("*.jsonl"))
+        case Kind.LOSE_DISK:
+            result = [folder.config_file]
         case Kind.DAMAGE_SIDECAR:
             result = list(folder.path.glob("ledger.db-*"))
         case _:

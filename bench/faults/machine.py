@@ -67,9 +67,10 @@ def compile_preload(folder: Path) -> Path:
 class Machine:
     """The machine as the processes of one run see it; sound at first."""
 
-    def __init__(self, run: Path, page: Path, library: Path) -> None:
-        """``run`` is the run's folder, ``page`` a file to be made, outside of it."""
+    def __init__(self, run: Path, store: Path, page: Path, library: Path) -> None:
+        """``run`` is the run's folder, ``store`` that of its weights, ``page`` a file to be made, outside of both."""
         self._run = run.resolve()
+        self._store = store.resolve()
         self._file = page
         self._library = library
         page.write_bytes(bytes(PAGE_BYTES))
@@ -84,6 +85,7 @@ class Machine:
             "LD_PRELOAD": str(self._library),
             "FAULTS_PAGE": str(self._file),
             "FAULTS_FOLDER": str(self._run),
+            "FAULTS_STORE": str(self._store),
             "FAULTS_CAMPAIGN": str(os.getpid()),
         }
 

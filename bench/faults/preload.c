@@ -51,13 +51,14 @@ static int (*real_clock_gettime)(clockid_t, struct timespec *);
 __attribute__((constructor)) static void prepare(void)
 {
     const char *file = getenv("FAULTS_PAGE"), *run = getenv("FAULTS_FOLDER"), *campaign = getenv("FAULTS_CAMPAIGN");
+    const char *weights = getenv("FAULTS_STORE");
     real_clock_gettime = dlsym(RTLD_NEXT, "clock_gettime");
     if (campaign && getppid() == atoi(campaign))
         prctl(PR_SET_PDEATHSIG, SIGKILL); /* nobody else is there to end what a dead campaign started */
-    if (!file || !run || strlen(run) + sizeof "/store/" > PATH_MAX)
+    if (!file || !run || !weights || strlen(run) + 2 > PATH_MAX || strlen(weights) + 2 > PATH_MAX)
         return;
     snprintf(folder, sizeof folder, "%s/", run);
-    snprintf(store, sizeof store, "%s/store/", run);
+    snprintf(store, sizeof store, "%s/", weights);
     int fd = open(file, O_RDWR | O_CLOEXEC);
     if (fd < 0)
         return;

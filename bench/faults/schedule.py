@@ -66,6 +66,8 @@ class Kind(StrEnum):
     """Likewise, in the files that SQLite keeps beside the ledger."""
     DAMAGE_STORE = "damage-store"
     """Likewise, in an object of the weight store."""
+    LOSE_DISK = "lose-disk"
+    """The machine of a run at a URL is lost, with all that its disk had; another one goes on from the URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +112,17 @@ SPECS: Mapping[Kind, FaultSpec] = MappingProxyType(
         Kind.DAMAGE_EVENTS: FaultSpec(1),
         Kind.DAMAGE_SIDECAR: FaultSpec(1),
         Kind.DAMAGE_STORE: FaultSpec(1),
+        Kind.LOSE_DISK: FaultSpec(1),
     }
 )
 """Each kind's share and time. What costs a start of all processes is rarer than what costs a retry."""
 
-OFFLINE = frozenset({Kind.DAMAGE_CHECKPOINT, Kind.DAMAGE_EVENTS, Kind.DAMAGE_SIDECAR, Kind.DAMAGE_STORE})
+OFFLINE = frozenset(
+    {Kind.DAMAGE_CHECKPOINT, Kind.DAMAGE_EVENTS, Kind.DAMAGE_SIDECAR, Kind.DAMAGE_STORE, Kind.LOSE_DISK}
+)
 """Kinds that happen to files of a run that is down."""
-SERVED = frozenset({Kind.LEDGER_CUT, Kind.LEDGER_DOWN})
-"""Kinds that happen to runs whose ledger is on a server."""
+SERVED = frozenset({Kind.LEDGER_CUT, Kind.LEDGER_DOWN, Kind.LOSE_DISK})
+"""Kinds that happen to runs whose ledger is on a server, which are at a URL."""
 EMBEDDED = frozenset({Kind.DAMAGE_SIDECAR})
 """Kinds that happen to runs whose ledger is a file."""
 LAST_SHARE = 0.85

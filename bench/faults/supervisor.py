@@ -29,6 +29,7 @@ class Supervisor:
 
     def __init__(self, folder: RunFolder, log: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
+        self._run = folder.name  # which its folder tells only while there is one
         self._log = log
         self._environment = {**THREADING, **programs.environment(), **environment}
         self._printed = 0
@@ -78,7 +79,7 @@ class Supervisor:
 
     def _launch(self) -> subprocess.Popen[bytes]:
         self.resumes += 1
-        command = [sys.executable, "-m", "etude", "run", "--resume", str(self._folder.path)]
+        command = [sys.executable, "-m", "etude", "run", "--resume", self._run]
         with self._log.open("ab") as log:
             self._printed = log.tell()
             # A session of its own: Ctrl-C reaches the campaign alone.

@@ -100,7 +100,9 @@ class Fleet:
     def environment(self) -> dict[str, str]:
         """Variables of all processes on the machines, wherever they are."""
         regions = (self.plan.home, *self.plan.regions)
-        places = " ".join(f"{each.name}=http://{self._wan.address(each.name)}:{store.PORT}" for each in regions)
+        places = " ".join(
+            f"{bucket_of(each.name)}=http://{self._wan.address(each.name)}:{store.PORT}" for each in regions
+        )
         return {
             MACHINES_VARIABLE: str(self.machines_file),
             BUCKETS_VARIABLE: places,
@@ -166,7 +168,7 @@ class Fleet:
         """Start the store of each region, all at once."""
         starting: dict[str, subprocess.Popen[bytes]] = {}
         for region in (self.plan.home.name, *(each.name for each in self.plan.regions)):
-            command = [sys.executable, "-m", "bench.fleet.store", self._wan.address(region), region]
+            command = [sys.executable, "-m", "bench.fleet.store", self._wan.address(region), bucket_of(region)]
             starting[region] = self.start(region, [*command, str(self._counts(region))], self._store_log(region))
         deadline_s = time.monotonic() + STORE_S
         while starting:
@@ -188,7 +190,12 @@ class Fleet:
 
 def store_url(region: str) -> str:
     """The URL of the run in a region's store."""
-    return f"s3://{region}/{RUN}"
+    return f"s3://{bucket_of(region)}/{RUN}"
+
+
+def bucket_of(region: str) -> str:
+    """The bucket of a region's store; a name has at least three characters."""
+    return f"runs-{region}"
 
 
 def _wait_until_inside(pid: int) -> None:

@@ -122,9 +122,9 @@ def keep(folder: RunFolder, *names: str, outages: StoreOutages | None = None) ->
     raise RunFolderError(f"{folder.url} was changed {TRIES} times meanwhile: other processes write to it without end")
 
 
-def working_path(url: str) -> Path:
-    """The working folder of a run at a normal URL, on this machine."""
-    chosen = os.environ.get(WORK_VARIABLE)
+def working_path(url: str, below: Path | None = None) -> Path:
+    """The working folder of a run at a normal URL, on this machine; or ``below`` another folder for such."""
+    chosen = str(below or os.environ.get(WORK_VARIABLE, ""))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:DIGITS]}"
     return (Path(chosen) if chosen else cache / "etude" / "runs") / name
