@@ -58,7 +58,7 @@ PEAK, TOP = 1600.0, 100.0
 PIECE = 64
 """Tokens that are sampled at one speed."""
 REPORT_S = 0.25
-CUT, CUT_AT_S, KNOWN_S, CUT_S, BACK_S = "overseas", 40.0, 1.0, 30.0, 10.0
+CUT, CUT_AT_S, KNOWN_S, CUT_S, BACK_S = "overseas", 40.0, 1.0, 20.0, 30.0
 """The region that is cut off, when, after how long that is known, for how long, and by when it is in use again."""
 
 ONE = np.ones(1, np.int32)
