@@ -13,12 +13,13 @@ elsewhere; it is back with its next report.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
 
 from etude.errors import EngineUnavailable, SessionLost
-from etude.fleet.regions import RegionReport, Regions
+from etude.fleet.regions import RegionReport, Regions, RegionView
 from etude.protocols import Clock, Session
 from etude.rollouts.worker import SessionOpener
 from etude.types import Turn
@@ -36,6 +37,9 @@ class RegionalSessions:
         self._openers = dict(openers)
         self._clock = clock
         self._region_of: dict[str, str] = {}  # session → region, of those that are open
+        self._shared: dict[str, int] = {}  # session → turns that are its parent's, of those that forked
+        self.payload_bytes: Counter[str] = Counter()
+        """Region → size of the routes and sampling masks that came of its sessions so far."""
         self._versions: dict[str, RegionReport] = {}
         self._changed = asyncio.Event()
 
@@ -43,6 +47,10 @@ class RegionalSessions:
     def heard(self) -> int:
         """The weight version at which rollouts may be admitted."""
         return self._regions.heard
+
+    def views(self) -> tuple[RegionView, ...]:
+        """The state of each region."""
+        return self._regions.views(self._clock.now())
 
     def report(self, region: str, report: RegionReport) -> None:
         """A region said how it is."""
@@ -79,15 +87,18 @@ class RegionalSessions:
         session, turns = await self._openers[region].fork(session_id)
         self._regions.add(region)
         self._region_of[session.session_id] = region
+        self._shared[session.session_id] = turns
         return session, turns
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and hand over its turns. Raises as the region's sessions do; its place is free either way."""
-        opener = self._openers[self._require(session_id)]
+        region, shared = self._require(session_id), self._shared.get(session_id, 0)
         try:
-            return await opener.close(session_id)
+            turns = await self._openers[region].close(session_id)
         finally:
             self._ended(session_id)
+        self.payload_bytes[region] += sum(turn.payload.size_bytes for turn in turns[shared:] if turn.payload)
+        return turns
 
     async def discard(self, session_id: str) -> None:
         """End a session without its turns. Raises like :meth:`close`."""
@@ -111,6 +122,7 @@ class RegionalSessions:
         return region
 
     def _ended(self, session_id: str) -> None:
+        self._shared.pop(session_id, None)
         self._regions.ended(self._region_of.pop(session_id))
         self._wake()
 

@@ -173,7 +173,7 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
         ledger = stack.enter_context(lease)
         events = stack.enter_context(open_events(folder, config, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
-        sessions, served = _sessions(folder, config, gateways, http)
+        sessions, served = _sessions(folder, config, gateways, http, events)
         stack.callback(served.close)
         opening = _rollout_context(folder, config, http, events, sessions, name)
         context = await stack.enter_async_context(opening)
@@ -198,7 +198,11 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
 
 
 def _sessions(
-    folder: RunFolder, config: RunConfig, gateways: Mapping[str, GatewayTable], http: aiohttp.ClientSession
+    folder: RunFolder,
+    config: RunConfig,
+    gateways: Mapping[str, GatewayTable],
+    http: aiohttp.ClientSession,
+    events: EventLog,
 ) -> tuple[SessionOpener, Served]:
     """Sessions at the gateways of a run, in one region or several, and what those serve."""
     key, outage_s = folder.key(KeyRole.ADMIN), config.rollouts.outage_s
@@ -208,7 +212,7 @@ def _sessions(
         return next(iter(openers.values())), next(iter(served.values()))
     sessions = RegionalSessions(Regions(gateways), openers, SystemClock())
     places = places_by_region(folder.endpoints, gateways, config.rollouts.concurrency)
-    return sessions, ServedRegions(sessions, served, places, outage_s=outage_s)
+    return sessions, ServedRegions(sessions, served, places, events=events, outage_s=outage_s)
 
 
 def open_draws(config: RunConfig, family: TaskFamily, ledger: Ledger) -> Callable[[int], TaskDraw]:

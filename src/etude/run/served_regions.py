@@ -20,9 +20,13 @@ from etude.rollouts.regional_sessions import RegionalSessions
 from etude.run.endpoints import Endpoints
 from etude.run.process_name import ENGINE, GATEWAY
 from etude.run.served_version import POLL_S, ServedVersion
+from etude.telemetry.events import RegionServed
+from etude.telemetry.log import EventLog
 
 FRESH_S = 1.0
 """Age up to which an answer of a gateway says how its region is now."""
+TOLD_S = 10.0
+"""Between two events that say how regions are used."""
 ROOM = 2.0
 """Sessions that a region takes at most, as a multiple of its engines' share of all: others' share while those are away.
 """
@@ -38,13 +42,16 @@ class ServedRegions:
         served: Mapping[str, ServedVersion],
         places: Mapping[str, int],
         *,
+        events: EventLog,
         outage_s: float,
     ) -> None:
         """``served`` and ``places`` are by region; ``outage_s`` is how long all may be silent while a caller waits."""
         self._sessions = sessions
         self._served = dict(served)
         self._places = dict(places)
+        self._events = events
         self._outage_s = outage_s
+        self._told: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of the last event
         self._following = asyncio.create_task(self._follow())
 
     def __call__(self) -> int:
@@ -65,12 +72,17 @@ class ServedRegions:
     def close(self) -> None:
         """Stop asking."""
         self._following.cancel()
+        self._tell()
         for served in self._served.values():
             served.close()
 
     async def _follow(self) -> None:
         """Report regions, for ever: those whose gateways have just answered."""
+        told_s = time.monotonic()
         while True:
+            if time.monotonic() - told_s >= TOLD_S:
+                told_s = time.monotonic()
+                self._tell()
             for region, served in self._served.items():
                 version = served()
                 if not served.answers:
@@ -78,6 +90,23 @@ class ServedRegions:
                 elif version != UNHEARD and time.monotonic() - served.heard_s < FRESH_S:
                     self._sessions.report(region, RegionReport(version=version, places=self._places[region]))
             await asyncio.sleep(POLL_S)
+
+    def _tell(self) -> None:
+        """Write down, for people, how each region is used."""
+        for view in self._sessions.views():
+            size_bytes = self._sessions.payload_bytes[view.name]
+            given, told_bytes = self._told.get(view.name, (0, 0))
+            self._told[view.name] = view.given, size_bytes
+            self._events.write(
+                RegionServed(
+                    region=view.name,
+                    version=view.version,
+                    open=view.open,
+                    sessions=view.given - given,
+                    payload_bytes=size_bytes - told_bytes,
+                    is_away=view.is_away,
+                )
+            )
 
 
 Served: TypeAlias = ServedVersion | ServedRegions

@@ -20,6 +20,8 @@ from etude.rollouts.sessions import GatewaySessions
 from etude.run.endpoints import Endpoints
 from etude.run.served_regions import ServedRegions, gateways_by_region, places_by_region
 from etude.run.served_version import ServedVersion
+from etude.telemetry.events import RegionServed
+from etude.telemetry.log import EventLog, EventReader
 from waiting import until
 
 OUTAGE_S = 0.5
@@ -74,12 +76,14 @@ def over_two_regions(
             served = {name: ServedVersion(table, http, outage_s=OUTAGE_S) for name, table in gateways.items()}
             places = places_by_region(endpoints, gateways, 8)
             assert places == {"": 8, "eu": 8}
-            whole = ServedRegions(sessions, served, places, outage_s=OUTAGE_S)
+            events = EventLog(folder / "events", "rollouts")
+            whole = ServedRegions(sessions, served, places, events=events, outage_s=OUTAGE_S)
             try:
                 await until(lambda: all(view.version == 0 for view in table.views(SystemClock().now())))
                 await use(sessions, whole, near, far)
             finally:
                 whole.close()
+                events.close()
 
     asyncio.run(run())
 
@@ -98,6 +102,8 @@ def test_sessions_are_shared_by_regions_that_serve_their_version(tmp_path: Path)
         await served.reach(1)
 
     over_two_regions(tmp_path, use)
+    told = [logged.event for logged in EventReader(tmp_path / "events").new()]
+    assert [(event.region, event.sessions) for event in told if isinstance(event, RegionServed)] == [("", 4), ("eu", 4)]
 
 
 def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> None:
