@@ -21,7 +21,7 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.heavy("root or user namespaces, and a minute")
 
-SHAPE = WanShape(rtt_s=0.05, loss=0.0, bits_per_s=100e6)
+SHAPE = WanShape(rtt_s=0.05, loss=0.0, bits_per_s=1e9)
 ROWS = COLUMNS = 5000
 """75 MB: packs on their way when a relay is killed are few of them."""
 CUT_S = 8.0

@@ -1,4 +1,4 @@
-"""What the regions of a run serve, and sessions in them: the gateways of each region, and the table over all.
+"""Weight versions that the regions of a run serve, and sessions in them: gateways of each region, a table over all.
 
     gateways of a region ──polls──▶ ServedVersion ──▶ Regions ──heard──▶ admission
                                                          └──choose──▶ RegionalSessions ──▶ GatewaySessions of a region
@@ -25,7 +25,7 @@ from etude.telemetry.log import EventLog
 
 FRESH_S = 1.0
 """Age up to which an answer of a gateway says how its region is now."""
-TOLD_S = 10.0
+REPORT_S = 10.0
 """Between two events that say how regions are used."""
 ROOM = 2.0
 """Sessions that a region takes at most, as a multiple of its engines' share of all: others' share while those are away.
@@ -51,7 +51,7 @@ class ServedRegions:
         self._places = dict(places)
         self._events = events
         self._outage_s = outage_s
-        self._told: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of the last event
+        self._reported: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of the last event
         self._following = asyncio.create_task(self._follow())
 
     def __call__(self) -> int:
@@ -72,17 +72,17 @@ class ServedRegions:
     def close(self) -> None:
         """Stop asking."""
         self._following.cancel()
-        self._tell()
+        self._write_events()
         for served in self._served.values():
             served.close()
 
     async def _follow(self) -> None:
         """Report regions, for ever: those whose gateways have just answered."""
-        told_s = time.monotonic()
+        reported_s = time.monotonic()
         while True:
-            if time.monotonic() - told_s >= TOLD_S:
-                told_s = time.monotonic()
-                self._tell()
+            if time.monotonic() - reported_s >= REPORT_S:
+                reported_s = time.monotonic()
+                self._write_events()
             for region, served in self._served.items():
                 version = served()
                 if not served.answers:
@@ -91,26 +91,26 @@ class ServedRegions:
                     self._sessions.report(region, RegionReport(version=version, places=self._places[region]))
             await asyncio.sleep(POLL_S)
 
-    def _tell(self) -> None:
+    def _write_events(self) -> None:
         """Write down, for people, how each region is used."""
         for view in self._sessions.views():
             size_bytes = self._sessions.payload_bytes[view.name]
-            given, told_bytes = self._told.get(view.name, (0, 0))
-            self._told[view.name] = view.given, size_bytes
+            given, reported_bytes = self._reported.get(view.name, (0, 0))
+            self._reported[view.name] = view.given, size_bytes
             self._events.write(
                 RegionServed(
                     region=view.name,
                     version=view.version,
                     open=view.open,
                     sessions=view.given - given,
-                    payload_bytes=size_bytes - told_bytes,
+                    payload_bytes=size_bytes - reported_bytes,
                     is_away=view.is_away,
                 )
             )
 
 
 Served: TypeAlias = ServedVersion | ServedRegions
-"""What a run serves."""
+"""The versions that a run serves, in one region or several."""
 
 
 def gateways_by_region(endpoints: Endpoints) -> dict[str, GatewayTable]:

@@ -156,9 +156,9 @@ def test_routes_of_sampled_tokens_come_back_where_no_others_are_kept(
         stowed.append(payloads.stow(sent[-1], "s", sampled_only=True))
     for before, after in zip(sent, payloads.fetch(stowed), strict=True):
         assert before.routes is not None and after.routes is not None
-        known = (after.routes != NO_ROUTE).all((1, 2))
-        assert known[len(before.prompt_ids) - 1 :].all(), "the rows that produced its sampled tokens"
-        assert (after.routes[known] == before.routes[known]).all()
+        recorded = (after.routes != NO_ROUTE).all((1, 2))
+        assert recorded[len(before.prompt_ids) - 1 :].all(), "the rows that produced its sampled tokens"
+        assert (after.routes[recorded] == before.routes[recorded]).all()
 
 
 def test_routes_of_long_prompts_are_not_written_where_they_are_not_replayed(tmp_path: Path) -> None:

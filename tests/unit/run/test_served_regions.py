@@ -102,8 +102,11 @@ def test_sessions_are_shared_by_regions_that_serve_their_version(tmp_path: Path)
         await served.reach(1)
 
     over_two_regions(tmp_path, use)
-    told = [logged.event for logged in EventReader(tmp_path / "events").new()]
-    assert [(event.region, event.sessions) for event in told if isinstance(event, RegionServed)] == [("", 4), ("eu", 4)]
+    events = [logged.event for logged in EventReader(tmp_path / "events").new()]
+    assert [(event.region, event.sessions) for event in events if isinstance(event, RegionServed)] == [
+        ("", 4),
+        ("eu", 4),
+    ]
 
 
 def test_a_region_that_is_away_is_left_out_and_comes_back(tmp_path: Path) -> None:
