@@ -211,6 +211,7 @@ def test_a_run_survives_the_death_of_each_process(folder: RunFolder) -> None:
     assert report(folder)["restarts"] == len(DEATHS)
 
 
+@pytest.mark.heavy("a minute")
 def test_two_engines_and_two_gateways_share_the_work_and_may_die(start: RunFolder, tmp_path: Path) -> None:
     folder = fresh(start, tmp_path / "run", config(replicas=2))
     with running(folder) as run:

@@ -53,11 +53,6 @@ class GatewayTable:
         """The lowest version of gateways that answer; the last one known while none does."""
         return self._version
 
-    @property
-    def answers(self) -> bool:
-        """True if any of them answers."""
-        return any(gateway.answers for gateway in self._gateways.values())
-
     def choose(self, avoid: Collection[str] = ()) -> str:
         """The gateway for a new session; those of ``avoid`` only where there is no other."""
 

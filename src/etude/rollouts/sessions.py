@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain, repeat
+from typing import TypeAlias
 
 import aiohttp
 import orjson
@@ -24,6 +25,8 @@ from etude.protocols import Session
 from etude.rollouts.gateway_table import GatewayTable
 from etude.types import Turn
 
+Body: TypeAlias = Mapping[str, str | int] | None
+"""A JSON object, or nothing."""
 REASON_CHARS = 200
 """Length of an error body that is quoted."""
 BUSY = (429, 502, 503, 504)
@@ -33,7 +36,7 @@ RETRY_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 """The deadline is ours."""
 ONE_OF_SEVERAL = aiohttp.ClientTimeout(total=10.0)
-"""One of several gateways that stands still for so long must not hold up a session that another could have."""
+"""For opening a session: one of several gateways that stands still must not hold up what another could have."""
 
 
 class GatewaySessions:
@@ -50,7 +53,7 @@ class GatewaySessions:
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._http = http
         self._timeout_s = timeout_s
-        self._attempt_timeout = ONE_OF_SEVERAL if len(table.urls) > 1 else NO_TIMEOUT
+        self._open_timeout = ONE_OF_SEVERAL if len(table.urls) > 1 else NO_TIMEOUT
         self._gateways: dict[str, str] = {}  # session → its gateway
 
     async def open(self, *, min_version: int | None = None) -> Session:
@@ -67,7 +70,7 @@ class GatewaySessions:
             return url
 
         body = None if min_version is None else {"min_version": min_version}
-        url, answer = await self._call("POST", another, "/sessions", body)
+        url, answer = await self._call("POST", another, "/sessions", body, self._open_timeout)
         return self._session(url, orjson.loads(answer))
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
@@ -96,7 +99,7 @@ class GatewaySessions:
         Raises like :meth:`close`.
         """
         try:
-            answer = await self._attempt("DELETE", self._home(session_id)(), f"/sessions/{session_id}", None)
+            answer = await self._attempt("DELETE", self._home(session_id)(), f"/sessions/{session_id}")
         finally:
             self._forget(session_id)
         if isinstance(answer, EngineUnavailable):
@@ -119,14 +122,19 @@ class GatewaySessions:
             self._table.closed(gateway)
 
     async def _call(
-        self, method: str, gateway: Callable[[], str], path: str, body: Mapping[str, str | int] | None = None
+        self,
+        method: str,
+        gateway: Callable[[], str],
+        path: str,
+        body: Body = None,
+        timeout: aiohttp.ClientTimeout = NO_TIMEOUT,
     ) -> tuple[str, bytes]:
         """An answer, and the gateway that gave it; ``gateway`` says for each try which one is asked."""
         trouble = EngineUnavailable(f"{method} {path}: no answer of a gateway within {self._timeout_s:g} s")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 for pause_s in chain(RETRY_PAUSES_S, repeat(RETRY_PAUSES_S[-1])):
-                    answer = await self._attempt(method, url := gateway(), path, body)
+                    answer = await self._attempt(method, url := gateway(), path, body, timeout)
                     if not isinstance(answer, EngineUnavailable):
                         return url, answer
                     trouble = answer
@@ -134,14 +142,12 @@ class GatewaySessions:
         raise trouble
 
     async def _attempt(
-        self, method: str, gateway: str, path: str, body: Mapping[str, str | int] | None
+        self, method: str, gateway: str, path: str, body: Body = None, timeout: aiohttp.ClientTimeout = NO_TIMEOUT
     ) -> bytes | EngineUnavailable:
         """One exchange; returns trouble that may pass, raises any other."""
         url = gateway + path
         try:
-            async with self._http.request(
-                method, url, headers=self._headers, json=body, timeout=self._attempt_timeout
-            ) as response:
+            async with self._http.request(method, url, headers=self._headers, json=body, timeout=timeout) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             self._table.silent(gateway)

@@ -156,6 +156,10 @@ class RolloutContext:
     scorer: Scorer = field(default_factory=GradeScorer)
     branching: Branching | None = None
     """``None``: no rollouts fork."""
+    announce: Callable[[Task, int], None] | None = None
+    """Called with a task and the number of sandboxes that are going to be asked for; ``None``: nothing gets ready for
+    that.
+    """
     pass_at: float = 1.0
     """Grade that is a pass; it decides what is reported of a rollout, and nothing else."""
     is_eval: bool = False

@@ -11,6 +11,7 @@
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
+    run.url           where the run is, if elsewhere: then weights and payloads are there, and copies of the rest
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
@@ -30,13 +31,16 @@ from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
+from etude.objects import ObjectStore
 from etude.run.endpoints import Endpoints
-from etude.run.keys import KeyRole, derive_key, read_run_key, write_run_key
+from etude.run.keys import KeyRole, derive_key, has_run_key, read_run_key, write_run_key
 from etude.run.process_name import ProcessName
 from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
+RUN_URL = "run.url"
+"""The file of a working folder with the URL that the run is at (:mod:`etude.run.working_folder`)."""
 LOG_ID = "weights.id"
 """The file with the id of the run's log of weight versions; it is not in the store, which others may write to."""
 
@@ -48,9 +52,9 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, *, ledger: str = "") -> "RunFolder":
-        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says. What is ``auto`` there is
-        resolved here and now, and its paths are made absolute.
+    def create(cls, path: Path, config: RunConfig, *, ledger: str = "", at: str = "") -> "RunFolder":
+        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says; with ``at`` it is the working
+        folder of one at that URL. What is ``auto`` there is resolved here and now, and its paths are made absolute.
 
         Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
         :func:`~etude.run.resolve.resolve` does.
@@ -59,9 +63,13 @@ class RunFolder:
         resolved = with_absolute_paths(resolve(config))
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-            for part in (folder.events, folder.logs, Path(folder.store)):
+            if at:
+                folder.record_url(at)
+            for place in (folder.store, folder.payloads):
+                ObjectStore(place)  # makes the folder where it is one
+            for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
-            write_run_key(path)
+            make_key(folder)
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
@@ -83,9 +91,17 @@ class RunFolder:
             )
         return folder
 
+    def record_url(self, url: str) -> None:
+        """Note in a working folder where its run is, and give it the folders that every run has."""
+        (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
+        for part in (self.events, self.logs):
+            part.mkdir(exist_ok=True)
+
     @property
     def has_begun(self) -> bool:
         """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
+        if self.url and ObjectStore(self.store).list("commits"):
+            return True
         places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
         return any(next(self.path.glob(pattern), None) is not None for pattern in places)
 
@@ -118,14 +134,25 @@ class RunFolder:
         return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
 
     @property
-    def payloads(self) -> Path:
-        """Routes and sampling masks of turns."""
-        return self.path / "payloads"
+    def name(self) -> str:
+        """The words by which a person opens the run: its URL, or its folder."""
+        return self.url or str(self.path)
+
+    @property
+    def url(self) -> str:
+        """The URL that the run is at; empty where it is in this folder alone."""
+        file = self.path / RUN_URL
+        return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+    @property
+    def payloads(self) -> str:
+        """Place of the routes and sampling masks of turns."""
+        return f"{self.url or self.path.absolute()}/payloads"
 
     @property
     def store(self) -> str:
         """URL of the weight store."""
-        return str((self.path / "store").absolute())
+        return f"{url}/weights" if (url := self.url) else str((self.path / "store").absolute())
 
     @property
     def model(self) -> Path:
@@ -165,6 +192,12 @@ class RunFolder:
     def endpoints(self) -> Endpoints:
         """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
+
+
+def make_key(folder: RunFolder) -> None:
+    """Make the run's key where there is none: a new working folder has none, since it is never at the URL."""
+    if not has_run_key(folder.path):
+        write_run_key(folder.path)
 
 
 def start_from(start: RunFolder, folder: RunFolder) -> None:

@@ -43,11 +43,13 @@ from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import DEFAULT_HEALTH, EngineEntry, HealthLimits, Router, is_engine_url
 from etude.gateway.service import CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
+from etude.objects import ObjectStore
 from etude.protocols import Clock, Engine
 from etude.run.connections import Connections
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
+from etude.run.payload_store import open_payloads
 from etude.run.process_name import ENGINE, ProcessName
 from etude.run.serving import STOP_S, listening, run_until_signal, tell_person, tls_context
 from etude.run.store_outages import StoreOutages
@@ -118,7 +120,7 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         chat=load_format(folder.model, config.gateway.chat_template_kwargs),
         max_length=config.engine.max_length,
         recorder=Recorder(
-            Payloads(folder.payloads),
+            open_payloads(folder),
             _replayed_routes(folder, config),
             sampled_only=config.numerics.replay == "completion",
         ),
@@ -163,7 +165,7 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
     spec = GatewaySpec(
         chat=load_format(options.model, config.chat_template_kwargs),
         max_length=longest_context(options.model),
-        recorder=Recorder(None if options.payloads is None else Payloads(options.payloads)),
+        recorder=Recorder(None if options.payloads is None else Payloads(ObjectStore(str(options.payloads)))),
         engines=tuple(engine_entry(engine) for engine in options.engines),
         keys=keys,
         sessions=_session_limits(config),

@@ -48,6 +48,11 @@ def write_run_key(folder: Path) -> None:
         opened.write(secrets.token_urlsafe(32) + "\n")
 
 
+def has_run_key(folder: Path) -> bool:
+    """True if there is a run key, in the environment or in a file; one of an older étude counts, and is told of."""
+    return any((folder / name).is_file() for name in (RUN_KEY_FILE, OLD_FILE)) or bool(os.environ.get(RUN_KEY_VARIABLE))
+
+
 def read_run_key(folder: Path) -> str:
     """The run key. Raises :class:`~etude.errors.RunFolderError` where there is none, or one that can be guessed."""
     file, key = folder / RUN_KEY_FILE, os.environ.get(RUN_KEY_VARIABLE, "").strip()

@@ -19,10 +19,12 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
+from etude.errors import InfrastructureError
 from etude.ledger.ledger import Ledger
 from etude.run.endpoints import listeners
+from etude.run.event_copies import EventMirror
 from etude.run.events import open_events
-from etude.run.folder import RunFolder, exclusive
+from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
@@ -30,9 +32,11 @@ from etude.run.process_name import ROLLOUTS, TRAINER, ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.resolve import check_replicas
+from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
+from etude.run.working_folder import RECIPE_FILES, REPORTS, keep
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
@@ -56,18 +60,34 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, str(SUPERVISOR)))
+        make_key(folder)
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
         check_replicas(config)
         events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
+        keep(folder, *RECIPE_FILES)
         try:
-            with ProgressDisplay(folder.events, config, out) as progress:
+            with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, events, progress)
         finally:
             report = write_report(folder, config)
+            keep_report(folder, out)
     return report
+
+
+def _mirror(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
+    """The events of processes elsewhere, while this lasts, where the run is at a URL."""
+    return EventMirror(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
+
+
+def keep_report(folder: RunFolder, out: TextIO) -> None:
+    """Keep the report at the run's URL, if it has one; where that is away the report is only here, which is told."""
+    try:
+        keep(folder, *REPORTS)
+    except InfrastructureError as error:
+        print(f"the report is in {folder.path} only: {error}", file=out)
 
 
 def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay) -> None:

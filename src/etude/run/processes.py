@@ -41,6 +41,10 @@ def run_process(name: ProcessName, folder: RunFolder) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
     rank = os.environ.get("RANK")
     die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # a rank that is stopped must end, too
+    if command == "train" and os.environ.get("LOCAL_RANK", "0") == "0":
+        from etude.run.checkpoint_copies import restore_checkpoint
+
+        restore_checkpoint(folder)  # other ranks wait for this one before they read
     ranks = config.parallel.ranks if command == "train" else 1
     if ranks > 1 and rank is None:
         _become_ranks(ranks, folder)

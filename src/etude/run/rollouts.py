@@ -7,6 +7,7 @@ Each part remembers in the ledger how far it got, so a restarted process goes st
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,8 +23,7 @@ from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.config.rollouts import HARNESSES, CommandOptions
 from etude.config.tasks import LocalOptions
 from etude.dashboard.statistics import Estimate, mean_of
-from etude.errors import ConfigError, UserError
-from etude.fleet.regions import Regions
+from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
 from etude.harnesses.single_turn import SingleTurnHarness
@@ -39,13 +39,12 @@ from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.gateway_table import GatewayTable
-from etude.rollouts.regional_sessions import RegionalSessions
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.task_selection import TaskSelection
-from etude.rollouts.worker import RolloutContext, SessionOpener, TaskSandboxes
+from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
@@ -53,8 +52,6 @@ from etude.run.keys import KeyRole
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
-from etude.run.served_regions import Served, ServedRegions, gateways_by_region, places_by_region
-from etude.run.served_version import POLL_S, ServedVersion
 from etude.run.serving import run_until_signal
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.run.task_sandboxes import (
@@ -72,6 +69,10 @@ from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.types import AnswerChecks, FunctionChecks, Group, NamedChecks, Split, Task
 
+POLL_S = 0.05
+"""Interval of requests for the served weight version."""
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+"""For one such question."""
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """Capabilities without which the model's programs could read the run folder and reach the gateway."""
 OUR_HARNESS = ".venv-harness"
@@ -86,6 +87,63 @@ TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 """The two ways of every evaluation."""
 
 
+class ServedVersion:
+    """The lowest weight version that all engines serve, by all gateways that answer; −1 before the first answer.
+
+    Keeps ``table`` informed of which gateways do.
+    """
+
+    def __init__(self, table: GatewayTable, http: aiohttp.ClientSession, *, outage_s: float) -> None:
+        """``outage_s`` is how long all gateways may be silent while a caller waits."""
+        self._table = table
+        self._http = http
+        self._outage_s = outage_s
+        self._heard_s = time.monotonic()
+        self._following = asyncio.create_task(self._follow())
+
+    def __call__(self) -> int:
+        """The last version heard of: never ahead of the engines, which only move forward."""
+        if self._following.done():
+            self._following.result()
+        return self._table.version
+
+    async def reach(self, version: int) -> None:
+        """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
+        while self() < version:
+            if time.monotonic() - self._heard_s > self._outage_s:
+                urls = ", ".join(f"{url}/healthz" for url in self._table.urls)
+                raise EngineUnavailable(f"{urls}: no weight version was named for {self._outage_s:g} s")
+            await asyncio.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Stop asking."""
+        self._following.cancel()
+
+    async def _follow(self) -> None:
+        """Ask every gateway, for ever; while all are down, the last answer stands."""
+        async with asyncio.TaskGroup() as group:
+            for url in self._table.urls:
+                group.create_task(self._follow_one(url))
+
+    async def _follow_one(self, url: str) -> None:
+        while True:
+            version = await self._ask(url)
+            if version is None:
+                self._table.silent(url)
+            else:
+                self._table.heard(url, version)
+                self._heard_s = time.monotonic()
+            await asyncio.sleep(POLL_S)
+
+    async def _ask(self, url: str) -> int | None:
+        """The lowest version that a gateway's engines serve; ``None`` where it does not answer, or has no engine."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:
+                if answer.status == 200:
+                    return int((await answer.json())["engine"]["version"])
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParts:
     """The resources of the rollouts process, opened from a run folder."""
@@ -96,7 +154,7 @@ class RolloutParts:
     events: EventLog
     family: TaskFamily
     dispatcher: Dispatcher
-    served: Served
+    served: ServedVersion
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int, purpose: str = "") -> EvalDone:
         """Try every task once sampled and once greedily; resumable under the same ``purpose``, by default the label.
@@ -166,18 +224,17 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
 
     ``name`` is also that of the lease under which this process fills slots.
     """
-    config, gateways = folder.config(), gateways_by_region(folder.endpoints)
+    config, gateways = folder.config(), GatewayTable([*folder.endpoints.urls(GATEWAY.command).values()])
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
         lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
         ledger = stack.enter_context(lease)
         events = stack.enter_context(open_events(folder, config, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
-        sessions, served = _sessions(folder, config, gateways, http, events)
-        stack.callback(served.close)
-        opening = _rollout_context(folder, config, http, events, sessions, name)
-        context = await stack.enter_async_context(opening)
+        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, gateways, name))
         family = open_family(config)
+        served = ServedVersion(gateways, http, outage_s=config.rollouts.outage_s)
+        stack.callback(served.close)
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
@@ -195,24 +252,6 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
             dispatcher=dispatcher,
             served=served,
         )
-
-
-def _sessions(
-    folder: RunFolder,
-    config: RunConfig,
-    gateways: Mapping[str, GatewayTable],
-    http: aiohttp.ClientSession,
-    events: EventLog,
-) -> tuple[SessionOpener, Served]:
-    """Sessions at the gateways of a run, in one region or several, and what those serve."""
-    key, outage_s = folder.key(KeyRole.ADMIN), config.rollouts.outage_s
-    openers = {region: GatewaySessions(table, key, http) for region, table in gateways.items()}
-    served = {region: ServedVersion(table, http, outage_s=outage_s) for region, table in gateways.items()}
-    if len(gateways) == 1:
-        return next(iter(openers.values())), next(iter(served.values()))
-    sessions = RegionalSessions(Regions(gateways), openers, SystemClock())
-    places = places_by_region(folder.endpoints, gateways, config.rollouts.concurrency)
-    return sessions, ServedRegions(sessions, served, places, events=events, outage_s=outage_s)
 
 
 def open_draws(config: RunConfig, family: TaskFamily, ledger: Ledger) -> Callable[[int], TaskDraw]:
@@ -328,14 +367,14 @@ async def _rollout_context(
     config: RunConfig,
     http: aiohttp.ClientSession,
     events: EventLog,
-    sessions: SessionOpener,
+    gateways: GatewayTable,
     name: ProcessName,
 ) -> AsyncIterator[RolloutContext]:
     """The dependencies of rollouts."""
-    gateway_urls = [*folder.endpoints.urls(GATEWAY.command).values()]
+    sessions = GatewaySessions(gateways, folder.key(KeyRole.ADMIN), http)
     async with contextlib.AsyncExitStack() as stack:
         sandboxes, grader, harness = await open_stage(
-            stack, config, http, folder=folder.path, gateway_urls=gateway_urls
+            stack, config, http, folder=folder.path, gateway_urls=gateways.urls
         )
         memory = JudgeState(folder.path, name.replica)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
@@ -350,6 +389,7 @@ async def _rollout_context(
             monitor=open_monitor(config, chat),
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
+            announce=sandboxes.announce if isinstance(sandboxes, EnvironmentTaskSandboxes) else None,
             pass_at=config.eval.pass_at,
         )
 

@@ -39,6 +39,16 @@ def test_the_machine_that_makes_a_run_decides_for_all(
     assert RunFolder.open(tmp_path / "run").config() == message == folder.config()
 
 
+@pytest.mark.parametrize("kind", ["native", "vllm", "sglang"])
+def test_nothing_is_left_open_in_the_recipe_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever key ``auto`` is added to: processes on other machines would resolve it for themselves."""
+    elsewhere(monkeypatch, "cuda")
+    folder = RunFolder.create(tmp_path / "run", parse_config({"engine": {"kind": kind}}, source="test"))
+    assert '"auto"' not in folder.config_file.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("here", ["cpu", "cuda"])
 def test_devices_that_a_recipe_names_decide_whatever_machine_makes_the_run(
     monkeypatch: pytest.MonkeyPatch, here: str

@@ -11,7 +11,6 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, TextIO, final
 
 import aiohttp
@@ -24,6 +23,7 @@ from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.process_name import GATEWAY
 from etude.run.serve_version import serving_version, wait_until_ready
+from etude.run.working_folder import open_run_folder
 from etude.types import Json
 
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
@@ -142,7 +142,7 @@ app = group()
 
 @app.command()
 def chat(
-    run: Annotated[Path | None, typer.Argument(help="The run folder.")] = None,
+    run: Annotated[str | None, typer.Argument(help="The run folder, or the URL of a run.")] = None,
     *,
     url: Annotated[str | None, typer.Option(help="A gateway, instead of a run.")] = None,
     key: Annotated[str | None, typer.Option(help="A key for it.")] = None,
@@ -153,7 +153,7 @@ def chat(
     if url is not None and key is not None:
         chat_with(url, key)
     elif run is not None and key is None:
-        chat_with_run(RunFolder.open(run))
+        chat_with_run(open_run_folder(run))
     else:
         raise ConfigError("--url and --key go together: a run's own key is in its folder")
 

@@ -35,6 +35,7 @@ from etude.run.process_name import ENGINE
 from etude.run.rollouts import heldout_tasks
 from etude.run.serve_version import READY_S, ServedRun, serving_version, wait_until_ready
 from etude.run.task_families import open_family
+from etude.run.working_folder import open_run_folder
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
 from etude.types import Rollout, RolloutStatus, Task, TokenIds, as_list
@@ -55,7 +56,7 @@ def play_command(
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1; else greedily.")] = False,
 ) -> None:
     """Watch the agent of a run play a held-out task, turn by turn, to the verdict."""
-    folder, out = RunFolder.open(run), console()
+    folder, out = open_run_folder(run), console()
     task = task_of(folder, number)
     out.print(Text.assemble((f"held-out task {number} · ", DIM), visible(task.template), (f"  {task.task_id}", DIM)))
     out.print(Block("", Text(visible(task.prompt), DIM)))
