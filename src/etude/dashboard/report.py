@@ -47,6 +47,7 @@ def build_report(
         "mismatch": _mismatch(run, steps),
         "weights": _weights(run),
         "rollouts": _rollouts(run.rollouts.get(TRAIN, Tally())),
+        "regions": {name or "home": asdict(use) for name, use in sorted(run.regions.items())},
         "cheating": run.hacks.get(TRAIN, HackRates()).figures(),
         "judge_alarms": [asdict(alarm) for alarm in run.judge_alarms],
         "restarts": run.restarts,

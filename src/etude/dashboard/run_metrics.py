@@ -31,6 +31,7 @@ from etude.telemetry.events import (
     PhaseEnded,
     PhaseStarted,
     ProcessStarted,
+    RegionServed,
     RolloutClosed,
     RunStarted,
     StepDone,
@@ -93,6 +94,23 @@ class TimelineSegment:
     end_s: float
 
 
+@dataclass(slots=True, kw_only=True)
+class RegionUse:
+    """Use of one region by all rollouts processes together."""
+
+    version: int = -1
+    """The newest that was served there."""
+    sessions: int = 0
+    payload_bytes: int = 0
+    """Size of the routes and sampling masks that came of its sessions, and lie in its store."""
+
+    def add(self, served: RegionServed) -> None:
+        """Count what came since the last event."""
+        self.version = max(self.version, served.version)
+        self.sessions += served.sessions
+        self.payload_bytes += served.payload_bytes
+
+
 class RunMetrics:
     """The facts of one run, up to the last event added."""
 
@@ -124,6 +142,8 @@ class RunMetrics:
         """Purpose → tally; see :data:`TRAIN`."""
         self.evals: dict[str, EvalDone] = {}
         """``before``, ``after`` or ``step-N`` → the newest result."""
+        self.regions: dict[str, RegionUse] = {}
+        """Region → what it was used for; of a run with several."""
         self.outages: dict[tuple[str, str], Timed[Outage]] = {}
         """(process, what is away) → since when, and why."""
         self.processes: dict[str, ProcessStarted] = {}
@@ -145,6 +165,8 @@ class RunMetrics:
                 self.outages.pop((logged.process, event.what), None)
                 if event.seconds:
                     self.outages[logged.process, event.what] = Timed(at_s - event.seconds, event)
+            case RegionServed():
+                self.regions.setdefault(event.region, RegionUse()).add(event)
             case PhaseStarted():
                 _insert(self._phases, Timed(at_s, event.phase))
             case ProcessStarted():

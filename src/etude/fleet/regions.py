@@ -1,16 +1,16 @@
-"""Which region a new session goes to, and at which weight version rollouts are admitted: a table, without I/O.
+"""The choice of a region for a new session, and of the weight version at which rollouts are admitted. Pure.
 
     reports of regions ──▶ Regions ──heard──▶ admission: the window of docs/control.md
                               │ ──choose─▶ the region of one session, or none yet
     sessions that end ────────┘
 
-A region is a place with gateways, engines and a store of its own, far away. A weight version reaches
-regions one after the other. Were rollouts admitted when the first one serves it, that region would take all there is to
-do; were they admitted when the last one does, the slowest would hold up all others. So they are admitted at the version
-that a share of the capacity serves, and sessions go to the region that was given least for its capacity. One that is
-known to be late keeps its claim: others may be ``lead`` of their capacity ahead of it, then sessions wait for it, but
-nobody waits longer than ``patience_s`` for a region that does not follow. A region that could not take a session has no
-claim to it: who is full, away or too late for too long is not made up for later.
+A region is a place with gateways, engines and a store of its own, reached over a long distance. A weight version
+reaches regions one after the other. Were rollouts admitted when the first one serves it, that region would take all
+there is to do; were they admitted when the last one does, the slowest would hold up all others. So they are admitted
+at the version that a share of the capacity serves, and sessions go to the region that was given least for its
+capacity. One that is known to be late keeps its claim: others may be ``lead`` of their capacity ahead of it, then
+sessions wait for it, but nobody waits longer than ``max_wait_s`` for a region that does not follow. A region that
+could not take a session has no claim to it: who is full, away or too late for too long is not made up for later.
 
 Serving at least a group's version is what the bound of staleness rests on; fairness is not, nor is anything that a
 report says falsely (``docs/control.md``).
@@ -31,19 +31,19 @@ class RegionLimits:
     """Share of the capacity in reach that has to serve a version before rollouts are admitted at it."""
     lead: float = 0.25
     """Share of its capacity by which a region may be ahead, in sessions it was given, of one that is late."""
-    patience_s: float = 20.0
+    max_wait_s: float = 20.0
     """Time for which a region that is behind the version heard is waited for; then it is left out until it follows."""
     away_s: float = 3.0
     """Silence after which a region is away: left out, until it reports again."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.quorum <= 1 and self.lead >= 0 and self.patience_s >= 0 and self.away_s > 0):
-            raise ValueError(f"{self}: quorum is in (0, 1], lead and patience_s are not negative, away_s is positive")
+        if not (0 < self.quorum <= 1 and self.lead >= 0 and self.max_wait_s >= 0 and self.away_s > 0):
+            raise ValueError(f"{self}: quorum is in (0, 1], lead and max_wait_s are not negative, away_s is positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionReport:
-    """What a region said of itself."""
+    """A region's own account of itself."""
 
     version: int
     """The oldest weight version that an engine in its reach serves; what it will sample with is not older."""
@@ -66,7 +66,7 @@ class RegionView:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Region:
+class _RegionRecord:
     """The table's mutable record of one region."""
 
     name: str
@@ -99,7 +99,7 @@ class Regions:
 
     def __init__(self, names: Iterable[str], limits: RegionLimits | None = None) -> None:
         self._limits = limits or RegionLimits()
-        self._regions = {name: _Region(name=name) for name in names}
+        self._regions = {name: _RegionRecord(name=name) for name in names}
         if not self._regions:
             raise ValueError("a run has at least one region")
         self._heard = -1
@@ -171,17 +171,17 @@ class Regions:
             for each in self._regions.values()
         )
 
-    def _present(self, now: float) -> list[_Region]:
+    def _present(self, now: float) -> list[_RegionRecord]:
         return [each for each in self._regions.values() if not self._is_away(each, now)]
 
-    def _is_away(self, region: _Region, now: float) -> bool:
+    def _is_away(self, region: _RegionRecord, now: float) -> bool:
         return now - region.heard_s > self._limits.away_s
 
-    def _is_awaited(self, region: _Region, version: int, now: float) -> bool:
+    def _is_awaited(self, region: _RegionRecord, version: int, now: float) -> bool:
         """True for a region that could take a session if only it served ``version``, and is about to."""
         if not region.has_place or region.report.version >= version:
             return False
-        return region.late_since_s is None or now - region.late_since_s < self._limits.patience_s
+        return region.late_since_s is None or now - region.late_since_s < self._limits.max_wait_s
 
     def _served_by_quorum(self, now: float) -> int:
         """The newest version that a quorum of the capacity in reach serves, or a newer one; −1 if there is none."""
@@ -194,7 +194,7 @@ class Regions:
         return -1
 
 
-def _give(region: _Region) -> None:
+def _give(region: _RegionRecord) -> None:
     region.open += 1
     region.given += 1
     region.account += 1 / max(1, region.report.places)

@@ -479,14 +479,18 @@ class Recorder:
     """Records completions as turns, and writes their payloads.
 
     ``space`` is the space of the model's routes, where a trainer wants to replay them; ``None`` asks for none. Without
-    ``payloads`` the turns are for no trainer, so sampling masks are not recorded either.
+    ``payloads`` the turns are for no trainer, so sampling masks are not recorded either. With ``sampled_only`` the
+    routes of prompts are checked and left out, as nobody replays them.
     """
 
-    def __init__(self, payloads: Payloads | None, space: RouteSpace | None = None) -> None:
+    def __init__(
+        self, payloads: Payloads | None, space: RouteSpace | None = None, *, sampled_only: bool = False
+    ) -> None:
         if payloads is None and space is not None:
             raise ValueError("routes are asked for but there is no folder for them: give one for payloads")
         self._payloads = payloads
         self._space = space
+        self._sampled_only = sampled_only
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """The same parameters, asking for routes where they are recorded."""
@@ -516,7 +520,8 @@ class Recorder:
         self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion, session_id: str, stored: int
     ) -> Turn:
         assert self._payloads is not None, "bulky parts are only recorded where there is a folder for them"
-        return self._payloads.stow(self._checked(prompt_ids, params, completion), session_id, stored)
+        turn = self._checked(prompt_ids, params, completion)
+        return self._payloads.stow(turn, session_id, stored, sampled_only=self._sampled_only)
 
     def _checked(self, prompt_ids: TokenIds, params: SamplingParams, completion: Completion) -> Turn:
         try:

@@ -13,6 +13,10 @@ Owns the objects' form, their verification and removal. Does not own where they 
 routes mean or whether they fit a model (:class:`~etude.types.RouteSpace`). A write is complete or absent after
 ``kill -9`` of any process; a power cut may lose the last ones in a folder, which reading then says by name.
 
+Where only sampled tokens are replayed, it has the routes of the tokens that produced these alone, under another name: a
+prompt is most of what an agent's turn reads, and the way to the trainer may be long. What was left out comes back as
+``NO_ROUTE``.
+
 Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of routes that its object has.
 """
 
@@ -29,10 +33,12 @@ from safetensors.numpy import load, save
 
 from etude.errors import DamagedError
 from etude.objects import Objects
-from etude.types import PayloadRef, Routes, SamplingMask, Turn
+from etude.types import NO_ROUTE, PayloadRef, Routes, SamplingMask, Turn
 
 ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
 """Names of the tensors: uint16 [R, layers, k] of the last R tokens that were read, int64 [C + 1], int32 [Σ kept]."""
+SAMPLED_ROUTES = "sampled_routes"
+"""In place of ``ROUTES``: uint16 [C, layers, k] of the tokens that produced the sampled ones."""
 _READERS, _ALONE = 16, 4
 """Payloads of a rollout that are read at a time, and the fewest for which threads are started."""
 
@@ -46,15 +52,15 @@ class Payloads:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
 
-    def stow(self, turn: Turn, session: str, stored: int = 0) -> Turn:
+    def stow(self, turn: Turn, session: str, stored: int = 0, *, sampled_only: bool = False) -> Turn:
         """The same turn with a reference in place of its routes and sampling mask, which are stored.
 
         The first ``stored`` rows of its routes are left out: all that an earlier turn of the conversation has, from
-        which this one goes on. A turn that has neither comes back as it is. ``session`` goes into the object, so that
-        equal turns of one session share it and those of two sessions do not: either rollout can be done with before
-        the other.
+        which this one goes on. With ``sampled_only`` those of its whole prompt but the last token are. A turn that has
+        neither comes back as it is. ``session`` goes into the object, so that equal turns of one session share it and
+        those of two sessions do not: either rollout can be done with before the other.
         """
-        arrays = _arrays(turn, stored)
+        arrays = _arrays(turn, stored, sampled_only=sampled_only)
         if not arrays:
             return turn
         data = save(arrays, metadata={"session": session})
@@ -65,10 +71,14 @@ class Payloads:
     def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that :meth:`stow` was given: all those of a rollout, in their order, stowed or not.
 
+        Routes that were left out on purpose are ``NO_ROUTE``.
+
         Raises :class:`~etude.errors.DamagedError` naming the object.
         """
         payloads = self._read_all([turn.payload for turn in turns])
-        routes = _joined(turns, [arrays.get(ROUTES) for arrays in payloads])
+        sampled_only = any(SAMPLED_ROUTES in arrays for arrays in payloads)
+        fresh = [arrays.get(SAMPLED_ROUTES if sampled_only else ROUTES) for arrays in payloads]
+        routes = _joined(turns, fresh, sampled_only=sampled_only)
         return tuple(
             turn if turn.payload is None else self._restored(turn, turn.payload, arrays, rows)
             for turn, arrays, rows in zip(turns, payloads, routes, strict=True)
@@ -136,9 +146,11 @@ def _key(ref: PayloadRef) -> str:
 _FIX = "restore it from a copy of the run: what an engine did cannot be computed again"
 
 
-def _arrays(turn: Turn, stored: int) -> dict[str, npt.NDArray[np.generic]]:
+def _arrays(turn: Turn, stored: int, *, sampled_only: bool) -> dict[str, npt.NDArray[np.generic]]:
     arrays: dict[str, npt.NDArray[np.generic]] = {}
-    if turn.routes is not None:
+    if turn.routes is not None and sampled_only:
+        arrays[SAMPLED_ROUTES] = np.ascontiguousarray(turn.routes[len(turn.prompt_ids) - 1 :])
+    elif turn.routes is not None:
         arrays[ROUTES] = np.ascontiguousarray(turn.routes[stored:])
     if turn.sampling_mask is not None:
         arrays[KEPT_OFFSETS] = np.ascontiguousarray(turn.sampling_mask.offsets)
@@ -146,22 +158,24 @@ def _arrays(turn: Turn, stored: int) -> dict[str, npt.NDArray[np.generic]]:
     return arrays
 
 
-def _joined(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[Routes | None]:
+def _joined(
+    turns: Sequence[Turn], fresh: Sequence[Routes | None], *, sampled_only: bool = False
+) -> list[Routes | None]:
     """The routes of all that each turn read, of which ``fresh`` [R, layers, k] are the last ones.
 
     Each branch is put together once, for the last of its turns; the others get views of it. Where rows are missing that
-    no earlier turn has, they stay missing.
+    no earlier turn has, they stay missing; with ``sampled_only`` they are ``NO_ROUTE``.
     """
-    above = _predecessors(turns, fresh)
+    above = _continued(turns, fresh) if sampled_only else _predecessors(turns, fresh)
     whole: list[Routes | None] = [None] * len(turns)
     for index in reversed(range(len(turns))):
         rows = fresh[index]
         if rows is None or whole[index] is not None:
             continue
-        if above[index] is None:
+        if above[index] is None and not sampled_only:
             whole[index] = rows
             continue
-        branch = np.empty((_rows_read(turns[index]), *rows.shape[1:]), rows.dtype)
+        branch = np.full((_rows_read(turns[index]), *rows.shape[1:]), NO_ROUTE, rows.dtype)
         place: int | None = index
         while place is not None and (part := fresh[place]) is not None:
             end = _rows_read(turns[place])
@@ -169,6 +183,24 @@ def _joined(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[Route
             whole[place] = branch[:end] if whole[place] is None else whole[place]
             place = above[place]
     return whole
+
+
+def _continued(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[int | None]:
+    """For each turn the newest earlier one that it goes on from; ``None`` for none, and where it has no rows."""
+    shapes = [None if rows is None else rows.shape[1:] for rows in fresh]
+    return [
+        next(
+            (
+                place
+                for place in reversed(range(index))
+                if shapes[place] == shapes[index] and turn.continues(turns[place])
+            ),
+            None,
+        )
+        if shapes[index] is not None
+        else None
+        for index, turn in enumerate(turns)
+    ]
 
 
 def _predecessors(turns: Sequence[Turn], fresh: Sequence[Routes | None]) -> list[int | None]:

@@ -3,7 +3,7 @@
     open(min_version) ──▶ Regions.choose ──▶ the region's own sessions        none may have it yet: wait for a change
 
 - consumes: reports of regions (:meth:`RegionalSessions.report`, :meth:`RegionalSessions.lose`)
-- produces: sessions, each of one region
+- produces: sessions, each of one region; events that say how regions are used
 - waits for: a region that may have the session, as long as the caller waits
 - woken by: a report that changes something, a session that ends; every ``LOOK_S``, as patience ends by time alone
 - on shutdown: nothing is left to do; sessions are their openers'
@@ -13,6 +13,7 @@ elsewhere; it is back with its next report.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import final
@@ -21,8 +22,12 @@ from etude.errors import EngineUnavailable, SessionLost
 from etude.fleet.regions import RegionReport, Regions
 from etude.protocols import Clock, Session
 from etude.rollouts.worker import SessionOpener
+from etude.telemetry.events import RegionServed
+from etude.telemetry.log import EventLog
 from etude.types import Turn
 
+WRITE_S = 10.0
+"""Between two events that say how regions are used."""
 LOOK_S = 0.5
 """Longest pause before a session that no region may have is asked for again."""
 
@@ -31,11 +36,23 @@ LOOK_S = 0.5
 class RegionalSessions:
     """Opens sessions of ``openers``, by region, as ``regions`` decides; implements :class:`SessionOpener`."""
 
-    def __init__(self, regions: Regions, openers: Mapping[str, SessionOpener], clock: Clock) -> None:
+    def __init__(
+        self,
+        regions: Regions,
+        openers: Mapping[str, SessionOpener],
+        clock: Clock,
+        events: EventLog | None = None,
+    ) -> None:
+        """``events`` is where the use of regions is written down, for people."""
         self._regions = regions
         self._openers = dict(openers)
         self._clock = clock
         self._region_of: dict[str, str] = {}  # session → region, of those that are open
+        self._events = events
+        self._written_s = clock.now()
+        self._written: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of its last event
+        self._shared: dict[str, int] = {}  # session → turns that are its parent's, of those that forked
+        self._payload_bytes: Counter[str] = Counter()
         self._versions: dict[str, RegionReport] = {}
         self._changed = asyncio.Event()
 
@@ -46,7 +63,10 @@ class RegionalSessions:
 
     def report(self, region: str, report: RegionReport) -> None:
         """A region said how it is."""
-        self._regions.report(region, report, self._clock.now())
+        now = self._clock.now()
+        self._regions.report(region, report, now)
+        if now - self._written_s >= WRITE_S:
+            self.write_events()
         if self._versions.get(region) != report:
             self._versions[region] = report
             self._wake()
@@ -56,6 +76,26 @@ class RegionalSessions:
         self._regions.lose(region)
         if self._versions.pop(region, None) is not None:
             self._wake()
+
+    def write_events(self) -> None:
+        """Write down how each region was used since the last time."""
+        if self._events is None:
+            return
+        self._written_s = self._clock.now()
+        for view in self._regions.views(self._written_s):
+            size_bytes = self._payload_bytes[view.name]
+            given, written_bytes = self._written.get(view.name, (0, 0))
+            self._written[view.name] = view.given, size_bytes
+            self._events.write(
+                RegionServed(
+                    region=view.name,
+                    version=view.version,
+                    open=view.open,
+                    sessions=view.given - given,
+                    payload_bytes=size_bytes - written_bytes,
+                    is_away=view.is_away,
+                )
+            )
 
     async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session in a region that serves ``min_version``; waits until one may have it."""
@@ -79,15 +119,18 @@ class RegionalSessions:
         session, turns = await self._openers[region].fork(session_id)
         self._regions.add(region)
         self._region_of[session.session_id] = region
+        self._shared[session.session_id] = turns
         return session, turns
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and hand over its turns. Raises as the region's sessions do; its place is free either way."""
-        opener = self._openers[self._require(session_id)]
+        region, shared = self._require(session_id), self._shared.get(session_id, 0)
         try:
-            return await opener.close(session_id)
+            turns = await self._openers[region].close(session_id)
         finally:
             self._ended(session_id)
+        self._payload_bytes[region] += sum(turn.payload.size_bytes for turn in turns[shared:] if turn.payload)
+        return turns
 
     async def discard(self, session_id: str) -> None:
         """End a session without its turns. Raises like :meth:`close`."""
@@ -111,6 +154,7 @@ class RegionalSessions:
         return region
 
     def _ended(self, session_id: str) -> None:
+        self._shared.pop(session_id, None)
         self._regions.ended(self._region_of.pop(session_id))
         self._wake()
 

@@ -124,7 +124,11 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
     spec = GatewaySpec(
         chat=load_format(folder.model, config.gateway.chat_template_kwargs),
         max_length=config.engine.max_length,
-        recorder=Recorder(open_payloads(folder), _replayed_routes(folder, config)),
+        recorder=Recorder(
+            open_payloads(folder),
+            _replayed_routes(folder, config),
+            sampled_only=config.numerics.replay == "completion",
+        ),
         engines=tuple(EngineEntry(name=str(one), url=url, region=one.region) for one, url in engines.items()),
         keys=(admin,),
         health=HealthLimits(

@@ -257,6 +257,23 @@ class Outage:
     """The last failure."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionServed:
+    """A region of a run with several, as one rollouts process sees it."""
+
+    region: str
+    """Empty for home."""
+    version: int
+    """The weight version that all its engines serve; -1 for none yet."""
+    open: int
+    """Sessions in it."""
+    sessions: int
+    """Sessions that it was given since the last such event."""
+    payload_bytes: int
+    """Size of the routes and sampling masks that came of its sessions since then."""
+    is_away: bool
+
+
 Event: TypeAlias = (
     RunStarted
     | PhaseStarted
@@ -275,6 +292,7 @@ Event: TypeAlias = (
     | EvalDone
     | JudgeAlarm
     | Outage
+    | RegionServed
 )
 """Everything that can stand in a log."""
 

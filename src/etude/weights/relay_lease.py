@@ -33,7 +33,7 @@ BELIEVED_SHARE = 0.75
 """Share of the term for which a holder trusts its own lease; the rest is for clocks that differ in rate or resolution.
 """
 _FREE = b""
-_KEPT = 2
+_NEWEST_OBJECTS = 2
 """Objects that stay, the newest included, so that no listing finds the lease between two."""
 
 
@@ -124,5 +124,5 @@ class RelayLease(Closing):
         if not entries or entries[-1].key != key:
             self._store.delete(key)
             return False
-        self._store.delete(*(entry.key for entry in entries[:-_KEPT]))
+        self._store.delete(*(entry.key for entry in entries[:-_NEWEST_OBJECTS]))
         return True

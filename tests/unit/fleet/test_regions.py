@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from etude.fleet.regions import RegionLimits, RegionReport, Regions
 
-LIMITS = RegionLimits(quorum=0.5, lead=0.25, patience_s=20.0, away_s=3.0)
+LIMITS = RegionLimits(quorum=0.5, lead=0.25, max_wait_s=20.0, away_s=3.0)
 
 
 def table(**versions: int) -> Regions:
@@ -72,7 +72,7 @@ def test_a_late_region_keeps_its_claim_for_a_while() -> None:
     assert give(regions, 4, 2.0, most=4) == {"near": 2, "far": 2}
 
 
-def test_a_region_that_does_not_follow_holds_nobody_up() -> None:
+def test_a_region_that_does_not_follow_holds_no_other_up() -> None:
     regions = table(near=4, far=3)
     for second in range(1, 21):
         report(regions, float(second), near=4, far=3)

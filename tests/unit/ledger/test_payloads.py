@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from etude.errors import DamagedError
 from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore, StoreOptions
-from etude.types import Finish, PayloadRef, SamplingMask, Turn
+from etude.types import NO_ROUTE, Finish, PayloadRef, SamplingMask, Turn
 from fake_clock_store import FakeClockStore
 
 
@@ -143,6 +143,31 @@ def test_what_turns_go_on_from_is_written_once_and_comes_back(
         assert before.routes is not None and after.routes is not None
         assert after.routes.dtype == np.uint16
         assert after.routes.tolist() == before.routes.tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), TOKENS, TOKENS), min_size=1, max_size=6))
+def test_routes_of_sampled_tokens_come_back_where_no_others_are_kept(
+    tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool, list[int], list[int]]]
+) -> None:
+    payloads, sent, stowed = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
+    for pick, goes_on, fresh, completion in moves:
+        earlier = sent[pick % len(sent)] if sent and goes_on else None
+        begun = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
+        sent.append(continuing([*begun, *fresh], completion))
+        stowed.append(payloads.stow(sent[-1], "s", sampled_only=True))
+    for before, after in zip(sent, payloads.fetch(stowed), strict=True):
+        assert before.routes is not None and after.routes is not None
+        recorded = (after.routes != NO_ROUTE).all((1, 2))
+        assert recorded[len(before.prompt_ids) - 1 :].all(), "the rows that produced its sampled tokens"
+        assert (after.routes[recorded] == before.routes[recorded]).all()
+
+
+def test_routes_of_long_prompts_are_not_written_where_they_are_not_replayed(tmp_path: Path) -> None:
+    payloads, turn = in_folder(tmp_path), continuing([*range(100)] * 100, [1, 2])
+    (whole, short) = (payloads.stow(turn, "s", sampled_only=only).payload for only in (False, True))
+    assert whole is not None and short is not None
+    assert short.size_bytes < whole.size_bytes / 50
 
 
 def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -55,10 +56,10 @@ ARRIVALS_S = {"near": 1.0, "coast": 2.0, "overseas": 3.5, "antipodes": 6.0}
 """Region → time from the publication of a version until it is served there."""
 PEAK, TOP = 1600.0, 100.0
 """Tokens per second of an engine, and of one sequence in it."""
-PIECE = 64
+CHUNK_TOKENS = 64
 """Tokens that are sampled at one speed."""
 REPORT_S = 0.25
-CUT, CUT_AT_S, KNOWN_S, CUT_S, BACK_S = "overseas", 40.0, 1.0, 30.0, 10.0
+CUT, CUT_AT_S, NOTICED_S, CUT_S, BACK_S = "overseas", 40.0, 1.0, 20.0, 30.0
 """The region that is cut off, when, after how long that is known, for how long, and by when it is in use again."""
 
 ONE = np.ones(1, np.int32)
@@ -76,10 +77,10 @@ class Engine:
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         self.running += 1
         try:
-            for start in range(0, params.max_tokens, PIECE):
-                piece = min(PIECE, params.max_tokens - start)
-                await asyncio.sleep(piece / min(TOP, PEAK / self.running))
-                self.tokens += piece
+            for start in range(0, params.max_tokens, CHUNK_TOKENS):
+                chunk = min(CHUNK_TOKENS, params.max_tokens - start)
+                await asyncio.sleep(chunk / min(TOP, PEAK / self.running))
+                self.tokens += chunk
         finally:
             self.running -= 1
         return Completion(
@@ -229,9 +230,7 @@ class Fleet:
                 ledger = stack.enter_context(Ledger.open(self._folder / "ledger.db", LedgerConfig(), self.clock))
                 lease = ledger.leases.take(f"rollouts-{region.name}", region.name)
                 assert lease is not None
-                dispatchers.append(
-                    self._dispatcher(ledger, region, config, lambda region=region: region.report.version)
-                )
+                dispatchers.append(self._dispatcher(ledger, region, config, partial(_version, region)))
             beating = stack.enter_context(Ledger.open(self._folder / "ledger.db", LedgerConfig(), self.clock))
             self._spawn(self._beat(beating))
             return await self._run(beating, dispatchers)
@@ -275,7 +274,7 @@ class Fleet:
 
     async def _cut(self, table: Regions) -> None:
         """Nothing gets to a region or back for a while: calls take so much longer."""
-        for is_cut, pause_s in ((False, CUT_AT_S), (True, KNOWN_S), (True, CUT_S), (False, BACK_S)):
+        for is_cut, pause_s in ((False, CUT_AT_S), (True, NOTICED_S), (True, CUT_S), (False, BACK_S)):
             self.regions[CUT].is_cut = is_cut
             await asyncio.sleep(pause_s)
             (view,) = [view for view in table.views(self.clock.now()) if view.name == CUT]
@@ -298,6 +297,10 @@ class Fleet:
             await asyncio.sleep(1.0)
             for name in self.regions:
                 ledger.leases.beat(ledger.leases.look(f"rollouts-{name}"))
+
+
+def _version(region: Region) -> int:
+    return region.report.version
 
 
 async def _unused(task: Task, session: Session) -> str:
@@ -326,7 +329,7 @@ def test_without_the_table_the_nearest_region_takes_most() -> None:
 
 def test_a_region_that_is_cut_off_is_left_out_and_comes_back() -> None:
     outcome = run(lambda fleet: fleet.with_table(cuts=True))
-    _, known, healed, later = outcome.given
-    assert known == healed < later, outcome
+    _, noticed, healed, later = outcome.given
+    assert noticed == healed < later, outcome
     assert outcome.failed == 0, "calls on their way come late"
     assert outcome.staleness <= CONFIG.max_staleness

@@ -1,0 +1,122 @@
+"""Sessions in regions: opened where they may be, ended where they were opened, and counted."""
+
+from asyncio import timeout
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.errors import EngineUnavailable, SessionLost
+from etude.fleet.regions import RegionReport, Regions
+from etude.protocols import Session
+from etude.rollouts.fake import FakeSessions, LoopClock, run_virtually
+from etude.rollouts.regional_sessions import RegionalSessions
+from etude.telemetry.events import RegionServed
+from etude.telemetry.log import EventLog, EventReader
+from etude.types import Finish, PayloadRef, Turn
+
+ONE = np.ones(1, np.int32)
+TURN = Turn(
+    prompt_ids=ONE,
+    completion_ids=ONE,
+    logprobs=-ONE.astype(np.float32),
+    versions=ONE,
+    finish=Finish.STOP,
+    payload=PayloadRef(digest="ab" * 32, size_bytes=100),
+)
+
+
+@dataclass
+class Gateway:
+    """The sessions of one region, which may not be reached."""
+
+    region: str
+    inner: FakeSessions = field(default_factory=FakeSessions)
+    is_away: bool = False
+
+    async def open(self, *, min_version: int | None = None) -> Session:
+        if self.is_away:
+            raise EngineUnavailable("no way there")
+        session = await self.inner.open()
+        self.inner.capture(session, TURN)
+        return self._named(session)
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        session, turns = await self.inner.fork(session_id.partition("/")[2])
+        return self._named(session), turns
+
+    async def close(self, session_id: str) -> tuple[Turn, ...]:
+        return await self.inner.close(session_id.partition("/")[2])
+
+    async def discard(self, session_id: str) -> None:
+        await self.inner.discard(session_id.partition("/")[2])
+
+    def _named(self, session: Session) -> Session:
+        return replace(session, session_id=f"{self.region}/{session.session_id}")
+
+
+Use = Callable[[RegionalSessions, dict[str, Gateway]], Awaitable[None]]
+
+
+def over_two_regions(folder: Path, use: Use) -> list[RegionServed]:
+    """Use sessions in two regions that serve version 1; returns the events."""
+
+    async def run() -> None:
+        gateways = {name: Gateway(name) for name in ("home", "eu")}
+        with EventLog(folder / "events", "rollouts") as events:
+            sessions = RegionalSessions(Regions(gateways), gateways, LoopClock(), events)
+            for name in gateways:
+                sessions.report(name, RegionReport(version=1, places=4))
+            await use(sessions, gateways)
+            sessions.write_events()
+
+    run_virtually(run())
+    events = [logged.event for logged in EventReader(folder / "events").new()]
+    return [event for event in events if isinstance(event, RegionServed)]
+
+
+def test_sessions_end_where_they_were_opened_and_are_counted_there(tmp_path: Path) -> None:
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        first, second = [await sessions.open(min_version=1) for _ in range(2)]
+        fork, shared = await sessions.fork(first.session_id)
+        assert shared == 1
+        assert [len(gateway.inner) for gateway in gateways.values()].count(2) == 1
+        for session in (first, fork):
+            assert await sessions.close(session.session_id) == (TURN,)
+        await sessions.discard(second.session_id)
+        assert not any(len(gateway.inner) for gateway in gateways.values())
+        with pytest.raises(SessionLost, match="in any region"):
+            await sessions.close(first.session_id)
+
+    events = over_two_regions(tmp_path, use)
+    assert sorted((event.sessions, event.open, event.payload_bytes) for event in events) == [(1, 0, 0), (2, 0, 100)], (
+        "what a fork shares with its parent is stored once"
+    )
+
+
+def test_a_region_that_cannot_be_reached_is_left_out_until_it_reports(tmp_path: Path) -> None:
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        gateways["eu"].is_away = True
+        for _ in range(4):
+            assert (await sessions.open(min_version=1)).session_id.startswith("home/")
+        gateways["eu"].is_away = False
+        sessions.report("eu", RegionReport(version=1, places=4))
+        assert (await sessions.open(min_version=1)).session_id.startswith("eu/")
+
+    events = over_two_regions(tmp_path, use)
+    assert {event.region: event.open for event in events} == {"home": 4, "eu": 1}
+
+
+def test_a_session_waits_for_a_region_that_serves_its_version(tmp_path: Path) -> None:
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        with pytest.raises(TimeoutError):
+            async with timeout(1.0):
+                await sessions.open(min_version=2)
+        assert sessions.heard == 1
+        sessions.report("eu", RegionReport(version=2, places=4))
+        assert sessions.heard == 2
+        assert (await sessions.open(min_version=2)).session_id.startswith("eu/")
+
+    over_two_regions(tmp_path, use)
