@@ -32,7 +32,7 @@ class FakeGateway:
         self.version = version
         self.is_away = False
         self.opened = 0
-        self.asked = 0
+        self.polls = 0
 
     def app(self) -> web.Application:
         """Its API, as far as rollouts use it."""
@@ -43,7 +43,7 @@ class FakeGateway:
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
-        self.asked += 1
+        self.polls += 1
         await self._pass(request)
         return web.json_response({"engine": {"version": self.version, "digest": ""}, "engines": {"healthy": 1}})
 
@@ -92,8 +92,8 @@ def test_sessions_are_spread_over_regions_that_serve_the_version_and_a_region_th
             for session in opened:
                 assert await sessions.close(session.session_id) == ()
             eu, us = gateways.values()
-            us.is_away, asked = True, us.asked
-            await until(lambda: us.asked > asked + 1)
+            us.is_away, polls = True, us.polls
+            await until(lambda: us.polls > polls + 1)
             for _ in range(PLACES):
                 await sessions.open(min_version=0)
             assert (eu.opened, us.opened) == (2 * PLACES, PLACES)
