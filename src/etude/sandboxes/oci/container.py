@@ -23,7 +23,7 @@ from etude.sandbox_spec import ImageUser, SandboxSpec
 from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.folder_sandbox import Command
 from etude.sandboxes.images.machine_base import variables_of
-from etude.sandboxes.oci.bundle import ROOT, process
+from etude.sandboxes.oci.bundle import ROOT, ROOT_POWERS, process
 from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
 from etude.sandboxes.oci.runtimes import OciRuntime
 from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
@@ -41,6 +41,17 @@ RUNTIME_FAILED, KILLED = 128, 137
 KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
 EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
 """Scripts that run inside: the shell says in the usual words what cannot be run."""
+EXEC_IN_ROOT = """
+uid=$1; gid=$2; shift 2
+for folder in /usr/sbin /usr/bin /sbin /bin; do
+    [ ! -x $folder/chroot ] || break
+done
+[ $uid = 0 ] || exec $folder/chroot --userspec=$uid:$gid --groups= "$0" "$@" </dev/null
+exec $folder/chroot "$0" "$@" </dev/null
+"""
+"""The same in another root, by the ``chroot`` of the sandbox's image; to be another user than root takes coreutils'."""
+SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
+"""Capabilities of services beside those of who builds an image."""
 COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
 """Counts the processes inside, but for the first and the script's own."""
 HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
@@ -202,6 +213,9 @@ class Container:
 def _order(command: Command, *, has_input: bool) -> bytes:
     """``process.json`` of a command."""
     spec = command.spec
+    if service := command.service:
+        line = ["/bin/sh", "-c", EXEC_IN_ROOT, service.root, f"{service.uid}", f"{service.gid}", *command.argv]
+        return orjson.dumps(process(line, service.environment, "/", powers=(*ROOT_POWERS, *SERVICE_POWERS)))
     argv = ["/bin/sh", "-c", EXEC if has_input else EXEC_WITHOUT_INPUT, "sh", *command.argv]
     return orjson.dumps(
         process(argv, variables_of(spec) | dict(command.environment), spec.image.workdir, user=_user(spec))
