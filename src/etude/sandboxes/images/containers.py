@@ -10,8 +10,8 @@ whose user is root is for the user ``agent`` all the same, who is named in its `
 the home are the user's, whoever made them. ``CMD`` is not run: sandboxes run what a harness says.
 
 A service has an image of its own, and its root is a folder of the sandbox's (``Image.services``): its blobs are
-unpacked below that folder, into layers like any others, so that each provider shows, limits, copies and forks them as it
-does all files. There ``CMD`` counts, and root is root.
+unpacked below that folder, into layers like any others, so that each provider shows, limits, copies and forks them as
+it does all files. There ``CMD`` counts, and root is root.
 """
 
 import hashlib

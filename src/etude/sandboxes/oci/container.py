@@ -42,14 +42,26 @@ KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
 EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
 """Scripts that run inside: the shell says in the usual words what cannot be run."""
 EXEC_IN_ROOT = """
-uid=$1; gid=$2; shift 2
+exec </dev/null
+uid=$1 gid=$2; shift 2
 for folder in /usr/sbin /usr/bin /sbin /bin; do
     [ ! -x $folder/chroot ] || break
 done
-[ $uid = 0 ] || exec $folder/chroot --userspec=$uid:$gid --groups= "$0" "$@" </dev/null
-exec $folder/chroot "$0" "$@" </dev/null
+into=$folder/chroot
+[ $uid != 0 ] || exec $into "$0" "$@"
+case $($into --help 2>&1) in *userspec*) exec $into --userspec=$uid:$gid --groups= "$0" "$@" ;; esac
+case $($into "$0" chroot --help 2>&1) in
+    *userspec*) exec $into "$0" chroot --userspec=$uid:$gid --groups= / "$@" ;;
+esac
+while IFS=: read -r name _ number group _; do
+    [ "$number:$group" != $uid:$gid ] || exec $into "$0" su -m -s /bin/sh -- "$name" -c 'exec "$@"' sh "$@"
+done <"$0/etc/passwd"
+echo "to run as user $uid:$gid takes chroot of coreutils, or that user in /etc/passwd: add one, or use ns or qemu" >&2
+exit 126
 """
-"""The same in another root, by the ``chroot`` of the sandbox's image; to be another user than root takes coreutils'."""
+"""The same in another root, by the programs there are: ``chroot`` of coreutils, in the sandbox's or the service's image,
+or ``su`` of the latter.
+"""
 SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
 """Capabilities of services beside those of who builds an image."""
 COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
