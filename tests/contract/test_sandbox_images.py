@@ -109,13 +109,17 @@ def test_an_image_that_is_not_there_is_an_error(stage: Stage, image: Image, tmp_
 ENTRY = ("sh", "-c", 'echo "$(id -u) up" >/tmp/up; exec "$@"', "entry")
 
 
+SERVE = """echo shared >/dev/shm/word && exec >/tmp/said 2>/dev/null
+echo $(id -u) $WORD $(cat word) $(ls /) $(cat /dev/shm/word) >/dev/stdout; exec httpd -f -p 8000 -h /tmp"""
+
+
 def test_a_service_of_an_image_runs_in_a_root_of_its_own_and_in_forks(stage: Stage, tmp_path: Path) -> None:
     stage.need(Capability.IMAGE_SERVICES)
     if not BUSYBOX.exists():
         pytest.skip("busybox-static is not installed")
     service = ImageService(
         name="box",
-        argv=("sh", "-c", "echo $(id -u) $WORD $(cat word) $(ls /) >/tmp/said; exec httpd -f -p 8000 -h /tmp"),
+        argv=("sh", "-c", SERVE),
         environment={"PATH": "/bin", "WORD": "hello"},
         workdir="/srv",
         healthchecks=(
@@ -142,7 +146,7 @@ def test_a_service_of_an_image_runs_in_a_root_of_its_own_and_in_forks(stage: Sta
             await fork.close()
 
     spec = SandboxSpec(image=Image(layers=(layer,), services=(service,)), names=("box",))
-    assert stage.play(act, spec=spec) == ["0 hello world bin dev proc srv tmp\nFalse False\n"] * 2
+    assert stage.play(act, spec=spec) == ["0 hello world bin dev proc srv tmp shared\nFalse False\n"] * 2
 
 
 def test_an_entry_point_runs_and_is_waited_for_before_the_first_command(stage: Stage) -> None:

@@ -1,4 +1,4 @@
-"""What an image starts in a fresh sandbox: its services, its entry point, and the checks that are waited for.
+"""Programs that an image starts in a fresh sandbox: its services, its entry point, and the checks that are waited for.
 
     services                       ──▶  each in its own root, as its own user, until it is healthy
     ENTRYPOINT ["/entry.sh"]     ──▶  /entry.sh sh -c '…sleeps for ever…'     as Harbor starts its containers

@@ -58,9 +58,9 @@ class ServiceOrder:
 
     name: str
     source: str
-    """As of :func:`add_image`."""
+    """The image, as for :func:`add_image`."""
     dockerfile: str = "Dockerfile"
-    """Of a folder that is built."""
+    """Name in a folder that is built."""
     entrypoint: tuple[str, ...] | None = None
     command: tuple[str, ...] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -372,7 +372,7 @@ class _OwnFiles:
         return (self._root / place).parent
 
     def _below(self, place: str) -> Path | None:
-        """What the image has at a place. Raises :class:`~etude.errors.ConfigError` for one that leads by a link."""
+        """The image's file or folder at a place. Raises :class:`~etude.errors.ConfigError` where links lead there."""
         if any(link := first_link(tree, place) for tree in (*self._trees, self._root)):
             raise ConfigError(f"{self._what} has a link at {link}, where {place} shall be: name the place itself")
         return _topmost(self._trees, place)

@@ -149,12 +149,7 @@ def bundle(stage: Path, services: Sequence[ImageService] = (), *, shares_kernel:
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]},
-        {
-            "destination": "/dev/shm",
-            "type": "tmpfs",
-            "source": "shm",
-            "options": [f"size={SHARED_MEMORY_BYTES}", "mode=1777"],
-        },
+        _shared_memory(""),
         # Else the runtime would put a file system of its own there, in memory that is not counted. Not by its path in
         # the root: the runtime looks it up again when it restores a sandbox.
         {"destination": "/tmp", "type": "bind", "source": f"{stage}/tmp", "options": ["rbind", "rw"]},
@@ -178,16 +173,28 @@ def _root_mounts(root: str, *, shares_kernel: bool) -> list[Json]:
     devices: list[Json] = [{"destination": f"{root}/dev", "type": "devtmpfs", "source": "devtmpfs"}]
     if shares_kernel:
         devices = [{"destination": f"{root}/dev", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]}]
-        shown = {"destination": "", "type": "bind", "options": ["bind", "nosuid", "noexec"]}
-        devices += [{**shown, "destination": f"{root}/dev/{name}", "source": f"/dev/{name}"} for name in DEVICES]
-    return [{"destination": f"{root}/proc", "type": "proc", "source": "proc"}, *devices]
+        devices += [_shown_device(root, name) for name in DEVICES]
+    return [{"destination": f"{root}/proc", "type": "proc", "source": "proc"}, *devices, _shared_memory(root)]
+
+
+def _shared_memory(root: str) -> Object:
+    options: list[Json] = [f"size={SHARED_MEMORY_BYTES}", "mode=1777"]
+    return {"destination": f"{root}/dev/shm", "type": "tmpfs", "source": "shm", "options": options}
+
+
+def _shown_device(root: str, name: str) -> Object:
+    """The mount of one of the machine's devices."""
+    path = f"/dev/{name}"
+    return {"destination": root + path, "type": "bind", "source": path, "options": ["bind", "nosuid", "noexec"]}
 
 
 def _kernel_guard(roots: Sequence[str]) -> Object:
     """Masks and the filter of system calls over a kernel that is the machine's, which every root shows."""
+    masked: list[Json] = [root + path for root in roots for path in MASKED_PATHS]
+    read_only: list[Json] = [root + path for root in roots for path in READ_ONLY_PATHS]
     return {
-        "maskedPaths": [root + path for root in roots for path in MASKED_PATHS],
-        "readonlyPaths": [root + path for root in roots for path in READ_ONLY_PATHS],
+        "maskedPaths": masked,
+        "readonlyPaths": read_only,
         "seccomp": {
             "defaultAction": "SCMP_ACT_ALLOW",
             "syscalls": [

@@ -44,6 +44,10 @@ EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
 EXEC_IN_ROOT = """
 exec </dev/null
 uid=$1 gid=$2; shift 2
+[ -h "$0/dev/fd" ] || {
+    ln -s /proc/self/fd "$0/dev/fd"
+    for number in 0:stdin 1:stdout 2:stderr; do ln -s fd/${number%:*} "$0/dev/${number#*:}"; done
+}
 for folder in /usr/sbin /usr/bin /sbin /bin; do
     [ ! -x $folder/chroot ] || break
 done
@@ -59,8 +63,8 @@ done <"$0/etc/passwd"
 echo "to run as user $uid:$gid takes chroot of coreutils, or that user in /etc/passwd: add one, or use ns or qemu" >&2
 exit 126
 """
-"""The same in another root, by the programs there are: ``chroot`` of coreutils, in the sandbox's or the service's image,
-or ``su`` of the latter.
+"""The same in another root, by the programs there are: ``chroot`` of coreutils, in the sandbox's or the service's
+image, or ``su`` of the latter.
 """
 SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
 """Capabilities of services beside those of who builds an image."""

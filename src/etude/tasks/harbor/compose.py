@@ -312,7 +312,7 @@ def _volumes(name: str, service: ServiceSettings, source: str) -> list[tuple[str
 
 
 def _order_of(name: str, service: ServiceSettings, source: str, names: Sequence[str]) -> ServiceOrder:
-    """What is made of a service with an image of its own."""
+    """The order for a service with an image of its own."""
     folder = Path(source).parent
     volumes = _volumes(name, service, source)
     tmpfs = (service.tmpfs,) if isinstance(service.tmpfs, str) else service.tmpfs
