@@ -24,6 +24,7 @@ from etude.engines.native.opener import NativeUpdater
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
+from etude.objects import ObjectStore
 from etude.run.numerics import largest_state, load_published, serving_model
 from etude.run.weight_follower import WeightFollower
 from etude.types import Json
@@ -31,7 +32,6 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.replica import PulledWeights
 from etude.weights.state import State, StoredTensor, state_bytes
-from etude.weights.store import ObjectStore
 from etude.weights.tensors import to_stored, to_tensors
 
 _NUMBER_BYTES = 2

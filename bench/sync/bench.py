@@ -34,12 +34,12 @@ from bench.sync.trainee import TrainedWeights
 from bench.sync.wan import Wan, WanShape
 from bench.tables import results_page
 from etude.errors import InfrastructureError, UserError
+from etude.objects import ObjectStore
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import ReceiveOptions, Receiver
 from etude.weights.state import state_bytes
-from etude.weights.store import ObjectStore
 
 CONTESTANTS = ("etude", "xor", "full")
 REGIONS = ("region-a", "region-b")

@@ -27,6 +27,7 @@ import torch
 from bench.engine.swaps import open_engine
 from bench.sync.bucket import serve_bucket
 from bench.sync.trainee import ReloadedModel, TrainedWeights, model_spec
+from etude.objects import Objects, ObjectStore, StoreOptions
 from etude.run.numerics import largest_state
 from etude.run.weight_follower import WeightFollower
 from etude.types import Json
@@ -35,7 +36,6 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.relay import Relay
 from etude.weights.state import State, StoredTensor, snapshot
-from etude.weights.store import Objects, ObjectStore, StoreOptions
 
 BUCKET_PORT = 5000
 BUCKET = "sync"

@@ -31,11 +31,11 @@ from bench.tables import results_page
 from bench.weights.contestants import CONTESTANTS, DeltaContestant, FireworksContestant
 from bench.weights.floors import Floors, floors_of
 from etude.errors import DamagedError, UserError
+from etude.objects import ObjectStore
 from etude.types import Json
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.state import State
-from etude.weights.store import ObjectStore
 
 GB = 1e9
 MOST_RUNS = 25

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from etude.objects import ObjectStore
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.pull import Receiver
 from etude.weights.retention import collect
-from etude.weights.store import ObjectStore
 from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
 
@@ -33,7 +33,7 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver
 from synthetic_updates import alike, synthetic_version
 from etude.weights.replica import Replica
-from etude.weights.store import ObjectStore
+from etude.objects import ObjectStore
 
 def publish(log):
     options = PublishOptions(codec="gaps", chunk_numbers=100, pack_bytes=500, encoders=2, uploads=2, anchor_every=5)

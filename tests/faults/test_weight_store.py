@@ -15,6 +15,7 @@ from threading import Barrier, Event
 import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError
+from etude.objects import ObjectEntry, Objects, ObjectStore, StoreOptions
 from etude.types import WeightVersion
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
@@ -24,7 +25,6 @@ from etude.weights.pull import ReceiveOptions, Receiver
 from etude.weights.records import Link, commit_key, layout_key, link_key, pack_key
 from etude.weights.retention import collect
 from etude.weights.state import State
-from etude.weights.store import ObjectEntry, Objects, ObjectStore, StoreOptions
 from fake_clock_store import FakeClockStore
 from faulty_store import Failure, FaultyStore, random_failures
 from synthetic_updates import alike, synthetic_version

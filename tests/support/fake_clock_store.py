@@ -1,6 +1,6 @@
 """A store whose clock moves only when told to, for tests of leases, ages and grace."""
 
-from etude.weights.store import ObjectEntry, ObjectStore
+from etude.objects import ObjectEntry, ObjectStore
 
 
 class FakeClockStore:

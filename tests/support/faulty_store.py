@@ -12,7 +12,7 @@ from threading import Lock
 from typing import TypeVar, final
 
 from etude.errors import InfrastructureError
-from etude.weights.store import ObjectEntry, Objects
+from etude.objects import ObjectEntry, Objects
 
 _Answer = TypeVar("_Answer")
 
@@ -67,35 +67,35 @@ class FaultyStore:
             self.calls.clear()
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("put_if_absent", key, lambda: self._inner.put_if_absent(key, data))
 
     def renew(self, key: str, data: bytes) -> None:
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         self._call("renew", key, lambda: self._inner.renew(key, data))
 
     def get(self, key: str) -> bytes | None:
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("get", key, lambda: self._inner.get(key))
 
     def exists(self, key: str) -> bool:
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("exists", key, lambda: self._inner.exists(key))
 
     def entries(self, prefix: str) -> "list[ObjectEntry]":
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("entries", prefix, lambda: self._inner.entries(prefix))
 
     def list(self, prefix: str) -> "list[str]":
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("list", prefix, lambda: self._inner.list(prefix))
 
     def delete(self, *keys: str) -> None:
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         self._call("delete", " ".join(keys), lambda: self._inner.delete(*keys))
 
     def now(self) -> float:
-        """As :class:`~etude.weights.store.ObjectStore`, or a failure."""
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("now", "", self._inner.now)
 
     def _call(self, method: str, key: str, act: Callable[[], _Answer]) -> _Answer:

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from etude.errors import InfrastructureError
+from etude.objects import ObjectStore
 from etude.storage import FULL, fullest, storage_errno
-from etude.weights.store import ObjectStore
 from smalldisk import fill, small_disk
 
 

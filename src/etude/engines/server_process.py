@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from asyncio import sleep
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -23,7 +23,7 @@ import orjson
 
 from etude.engines import process_guard
 from etude.engines.api_client import ApiClient, RequestLimits
-from etude.errors import EngineUnavailable, UserError
+from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.models.checkpoint import CONFIG_FILE
 from etude.weights.interop.checkpoint import write_checkpoint
 from etude.weights.state import State
@@ -104,6 +104,17 @@ class ServerProcess:
                         f"{self.name} is not healthy after {timeout_s:g} s; its log ends\n{self._tail()}"
                     ) from error
             await sleep(WATCH_S)
+
+    async def start_engine(self, client: ApiClient, start: Callable[[], Awaitable[None]]) -> None:
+        """Wait until the server answers, then ``start`` the engine on it, which makes sure of version and weights.
+
+        Raises :class:`~etude.errors.ConfigError` when either fails: with the same settings it would fail again.
+        """
+        try:
+            await self.ready(client, START_S)
+            await start()
+        except EngineUnavailable as error:
+            raise ConfigError(f"{self.name} cannot serve this run: {error}; see {self.log}") from error
 
     async def watch(self) -> None:
         """Raise :class:`~etude.errors.EngineUnavailable` once the server ends."""

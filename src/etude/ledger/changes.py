@@ -178,7 +178,7 @@ def _settle(
         and purpose == TRAIN
         and max_resamples
         and rows.is_without_signal(db, group.group_index)
-        and rows.resampled_since_claim(db, NO_SIGNAL) < max_resamples
+        and rows.resampled_since_batch(db, NO_SIGNAL) < max_resamples
     ):
         state, reason = GroupState.DROPPED, NO_SIGNAL
     if state is not GroupState.OPEN:

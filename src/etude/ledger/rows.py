@@ -248,7 +248,7 @@ def is_without_signal(db: Database, index: int) -> bool:
     return int(count) < 2 or lowest == highest
 
 
-def resampled_since_claim(db: Database, reason: str) -> int:
+def resampled_since_batch(db: Database, reason: str) -> int:
     """Number of training groups dropped for a ``reason`` behind the last one that a step claimed."""
     sql = (
         "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"

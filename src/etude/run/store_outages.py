@@ -1,7 +1,7 @@
 """Outages of a run's weight store: waiting and reporting.
 
 Owns how long a process waits, what it says meanwhile and that it stays alive; which calls are tried again is
-:mod:`etude.weights.store`'s.
+:mod:`etude.objects`'s.
 """
 
 import logging

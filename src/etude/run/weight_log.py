@@ -5,10 +5,10 @@ from contextlib import closing
 
 from etude.errors import InfrastructureError, RunFolderError, UserError
 from etude.ledger.archive import Archive
+from etude.objects import Objects, ObjectStore, RetryingStore
 from etude.run.folder import LOG_ID, RunFolder
 from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
-from etude.weights.store import Objects, ObjectStore, RetryingStore
 
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 """The environment variable with the secret that signs weight records; every process of a run needs the same."""

@@ -28,6 +28,7 @@ from typing import cast, final
 
 from etude import clock
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
+from etude.objects import Objects, check_put_if_absent
 from etude.types import WeightPack, WeightVersion
 from etude.weights.packs import FilledPack
 from etude.weights.plan import Edge, edge_of, reachable
@@ -52,12 +53,13 @@ from etude.weights.records import (
     require_log_id,
     staged_folder,
 )
-from etude.weights.store import FULL_REQUEST_FOLDER, Objects
 
 _LAYOUTS_KEPT = 16
 """Those of this launch of the trainer, and of some launches before."""
 _LEASES_HELD = 2
 """A reader's newest lease and the one before, so that no listing finds it between two."""
+FULL_REQUEST_FOLDER = "full-requests"
+"""Folder in which readers request full snapshots; what is old there may be deleted."""
 FULL_REQUEST_AHEAD = 2
 """Distance from the newest version to the one that is to be whole."""
 _CREATE_TRIES = 3
@@ -369,11 +371,14 @@ class RecordFiles:
     def _started(self) -> str:
         """The id of the log, which begins now if there is none.
 
-        Raises :class:`~etude.errors.FencedError` where another log is than the one that is expected.
+        Raises :class:`~etude.errors.FencedError` where another log is than the one that is expected,
+        :class:`~etude.errors.UserError` where a log cannot begin.
         """
         if self._written is None:
             log_id = self.log_id()
             if log_id is None:
+                with suppress(InfrastructureError):  # the write that follows says it again, if it lasts
+                    check_put_if_absent(self._store)
                 log_id = self._expected or secrets.token_hex(16)
                 if not create(self._store, LOG_KEY, self._first_record(log_id)):
                     log_id = self.log_id() or self.begin_again(log_id)

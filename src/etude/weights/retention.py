@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from etude.errors import UserError
+from etude.objects import CLOCK_FOLDER, ObjectEntry
 from etude.types import WeightVersion
-from etude.weights.log import WeightLog
+from etude.weights.log import FULL_REQUEST_FOLDER, WeightLog
 from etude.weights.plan import Edge, Place, edge_of, reachable
 from etude.weights.records import Link, ReaderLease, commit_key, layout_key, link_key, pack_key, record_key
-from etude.weights.store import CLOCK_FOLDER, FULL_REQUEST_FOLDER, ObjectEntry
 
 _DELETE_BATCH = 500
 """Objects removed per request."""

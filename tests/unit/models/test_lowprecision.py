@@ -21,13 +21,13 @@ from etude.models.lowprecision import (
     quantised_state,
     quantization_config,
 )
+from etude.objects import ObjectStore
 from etude.types import TensorSpec
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from etude.weights.state import State, StoredTensor
-from etude.weights.store import ObjectStore
 
 ALL = tuple(EXPERT_FORMATS.values())
 STORED = MappingProxyType(

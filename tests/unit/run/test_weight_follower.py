@@ -15,6 +15,7 @@ from etude.errors import DamagedError, InfrastructureError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
+from etude.objects import ObjectStore, RetryingStore
 from etude.run.numerics import largest_state, load_published, published_state, serving_model, training_model
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
@@ -25,7 +26,6 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.replica import PulledWeights
-from etude.weights.store import ObjectStore, RetryingStore
 from etude.weights.tensors import to_stored
 from waiting import until
 

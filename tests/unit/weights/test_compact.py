@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from etude.errors import DamagedError
+from etude.objects import ObjectStore
 from etude.types import TensorSpec
 from etude.weights.compact import Compactor
 from etude.weights.log import WeightLog
@@ -12,7 +13,6 @@ from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull
 from etude.weights.records import pack_key
 from etude.weights.state import State, StoredTensor
-from etude.weights.store import ObjectStore
 from synthetic_updates import alike, synthetic_version
 
 OPTIONS = PublishOptions(codec="gaps", chunk_numbers=512, encoders=2, uploads=2, anchor_every=0, compact=False)

@@ -6,11 +6,11 @@ from threading import Barrier
 import pytest
 
 from etude.errors import DamagedError, InfrastructureError
+from etude.objects import ObjectStore
 from etude.types import WeightPack
 from etude.weights.log import WeightLog
 from etude.weights.pull import PackCache
 from etude.weights.records import pack_key
-from etude.weights.store import ObjectStore
 from faulty_store import Failure, FaultyStore
 
 SIZE = 10

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError
+from etude.objects import ObjectStore
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from etude.weights.pull import Receiver, pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.relay import Relay
-from etude.weights.store import ObjectStore
 from faulty_store import Failure, FaultyStore
 from synthetic_updates import alike, synthetic_version
 

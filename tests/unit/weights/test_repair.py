@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from etude.objects import ObjectStore
 from etude.types import WeightVersion
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
@@ -12,7 +13,6 @@ from etude.weights.pull import pull
 from etude.weights.records import commit_key, layout_key, link_key, pack_key
 from etude.weights.relay import Relay
 from etude.weights.repair import RepairResult, repair, verify
-from etude.weights.store import ObjectStore
 from synthetic_updates import alike, synthetic_version
 
 VERIFY_OPTIONS = PublishOptions(

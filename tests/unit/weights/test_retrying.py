@@ -7,11 +7,11 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from etude.errors import InfrastructureError
+from etude.objects import Objects, ObjectStore, RetryingStore, StoreOptions
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
-from etude.weights.store import Objects, ObjectStore, RetryingStore, StoreOptions
 from faulty_store import Failure, FaultyStore
 from smalldisk import fill, small_disk
 from synthetic_updates import synthetic_version

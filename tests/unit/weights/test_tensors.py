@@ -9,13 +9,13 @@ from torch import Tensor
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
+from etude.objects import ObjectStore
 from etude.run.resolve import resolve_device
 from etude.weights.digest import state_digest
 from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import Receiver, pull
 from etude.weights.state import State
-from etude.weights.store import ObjectStore
 from etude.weights.tensors import to_stored, to_tensors
 
 

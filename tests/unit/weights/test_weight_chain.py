@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from etude.errors import DamagedError, FencedError, InfrastructureError, UserError
+from etude.objects import Objects, ObjectStore
 from etude.types import TensorSpec, WeightVersion
 from etude.weights.chunks import Layout
 from etude.weights.compact import Compactor
@@ -18,7 +19,6 @@ from etude.weights.pull import ReceiveOptions, Receiver, pull
 from etude.weights.records import commit_key, pack_key
 from etude.weights.repair import repair
 from etude.weights.state import ELEMENTS, State, StoredTensor, snapshot
-from etude.weights.store import Objects, ObjectStore
 from faulty_store import Failure, FaultyStore
 from synthetic_updates import alike, synthetic_version
 

@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -18,10 +19,9 @@ from etude.config.inference import SglangOptions
 from etude.config.recipe import RunConfig
 from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
-from etude.engines.server_process import START_S, CheckpointWriter, ServerProcess, free_port, limits_of
+from etude.engines.server_process import CheckpointWriter, ServerProcess, free_port, limits_of
 from etude.engines.sglang.engine import SglangEngine, SglangFeatures
 from etude.engines.sglang.server import SglangServer, find_python
-from etude.errors import ConfigError, EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE
 from etude.models.spec import ModelSpec
 from etude.sandboxes.scratch import Scratch
@@ -42,7 +42,7 @@ async def open_sglang(context: EngineContext, pulled: PulledWeights) -> AsyncIte
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 client = ApiClient("SGLang", process.base_url, http)
                 engine = SglangEngine(client, limits_of(model, server.max_length), features_of(context.spec, server))
-                await _start(process, engine, client, server)
+                await process.start_engine(client, partial(engine.start, server.version, server.model))
                 yield ServedEngine(engine=engine, updater=SglangUpdater(engine, writer), tasks=(process.watch,))
         finally:
             process.stop()
@@ -97,15 +97,3 @@ class SglangUpdater:
 
     def settle(self) -> None:
         """Nothing: the server has one copy."""
-
-
-async def _start(process: ServerProcess, engine: SglangEngine, client: ApiClient, server: SglangServer) -> None:
-    """Wait for the server, and make sure of its version.
-
-    Raises :class:`~etude.errors.ConfigError` when that fails: started again with the same settings it would again.
-    """
-    try:
-        await process.ready(client, START_S)
-        await engine.start(server.version, server.model)
-    except EngineUnavailable as error:
-        raise ConfigError(f"SGLang cannot serve this run: {error}; see {process.log}") from error

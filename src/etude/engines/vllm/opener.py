@@ -9,6 +9,7 @@ killed one left there.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -19,11 +20,10 @@ from etude.config.recipe import RunConfig
 from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
 from etude.engines.native.scheduler import SwapMode
-from etude.engines.server_process import START_S, CheckpointWriter, ServerProcess, free_port, limits_of
+from etude.engines.server_process import CheckpointWriter, free_port, limits_of
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmServer, find_python, start
-from etude.errors import ConfigError, EngineUnavailable
 from etude.models.checkpoint import CONFIG_FILE
 from etude.models.spec import ModelSpec
 from etude.sandboxes.scratch import Scratch
@@ -47,7 +47,7 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
                 client = ApiClient("vLLM", process.base_url, http)
                 features = ServerFeatures(sparse_layers=context.spec.sparse_layers if server.routes else ())
                 engine = VllmEngine(client, limits_of(model, server.max_length), features, memory)
-                await _start(process, engine, client, pulled)
+                await process.start_engine(client, partial(engine.start, pulled.version, pulled.digest))
                 updater = VllmUpdater(engine, writer, SwapMode(options.swap))
                 yield ServedEngine(engine=engine, updater=updater, tasks=(process.watch,))
         finally:
@@ -94,15 +94,3 @@ class VllmUpdater:
 
     def settle(self) -> None:
         """Nothing: the server has one copy."""
-
-
-async def _start(process: ServerProcess, engine: VllmEngine, client: ApiClient, pulled: PulledWeights) -> None:
-    """Wait for the server and make sure of its weights.
-
-    Raises :class:`~etude.errors.ConfigError` when that fails: started again with the same settings it would again.
-    """
-    try:
-        await process.ready(client, START_S)
-        await engine.start(pulled.version, pulled.digest)
-    except EngineUnavailable as error:
-        raise ConfigError(f"vLLM cannot serve this run: {error}; see {process.log}") from error

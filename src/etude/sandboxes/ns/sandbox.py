@@ -86,8 +86,8 @@ class Commands:
             ending = await self._start(body, (in_memory(data), pipe.theirs))
             pipe.close_write_end()
             timed_out = await self._see_end(number, ending, JOB_TIMEOUT_S)
-            end = {} if ending.cancelled() else await ending
-            if end.get("agents_doing"):
+            end = await self._end(ending)
+            if end["agents_doing"]:
                 raise AgentFault(
                     f"{job} was killed or stopped by what runs in the sandbox, or by what fills its memory"
                 )
@@ -110,7 +110,7 @@ class Commands:
         for pipe in pipes:
             pipe.close_write_end()
         timed_out = await self._see_end(body["id"], ending, command.timeout_s)
-        status = self._status(await ending)
+        status = self._status(await self._end(ending))
         exit_code = KILLED if timed_out else 128 - status if status < 0 else status
         return exec_result(pipes, exit_code, timed_out=timed_out, start_s=start_s)
 
@@ -136,6 +136,14 @@ class Commands:
             if not ending.done():
                 self._fail(f"a command did not end within {GRACE_S:g} s of being killed")
                 ending.cancel()
+
+    async def _end(self, ending: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+        """How a command or job ended. Raises :class:`~etude.errors.SandboxError` for one that never did, and so closed
+        its sandbox; its own cancellation must not be taken for the caller's.
+        """
+        if ending.cancelled():
+            self._check_open()
+        return await ending
 
     def _status(self, end: Mapping[str, Any]) -> int:
         """The end of a command or job; what ended because its sandbox did has no result."""

@@ -440,6 +440,25 @@ def test_a_launcher_that_is_killed_takes_all_with_it_and_is_replaced() -> None:
     assert act(kill) == ([], "again\n")
 
 
+def test_a_command_that_does_not_end_when_it_is_killed_fails_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.sandboxes.ns.sandbox.GRACE_S", 0.5)
+
+    async def freeze(provider: NamespaceSandboxes) -> None:
+        sandbox = await provider.create({})
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        running = asyncio.ensure_future(sandbox.exec(["sleep", "61"], timeout_s=0.5))
+        await asyncio.sleep(0.2)
+        os.kill(launcher, signal.SIGSTOP)
+        try:
+            with pytest.raises(SandboxError, match="did not end within"):
+                await running
+        finally:
+            os.kill(launcher, signal.SIGCONT)
+
+    act(freeze)
+
+
 def test_a_launcher_that_is_killed_while_it_makes_sandboxes_leaves_none() -> None:
     async def kill(provider: NamespaceSandboxes) -> list[int]:
         left: list[int] = []

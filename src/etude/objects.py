@@ -1,4 +1,4 @@
-"""Stores of weight versions: named immutable objects in a folder, in memory or in a cloud bucket.
+"""Object stores: named immutable objects in a folder, in memory or in a cloud bucket.
 
 This file owns the way to the storage and nothing of what is stored. Objects are created whole or not at all, and never
 changed: :meth:`ObjectStore.put_if_absent` is all the coordination that writers need. :class:`Objects` is the seam:
@@ -50,8 +50,6 @@ S3_OPTIONS = ("endpoint", "region", "access_key_id", "secret_access_key", "sessi
 """Fields of :class:`StoreOptions` that only S3 has, by the names that obstore has for them, too."""
 CLOCK_FOLDER = "clock"
 """Folder in which :meth:`ObjectStore.now` writes its probes; whatever lies there may be deleted."""
-FULL_REQUEST_FOLDER = "full-requests"
-"""Folder in which readers request full snapshots; what is old there may be deleted."""
 
 _FIRST_PAUSE_S = 0.1
 _BACKOFF_SHARE = 0.1
@@ -88,7 +86,7 @@ class StoreOptions:
     """True if the endpoint may be without TLS; ``None`` asks ``AWS_ALLOW_HTTP``."""
     unsigned_payload: bool = True
     """True to sign requests only and not what they carry (S3): five times less work per byte sent. TLS and the
-    digests of packs protect the content anyway.
+    digests that étude keeps of what it stores protect the content anyway.
     """
     region: str | None = None
     access_key_id: str | None = None
@@ -286,6 +284,22 @@ class ObjectStore:
             took_s = SystemClock().now() - started_s
             message = f"object store {self.url}: cannot {action} {key!r} (gave up after {took_s:.1f} s): "
             raise InfrastructureError(message + _first_line(error)) from error
+
+
+def check_put_if_absent(store: Objects) -> None:
+    """Write an object twice, which a storage has to refuse: some servers that speak S3 overlook ``If-None-Match``.
+
+    Raises :class:`~etude.errors.UserError` where it does not, and ``InfrastructureError``.
+    """
+    key = f"{CLOCK_FOLDER}/{uuid.uuid4().hex}"
+    store.put_if_absent(key, b"first")
+    overwritten = store.put_if_absent(key, b"second")
+    store.delete(key)
+    if overwritten:
+        raise UserError(
+            f"object store {store.url} overwrites objects that must not be there (it ignores If-None-Match: *), so two "
+            f"writers could destroy each other's versions: use one that honours it, as S3, GCS and Azure do"
+        )
 
 
 class Outages(Protocol):
