@@ -138,7 +138,7 @@ class Commands:
                 ending.cancel()
 
     async def _end(self, ending: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-        """How a command or job ended. Raises :class:`~etude.errors.SandboxError` for one that never did, and so closed
+        """The end of a command or job. Raises :class:`~etude.errors.SandboxError` for one that never did, and so closed
         its sandbox; its own cancellation must not be taken for the caller's.
         """
         if ending.cancelled():
