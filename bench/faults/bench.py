@@ -46,6 +46,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder, start_from
 from etude.run.machine_info import source_commit
+from etude.run.process_name import ENGINE, GATEWAY
 from etude.run.supervision import THREADING
 from etude.types import Json
 
@@ -65,8 +66,8 @@ SILENT_S = 10.0
 START_S = 600.0
 """How long either part of it may take; some seconds where nobody else is at work."""
 MEMORY = Path("/dev/shm")
-LINKS = ("engine", "gateway")
-"""Processes behind a link, by their names among the endpoints."""
+LINKS = (ENGINE, GATEWAY)
+"""Processes behind a link."""
 GOALS = tuple(Goal(wrong.value, "at most", 0.0) for wrong in Wrong)
 _COLUMNS = ("case", "injected", "runs", "recovered", "went_on", "restarted", "resumed", "median_s", "longest_s")
 
@@ -227,7 +228,7 @@ class Campaign:
         log = self._scratch / "supervisor.log"
         log.write_bytes(b"")
         with ExitStack() as stack:
-            links = {name: stack.enter_context(Link()) for name in LINKS}
+            links = {str(name): stack.enter_context(Link()) for name in LINKS}
             machine = Machine(folder.path, self._scratch / "page", self._preload())
             stack.callback(machine.close)
             chaos_run = ChaosRun(schedule, folder, log, Site(machine=machine, links=links, database=database))

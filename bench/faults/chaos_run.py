@@ -23,6 +23,7 @@ from bench.faults.schedule import OFFLINE, Fault, FaultSchedule, Kind
 from bench.faults.supervisor import GONE_S, Supervisor, kill_all, wait_for_end
 from etude.errors import InfrastructureError, RunFolderError
 from etude.run.folder import RunFolder
+from etude.run.process_name import ProcessName
 
 POLL_S = 0.05
 """How often everything is looked at."""
@@ -227,7 +228,7 @@ class ChaosRun:
         """Let connections go through the links, wherever the run listens since it was resumed."""
         with suppress(RunFolderError, OSError, ValueError, KeyError):
             for number, (name, link) in enumerate(self._site.links.items()):
-                port = self._folder.endpoints.port(name)
+                port = self._folder.endpoints.port(ProcessName.parse(name))
                 if port != link.target:
                     link.target = port
                     self._site.machine.lead(number, port, link.port)

@@ -50,9 +50,9 @@ WEATHERS: Mapping[Kind, tuple[str, Weather]] = MappingProxyType(
         Kind.GATEWAY_5XX: ("gateway", Weather.REFUSING),
         Kind.GATEWAY_RESET: ("gateway", Weather.BREAKING),
         Kind.GATEWAY_STALL: ("gateway", Weather.STALLING),
-        Kind.ENGINE_5XX: ("engine", Weather.REFUSING),
-        Kind.ENGINE_RESET: ("engine", Weather.BREAKING),
-        Kind.ENGINE_STALL: ("engine", Weather.STALLING),
+        Kind.ENGINE_5XX: ("serve", Weather.REFUSING),
+        Kind.ENGINE_RESET: ("serve", Weather.BREAKING),
+        Kind.ENGINE_STALL: ("serve", Weather.STALLING),
     }
 )
 """Kind → the link it happens to, named after the process behind it, and how that is."""

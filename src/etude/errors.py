@@ -25,7 +25,7 @@
         │       └── JudgeDeclined  of this rollout there will be none, whenever it is asked for
         └── SandboxError        a sandbox could not start or died under a command
             ├── Unsupported     its provider does not claim to be capable of that
-            └── SandboxesBusy   a pool has no place in time (defined there)
+            └── SandboxesBusy   no place for one more is free in time: try again later, or elsewhere
 
 Errors are raised where the fact is known, with the offending value and the fix in the message. They are classified
 in two places only: ``cli.main`` (:class:`ExitCode`) and ``rollouts.worker`` (what becomes of a rollout).
@@ -157,6 +157,10 @@ class JudgeDeclined(JudgeLost):
 
 class SandboxError(InfrastructureError):
     """A sandbox could not be started or died under a command."""
+
+
+class SandboxesBusy(SandboxError):
+    """A pool, a server or all hosts of sandboxes have no free place; retry later, or elsewhere."""
 
 
 class Unsupported(SandboxError):

@@ -22,6 +22,7 @@ from etude.harnesses.coding import CodingHarness
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.protocols import Completion, Grade, HarnessResult, SamplingParams, Sandbox
 from etude.rollouts.branching import Branching
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.runner import RolloutRunner
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext
@@ -94,7 +95,7 @@ async def context(agent: Agent) -> AsyncIterator[RolloutContext]:
     async with gateway(setting) as caller, aiohttp.ClientSession() as http:
         try:
             yield RolloutContext(
-                sessions=GatewaySessions(caller.url, ADMIN_KEY, http),
+                sessions=GatewaySessions(GatewayTable([caller.url]), ADMIN_KEY, http),
                 sandboxes=sandboxes,
                 harness=CodingHarness(CodingOptions(max_turns=7), http),
                 grader=Grader(),

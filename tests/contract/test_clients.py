@@ -38,7 +38,9 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
+from etude.objects import ObjectStore
 from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, Session, TokenChunk
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sessions import GatewaySessions
 from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
@@ -118,11 +120,11 @@ class Stage:
 
     async def _open(self) -> Session:
         async with aiohttp.ClientSession() as http:
-            return await GatewaySessions(self.url, ADMIN, http).open()
+            return await GatewaySessions(GatewayTable([self.url]), ADMIN, http).open()
 
     async def _close(self, session_id: str) -> tuple[Turn, ...]:
         async with aiohttp.ClientSession() as http:
-            return await GatewaySessions(self.url, ADMIN, http).close(session_id)
+            return await GatewaySessions(GatewayTable([self.url]), ADMIN, http).close(session_id)
 
 
 @dataclass
@@ -209,7 +211,7 @@ def on_stage(scenes: Sequence[Scene], folder: Path) -> Iterator[Stage]:
             plan = GatewaySpec(
                 chat=chat,
                 max_length=MAX_LENGTH,
-                recorder=Recorder(Payloads(folder / "payloads")),
+                recorder=Recorder(Payloads(ObjectStore(str(folder / "payloads")))),
                 engines=(EngineEntry(name="engine", url=f"http://127.0.0.1:{engine_port}"),),
                 keys=(Key(key_id="test", digest=digest_of(ADMIN), scope=Scope.ADMIN, created=""),),
             )

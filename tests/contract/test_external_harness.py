@@ -20,6 +20,7 @@ from etude.gateway.service import Recorder
 from etude.harnesses.command import CommandHarness
 from etude.ledger.ledger import OpenSlot
 from etude.rewards.graders.answers import AnswerGrader
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, run_rollout
@@ -84,7 +85,7 @@ def attempt(
             beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
             environments = EnvironmentTaskSandboxes(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
             context = RolloutContext(
-                sessions=GatewaySessions(url, "admin", http),
+                sessions=GatewaySessions(GatewayTable([url]), "admin", http),
                 sandboxes=environments,
                 harness=CommandHarness(config, http, workdir=WORKDIR),
                 grader=environments.grader(900.0, AnswerGrader()),

@@ -29,6 +29,7 @@ from etude.ledger.turns import encode_turns
 from etude.protocols import Grade, HarnessResult
 from etude.rewards.score import ScorePolicy
 from etude.rewards.shaping.hints import TOOL_RULES, HintFinder
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import GradedRollout, ScoredRollout
 from etude.run.detokenize import turn_reader
@@ -108,7 +109,7 @@ async def work(process: Process, tokens: int) -> Work:
     """Go on until ``tokens`` were read and said, context after context."""
     chance, contexts, first = random.Random(0), list[Context](), PROMPT
     async with aiohttp.ClientSession() as http:
-        sessions = GatewaySessions(process.url, ADMIN_KEY, http)
+        sessions = GatewaySessions(GatewayTable([process.url]), ADMIN_KEY, http)
         session = await sessions.open()
         acting, summing_up = (
             CompletionClient(http, max_tokens=LONGEST, timeout_s=30.0, kind=kind) for kind in TurnKind

@@ -21,6 +21,7 @@ from etude.engines.fake import FakeEngine
 from etude.harnesses.coding import CodingHarness
 from etude.protocols import Completion, HarnessResult, SamplingParams
 from etude.rollouts.fake import FakeSandbox
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sessions import GatewaySessions
 from etude.trainer.batching.build import build_trajectories
 from etude.types import AnswerChecks, Rollout, RolloutStatus, Split, Task, TokenIds, Turn, TurnKind
@@ -129,7 +130,7 @@ def opening(turn: Turn) -> str:
 
 async def drive(engine: ScriptedEngine, config: CodingOptions = HARNESS) -> tuple[HarnessResult, tuple[Turn, ...]]:
     async with gateway(Setting(engine=engine, max_length=WINDOW)) as caller, aiohttp.ClientSession() as http:
-        sessions = GatewaySessions(caller.url, ADMIN_KEY, http)
+        sessions = GatewaySessions(GatewayTable([caller.url]), ADMIN_KEY, http)
         session = await sessions.open()
         sandbox = FakeSandbox(PAGES, lambda _: None)
         result = await CodingHarness(config, http).run(LOOKUP, session, sandbox, temperature=1.0)

@@ -114,7 +114,7 @@ def test_the_cookbooks_loop_of_imitation_learns(folder: Path, url: str) -> None:
 
 @LONG
 def test_the_cookbooks_loop_of_reinforcement_learning_goes_to_its_end(folder: Path, url: str) -> None:
-    rows = loop(folder, url, "rl_loop", group_size=2, max_tokens=8, max_steps=2, loss_fn="importance_sampling")
+    rows = loop(folder, url, "rl_loop", group_size=2, max_tokens=8, max_steps=2, loss_fn="gspo")
     assert [row["reward/total"] for row in rows] == [0.0, 0.0]  # random weights answer nothing: no step is taken
 
 
@@ -144,17 +144,39 @@ for step in range(2):
     client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     for sequence, output in zip(answer.sequences, result.loss_fn_outputs):
         assert list(output["logprobs"].data[prompt.length - 1 :]) == list(sequence.logprobs), "not the same to the bit"
+read = types.ModelInput.from_ints(prompt.to_ints() + list(sequence.tokens))
+logprobs = sampler.compute_logprobs(read).result()
+assert logprobs[0] is None and logprobs[prompt.length :] == list(sequence.logprobs), "not the same to the bit"
+last = sampler.compute_logprobs(read, prompt_logprobs_last_n=2).result()
+assert last == [None] * (read.length - 2) + logprobs[-2:]
+params = types.SamplingParams(max_tokens=1)
+scored = sampler.sample(read, 2, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+assert scored.prompt_logprobs == logprobs and len(scored.sequences) == 2
+first, *others = scored.topk_prompt_logprobs
+assert first is None and [len(row) for row in others] == [3] * (read.length - 1)
+for loss_fn, config, others in (
+    ("ppo", None, []), ("cispo", None, []), ("dro", {"beta": 0.05}, []), ("gspo", None, ["sequence_ratio_mask"])
+):
+    masks = {name: [0.0] * (prompt.length - 1) + [1.0] * 6 for name in others}
+    more = [types.Datum(one.model_input, {**one.loss_fn_inputs, **masks}) for one in data]
+    print(loss_fn, client.forward_backward(more, loss_fn=loss_fn, loss_fn_config=config).result().metrics["loss:sum"])
+client.forward_backward_custom(
+    [types.Datum(one.model_input, {"target_tokens": one.loss_fn_inputs["target_tokens"]}) for one in data],
+    lambda _, logprobs: (sum((values**2).sum() for values in logprobs), {}),
+).result()
 state = client.save_state("here").result().path
+assert client.create_sampling_client(state).result().get_base_model() == "Qwen/Qwen3-8B"
 restored = service.create_training_client_from_state_with_optimizer(state).result()
 print("restored", restored.get_info().model_data.model_name)
 try:
-    client.forward_backward(data, loss_fn="dro").result()
+    client.forward_backward(data, loss_fn="stable_reinforce").result()
 except tinker.TinkerError as error:
     print("refused", error)
 try:
     service.create_lora_training_client(base_model="other/model").result()
 except tinker.TinkerError as error:
     print("refused", error)
+service.close("success").result()
 """
 
 
@@ -162,7 +184,7 @@ except tinker.TinkerError as error:
 def test_samples_and_trainer_agree_to_the_bit_over_the_wire_and_states_come_back(folder: Path, url: str) -> None:
     printed = run(folder, url, "-c", PROGRAM)
     assert f"restored {MODEL}" in printed
-    assert "loss_fn='dro' is not one of this server's" in printed
+    assert "loss_fn='stable_reinforce' is not one of this server's" in printed
     assert f"base_model='other/model' is not here: this server has '{MODEL}'" in printed
     assert "there is no LoRA" in printed
 

@@ -23,9 +23,10 @@ from etude.errors import RunFolderError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.states import quorum
 from etude.run.folder import RunFolder, exclusive, start_from
+from etude.run.keys import KeyRole
 from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
-from etude.telemetry.events import ProcessStarted, RolloutClosed, StepDone
+from etude.telemetry.events import EngineStats, ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from etude.weights.repair import verify
@@ -49,10 +50,12 @@ DEADLINE_S = 600.0
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
-def config(heartbeat_timeout_s: float = 900.0) -> RunConfig:
+def config(heartbeat_timeout_s: float = 900.0, *, replicas: int = 1) -> RunConfig:
     return parse_config(
         {
             "name": "faults",
+            "engine": {"replicas": replicas},
+            "gateway": {"replicas": replicas, "access_log": True},
             "heartbeat_timeout_s": heartbeat_timeout_s,
             "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
@@ -129,7 +132,7 @@ def running(folder: RunFolder) -> Iterator[subprocess.Popen[str]]:
 def replicas(folder: RunFolder, *numbers: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Further rollouts processes, started with the first: so small a run may be over in the time that a start takes."""
     wait_in(folder, lambda: "rollouts" in started(folder), "the first rollouts process was not started")
-    command = [sys.executable, "-m", "etude", "rollouts", "--run", str(folder.path), "--seat"]
+    command = [sys.executable, "-m", "etude", "rollouts", "--run", str(folder.path), "--replica"]
     processes = [subprocess.Popen([*command, str(number)]) for number in numbers]
     try:
         yield processes
@@ -206,6 +209,43 @@ def test_a_run_survives_the_death_of_each_process(folder: RunFolder) -> None:
     assert run.returncode == 0, output + read_logs(folder)
     check_nothing_lost_or_doubled(folder)
     assert report(folder)["restarts"] == len(DEATHS)
+
+
+@pytest.mark.heavy("a minute")
+def test_two_engines_and_two_gateways_share_the_work_and_may_die(start: RunFolder, tmp_path: Path) -> None:
+    folder = fresh(start, tmp_path / "run", config(replicas=2))
+    with running(folder) as run:
+        for death, process in enumerate(("serve-1", "gateway", "gateway-1", "serve")):
+            wait_for_step(folder, 2 + STEPS_BETWEEN * death)
+            os.kill(started(folder)[process], signal.SIGKILL)
+        output, _ = run.communicate(timeout=DEADLINE_S)
+    assert run.returncode == 0, output + read_logs(folder)
+    check_nothing_lost_or_doubled(folder)
+    result = orjson.loads(folder.report_json.read_bytes())
+    assert result["restarts"] == 4
+    assert result["staleness"]["max"] <= result["staleness"]["bound"] == 1
+    assert result["mismatch"]["k3"] < 1e-9
+    for name in ("serve", "serve-1"):
+        assert tokens_of(folder, name) > 1000, name
+    for name in ("gateway", "gateway-1"):
+        lines = map(orjson.loads, (folder.logs / f"{name}.access.jsonl").read_bytes().splitlines())
+        assert sum(line["status"] == 200 and "chat/completions" in line["route"] for line in lines) > 100, name
+    check_no_secret_is_told(folder, output)
+
+
+def tokens_of(folder: RunFolder, engine: str) -> int:
+    events = [logged.event for logged in EventReader(folder.events, engine).new()]
+    return sum(event.generated_tokens for event in events if isinstance(event, EngineStats))
+
+
+def check_no_secret_is_told(folder: RunFolder, output: str) -> None:
+    """Neither the run key nor one that is derived from it stands in a log, an event or a file of the run."""
+    secrets = [(folder.path / "run.key").read_text().strip(), *map(folder.key, KeyRole)]
+    for file in (*folder.logs.rglob("*"), *folder.events.iterdir(), *folder.path.glob("*.*")):
+        if file.is_file() and file.name != "run.key":
+            content = file.read_bytes()
+            assert not any(secret.encode() in content for secret in secrets), file
+    assert not any(secret in output for secret in secrets)
 
 
 def test_a_frozen_process_is_noticed_and_replaced(start: RunFolder, tmp_path: Path) -> None:

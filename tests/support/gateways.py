@@ -25,6 +25,7 @@ from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.payloads import Payloads
 from etude.ledger.turns import decode_turns
+from etude.objects import ObjectStore
 from etude.protocols import Engine
 from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
 from etude.run.serving import listening
@@ -160,7 +161,7 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
     plan = GatewaySpec(
         chat=template(),
         max_length=setting.max_length,
-        recorder=Recorder(Payloads(Path("/nowhere")), setting.space),
+        recorder=Recorder(Payloads(ObjectStore("memory://")), setting.space),
         engines=(EngineEntry(name="one", url="http://fake"),),
         keys=(
             key_of("admin", ADMIN_KEY, Scope.ADMIN),

@@ -29,6 +29,7 @@ from etude.sandboxes.oci.runtimes import CRUN
 from etude.sandboxes.providers import ProviderContext
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
+from etude.sandboxes.remote.hosts import HostedSandboxes
 from etude.sandboxes.remote.principals import Permissions, SandboxClient
 from etude.sandboxes.remote.server import SandboxServer
 from etude.sandboxes.warm_pool import SandboxPool
@@ -190,6 +191,37 @@ class OverHttp:
         await self.inner.close()
 
 
+class OverHosts:
+    """A provider for each of two hosts, and a client that chooses between them, in one event loop."""
+
+    def __init__(self, *inner: SandboxProvider, folders: Sequence[Path] = ()) -> None:
+        """``folders`` of this machine may be named by the client."""
+        self.hosts = [OverHttp(each, folders) for each in inner]
+        self._open = AsyncExitStack()
+        self._client: HostedSandboxes | None = None
+
+    async def client(self) -> HostedSandboxes:
+        """The client, once all servers listen."""
+        if self._client is None:
+            servers = [host.server.app() for host in self.hosts]
+            ports = [await self._open.enter_async_context(listening(server, 0)) for server in servers]
+            self._client = HostedSandboxes([f"http://127.0.0.1:{port}" for port in ports], KEY)
+        return self._client
+
+    async def capabilities(self) -> frozenset[Capability]:
+        return await (await self.client()).capabilities()
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
+        return await (await self.client()).create(files, spec)
+
+    async def close(self) -> None:
+        await (await self.client()).close()
+        assert [len(host.server) for host in self.hosts] == [0, 0]
+        await self._open.aclose()
+        for host in self.hosts:
+            await host.inner.close()
+
+
 def _no_image(reference: str) -> Image:
     raise ConfigError(f"there is no image {reference!r}")
 
@@ -226,6 +258,12 @@ PROVIDERS: dict[str, Candidate] = {
         heavy="runsc, and root",
     ),
     "remote, over ns": Candidate(make=lambda scratch: OverHttp(NamespaceSandboxes(scratch=scratch), [Path("/tmp")])),
+    "hosts, over ns": Candidate(
+        make=lambda scratch: OverHosts(
+            *(NamespaceSandboxes(scratch=scratch) for _ in range(2)), folders=[Path("/tmp")]
+        ),
+        heavy="minutes, beside remote over ns",
+    ),
     "remote, over local": Candidate(
         make=lambda scratch: OverHttp(LocalSandboxes(2, scratch), [Path("/tmp")]),
         heavy="minutes, beside remote over ns",

@@ -24,7 +24,9 @@ from etude.ledger.changes import TRAIN
 from etude.run.detokenize import turn_reader
 from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine, source_commit
+from etude.run.process_name import TRAINER
 from etude.run.weight_log import open_log
+from etude.run.working_folder import open_run_folder
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.jinja import load_format
@@ -44,8 +46,10 @@ class Run:
     """A run folder. Each call reads what is there now."""
 
     def __init__(self, path: Path | str) -> None:
-        """Raises :class:`~etude.errors.RunFolderError` where there is no run."""
-        self._folder = RunFolder.open(Path(path), writes=False)
+        """``path`` is a run folder, or the URL of a run. Raises :class:`~etude.errors.RunFolderError` where there is
+        none.
+        """
+        self._folder = open_run_folder(path, writes=False)
 
     def __repr__(self) -> str:
         return f"etude.open({str(self.path)!r})"
@@ -157,7 +161,7 @@ def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Ite
         return
     steps = {
         event.step: (logged.at_s, event)
-        for logged in EventReader(folder.events, "trainer").new()
+        for logged in EventReader(folder.events, str(TRAINER)).new()
         if isinstance(event := logged.event, StepDone)
     }
     for step in range(after + 1, committed + 1):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-RunPath: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
+RunPath: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="The run folder, or the URL of a run.")]
 RecipePath: TypeAlias = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="A TOML file, or a folder with run.toml.")
 ]

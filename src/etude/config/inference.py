@@ -9,6 +9,7 @@ from etude.config.section import OptionsOf, Section
 
 Swap: TypeAlias = Literal["keep", "recompute", "drain"]
 """Effects of new weights on turns in progress."""
+HIGHEST_PORT = 65535
 
 
 class NativeOptions(Section):
@@ -78,12 +79,27 @@ class EngineConfig(Section):
     """Tokens of one sequence, prompt and completion."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """``auto``: a GPU where torch finds one."""
+    host: str = "127.0.0.1"
+    """Address to listen on, for gateways elsewhere; another one than loopback gets a listener of its own. Callers need
+    the run's engine key (``etude keys derive RUN engine``) in any case.
+    """
+    tls_cert: str = ""
+    """PEM file with the certificate chain of that listener; empty serves plain HTTP, which is for trusted networks."""
+    tls_key: str = ""
+    """PEM file with its private key."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0 picks a free port."""
+    """0 picks a free port. With ``replicas``, that of the first; each further one has the next number."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Engines that ``etude run`` starts on this machine, each with weights and a cache of its own."""
     options: Annotated[SerializeAsAny[Section], PlainValidator(ENGINE_OPTIONS)] = Field(
         default_factory=Section, validate_default=True
     )
     """``[engine.options]``: keys of the kind alone."""
+
+    @property
+    def public(self) -> bool:
+        """True if others than this machine's processes are served."""
+        return is_public(self.host, self.tls_cert)
 
     @property
     def native(self) -> NativeOptions:
@@ -95,6 +111,12 @@ class EngineConfig(Section):
     def resolved_cache_tokens(self) -> int:
         """Positions of the native engine's cache that was asked for."""
         return self.native.cache_tokens or self.max_running * self.max_length
+
+    @model_validator(mode="after")
+    def _listens(self) -> Self:
+        check_last_port("engine", self.port, self.replicas)
+        check_both_halves("engine", self.tls_cert, self.tls_key)
+        return self
 
     @model_validator(mode="after")
     def _roomy(self) -> Self:
@@ -151,7 +173,9 @@ class GatewayConfig(Section):
     talk over loopback in any case.
     """
     port: int = Field(default=0, ge=0, le=65535)
-    """0 picks a free port."""
+    """0 picks a free port. With ``replicas``, that of the first; each further one has the next number."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Gateways that ``etude run`` starts on this machine: sessions are spread over them, and each knows all engines."""
     tls_cert: str = ""
     """PEM file with the certificate chain; empty serves plain HTTP, which is for loopback and trusted networks."""
     tls_key: str = ""
@@ -178,11 +202,31 @@ class GatewayConfig(Section):
     @property
     def public(self) -> bool:
         """True if others than this machine's processes are served."""
-        return self.host not in ("127.0.0.1", "localhost", "::1") or bool(self.tls_cert)
+        return is_public(self.host, self.tls_cert)
 
     @model_validator(mode="after")
-    def _both_halves(self) -> Self:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            missing = "tls_key" if self.tls_cert else "tls_cert"
-            raise ValueError(f"gateway.{missing} is missing: TLS needs a certificate and its key")
+    def _listens(self) -> Self:
+        check_last_port("gateway", self.port, self.replicas)
+        check_both_halves("gateway", self.tls_cert, self.tls_key)
         return self
+
+
+def check_last_port(section: str, port: int, replicas: int) -> None:
+    """Raise ``ValueError`` where the last of several processes would have a port that there is not."""
+    if port and port + replicas - 1 > HIGHEST_PORT:
+        raise ValueError(
+            f"{section}.port={port} and {section}.replicas={replicas}: the last would listen on {port + replicas - 1}, "
+            f"and there is no port above {HIGHEST_PORT}; lower the port"
+        )
+
+
+def check_both_halves(section: str, tls_cert: str, tls_key: str) -> None:
+    """Raise ``ValueError`` for a certificate without its key, or a key without its certificate."""
+    if bool(tls_cert) != bool(tls_key):
+        missing = "tls_key" if tls_cert else "tls_cert"
+        raise ValueError(f"{section}.{missing} is missing: TLS needs a certificate and its key")
+
+
+def is_public(host: str, tls_cert: str) -> bool:
+    """True for a listener that others than this machine's processes are to reach."""
+    return host not in ("127.0.0.1", "localhost", "::1") or bool(tls_cert)

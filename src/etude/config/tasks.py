@@ -335,10 +335,33 @@ class LocalOptions(Section):
 
 
 class RemoteOptions(Section):
-    """A server of sandboxes on another machine (``etude sandboxes serve``)."""
+    """Servers of sandboxes on other machines (``etude sandboxes serve``)."""
 
-    url: str = Field(default="", min_length=1, validate_default=True)
+    url: str = ""
     """URL of the server; its key is in ``ETUDE_SANDBOXES_KEY``."""
+    urls: tuple[str, ...] = ()
+    """URLs of several servers in place of ``url``, which have the same key: each sandbox is made on the one with the
+    most room, or on one that had its image before.
+    """
+    connections: int = Field(default=0, ge=0)
+    """Most connections to each server at a time, one for each call that goes on; 0: as many as the limit of open files
+    allows.
+    """
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        table = "sandboxes.options"
+        if bool(self.url) == bool(self.urls):
+            raise ValueError(
+                f"{table}.url = {self.url!r} and {table}.urls = {list(self.urls)}: name one server by url, or several "
+                "by urls"
+            )
+        for url in self.urls or (self.url,):
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{table}: {url!r} is no URL of a server: expected http://… or https://…")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ValueError(f"{table}.urls = {list(self.urls)}: name each server once")
+        return self
 
 
 PROVIDERS = Registry(

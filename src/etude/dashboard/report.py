@@ -106,7 +106,7 @@ def _load(run: RunMetrics, steps: list[StepDone]) -> Figures:
     return {
         "busy": {
             "trainer": _ratio(_divide(trainer_s, rl_s)) if steps else None,
-            "engine": _ratio(_divide(engine_s, rl_s)) if engine else None,
+            "engine": _ratio(_divide(engine_s, rl_s * len(run.engines))) if engine else None,
         },
         "compute_ratio_inference_to_training": _ratio(_divide(engine_s, trainer_s) if engine else None),
     }

@@ -112,6 +112,11 @@ class RunMetrics:
         self.published: list[Timed[WeightsPublished]] = []
         self.swapped: list[Timed[WeightsSwapped]] = []
         self.engine: list[Timed[EngineStats]] = []
+        """Reports of all engines."""
+        self.engines: dict[str, EngineStats] = {}
+        """The newest of each engine, by the name of its process."""
+        self.swapped_to: dict[str, int] = {}
+        """The weight version of each engine that has swapped."""
         self.rollouts: dict[str, Tally] = {}
         self.failures: deque[str] = deque(maxlen=ALIKE)
         """Reasons of the newest rollouts that failed since one was graded."""
@@ -168,8 +173,10 @@ class RunMetrics:
                 _insert(self.published, Timed(at_s, event))
             case WeightsSwapped():
                 _insert(self.swapped, Timed(at_s, event))
+                self.swapped_to[logged.process] = event.version
             case EngineStats():
                 _insert(self.engine, Timed(at_s, event))
+                self.engines[logged.process] = event
             case RolloutClosed():
                 self.rollouts.setdefault(event.purpose, Tally()).add(event)
                 if event.status == RolloutStatus.FAILED_INFRA:

@@ -281,13 +281,13 @@ def _engine_row(run: RunMetrics) -> Row:
     if window_s <= 0:
         return "engine", Bar(0.0), _missing()
     share = sum(stats.busy_s for stats in recent) / window_s
-    rate = sum(stats.generated_tokens for stats in recent) / window_s
-    words = _words(
-        f"{formatting.percent(share, 0)} busy", f"{formatting.brief(rate)} tokens/s", f"{recent[0].running} running"
-    )
-    if recent[0].waiting:
-        words.append(f" · {recent[0].waiting} waiting", WARN)
-    return "engine", Bar(share), words
+    engines = run.engines.values()
+    rate = len(engines) * sum(stats.generated_tokens for stats in recent) / window_s
+    running, waiting = sum(stats.running for stats in engines), sum(stats.waiting for stats in engines)
+    words = _words(f"{formatting.percent(share, 0)} busy", f"{formatting.brief(rate)} tokens/s", f"{running} running")
+    if waiting:
+        words.append(f" · {waiting} waiting", WARN)
+    return "engine" if len(engines) == 1 else f"{len(engines)} engines", Bar(share), words
 
 
 def _staleness_row(run: RunMetrics, config: RunConfig) -> Row:
@@ -326,7 +326,7 @@ def _weights_row(run: RunMetrics) -> Row:
         return "weights", "", _missing()
     newest = run.published[-1].event
     # The engine's word may come first: what it serves was published.
-    served = run.swapped[-1].event.version if run.swapped else newest.version
+    served = min(run.swapped_to.values(), default=newest.version)
     version = f"v{max(newest.version, served)}"
     parts = [f"{newest.kind} {formatting.size(newest.size_bytes)} of {formatting.size(newest.state_bytes)}"]
     if run.swapped:

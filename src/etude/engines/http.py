@@ -7,7 +7,8 @@
 
 A request is a JSON object. A completion is a safetensors file: arrays travel as they are, routes and sampling masks
 too, with nothing to unpickle. A stream is lines of JSON, one per chunk; the last line says how many bytes of such a
-file follow it. Errors are ``{"error": message}``: 400 for a request that can never be served, 413 for one that is too
+file follow it. Every request has the engine's key (``Authorization: Bearer``), where it has one. Errors are
+``{"error": message}``: 400 for a request that can never be served, 401 for a wrong key, 413 for one that is too
 large, 503 with ``Retry-After`` while the engine is not ready, 429 with it while the engine has enough to do. What a
 vocabulary and a context can hold is the engine's to say.
 
@@ -21,6 +22,7 @@ known, and that would be the largest part of a gateway's work. So whole answers 
 """
 
 import asyncio
+import hmac
 import json
 import re
 import ssl
@@ -38,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 from aiohttp import ClientSession, TCPConnector, web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
@@ -60,6 +62,11 @@ MAX_SEED = 2**63 - 1
 """Largest seed: every random generator takes it."""
 FINISH = "finish"
 """The one word of a completion that is no array: kept as its code, an index into :class:`~etude.types.Finish`."""
+WRONG_KEY = (
+    "this engine wants its key: processes of a run derive it from the run key (run.key, or ETUDE_RUN_KEY); a gateway "
+    "of no run has it from ETUDE_ENGINE_KEY"
+)
+"""The answer to a request with a wrong key, or none."""
 QUOTED_CHARS = 80
 """Longest part of a refused value in an error, in characters."""
 ARRAYS: Mapping[str, tuple[type[np.generic], int]] = MappingProxyType(
@@ -272,8 +279,8 @@ BINARY = "application/octet-stream"
 BUSY, UNAVAILABLE = 429, 503
 
 
-def engine_app(engine: Engine) -> web.Application:
-    """A web application that serves ``engine``."""
+def engine_app(engine: Engine, key: str = "") -> web.Application:
+    """A web application that serves ``engine`` to those who have ``key``; to everybody, if that is empty."""
 
     async def generate(request: web.Request) -> web.StreamResponse:
         prompt_ids, params, session = decode_request(await request.read())
@@ -290,7 +297,8 @@ def engine_app(engine: Engine) -> web.Application:
     async def health(_request: web.Request) -> web.StreamResponse:
         return web.json_response(asdict(await engine.health()))
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_responses])
+    middlewares = [_requiring(key), _errors_as_responses] if key else [_errors_as_responses]
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app.router.add_post("/generate", generate)
     app.router.add_post("/stream", stream)
     app.router.add_get("/health", health)
@@ -309,6 +317,20 @@ async def _send(chunks: AsyncIterator[TokenChunk], response: web.StreamResponse,
             raise ConnectionAbortedError(f"a stream ended early: {error}") from error
         raise
     await response.write_eof()
+
+
+def _requiring(key: str) -> Middleware:
+    """Turn away requests without the key; the time that this takes says nothing of the key."""
+    expected = f"Bearer {key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, expected):
+            return _error_response(401, WRONG_KEY)
+        return await handler(request)
+
+    return check
 
 
 @web.middleware
@@ -345,11 +367,13 @@ SYSTEM_CLOCK = SystemClock()
 
 
 @asynccontextmanager
-async def http_engines(timeout_s: float) -> AsyncIterator[Callable[[str], "HttpEngine"]]:
-    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context."""
+async def http_engines(timeout_s: float, *, key: str = "") -> AsyncIterator[Callable[[str], "HttpEngine"]]:
+    """Make engine clients by URL, with no limit on calls in flight; they are closed with the context. ``key`` is that
+    of all these engines.
+    """
     async with ClientSession(connector=TCPConnector(limit=0)) as http:
         with ExitStack() as engines:
-            yield lambda url: engines.enter_context(closing(HttpEngine(url, http, timeout_s)))
+            yield lambda url: engines.enter_context(closing(HttpEngine(url, http, timeout_s, key=key)))
 
 
 class HttpEngine:
@@ -361,13 +385,20 @@ class HttpEngine:
     """
 
     def __init__(
-        self, base_url: str, http: aiohttp.ClientSession, timeout_s: float, clock: Clock = SYSTEM_CLOCK
+        self,
+        base_url: str,
+        http: aiohttp.ClientSession,
+        timeout_s: float,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        key: str = "",
     ) -> None:
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._base_url = base_url.rstrip("/")
         self._http = http
         self._timeout_s = timeout_s
         self._clock = clock
-        self._connections = ConnectionPool(base_url, connect_s=CONNECT_TIMEOUT_S)
+        self._connections = ConnectionPool(base_url, self._headers, connect_s=CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
         """Close idle connections; ``http`` stays the caller's."""
@@ -436,7 +467,7 @@ class HttpEngine:
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         """An answer with status 200, being read."""
         url = self._base_url + path
-        request = self._http.request(method, url, data=body, timeout=timeout)
+        request = self._http.request(method, url, data=body, headers=self._headers, timeout=timeout)
         return answering(request, f"the engine at {url}", _refused)
 
 
@@ -478,6 +509,7 @@ IDLE_S = 10.0
 """A connection that was silent for so long is not used again: servers close theirs after a while (ours after 75 s),
 and a request that meets such an end is lost.
 """
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 MAX_IDLE = 1024
 """Connections kept for later."""
 MAX_HEAD_BYTES = 64 * 1024
@@ -492,13 +524,14 @@ CONNECTION_CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
 class ConnectionPool:
     """Connections to one server; its creator closes it."""
 
-    def __init__(self, base_url: str, *, connect_s: float) -> None:
-        """``connect_s`` is how long a connection may take to be made."""
+    def __init__(self, base_url: str, headers: Mapping[str, str] = NO_HEADERS, *, connect_s: float) -> None:
+        """``headers`` go with every request; ``connect_s`` is how long a connection may take to be made."""
         parts = urlsplit(base_url)
         self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/").encode()
-        self._head = f" HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Length: ".encode()
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._head = f" HTTP/1.1\r\nHost: {parts.netloc}\r\n{lines}Content-Length: ".encode()
         self._connect_s = connect_s
         self._idle: deque[_EngineConnection] = deque()  # the last used one last
 

@@ -64,6 +64,8 @@ class Caller:
     """True if the caller says that this is a retry, without saying of what."""
     min_version: int | None = None
     """Oldest weight version that may answer."""
+    wait_for_version: bool = False
+    """Wait while no engine serves that version, instead of being told at once."""
     kind: TurnKind = TurnKind.ACT
     """The kind of the recorded turn."""
 
@@ -400,6 +402,7 @@ class ReplySampler:
         deadline_s = request.caller.deadline - self._clock.now()
         return CallOptions(
             min_version=request.caller.min_version,
+            wait_for_version=request.caller.wait_for_version,
             deadline_s=deadline_s,
             dispatched=partial(setattr, request.record, "dispatched"),
         )

@@ -1,30 +1,26 @@
-"""The bulky half of a turn, its routes and sampling mask, as files beside the ledger.
+"""The bulky half of a turn, its routes and sampling mask, as objects beside the ledger: files, or in a bucket.
 
 A turn of a large model has kilobytes of routes per token. They are written once, by the gateway, and read once, by the
 trainer; everything between handles a :class:`~etude.types.PayloadRef`: 64 characters of digest and a size.
 
     payloads/3f/3f9a…c2.safetensors      named by the SHA-256 of its bytes; metadata: the session it is from
 
-A turn reads again what the turns before it read. Its file has the routes of the tokens that are new in it; those before
-are of the turn that it goes on from. In memory the routes of a branch are one array, which those of its turns are views
-of, so that files and memory grow with what was read, not with the square of it.
+A turn reads again what the turns before it read. Its object has the routes of the tokens that are new in it; those
+before are of the turn that it goes on from. In memory the routes of a branch are one array, which those of its turns
+are views of, so that storage and memory grow with what was read, not with the square of it.
 
-Owns the files' form, their verification and removal. Does not own what routes mean or whether they fit a model
-(:class:`~etude.types.RouteSpace`). A write is complete or absent after ``kill -9`` of any process; a power cut may
-lose the last ones, which reading then says by name.
+Owns the objects' form, their verification and removal. Does not own where they are kept (:mod:`etude.objects`), what
+routes mean or whether they fit a model (:class:`~etude.types.RouteSpace`). A write is complete or absent after
+``kill -9`` of any process; a power cut may lose the last ones in a folder, which reading then says by name.
 
-Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of routes that its file has.
+Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of routes that its object has.
 """
 
 import hashlib
-import math
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -32,23 +28,29 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from etude.errors import DamagedError
+from etude.objects import Objects
 from etude.types import PayloadRef, Routes, SamplingMask, Turn
 
 ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
 """Names of the tensors: uint16 [R, layers, k] of the last R tokens that were read, int64 [C + 1], int32 [Σ kept]."""
+_READERS, _ALONE = 16, 4
+"""Payloads of a rollout that are read at a time, and the fewest for which threads are started."""
 
 
 class Payloads:
-    """The payload files of one run; any number of processes may use the folder at a time."""
+    """The payloads of one run; any number of processes may use them at a time. Safe to share between threads.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Every method raises :class:`~etude.errors.InfrastructureError` when the storage does not do its part.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
 
     def stow(self, turn: Turn, session: str, stored: int = 0) -> Turn:
-        """The same turn with a reference in place of its routes and sampling mask, which are written to disk.
+        """The same turn with a reference in place of its routes and sampling mask, which are stored.
 
         The first ``stored`` rows of its routes are left out: all that an earlier turn of the conversation has, from
-        which this one goes on. A turn that has neither comes back as it is. ``session`` goes into the file, so that
+        which this one goes on. A turn that has neither comes back as it is. ``session`` goes into the object, so that
         equal turns of one session share it and those of two sessions do not: either rollout can be done with before
         the other.
         """
@@ -57,30 +59,40 @@ class Payloads:
             return turn
         data = save(arrays, metadata={"session": session})
         ref = PayloadRef(digest=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
-        self._write(self._file(ref), data)
+        self._objects.put_if_absent(_key(ref), data)
         return replace(turn, routes=None, sampling_mask=None, payload=ref)
 
     def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that :meth:`stow` was given: all those of a rollout, in their order, stowed or not.
 
-        Raises :class:`~etude.errors.DamagedError` naming the file.
+        Raises :class:`~etude.errors.DamagedError` naming the object.
         """
-        payloads = [{} if turn.payload is None else self._read(turn.payload) for turn in turns]
+        payloads = self._read_all([turn.payload for turn in turns])
         routes = _joined(turns, [arrays.get(ROUTES) for arrays in payloads])
         return tuple(
             turn if turn.payload is None else self._restored(turn, turn.payload, arrays, rows)
             for turn, arrays, rows in zip(turns, payloads, routes, strict=True)
         )
 
-    def _read(self, ref: PayloadRef) -> dict[str, npt.NDArray[Any]]:
-        file = self._file(ref)
+    def _read_all(self, refs: Sequence[PayloadRef | None]) -> list[dict[str, npt.NDArray[Any]]]:
+        """The arrays of some payloads, several of which are read at a time: of a bucket each takes a round trip."""
+        if sum(ref is not None for ref in refs) < _ALONE:
+            return [self._read(ref) for ref in refs]
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(self._read, refs))
+
+    def _read(self, ref: PayloadRef | None) -> dict[str, npt.NDArray[Any]]:
+        if ref is None:
+            return {}
+        data = self._objects.get(_key(ref))
+        if data is None:
+            raise DamagedError(f"{self._name(ref)} is missing; {_FIX}")
+        if hashlib.sha256(data).hexdigest() != ref.digest:
+            raise DamagedError(f"{self._name(ref)} does not match its name, a SHA-256; {_FIX}")
         try:
-            data = file.read_bytes()
-            if hashlib.sha256(data).hexdigest() != ref.digest:
-                raise DamagedError(f"payload {file} does not match its name, a SHA-256; {_FIX}")
             return load(data)
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise DamagedError(f"payload {file} cannot be read: {error}; {_FIX}") from error
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise DamagedError(f"{self._name(ref)} cannot be read: {error}; {_FIX}") from error
 
     def _restored(
         self, turn: Turn, ref: PayloadRef, arrays: dict[str, npt.NDArray[Any]], routes: Routes | None
@@ -90,54 +102,38 @@ class Payloads:
             mask = None if offsets is None else SamplingMask(offsets=offsets, token_ids=arrays[KEPT_IDS])
             return replace(turn, routes=routes, sampling_mask=mask, payload=None)
         except (ValueError, KeyError) as error:
-            raise DamagedError(f"payload {self._file(ref)} is of another turn: {error}; {_FIX}") from error
+            raise DamagedError(f"{self._name(ref)} is of another turn: {error}; {_FIX}") from error
 
     def drop(self, refs: Iterable[PayloadRef]) -> None:
-        """Remove files whose rollouts will not be read again; those that are gone already are no fault."""
-        for ref in refs:
-            self._file(ref).unlink(missing_ok=True)
+        """Remove the payloads of rollouts that will not be read again; those that are gone already are no fault."""
+        self._objects.delete(*dict.fromkeys(map(_key, refs)))
 
     def sweep(self, in_use: Callable[[], Iterable[PayloadRef]], *, older_than_s: float) -> int:
-        """Remove files that have been there for so many seconds and are not ``in_use``; returns how many those were.
+        """Remove payloads that have been there for so many seconds and are not ``in_use``; returns how many those were.
 
-        What is in use is asked only where there are such files. A turn is referred to when its rollout ends, so that
-        has to take less time.
+        The time is the storage's own. What is in use is asked only where there are such payloads. A turn is referred to
+        when its rollout ends, so that has to take less time.
         """
-        before_s = time.time() - older_than_s
-        old = [file for file in self._folder.glob("*/*") if _modified_s(file) < before_s]
+        entries = self._objects.entries("")
+        if not entries:
+            return 0
+        before_s = self._objects.now() - older_than_s
+        old = {entry.key for entry in entries if entry.modified_s < before_s}
         if old:
-            needed = set(map(self._file, in_use()))
-            old = [file for file in old if file not in needed]
-        for file in old:
-            file.unlink(missing_ok=True)
+            old -= set(map(_key, in_use()))
+        self._objects.delete(*sorted(old))
         return len(old)
 
-    def _file(self, ref: PayloadRef) -> Path:
-        return self._folder / ref.digest[:2] / f"{ref.digest}.safetensors"
-
-    def _write(self, file: Path, data: bytes) -> None:
-        if file.exists():
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(f".{file.stem}.{uuid4().hex}")
-        try:
-            partial.write_bytes(data)
-            partial.replace(file)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise
+    def _name(self, ref: PayloadRef) -> str:
+        """A payload in messages."""
+        return f"payload {self._objects.url}/{_key(ref)}"
 
 
-def _modified_s(file: Path) -> float:
-    """When it was written; never, if it is gone meanwhile."""
-    try:
-        return file.stat().st_mtime
-    except FileNotFoundError:
-        return math.inf
+def _key(ref: PayloadRef) -> str:
+    return f"{ref.digest[:2]}/{ref.digest}.safetensors"
 
 
-_FIX = "restore it from a copy of the run folder: what an engine did cannot be computed again"
+_FIX = "restore it from a copy of the run: what an engine did cannot be computed again"
 
 
 def _arrays(turn: Turn, stored: int) -> dict[str, npt.NDArray[np.generic]]:

@@ -108,4 +108,6 @@ class Dispatcher:
             )
             if slots is None:
                 return
+            if self._context.announce is not None:
+                self._context.announce(slots[0].task, len(slots))
             runner.launch(slots)

@@ -80,8 +80,8 @@ class FakeSessions:
         """Sessions that are open."""
         return len(self._turns)
 
-    async def open(self) -> Session:
-        """Start a session."""
+    async def open(self, *, min_version: int | None = None) -> Session:
+        """Start a session; whoever captures its turns says which weights sampled them."""
         session_id = f"session-{next(self._numbers)}"
         self._turns[session_id] = []
         return Session(session_id=session_id, base_url="http://gateway.invalid/v1", api_key=f"key of {session_id}")

@@ -1,17 +1,20 @@
-"""Sessions of a gateway over HTTP.
+"""Sessions of a run's gateways over HTTP.
 
 POST   /sessions         admin key   → {"session_id", "api_key", "base_url", "turns"}    base_url: below the gateway's
+         {"min_version": n}: no older weights answer its calls
          {"fork_of": session_id}: one that begins as another one, with its turns so far
 DELETE /sessions/{id}    admin key   → its turns as :mod:`etude.ledger.turns` writes them, application/octet-stream
 
-Owns the retries while a gateway restarts. Repeating either is safe: a session whose opening was lost on its way expires
-in the gateway, and one that was closed but whose turns were lost is lost.
+A session is opened at the gateway that :class:`~etude.rollouts.gateway_table.GatewayTable` chooses, which alone has
+its turns: there it is forked and closed. Owns the retries while a gateway restarts. Repeating either is safe: a session
+whose opening was lost on its way expires in the gateway, and one that was closed but whose turns were lost is lost.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain, repeat
+from typing import TypeAlias
 
 import aiohttp
 import orjson
@@ -19,8 +22,11 @@ import orjson
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.ledger.turns import decode_turns
 from etude.protocols import Session
+from etude.rollouts.gateway_table import GatewayTable
 from etude.types import Turn
 
+Body: TypeAlias = Mapping[str, str | int] | None
+"""A JSON object, or nothing."""
 REASON_CHARS = 200
 """Length of an error body that is quoted."""
 BUSY = (429, 502, 503, 504)
@@ -29,36 +35,59 @@ RETRY_PAUSES_S = (0.1, 0.2, 0.4, 0.8)
 """Between two tries; the last one repeats."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 """The deadline is ours."""
+ONE_OF_SEVERAL = aiohttp.ClientTimeout(total=10.0)
+"""For opening a session: one of several gateways that stands still must not hold up what another could have."""
 
 
 class GatewaySessions:
-    """Opens and closes sessions of one gateway; ``http`` belongs to the caller.
+    """Opens and closes sessions of the gateways of ``table``; ``http`` belongs to the caller.
 
-    ``timeout_s`` is how long either may take while the gateway is down or busy: longer than a restart, or each restart
+    ``timeout_s`` is how long either may take while gateways are down or busy: longer than a restart, or each restart
     would use up the attempts of every rollout that starts meanwhile.
     """
 
-    def __init__(self, base_url: str, admin_key: str, http: aiohttp.ClientSession, *, timeout_s: float = 30.0) -> None:
-        self._base_url = base_url.rstrip("/")
+    def __init__(
+        self, table: GatewayTable, admin_key: str, http: aiohttp.ClientSession, *, timeout_s: float = 30.0
+    ) -> None:
+        self._table = table
         self._headers = {"Authorization": f"Bearer {admin_key}"}
         self._http = http
         self._timeout_s = timeout_s
+        self._open_timeout = ONE_OF_SEVERAL if len(table.urls) > 1 else NO_TIMEOUT
+        self._gateways: dict[str, str] = {}  # session → its gateway
 
-    async def open(self) -> Session:
-        """Start a session. Raises :class:`~etude.errors.EngineUnavailable`."""
-        return self._session(orjson.loads(await self._call("POST", "/sessions")))
+    async def open(self, *, min_version: int | None = None) -> Session:
+        """Start a session; no weights older than ``min_version`` answer its calls.
+
+        Raises :class:`~etude.errors.EngineUnavailable`.
+        """
+        tried = set[str]()
+
+        def another() -> str:
+            if len(tried) == len(self._table.urls):
+                tried.clear()
+            tried.add(url := self._table.choose(avoid=tried))
+            return url
+
+        body = None if min_version is None else {"min_version": min_version}
+        url, answer = await self._call("POST", another, "/sessions", body, self._open_timeout)
+        return self._session(url, orjson.loads(answer))
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
         """Start a session that begins as another one, and with how many turns. Its first calls must be that one's.
 
         Raises :class:`~etude.errors.SessionLost` when that is not known (any more), ``EngineUnavailable``.
         """
-        fields = orjson.loads(await self._call("POST", "/sessions", {"fork_of": session_id}))
-        return self._session(fields), int(fields["turns"])
+        url, answer = await self._call("POST", self._home(session_id), "/sessions", {"fork_of": session_id})
+        fields = orjson.loads(answer)
+        return self._session(url, fields), int(fields["turns"])
 
     async def close(self, session_id: str) -> tuple[Turn, ...]:
         """End a session and fetch its turns. Raises :class:`~etude.errors.SessionLost`, ``EngineUnavailable``."""
-        data = await self._call("DELETE", f"/sessions/{session_id}")
+        try:
+            _, data = await self._call("DELETE", self._home(session_id), f"/sessions/{session_id}")
+        finally:
+            self._forget(session_id)
         try:
             return decode_turns(data)
         except ValueError as error:
@@ -69,34 +98,59 @@ class GatewaySessions:
 
         Raises like :meth:`close`.
         """
-        answer = await self._attempt("DELETE", f"{self._base_url}/sessions/{session_id}", None)
+        try:
+            answer = await self._attempt("DELETE", self._home(session_id)(), f"/sessions/{session_id}")
+        finally:
+            self._forget(session_id)
         if isinstance(answer, EngineUnavailable):
             raise answer
 
-    def _session(self, fields: Mapping[str, str]) -> Session:
-        base_url = self._base_url + fields["base_url"]
-        return Session(session_id=fields["session_id"], base_url=base_url, api_key=fields["api_key"])
+    def _session(self, gateway: str, fields: Mapping[str, str]) -> Session:
+        session_id = fields["session_id"]
+        self._gateways[session_id] = gateway
+        self._table.opened(gateway)
+        return Session(session_id=session_id, base_url=gateway + fields["base_url"], api_key=fields["api_key"])
 
-    async def _call(self, method: str, path: str, body: Mapping[str, str] | None = None) -> bytes:
-        trouble = EngineUnavailable(f"{method} {self._base_url}{path}: no answer within {self._timeout_s:g} s")
+    def _home(self, session_id: str) -> Callable[[], str]:
+        """The gateway that has a session; of an unknown one, the first one is asked, which does not know it either."""
+        gateway = self._gateways.get(session_id, self._table.urls[0])
+        return lambda: gateway
+
+    def _forget(self, session_id: str) -> None:
+        gateway = self._gateways.pop(session_id, None)
+        if gateway is not None:
+            self._table.closed(gateway)
+
+    async def _call(
+        self,
+        method: str,
+        gateway: Callable[[], str],
+        path: str,
+        body: Body = None,
+        timeout: aiohttp.ClientTimeout = NO_TIMEOUT,
+    ) -> tuple[str, bytes]:
+        """An answer, and the gateway that gave it; ``gateway`` says for each try which one is asked."""
+        trouble = EngineUnavailable(f"{method} {path}: no answer of a gateway within {self._timeout_s:g} s")
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s):
                 for pause_s in chain(RETRY_PAUSES_S, repeat(RETRY_PAUSES_S[-1])):
-                    answer = await self._attempt(method, self._base_url + path, body)
+                    answer = await self._attempt(method, url := gateway(), path, body, timeout)
                     if not isinstance(answer, EngineUnavailable):
-                        return answer
+                        return url, answer
                     trouble = answer
                     await asyncio.sleep(pause_s)
         raise trouble
 
-    async def _attempt(self, method: str, url: str, body: Mapping[str, str] | None) -> bytes | EngineUnavailable:
+    async def _attempt(
+        self, method: str, gateway: str, path: str, body: Body = None, timeout: aiohttp.ClientTimeout = NO_TIMEOUT
+    ) -> bytes | EngineUnavailable:
         """One exchange; returns trouble that may pass, raises any other."""
+        url = gateway + path
         try:
-            async with self._http.request(
-                method, url, headers=self._headers, json=body, timeout=NO_TIMEOUT
-            ) as response:
+            async with self._http.request(method, url, headers=self._headers, json=body, timeout=timeout) as response:
                 status, answer = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
+            self._table.silent(gateway)
             return EngineUnavailable(f"{method} {url}: {type(error).__name__}: {error}")
         if status == 200:
             return answer

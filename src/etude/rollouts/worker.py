@@ -42,8 +42,11 @@ else that is raised is a bug, and passes.
 class SessionOpener(Protocol):
     """Opens gateway sessions, and returns their sampled turns."""
 
-    async def open(self) -> Session:
-        """Start a session. Raises :class:`~etude.errors.EngineUnavailable` when the gateway cannot be reached."""
+    async def open(self, *, min_version: int | None = None) -> Session:
+        """Start a session, whose calls no weights older than ``min_version`` answer.
+
+        Raises :class:`~etude.errors.EngineUnavailable` when no gateway can be reached.
+        """
         ...
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
@@ -153,6 +156,10 @@ class RolloutContext:
     scorer: Scorer = field(default_factory=GradeScorer)
     branching: Branching | None = None
     """``None``: no rollouts fork."""
+    announce: Callable[[Task, int], None] | None = None
+    """Called with a task and the number of sandboxes that are going to be asked for; ``None``: nothing gets ready for
+    that.
+    """
     pass_at: float = 1.0
     """Grade that is a pass; it decides what is reported of a rollout, and nothing else."""
     is_eval: bool = False
@@ -211,7 +218,7 @@ async def run_rollout(
     task, started_s = slot.task, context.clock.now()
     record = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     try:
-        start = start or await _start(task, context)
+        start = start or await _start(slot, context)
         async with _closing(start, context):
             result = await _play(task, start, fork, context, temperature=temperature)
             grade = await grade_work(task, start.sandbox, result, context.grader, context.limits, start.monitored)
@@ -278,9 +285,10 @@ async def grade_work(
         return Grade(value=0.0, parts={AgentFault.REASON: 1.0})
 
 
-async def _start(task: Task, context: RolloutContext) -> RolloutStart:
-    start_s = context.limits.start_s
-    session = await within(start_s, "opening a session", context.sessions.open())
+async def _start(slot: OpenSlot, context: RolloutContext) -> RolloutStart:
+    start_s, task = context.limits.start_s, slot.task
+    opening = context.sessions.open(min_version=slot.admitted_version)
+    session = await within(start_s, "opening a session", opening)
     try:
         sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", context.sandboxes.open(task)))
         try:

@@ -1,4 +1,4 @@
-"""Ports on which the processes of a run listen.
+"""The URLs at which the processes of a run listen.
 
 Ports are decided once per start of a run, so that a process that is restarted comes back where it was.
 """
@@ -7,58 +7,121 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
+from etude.run.process_name import ENGINE, GATEWAY, ProcessName
 
 HOST = "127.0.0.1"
 """A run on one machine talks over loopback only."""
-PUBLIC = "gateway-public"
-"""The gateway's port for clients other than this run, where there is one."""
 POLL_S = 0.1
 """Interval at which a taken port is tried again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Ports of a run's listening processes."""
+
+    own: Mapping[ProcessName, int]
+    """For the run's own processes, on loopback."""
+    public: Mapping[ProcessName, int]
+    """For others, where others may come."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The listening processes of one run, kept in a file."""
+    """The listening processes of one run, kept in a file: ``{"urls": {name: …}, "public_ports": {name: …}}``."""
 
     file: Path
 
     def reserve(self, config: RunConfig, *, wait_s: float = 0.0) -> None:
-        """Decide where engine and gateway listen. Raises :class:`~etude.errors.PortInUseError`.
+        """Decide where engines and gateways listen. Raises :class:`~etude.errors.PortInUseError`.
 
         Waits up to ``wait_s`` for a port on which a predecessor still lets calls end.
         """
-        self.file.write_text(json.dumps(probe_ports(config, wait_s=wait_s)), encoding="utf-8")
-
-    def port(self, process: str) -> int:
-        """The port of a process. Raises :class:`~etude.errors.RunFolderError` before :meth:`reserve`."""
-        if not self.file.exists():
-            raise RunFolderError(f"{self.file} is missing: start with `etude run --resume {self.file.parent}`")
-        return int(json.loads(self.file.read_text(encoding="utf-8"))[process])
-
-    def url(self, process: str) -> str:
-        """Base URL of a process."""
-        return f"http://{HOST}:{self.port(process)}"
-
-
-def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> dict[str, int]:
-    """Ports for engine and gateway, as the recipe has them. Raises :class:`~etude.errors.PortInUseError`.
-
-    A gateway that others than this run may reach has a port of its own for them.
-    """
-    requested = {"engine": config.engine.port, "gateway": 0 if config.gateway.public else config.gateway.port}
-    if config.gateway.public:
-        requested[PUBLIC] = config.gateway.port
-    with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
-        return {
-            process: probes.enter_context(probe_port(port, wait_s=wait_s, key=f"{process.partition('-')[0]}.port"))
-            for process, port in requested.items()
+        ports = probe_ports(config, wait_s=wait_s)
+        table = {
+            "urls": {str(name): f"http://{HOST}:{port}" for name, port in ports.own.items()},
+            "public_ports": {str(name): port for name, port in ports.public.items()},
         }
+        self.file.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+    def url(self, name: ProcessName) -> str:
+        """Base URL of a process. Raises :class:`~etude.errors.RunFolderError` before :meth:`reserve`, and for a process
+        that the run does not have.
+        """
+        return str(self._row("urls", name))
+
+    def urls(self, command: str) -> dict[ProcessName, str]:
+        """Base URL of each process of one command. Raises like :meth:`url`."""
+        urls = {ProcessName.parse(text): str(url) for text, url in self._read()["urls"].items()}
+        return {name: url for name, url in sorted(urls.items()) if name.command == command}
+
+    def port(self, name: ProcessName) -> int:
+        """The port of a process. Raises like :meth:`url`."""
+        return int(self.url(name).rpartition(":")[2])
+
+    def public_port(self, name: ProcessName) -> int:
+        """The port of a process for clients other than this run. Raises like :meth:`url`."""
+        return int(self._row("public_ports", name))
+
+    def _row(self, part: str, name: ProcessName) -> Any:
+        rows = self._read()[part]
+        if str(name) not in rows:
+            raise RunFolderError(
+                f"{self.file} has no {name}, only {', '.join(rows) or 'none'}: a run has as many processes as "
+                f"engine.replicas and gateway.replicas say"
+            )
+        return rows[str(name)]
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        fix = f"start with `etude run --resume {self.file.parent}`"
+        if not self.file.exists():
+            raise RunFolderError(f"{self.file} is missing: {fix}")
+        table: dict[str, dict[str, Any]] = json.loads(self.file.read_text(encoding="utf-8"))
+        if not {"urls", "public_ports"} <= table.keys():
+            raise RunFolderError(f"{self.file} is of an older étude: {fix}")
+        return table
+
+
+def listeners(config: RunConfig) -> dict[ProcessName, int]:
+    """Engines and gateways of a run on one machine, with the port that the recipe wants for each, 0 for any: of a
+    number, the first has it and each further one the next.
+    """
+    return {
+        ProcessName(command=command, replica=replica): section.port and section.port + replica
+        for command, section in _sections(config).items()
+        for replica in range(section.replicas)
+    }
+
+
+def _sections(config: RunConfig) -> Mapping[str, EngineConfig | GatewayConfig]:
+    """The section of each command that listens."""
+    return {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
+
+
+def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
+    """Ports for engines and gateways, as the recipe has them. Raises :class:`~etude.errors.PortInUseError`.
+
+    One that others than this run may reach has a port of its own for them.
+    """
+    requested, sections = listeners(config), _sections(config)
+    public = {name: port for name, port in requested.items() if sections[name.command].public}
+    with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
+
+        def probe(name: ProcessName, port: int) -> int:
+            key = "engine.port" if name.command == ENGINE.command else "gateway.port"
+            return probes.enter_context(probe_port(port, wait_s=wait_s, key=key))
+
+        return Ports(
+            public={name: probe(name, port) for name, port in public.items()},
+            own={name: probe(name, 0 if name in public else port) for name, port in requested.items()},
+        )
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
     payloads/         routes, sampling masks of turns   report.json, report.html
-    evaluations/      ledgers of `etude eval`      admin.key     opens gateway sessions
+    evaluations/      ledgers of `etude eval`      run.key       secret of the run (etude.run.keys)
     weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
+    run.url           where the run is, if elsewhere: then weights and payloads are there, and copies of the rest
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
@@ -30,11 +31,16 @@ from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
 from etude.ledger.open import place_of_run
+from etude.objects import ObjectStore
 from etude.run.endpoints import Endpoints
+from etude.run.keys import KeyRole, derive_key, has_run_key, read_run_key, write_run_key
+from etude.run.process_name import ProcessName
 from etude.run.resolve import resolve, with_absolute_paths
 
 LEDGER_URL = "ledger.url"
 """The file with the place of a ledger that is not in the folder."""
+RUN_URL = "run.url"
+"""The file of a working folder with the URL that the run is at (:mod:`etude.run.working_folder`)."""
 LOG_ID = "weights.id"
 """The file with the id of the run's log of weight versions; it is not in the store, which others may write to."""
 
@@ -46,9 +52,9 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, *, ledger: str = "") -> "RunFolder":
-        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says. What is ``auto`` there is
-        resolved here and now, and its paths are made absolute.
+    def create(cls, path: Path, config: RunConfig, *, ledger: str = "", at: str = "") -> "RunFolder":
+        """Make a new run, whose durable state is at ``ledger``, or where ``config`` says; with ``at`` it is the working
+        folder of one at that URL. What is ``auto`` there is resolved here and now, and its paths are made absolute.
 
         Raises :class:`~etude.errors.RunFolderError` if there is one, or no way to write, and what
         :func:`~etude.run.resolve.resolve` does.
@@ -57,9 +63,13 @@ class RunFolder:
         resolved = with_absolute_paths(resolve(config))
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-            for part in (folder.events, folder.logs, Path(folder.store)):
+            if at:
+                folder.record_url(at)
+            for place in (folder.store, folder.payloads):
+                ObjectStore(place)  # makes the folder where it is one
+            for part in (folder.events, folder.logs):
                 part.mkdir(exist_ok=True)
-            _write_secret(path / "admin.key")
+            make_key(folder)
             (path / LOG_ID).write_text(secrets.token_hex(16) + "\n", encoding="utf-8")
             if ledger or config.ledger.url:
                 place = ledger or place_of_run(config.ledger.url, f"{config.name}_s{config.seed}")
@@ -81,9 +91,17 @@ class RunFolder:
             )
         return folder
 
+    def record_url(self, url: str) -> None:
+        """Note in a working folder where its run is, and give it the folders that every run has."""
+        (self.path / RUN_URL).write_text(url + "\n", encoding="utf-8")
+        for part in (self.events, self.logs):
+            part.mkdir(exist_ok=True)
+
     @property
     def has_begun(self) -> bool:
         """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
+        if self.url and ObjectStore(self.store).list("commits"):
+            return True
         places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
         return any(next(self.path.glob(pattern), None) is not None for pattern in places)
 
@@ -116,14 +134,25 @@ class RunFolder:
         return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
 
     @property
-    def payloads(self) -> Path:
-        """Routes and sampling masks of turns."""
-        return self.path / "payloads"
+    def name(self) -> str:
+        """The words by which a person opens the run: its URL, or its folder."""
+        return self.url or str(self.path)
+
+    @property
+    def url(self) -> str:
+        """The URL that the run is at; empty where it is in this folder alone."""
+        file = self.path / RUN_URL
+        return file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+
+    @property
+    def payloads(self) -> str:
+        """Place of the routes and sampling masks of turns."""
+        return f"{self.url or self.path.absolute()}/payloads"
 
     @property
     def store(self) -> str:
         """URL of the weight store."""
-        return str((self.path / "store").absolute())
+        return f"{url}/weights" if (url := self.url) else str((self.path / "store").absolute())
 
     @property
     def model(self) -> Path:
@@ -155,20 +184,20 @@ class RunFolder:
         """The measured result, to look at."""
         return self.path / "report.html"
 
-    def admin_key(self) -> str:
-        """The secret that opens and closes gateway sessions."""
-        return (self.path / "admin.key").read_text(encoding="utf-8").strip()
+    def key(self, role: KeyRole) -> str:
+        """The key of one role. Raises as :func:`~etude.run.keys.read_run_key`."""
+        return derive_key(read_run_key(self.path), role)
 
     @property
     def endpoints(self) -> Endpoints:
-        """Ports of the listening processes."""
+        """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
 
 
-def _write_secret(file: Path) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-        opened.write(secrets.token_urlsafe(32) + "\n")
+def make_key(folder: RunFolder) -> None:
+    """Make the run's key where there is none: a new working folder has none, since it is never at the URL."""
+    if not has_run_key(folder.path):
+        write_run_key(folder.path)
 
 
 def start_from(start: RunFolder, folder: RunFolder) -> None:
@@ -190,7 +219,7 @@ POLL_S = 0.1
 
 @contextlib.contextmanager
 def exclusive(folder: RunFolder, process: str, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock of one kind of process; the kernel frees it when this process dies, however it dies.
+    """Hold the lock of the process of that name; the kernel frees it when this process dies, however it dies.
 
     Waits up to ``wait_s`` for a predecessor that is still cleaning up. Raises
     :class:`~etude.errors.RunFolderError` when another process holds it.
@@ -214,11 +243,11 @@ def remove_unbegun(folder: RunFolder) -> None:
             shutil.rmtree(folder.path)
 
 
-def holder(folder: RunFolder) -> str:
+def holder(folder: RunFolder, process: ProcessName) -> str:
     """The name under which a process that is :func:`exclusive` in its folder takes leases (:mod:`etude.ledger.leases`):
     who had that name before is dead.
     """
-    return f"{socket.gethostname()}:{folder.path.resolve()}"
+    return f"{socket.gethostname()}:{folder.path.resolve()}:{process}"
 
 
 def _try_lock(descriptor: int) -> bool:

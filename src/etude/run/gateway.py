@@ -1,4 +1,4 @@
-"""The gateway process: HTTP servers in front of a run's engine or, standalone, of any engines.
+"""The gateway process: HTTP servers in front of a run's engines or, standalone, of any engines.
 
     engines ◀── pool ◀── admission queue ◀── service ◀── gateway ◀── HTTP servers ◀── callers
                   ▲ polls                    │ turns ──▶ recorder ──▶ payloads
@@ -15,8 +15,8 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import re
-import ssl
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,12 +43,15 @@ from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import DEFAULT_HEALTH, EngineEntry, HealthLimits, Router, is_engine_url
 from etude.gateway.service import CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
+from etude.objects import ObjectStore
 from etude.protocols import Clock, Engine
 from etude.run.connections import Connections
-from etude.run.endpoints import PUBLIC
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
-from etude.run.serving import STOP_S, listening, run_until_signal, tell_person
+from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
+from etude.run.payload_store import open_payloads
+from etude.run.process_name import ENGINE, ProcessName
+from etude.run.serving import STOP_S, listening, run_until_signal, tell_person, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
@@ -57,7 +60,7 @@ from etude.types import RouteSpace
 from etude.weights.log import WeightLog
 
 FRESH_S = 0.05
-"""Pause between polls of a run's own engine for the weights that it serves: rollouts start by that."""
+"""Pause between polls of a run's own engines for the weights that it serves: rollouts start by that."""
 DRAIN_SHARE = 0.5
 """Share of the time that a process of a run has to stop, for calls in flight."""
 DRAINED_S = 0.5
@@ -99,9 +102,9 @@ class StandaloneOptions:
     """``gateway.key=value``."""
 
 
-def run_gateway(folder: RunFolder) -> None:
-    """Serve a run's gateway until a stop signal."""
-    run_until_signal(_serve_run(folder))
+def run_gateway(folder: RunFolder, name: ProcessName) -> None:
+    """Serve one of a run's gateways until a stop signal."""
+    run_until_signal(_serve_run(folder, name))
 
 
 def run_standalone(options: StandaloneOptions) -> None:
@@ -109,39 +112,39 @@ def run_standalone(options: StandaloneOptions) -> None:
     run_until_signal(_serve_standalone(options), cleanup_s=None)
 
 
-async def _serve_run(folder: RunFolder) -> None:
-    config = folder.config()
-    secret = folder.admin_key()
-    admin = Key(key_id="run", digest=digest_of(secret), scope=Scope.ADMIN, created=date_utc(), label="this run")
+async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
+    config, engines = folder.config(), folder.endpoints.urls(ENGINE.command)
+    digest = digest_of(folder.key(KeyRole.ADMIN))
+    admin = Key(key_id="run", digest=digest, scope=Scope.ADMIN, created=date_utc(), label="this run")
     spec = GatewaySpec(
         chat=load_format(folder.model, config.gateway.chat_template_kwargs),
         max_length=config.engine.max_length,
-        recorder=Recorder(Payloads(folder.payloads), _replayed_routes(folder, config)),
-        engines=(EngineEntry(name="engine", url=folder.endpoints.url("engine")),),
+        recorder=Recorder(open_payloads(folder), _replayed_routes(folder, config)),
+        engines=tuple(EngineEntry(name=str(one), url=url, region=one.region) for one, url in engines.items()),
         keys=(admin,),
         health=HealthLimits(
             healthy_poll_s=FRESH_S, suspect_poll_s=FRESH_S, max_lag=config.rollouts.max_staleness + LAG_ROOM
         ),
         sessions=_session_limits(config.gateway),
-        access_log=folder.logs / "access.jsonl" if config.gateway.access_log else None,
+        access_log=folder.logs / f"{name}.access.jsonl" if config.gateway.access_log else None,
     )
     async with AsyncExitStack() as stack:
-        parts = await stack.enter_async_context(_connected(spec, config.gateway))
+        parts = await stack.enter_async_context(_connected(spec, config.gateway, folder.key(KeyRole.ENGINE)))
         server = http_server(parts.gateway.handle)
-        port, connections = folder.endpoints.port("gateway"), Connections()
+        port, connections = folder.endpoints.port(name), Connections()
         await stack.enter_async_context(listening(server, port, shutdown_s=DRAINED_S, connections=connections))
         if config.gateway.public:
             public = listening(
                 http_server(parts.gateway.handle),
-                folder.endpoints.port(PUBLIC),
+                folder.endpoints.public_port(name),
                 host=config.gateway.host,
-                tls=tls_context(config.gateway),
+                tls=tls_context("gateway", config.gateway.tls_cert, config.gateway.tls_key),
                 shutdown_s=DRAINED_S,
                 connections=connections,
             )
             await stack.enter_async_context(public)
-        tell_person(f"gateway at {folder.endpoints.url('gateway')}, admin key in {folder.path / 'admin.key'}")
-        events = stack.enter_context(open_events(folder, config, "gateway", lossy=True))
+        tell_person(f"{name} at {folder.endpoints.url(name)}, admin key by `etude keys derive {folder.path} admin`")
+        events = stack.enter_context(open_events(folder, config, name, lossy=True))
         outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s, events))
         announcing = asyncio.create_task(
             supervised("announcements", partial(announce, open_log(folder, outages), parts.pool.announce))
@@ -158,17 +161,16 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
     spec = GatewaySpec(
         chat=load_format(options.model, config.chat_template_kwargs),
         max_length=longest_context(options.model),
-        recorder=Recorder(None if options.payloads is None else Payloads(options.payloads)),
+        recorder=Recorder(None if options.payloads is None else Payloads(ObjectStore(str(options.payloads)))),
         engines=tuple(engine_entry(engine) for engine in options.engines),
         keys=keys,
         sessions=_session_limits(config),
         access_log=options.access_log,
     )
-    async with _connected(spec, config) as parts:
+    async with _connected(spec, config, os.environ.get(ENGINE_KEY_VARIABLE, "").strip()) as parts:
         server = http_server(parts.gateway.handle)
-        async with listening(
-            server, config.port, host=config.host, tls=tls_context(config), shutdown_s=DRAINED_S
-        ) as port:
+        tls = tls_context("gateway", config.tls_cert, config.tls_key)
+        async with listening(server, config.port, host=config.host, tls=tls, shutdown_s=DRAINED_S) as port:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
@@ -179,11 +181,11 @@ def _session_limits(config: GatewayConfig) -> SessionLimits:
 
 
 @asynccontextmanager
-async def _connected(spec: "GatewaySpec", config: GatewayConfig) -> "AsyncIterator[RunningGateway]":
-    """The parts, with connections to engines."""
+async def _connected(spec: "GatewaySpec", config: GatewayConfig, engine_key: str) -> "AsyncIterator[RunningGateway]":
+    """The parts, with connections to engines, which all have one key or none."""
     async with (
         # Engines are given up at the first trouble: the pool knows better than to wait for one of them.
-        http_engines(0.0) as connect,
+        http_engines(0.0, key=engine_key) as connect,
         open_gateway(spec, config, SystemClock(), connect) as parts,
     ):
         yield parts
@@ -265,20 +267,6 @@ def longest_context(model: Path) -> int:
 
 def _first_key(secret: str) -> Key:
     return Key(key_id=new_key_id(), digest=digest_of(secret), scope=Scope.PRODUCTION, created=date_utc())
-
-
-def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """The TLS context of a server; ``None`` for plain HTTP. Raises ``ConfigError`` for a certificate that cannot be
-    used.
-    """
-    if not config.tls_cert:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"gateway.tls_cert, gateway.tls_key: {error}") from error
-    return context
 
 
 def _greeting(config: GatewayConfig, port: int, secret: str | None) -> str:

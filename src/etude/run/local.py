@@ -1,6 +1,6 @@
 """The whole loop on one machine: `etude run`.
 
-    mid-train ──▶ parity gate ──▶ engine + gateway + trainer + rollouts, all at once ──▶ report
+    mid-train ──▶ parity gate ──▶ engines + gateways + trainer + rollouts, all at once ──▶ report
 
 This process computes nothing: it starts the others, restarts what dies, shows the progress and writes the report.
 """
@@ -19,31 +19,36 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
+from etude.errors import InfrastructureError
 from etude.ledger.ledger import Ledger
+from etude.run.endpoints import listeners
+from etude.run.event_copies import EventMirror
 from etude.run.events import open_events
-from etude.run.folder import RunFolder, exclusive
+from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
+from etude.run.process_name import ROLLOUTS, TRAINER, ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
+from etude.run.resolve import check_replicas
+from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import FINITE, Child, stop_all
 from etude.run.weight_log import open_log
+from etude.run.working_folder import RECIPE_FILES, REPORTS, keep
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
 from etude.telemetry.log import EventLog, EventReader
 from etude.types import Json
 
-SUPERVISOR = "supervisor"
-"""Name of this process: of its lock and its event log."""
+SUPERVISOR = ProcessName(command="supervisor")
+"""The name of this process."""
 POLL_S = 0.1
 """Interval at which the processes are checked."""
 LEDGER_S = 5.0
 """Longest wait for a ledger at the start, when a person waits."""
 MEMORY_S = 2.0
 """Interval at which their memory is added up."""
-LOOP_PROCESSES = ("serve", "gateway", "train", "rollouts")
-"""The processes of the asynchronous phase, by their command."""
 
 
 def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
@@ -54,18 +59,35 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
     """
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(exclusive(folder, SUPERVISOR))
+        stack.enter_context(exclusive(folder, str(SUPERVISOR)))
+        make_key(folder)
         folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
+        check_replicas(config)
         events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
+        keep(folder, *RECIPE_FILES)
         try:
-            with ProgressDisplay(folder.events, config, out) as progress:
+            with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, events, progress)
         finally:
             report = write_report(folder, config)
+            keep_report(folder, out)
     return report
+
+
+def _mirror(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
+    """The events of processes elsewhere, while this lasts, where the run is at a URL."""
+    return EventMirror(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
+
+
+def keep_report(folder: RunFolder, out: TextIO) -> None:
+    """Keep the report at the run's URL, if it has one; where that is away the report is only here, which is told."""
+    try:
+        keep(folder, *REPORTS)
+    except InfrastructureError as error:
+        print(f"the report is in {folder.path} only: {error}", file=out)
 
 
 def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay) -> None:
@@ -76,11 +98,11 @@ def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: Prog
     if is_fresh:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
-            _keep_alive([phase], folder, config, events, progress)
+            _keep_alive([ProcessName(command=phase)], folder, config, events, progress)
     check_complete(lineage, config)
     if config.engine.kind == "native":
-        _keep_alive(["parity"], folder, config, events, progress)
-    _keep_alive(LOOP_PROCESSES, folder, config, events, progress)
+        _keep_alive([ProcessName(command="parity")], folder, config, events, progress)
+    _keep_alive([*listeners(config), TRAINER, ROLLOUTS], folder, config, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
@@ -101,17 +123,17 @@ def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
 
 
 def _keep_alive(
-    names: Sequence[str], folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay
+    names: Sequence[ProcessName], folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay
 ) -> None:
     """Run processes together until those of them that have an end have reached it; then stop the others."""
     children: list[Child] = []
-    memory_s = time.monotonic()
+    memory_s, ending = time.monotonic(), {name for name in names if name.command in FINITE}
     try:
         children.extend(
             Child(name, folder, events, progress.notice, heartbeat_timeout_s=config.heartbeat_timeout_s)
             for name in names
         )
-        while {child.name for child in children if child.check()} < FINITE.intersection(names):
+        while {child.name for child in children if child.check()} < ending:
             progress.update()
             if time.monotonic() - memory_s >= MEMORY_S:
                 memory_s = time.monotonic()

@@ -27,7 +27,7 @@ class MemoryNeed:
     trainer: int
     """Parameters, gradients and moments."""
     engine: int
-    """Its weights, once or twice, and the key/value cache."""
+    """All engines: the weights, once or twice, and the key/value cache."""
 
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, parameters: int) -> "MemoryNeed":
@@ -38,7 +38,7 @@ class MemoryNeed:
         attention, engine, item = spec.attention, config.engine, DTYPES[config.numerics.dtype].itemsize
         position = spec.layers * attention.key_heads * (attention.key_width + attention.value_width) * item
         weights = parameters * item * (2 if engine.native.spare_weights else 1)
-        return cls(trainer=trainer, engine=weights + engine.resolved_cache_tokens * position)
+        return cls(trainer=trainer, engine=engine.replicas * (weights + engine.resolved_cache_tokens * position))
 
     def compare(self, free: Mapping[str, int], *, trainer: str, engine: str) -> list[str]:
         """Warnings where a device has less free bytes than the sides on it take. Raises
@@ -51,7 +51,7 @@ class MemoryNeed:
                 f"{device} has {formatting.size(bytes_free)} of memory free, and this run takes at least "
                 + ", ".join(f"{formatting.size(need)} for the {side}" for side, need in sides.items() if need)
                 + ": lower engine.options.cache_tokens (or engine.max_running, max_length), set "
-                "engine.options.spare_weights = false, or take "
+                "engine.options.spare_weights = false, start fewer engine.replicas, or take "
                 "a smaller model"
             )
             if max(sides.values()) > bytes_free:

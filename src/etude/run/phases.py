@@ -32,11 +32,13 @@ from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
 from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.process_name import ProcessName
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
 from etude.run.store_outages import StoreOutages
 from etude.run.task_families import open_demonstrations
 from etude.run.weight_log import open_log
+from etude.run.working_folder import MODEL, keep
 from etude.tasks.corpora.conversations import Conversations
 from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts
 from etude.tasks.corpora.mixture import BatchStream, Cursor, Mixture, Side, Source, Taken, heldout_documents
@@ -88,7 +90,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
     with (
-        open_events(folder, config, phase) as events,
+        open_events(folder, config, ProcessName(command=phase)) as events,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         if open_log(folder, outages).latest() is not None:
@@ -293,6 +295,7 @@ def make_start(target: Path, config: RunConfig) -> None:
 def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: StoreOutages) -> None:
     """Make the last phase's model the run's model, and publish it as weight version 0."""
     place(folder.model, lambda target: _copy(origin, target))
+    keep(folder, *MODEL, outages=outages)  # weights are of no use without it
     config = folder.config()
     with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
         publishing.start(published_state(read_model(folder.model), config.numerics), 0)

@@ -25,6 +25,7 @@ from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
 from etude.ledger.ledger import OpenSlot
 from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, TokenChunk
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.worker import RolloutContext, run_rollout
@@ -103,9 +104,9 @@ async def play(stage: Stage, task: Task, *, temperature: float, tell: OnCompleti
         parts = await stack.enter_async_context(open_gateway(spec, config.gateway, SystemClock(), lambda _: watched))
         server = http_server(parts.gateway.handle)
         url = f"http://{HOST}:{await stack.enter_async_context(listening(server, 0))}"
-        sandboxes, grader, harness = await open_stage(stack, config, http, folder=stage.folder, gateway_url=url)
+        sandboxes, grader, harness = await open_stage(stack, config, http, folder=stage.folder, gateway_urls=[url])
         context = RolloutContext(
-            sessions=GatewaySessions(url, secret, http),
+            sessions=GatewaySessions(GatewayTable([url]), secret, http),
             sandboxes=sandboxes,
             harness=harness,
             grader=grader,

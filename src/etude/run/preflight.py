@@ -33,13 +33,13 @@ from etude.models.spec import ModelSpec
 from etude.protocols import Completion, TaskFamily
 from etude.rewards.graders.named import find_grader
 from etude.run.disk_space import check_disk_space
-from etude.run.endpoints import probe_ports
+from etude.run.endpoints import listeners, probe_ports
 from etude.run.folder import RunFolder
 from etude.run.judging import check_judge
 from etude.run.memory_need import check_memory
 from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
-from etude.run.resolve import check_devices, resolve_device
+from etude.run.resolve import check_devices, check_replicas, resolve_device
 from etude.run.rollouts import harness_mounts
 from etude.run.task_families import open_demonstrations
 from etude.run.task_plan import open_tasks, plan_tasks
@@ -95,13 +95,14 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
     """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
     check_devices(config)
+    check_replicas(config)
     check_interpreter(config)
     trainer, engine = resolve_device(config.trainer.device), resolve_device(config.engine.device)
     yield MachineFinding(name="devices", words=f"trainer on {trainer}, engine on {engine}")
     yield from (MachineFinding(name="devices", words=line, works=False) for line in about_numerics(config))
     probe_ports(config)
-    ports = {"engine.port": config.engine.port, "gateway.port": config.gateway.port}
-    yield MachineFinding(name="ports", words=", ".join(f"{key} {port or 'any'}" for key, port in ports.items()))
+    ports = ", ".join(f"{name} {port or 'any'}" for name, port in listeners(config).items())
+    yield MachineFinding(name="ports", words=ports)
 
 
 def check_interpreter(config: RunConfig) -> None:

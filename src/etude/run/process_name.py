@@ -41,3 +41,13 @@ class ProcessName:
         if form is None:
             raise ValueError(f"{text!r} is no name of a process: expected serve, serve-1 or serve-1@eu")
         return cls(command=form["command"], replica=int(form["replica"] or 0), region=form["region"] or "")
+
+
+ENGINE = ProcessName(command="serve")
+"""The first engine at home."""
+GATEWAY = ProcessName(command="gateway")
+"""The first gateway at home."""
+ROLLOUTS = ProcessName(command="rollouts")
+"""The first rollouts process, which also evaluates."""
+TRAINER = ProcessName(command="train")
+"""The trainer, or its rank 0."""

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from etude.run.folder import RunFolder, exclusive
+from etude.run.process_name import ProcessName
 from etude.run.resolve import Role, check_devices
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
-"""Longest time that the last process of a kind may take to clean up after its supervisor was killed: above
+"""Longest time that the last process of a name may take to clean up after its supervisor was killed: above
 :data:`etude.run.serving.STOP_S`, which ends it.
 """
 NICENESS = {"serve": 10, "train": 5}
@@ -29,26 +30,29 @@ DEVICES: Mapping[str, Role] = {
 """Command → the section whose device its process computes on."""
 
 
-def run_process(name: str, folder: RunFolder, replica: int = 0) -> None:
+def run_process(name: ProcessName, folder: RunFolder) -> None:
     """Run one of a run's processes until it has done its work or gets a stop signal.
 
-    ``replica`` tells rollouts processes of one run apart, which may be as many as there is room for. Raises
-    :class:`~etude.errors.ConfigError` where this machine has not the device that the run has.
+    Raises :class:`~etude.errors.ConfigError` where this machine has not the device that the run has.
     """
-    config = folder.config()
-    if name in DEVICES:
-        check_devices(config, (DEVICES[name],))
+    config, command = folder.config(), name.command
+    if command in DEVICES:
+        check_devices(config, (DEVICES[command],))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
     rank = os.environ.get("RANK")
     die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # a rank that is stopped must end, too
-    ranks = config.parallel.ranks if name == "train" else 1
+    if command == "train" and os.environ.get("LOCAL_RANK", "0") == "0":
+        from etude.run.checkpoint_copies import restore_checkpoint
+
+        restore_checkpoint(folder)  # other ranks wait for this one before they read
+    ranks = config.parallel.ranks if command == "train" else 1
     if ranks > 1 and rank is None:
         _become_ranks(ranks, folder)
-    os.nice(NICENESS.get(name, 0))
-    place = name if rank in (None, "0") else f"{name}-{rank}"
-    place = f"{place}-{replica}" if replica else place
-    with exclusive(folder, place, wait_s=PREDECESSOR_S):
-        _run(name, folder, replica)
+    os.nice(NICENESS.get(command, 0))
+    if command == "train":
+        name = ProcessName(command=command, replica=int(rank or 0))
+    with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
+        _run(name, folder)
 
 
 def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
@@ -59,12 +63,12 @@ def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "etude.run.torchrun", *arguments], environment)
 
 
-def _run(name: str, folder: RunFolder, replica: int) -> None:
-    match name:
+def _run(name: ProcessName, folder: RunFolder) -> None:
+    match name.command:
         case "midtrain" | "sft":
             from etude.run.phases import run_phase
 
-            run_phase(folder, name)
+            run_phase(folder, name.command)
         case "parity":
             from etude.run.parity import gate
 
@@ -72,18 +76,18 @@ def _run(name: str, folder: RunFolder, replica: int) -> None:
         case "serve":
             from etude.run.engine import run_engine
 
-            run_engine(folder)
+            run_engine(folder, name)
         case "gateway":
             from etude.run.gateway import run_gateway
 
-            run_gateway(folder)
+            run_gateway(folder, name)
         case "rollouts":
             from etude.run.rollouts import run_rollouts
 
-            run_rollouts(folder, replica)
+            run_rollouts(folder, name)
         case "train":
             from etude.run.trainer import run_trainer
 
             run_trainer(folder)
         case _:
-            raise AssertionError(f"no process {name!r}")
+            raise AssertionError(f"no process {name}")

@@ -47,13 +47,20 @@ class WeightPublishing:
     ) -> None:
         self._publisher.close()
 
-    def start(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Begin to publish ``state`` as ``version``; its tensors must not change before :meth:`release`."""
+    def start(
+        self, state: Mapping[str, Tensor], version: int, before_commit: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin to publish ``state`` as ``version``; its tensors must not change before :meth:`release`.
+
+        The version becomes visible when ``before_commit``, which is called on another thread, has returned.
+        """
         assert self._publication is None, "one version at a time: land the one before first"
         stored = to_stored(state)
         self._started_s, self._blocked_s, self._ended_s = time.perf_counter(), 0.0, None
         self._state_bytes = state_bytes(stored)
-        self._publication = self._publisher.publish(stored, version=version, step=version, recipe=self._recipe)
+        self._publication = self._publisher.publish(
+            stored, version=version, step=version, recipe=self._recipe, before_commit=before_commit
+        )
         self._publication.record.add_done_callback(self._note_end)
 
     def release(self) -> None:

@@ -22,7 +22,7 @@ GPU_FILES = ("nvidia*", "kfd", "dxg")
 PATHS = (
     *("tasks.folder", "tasks.options.path", "tasks.options.heldout_path", "tasks.options.python", "sandboxes.images"),
     *("model.checkpoint", "sft.file", "engine.options.python"),
-    *("gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
+    *("engine.tls_cert", "engine.tls_key", "gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
 )
 """Keys that name a file or a folder, beside ``midtrain.mixture`` and ``harness.options.mounts``."""
 Role: TypeAlias = Literal["trainer", "engine"]
@@ -52,6 +52,17 @@ def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine
                 f"what this machine has; set 'cpu' or 'auto' in a recipe; a run that has begun keeps the device in its "
                 f"run.toml, so its {role} belongs on a machine that has one"
             )
+
+
+def check_replicas(config: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` where several engines would be started on one GPU: nothing here gives
+    each a device of its own.
+    """
+    if config.engine.replicas > 1 and resolve_device(config.engine.device) == "cuda":
+        raise ConfigError(
+            f"engine.replicas = {config.engine.replicas}: `etude run` would start them all on the first GPU of this "
+            f"machine; set engine.replicas = 1, or engine.device = 'cpu'"
+        )
 
 
 def resolve(config: RunConfig) -> RunConfig:

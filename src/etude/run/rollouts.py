@@ -38,6 +38,7 @@ from etude.rewards.score import grade_of
 from etude.rewards.shaping.parts import mean_parts, reward_spec
 from etude.rollouts.branching import Branching
 from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.sessions import GatewaySessions
 from etude.rollouts.task_history import SelectedTasks
@@ -47,6 +48,8 @@ from etude.rollouts.worker import RolloutContext, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.keys import KeyRole
+from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
 from etude.run.scoring import freeze_reward, open_monitor, open_scorer
 from etude.run.serving import run_until_signal
@@ -72,8 +75,6 @@ HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 """For one such question."""
 CONFINEMENT = (Capability.CONFINED, Capability.NETWORK_OFF)
 """Capabilities without which the model's programs could read the run folder and reach the gateway."""
-LEASE_NAME = "rollouts"
-"""The lease under which this process fills slots; that of any other one has its number behind it."""
 OUR_HARNESS = ".venv-harness"
 """Environment of mini-swe-agent, which the repository's Makefile makes."""
 HARNESS_FOLDER = "/harness"
@@ -87,14 +88,16 @@ TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
 
 
 class ServedVersion:
-    """The lowest weight version that all engines serve; −1 before the first answer."""
+    """The lowest weight version that all engines serve, by all gateways that answer; −1 before the first answer.
 
-    def __init__(self, gateway_url: str, http: aiohttp.ClientSession, *, outage_s: float) -> None:
-        """``outage_s`` is how long the gateway may be silent while a caller waits."""
-        self._url = f"{gateway_url}/healthz"
+    Keeps ``table`` informed of which gateways do.
+    """
+
+    def __init__(self, table: GatewayTable, http: aiohttp.ClientSession, *, outage_s: float) -> None:
+        """``outage_s`` is how long all gateways may be silent while a caller waits."""
+        self._table = table
         self._http = http
         self._outage_s = outage_s
-        self._version = -1
         self._heard_s = time.monotonic()
         self._following = asyncio.create_task(self._follow())
 
@@ -102,13 +105,14 @@ class ServedVersion:
         """The last version heard of: never ahead of the engines, which only move forward."""
         if self._following.done():
             self._following.result()
-        return self._version
+        return self._table.version
 
     async def reach(self, version: int) -> None:
         """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
         while self() < version:
             if time.monotonic() - self._heard_s > self._outage_s:
-                raise EngineUnavailable(f"{self._url} has not named a weight version for {self._outage_s:g} s")
+                urls = ", ".join(f"{url}/healthz" for url in self._table.urls)
+                raise EngineUnavailable(f"{urls}: no weight version was named for {self._outage_s:g} s")
             await asyncio.sleep(POLL_S)
 
     def close(self) -> None:
@@ -116,14 +120,28 @@ class ServedVersion:
         self._following.cancel()
 
     async def _follow(self) -> None:
-        """Ask the gateway, for ever; while it is down, the last answer stands."""
+        """Ask every gateway, for ever; while all are down, the last answer stands."""
+        async with asyncio.TaskGroup() as group:
+            for url in self._table.urls:
+                group.create_task(self._follow_one(url))
+
+    async def _follow_one(self, url: str) -> None:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                async with self._http.get(self._url, timeout=HEALTH_TIMEOUT) as answer:
-                    if answer.status == 200:
-                        self._version = (await answer.json())["engine"]["version"]
-                        self._heard_s = time.monotonic()
+            version = await self._ask(url)
+            if version is None:
+                self._table.silent(url)
+            else:
+                self._table.heard(url, version)
+                self._heard_s = time.monotonic()
             await asyncio.sleep(POLL_S)
+
+    async def _ask(self, url: str) -> int | None:
+        """The lowest version that a gateway's engines serve; ``None`` where it does not answer, or has no engine."""
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with self._http.get(f"{url}/healthz", timeout=HEALTH_TIMEOUT) as answer:
+                if answer.status == 200:
+                    return int((await answer.json())["engine"]["version"])
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,19 +219,21 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
 
 
 @contextlib.asynccontextmanager
-async def open_parts(folder: RunFolder, worker_id: int = 0) -> AsyncIterator[RolloutParts]:
-    """Connect to a run's gateway and ledger and start its sandboxes, while the context is open."""
-    config = folder.config()
-    name = f"{LEASE_NAME}-{worker_id}" if worker_id else LEASE_NAME
+async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIterator[RolloutParts]:
+    """Connect to a run's gateways and ledger and start its sandboxes, while the context is open.
+
+    ``name`` is also that of the lease under which this process fills slots.
+    """
+    config, gateways = folder.config(), GatewayTable([*folder.endpoints.urls(GATEWAY.command).values()])
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        lease = leased(folder.ledger, config.ledger, name=name, holder=holder(folder))
+        lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
         ledger = stack.enter_context(lease)
         events = stack.enter_context(open_events(folder, config, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
-        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, worker_id))
+        context = await stack.enter_async_context(_rollout_context(folder, config, http, events, gateways, name))
         family = open_family(config)
-        served = ServedVersion(folder.endpoints.url("gateway"), http, outage_s=config.rollouts.outage_s)
+        served = ServedVersion(gateways, http, outage_s=config.rollouts.outage_s)
         stack.callback(served.close)
         dispatcher = Dispatcher(
             config.rollouts,
@@ -256,14 +276,14 @@ def heldout_tasks(family: TaskFamily, count: int) -> list[Task]:
     return list(islice({task.task_id: task for task in drawn}.values(), count))
 
 
-def run_rollouts(folder: RunFolder, worker_id: int = 0) -> None:
+def run_rollouts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> None:
     """Run the whole schedule, or what is left of it; other processes than the first only make training rollouts."""
-    run_until_signal(_run(folder) if worker_id == 0 else _help(folder, worker_id))
+    run_until_signal(_run(folder) if name == ROLLOUTS else _help(folder, name))
 
 
-async def _help(folder: RunFolder, worker_id: int) -> None:
+async def _help(folder: RunFolder, name: ProcessName) -> None:
     """Fill groups beside the first process, for as long as any are wanted."""
-    async with open_parts(folder, worker_id) as parts:
+    async with open_parts(folder, name) as parts:
         await parts.served.reach(0)
         await parts.dispatcher.train(parts.config.trainer.steps)
 
@@ -343,15 +363,20 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
 
 @contextlib.asynccontextmanager
 async def _rollout_context(
-    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog, worker_id: int
+    folder: RunFolder,
+    config: RunConfig,
+    http: aiohttp.ClientSession,
+    events: EventLog,
+    gateways: GatewayTable,
+    name: ProcessName,
 ) -> AsyncIterator[RolloutContext]:
     """The dependencies of rollouts."""
-    sessions = GatewaySessions(folder.endpoints.url("gateway"), folder.admin_key(), http)
+    sessions = GatewaySessions(gateways, folder.key(KeyRole.ADMIN), http)
     async with contextlib.AsyncExitStack() as stack:
         sandboxes, grader, harness = await open_stage(
-            stack, config, http, folder=folder.path, gateway_url=folder.endpoints.url("gateway")
+            stack, config, http, folder=folder.path, gateway_urls=gateways.urls
         )
-        memory = JudgeState(folder.path, worker_id)
+        memory = JudgeState(folder.path, name.replica)
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(
@@ -364,15 +389,21 @@ async def _rollout_context(
             monitor=open_monitor(config, chat),
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
+            announce=sandboxes.announce if isinstance(sandboxes, EnvironmentTaskSandboxes) else None,
             pass_at=config.eval.pass_at,
         )
 
 
 async def open_stage(
-    stack: contextlib.AsyncExitStack, config: RunConfig, http: aiohttp.ClientSession, *, folder: Path, gateway_url: str
+    stack: contextlib.AsyncExitStack,
+    config: RunConfig,
+    http: aiohttp.ClientSession,
+    *,
+    folder: Path,
+    gateway_urls: Sequence[str],
 ) -> tuple[TaskSandboxes, Grader, Harness]:
     """Open sandboxes of tasks, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
-    are written into ``folder``, and it may reach nothing but the gateway.
+    are written into ``folder``, and it may reach nothing but the gateways.
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
@@ -393,7 +424,7 @@ async def open_stage(
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
     external = config.harness.options
-    beside = _beside_tasks(folder, gateway_url, external) if isinstance(external, CommandOptions) else SandboxSpec()
+    beside = _beside_tasks(folder, gateway_urls, external) if isinstance(external, CommandOptions) else SandboxSpec()
     provider = open_provider(sandboxes, base_store(sandboxes))
     task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
     stack.push_async_callback(task_sandboxes.close)
@@ -411,10 +442,10 @@ def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
     return cast("Harness", HARNESSES.make(config.harness.kind, config.harness.options, context))
 
 
-def _beside_tasks(folder: Path, gateway_url: str, harness: CommandOptions) -> SandboxSpec:
-    """Mounts of another team's harness, and the one address that it may reach: the gateway."""
+def _beside_tasks(folder: Path, gateway_urls: Sequence[str], harness: CommandOptions) -> SandboxSpec:
+    """Mounts of another team's harness, and all that it may reach: the gateways."""
     mounts = harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
-    return SandboxSpec(mounts=mounts, allow=(urlsplit(gateway_url).netloc,))
+    return SandboxSpec(mounts=mounts, allow=tuple(urlsplit(url).netloc for url in gateway_urls))
 
 
 def write_harness(folder: Path, files: Mapping[str, str]) -> Path:

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 from etude.config.recipe import LedgerConfig
 from etude.errors import InfrastructureError
 from etude.run.folder import RunFolder
+from etude.run.process_name import ENGINE, GATEWAY
 from etude.run.supervision import Child, stop_all
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
@@ -33,7 +34,7 @@ class ServedRun:
     """A version that is being served."""
 
     folder: RunFolder
-    """The scratch folder: its endpoints, its admin key."""
+    """The scratch folder: its endpoints, its keys."""
     children: tuple[Child, ...]
     """Engine and gateway, to be looked after."""
     version: int
@@ -44,13 +45,20 @@ class ServedRun:
 def serving_version(
     folder: RunFolder, version: int | None = None, *, ledger: Path | None = None
 ) -> Iterator[ServedRun]:
-    """Serve a version of a run (default: the newest), by its own number, while the context is open.
+    """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
+    context is open.
 
     What happens is recorded in ``ledger``, which stays; without one it is forgotten. Engine and gateway may still be
     starting: see :func:`wait_until_ready`.
     """
-    pulled = pull(open_log(folder), version)
-    config = folder.config().model_copy(update={"ledger": LedgerConfig()})  # nothing to be kept in anybody's database
+    pulled, recipe = pull(open_log(folder), version), folder.config()
+    config = recipe.model_copy(
+        update={
+            "ledger": LedgerConfig(),  # nothing to be kept in anybody's database
+            "engine": recipe.engine.model_copy(update={"replicas": 1}),
+            "gateway": recipe.gateway.model_copy(update={"replicas": 1}),
+        }
+    )
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:
         place = "" if ledger is None else str(ledger.absolute())
         bench = RunFolder.create(Path(scratch) / "run", config, ledger=place)
@@ -63,7 +71,7 @@ def serving_version(
             try:
                 children.extend(
                     Child(name, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s)
-                    for name in ("serve", "gateway")
+                    for name in (ENGINE, GATEWAY)
                 )
                 yield ServedRun(folder=bench, children=tuple(children), version=pulled.version, digest=pulled.digest)
             finally:
@@ -72,7 +80,7 @@ def serving_version(
 
 def wait_until_ready(served: ServedRun) -> None:
     """Wait until the gateway has an engine. Raises :class:`~etude.errors.InfrastructureError` if it takes too long."""
-    url = served.folder.endpoints.url("gateway") + "/healthz"
+    url = served.folder.endpoints.url(GATEWAY) + "/healthz"
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
         for child in served.children:

@@ -15,7 +15,7 @@ import uvloop
 from aiohttp import web
 
 from etude.aio import background_task
-from etude.errors import PortInUseError
+from etude.errors import ConfigError, PortInUseError
 from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
 from etude.run.heartbeat import Heartbeat
@@ -131,6 +131,21 @@ async def listening(
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+def tls_context(section: str, cert: str, key: str) -> ssl.SSLContext | None:
+    """The TLS context of a server; ``None`` for plain HTTP, where there is no ``cert``.
+
+    Raises ``ConfigError``, naming the recipe's ``section``, for a certificate that cannot be used.
+    """
+    if not cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(cert, key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{section}.tls_cert, {section}.tls_key: {error}") from error
+    return context
 
 
 async def _bind(site: Callable[[], web.BaseSite], host: str, port: int) -> None:

@@ -20,6 +20,7 @@ from etude.backoff import Backoff
 from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import HEARTBEAT_VARIABLE, START_S, Silence
+from etude.run.process_name import ProcessName
 from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
 from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted
@@ -44,7 +45,7 @@ class Child:
 
     def __init__(
         self,
-        name: str,
+        name: ProcessName,
         folder: RunFolder,
         events: EventLog,
         notify: Callable[[str], None] = lambda _: None,
@@ -82,7 +83,7 @@ class Child:
         status, now_s = self._process.poll(), time.monotonic()
         if status is None:
             self._check_alive()
-        if status is None or (status == 0 and self.name in FINITE):
+        if status is None or (status == 0 and self.name.command in FINITE):
             return status == 0
         if status == ExitCode.USER_ERROR:
             raise EtudeError(f"{self.name} gave up: {self._last_line()}")
@@ -169,7 +170,9 @@ class Child:
         self._process.wait()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "etude", self.name, "--run", str(self._folder.path)]
+        command = [sys.executable, "-m", "etude", self.name.command, "--run", str(self._folder.path)]
+        if self.name.replica:
+            command += ["--replica", str(self.name.replica)]
         self._heartbeat.touch()
         self._silence = Silence(self._sign(), time.monotonic())
         with self.log.open("ab") as log:
@@ -188,7 +191,7 @@ class Child:
                 start_new_session=True,
             )
         self._started_s = time.monotonic()
-        self._events.write(ProcessStarted(process=self.name, pid=process.pid, restarts=self._restarts))
+        self._events.write(ProcessStarted(process=str(self.name), pid=process.pid, restarts=self._restarts))
         return process
 
     def _last_line(self) -> str:

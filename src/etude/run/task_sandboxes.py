@@ -5,14 +5,17 @@
 Owns the choice of leaves. Where images lie, how a sandbox is made and graded are the parts' own affair.
 """
 
+import asyncio
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
 from etude.config.tasks import PROVIDERS, SandboxConfig, TaskConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.protocols import Grader, GraderContext, Sandbox, SandboxProvider
 from etude.rewards.graders.answers import AnswerGrader
 from etude.rewards.graders.functions import FreshGrader, GraderByKind, HiddenTests
@@ -23,6 +26,7 @@ from etude.rewards.graders.script import ScriptGrader
 from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import ProviderContext
+from etude.sandboxes.remote.hosts import HostedSandboxes
 from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
@@ -31,6 +35,8 @@ NOTHING = SandboxSpec()
 """Mounts and places beside a task's environment."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 """``tasks.graders`` of a recipe without graders of its own."""
+WAITING_EACH = 16
+"""Requests that may wait for each sandbox of a warm pool."""
 IMAGES = "images"
 """Folder of images beside the tasks of a folder."""
 
@@ -55,9 +61,18 @@ def open_provider(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
     if config.kind == "local":
         raise ConfigError("sandboxes.kind = 'local' has no machine around its files: use ns")
     provider = open_kind(config, store)
-    if config.pool_size:
-        return SandboxPool(provider, WarmPoolLimits(live=config.pool_size))
-    return provider
+    return SandboxPool(provider, pool_limits(config)) if config.pool_size else provider
+
+
+def pool_limits(config: SandboxConfig) -> WarmPoolLimits:
+    """Limits of a recipe's warm pool: one start for each of this machine's cores, or no such bound where sandboxes are
+    made, and take memory, on other machines.
+    """
+    live = config.pool_size
+    waiting = max(WarmPoolLimits().waiting, WAITING_EACH * live)
+    if config.kind == "remote":
+        return WarmPoolLimits(live=live, waiting=waiting, starting=live, reserve_bytes=0, start_bytes=0)
+    return WarmPoolLimits(live=live, waiting=waiting, starting=max(WarmPoolLimits().starting, os.cpu_count() or 1))
 
 
 def open_kind(config: SandboxConfig, store: ImageStore) -> SandboxProvider:
@@ -96,6 +111,7 @@ class EnvironmentTaskSandboxes:
         self._provider = provider
         self._images = images
         self._beside = beside
+        self._announcements: set[asyncio.Task[None]] = set()
 
     async def open(self, task: Task) -> Sandbox:
         """A fresh sandbox as the task's environment says, its services up, with its files.
@@ -103,6 +119,26 @@ class EnvironmentTaskSandboxes:
         Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
         """
         return await self._open(task.files, task.environment or EnvironmentSpec())
+
+    def announce(self, task: Task, count: int) -> None:
+        """Let pools make ``count`` sandboxes of a task ready, on this machine or on hosts; a hint, without effect where
+        there are none. Those with services are forks of one that is kept, which needs no announcement.
+        """
+        environment = task.environment or EnvironmentSpec()
+        if isinstance(self._provider, SandboxPool | HostedSandboxes) and not environment.services:
+            announcing = asyncio.create_task(self._announce(self._provider, environment, count))
+            self._announcements.add(announcing)
+            announcing.add_done_callback(self._announcements.discard)
+
+    async def _announce(
+        self, provider: SandboxPool | HostedSandboxes, environment: EnvironmentSpec, count: int
+    ) -> None:
+        with suppress(EtudeError):  # who asks for the sandbox is told
+            spec = self._agents_spec(environment)
+            if isinstance(provider, SandboxPool):
+                provider.announce(spec, count)
+            else:
+                await provider.announce(spec, count)
 
     async def open_empty(self) -> Sandbox:
         """A sandbox as an agent's, of no task. Raises :class:`~etude.errors.SandboxError`."""
@@ -134,11 +170,15 @@ class EnvironmentTaskSandboxes:
         return await self._grading.create(task.files, self.spec_of(environment), environment.services)
 
     async def _open(self, files: Mapping[str, str], environment: EnvironmentSpec) -> Sandbox:
+        return await self.sandboxes.create(files, self._agents_spec(environment), environment.services)
+
+    def _agents_spec(self, environment: EnvironmentSpec) -> SandboxSpec:
         spec = self.spec_of(environment)
         mounts, allow = {**spec.mounts, **self._beside.mounts}, (*spec.allow, *self._beside.allow)
-        return await self.sandboxes.create(files, replace(spec, mounts=mounts, allow=allow), environment.services)
+        return replace(spec, mounts=mounts, allow=allow)
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""
+        await asyncio.gather(*self._announcements)
         for part in (self.sandboxes, self._grading, self._provider):
             await part.close()

@@ -21,7 +21,8 @@ from torch import Tensor
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import cut_short
 from etude.errors import DamagedError, MismatchError, UserError
-from etude.ledger.changes import TRAIN, TRAINER
+from etude.ledger.changes import TRAIN
+from etude.ledger.changes import TRAINER as TRAINER_LEASE
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
@@ -30,12 +31,15 @@ from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
+from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.distillation import DistillationBatcher
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
+from etude.run.payload_store import open_payloads
 from etude.run.penalties import Penalties, passes
+from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import build_trainer
@@ -97,7 +101,8 @@ class TrainerProcess:
         self._probe = self._mismatch_probe()
         self._level = MismatchLevel.CLEAR
         self._distillation_batcher = DistillationBatcher.open(self.config, folder)
-        self._payloads = Payloads(folder.payloads)
+        self._payloads = open_payloads(folder, outages)
+        self.copies = CheckpointCopies(folder, outages)
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
         """Step → the payloads of its batch, until it is committed."""
@@ -133,6 +138,7 @@ class TrainerProcess:
             self._commit_published()
             self.trainer_group.save(step)
             self._heartbeat.beat()
+            self.copies.start(step)
             self._publish(step)
             self._check_empty_step(batch)
         self._commit_published()
@@ -175,6 +181,7 @@ class TrainerProcess:
                 continue
             self._remember(version, decoded_state(published, self._numerics))
         if saved == done + 1:
+            self.copies.start(saved)
             self._publish(saved)
             self._commit_published()
         self._sweep()
@@ -204,13 +211,17 @@ class TrainerProcess:
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
         model = self.trainer_group.whole_model()
-        self.publishing.start(published_state(model, self._numerics), step)
+        # What could not be computed again to the same bits must not be seen before it can be restored.
+        wait_copy = (lambda: None) if self._numerics.arithmetic == "invariant" else self.copies.wait
+        self.publishing.start(published_state(model, self._numerics), step, wait_copy)
         self._remember(step, state_of(model))
 
     def _commit_published(self) -> None:
-        """Commit the step whose version was under way, once that is visible."""
+        """Commit the step whose version was under way, once that is visible and its checkpoint is copied."""
         version = self.publishing.land(lambda: self.trainer_group.idle(time.monotonic()))
         if version is not None:
+            self.copies.land(lambda: self.trainer_group.idle(time.monotonic()))
+            self._events.flush()
             self._ledger.commit_step(version)
             self._payloads.drop(self._in_use.pop(version, ()))
             if time.monotonic() - self._swept_s > SWEEP_S:
@@ -228,7 +239,7 @@ class TrainerProcess:
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
         while (groups := self._ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
-            if self.publishing.is_visible:
+            if self.publishing.is_visible and self.copies.is_complete:
                 self._commit_published()
             self.trainer_group.idle(time.monotonic())
             self._heartbeat.beat()
@@ -394,14 +405,14 @@ def run_trainer(folder: RunFolder) -> None:
 def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
     config = folder.config()
-    lease = leased(folder.ledger, config.ledger, name=TRAINER, holder=holder(folder))
+    lease = leased(folder.ledger, config.ledger, name=TRAINER_LEASE, holder=holder(folder, TRAINER))
     with (
-        open_events(folder, config, "trainer") as events,
+        open_events(folder, config, TRAINER) as events,
         lease as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         process = TrainerProcess(folder, events, ledger, grid, outages)
-        with process.publishing, process.trainer_group, outages:  # first of all nothing waits any more
+        with process.publishing, process.copies, process.trainer_group, outages:  # first of all nothing waits any more
             process.run()
 
 

@@ -11,7 +11,9 @@ from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
 
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
-"""The environment variable with the secret that signs weight records; every process of a run needs the same."""
+"""The environment variable with the secret that signs weight records, and manifests of files at the URL of a run; every
+process of a run needs the same.
+"""
 
 
 def open_log(folder: RunFolder, outages: StoreOutages | None = None) -> WeightLog:
@@ -25,7 +27,7 @@ def open_log(folder: RunFolder, outages: StoreOutages | None = None) -> WeightLo
         store = ObjectStore(folder.store, creates=False)
     else:
         store = RetryingStore(folder.store, lambda: _opened(folder.store), outages)
-    return WeightLog(store, key=_key(), log_id=log_id_of(folder), at_least=_committed(folder))
+    return WeightLog(store, key=signing_key(), log_id=log_id_of(folder), at_least=_committed(folder))
 
 
 def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_least: int = 0) -> WeightLog:
@@ -34,7 +36,7 @@ def open_store(url: str, *, creates: bool = True, log_id: str | None = None, at_
     ``log_id`` and ``at_least`` are what is known of the log from elsewhere. A folder that is missing is made if this
     ``creates``, else it raises :class:`~etude.errors.UserError`.
     """
-    return WeightLog(ObjectStore(url, creates=creates), key=_key(), log_id=log_id, at_least=at_least)
+    return WeightLog(ObjectStore(url, creates=creates), key=signing_key(), log_id=log_id, at_least=at_least)
 
 
 def log_id_of(folder: RunFolder) -> str | None:
@@ -51,7 +53,8 @@ def _opened(url: str) -> Objects:
         raise InfrastructureError(str(error)) from error
 
 
-def _key() -> bytes | None:
+def signing_key() -> bytes | None:
+    """The secret, if there is one."""
     key = os.environ.get(KEY_VARIABLE)
     return key.encode() if key else None
 

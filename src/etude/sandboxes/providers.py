@@ -14,6 +14,7 @@ from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.oci.runtimes import RUNTIMES
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.sandboxes.remote.client import RemoteSandboxes
+from etude.sandboxes.remote.hosts import HostedSandboxes
 
 KEY_VARIABLE = "ETUDE_SANDBOXES_KEY"
 """Holds the key of a remote server of sandboxes."""
@@ -50,8 +51,16 @@ def open_qemu(options: Section, context: ProviderContext) -> SandboxProvider:
 
 
 def open_remote(options: RemoteOptions, context: ProviderContext) -> SandboxProvider:
-    """Sandboxes of a server. Raises :class:`~etude.errors.ConfigError` without its key."""
+    """Sandboxes of a server, or of several. Raises :class:`~etude.errors.ConfigError` without their key."""
+    key = sandboxes_key()
+    if options.urls:
+        return HostedSandboxes(options.urls, key, connections=options.connections)
+    return RemoteSandboxes(options.url, key, connections=options.connections)
+
+
+def sandboxes_key() -> str:
+    """The key of servers of sandboxes, from the environment. Raises :class:`~etude.errors.ConfigError` without it."""
     key = os.environ.get(KEY_VARIABLE, "")
     if not key:
-        raise ConfigError(f"sandboxes.kind = 'remote' needs the server's key in {KEY_VARIABLE}")
-    return RemoteSandboxes(options.url, key)
+        raise ConfigError(f"sandboxes on another machine need their server's key: set {KEY_VARIABLE}")
+    return key

@@ -342,7 +342,12 @@ class ServicedSandboxes:
     async def _prepare(self, spec: SandboxSpec, services: tuple[Service, ...], live: bool) -> Sandbox:
         """A sandbox with the setup in it; servers stopped, unless forks are to have them running."""
         kinds = tuple(sorted(service.kind for service in services))
-        sandbox = await self._provider.create({}, replace(spec, image=await self._bare_image(spec.image, kinds)))
+        bare = await self._bare_image(spec.image, kinds)
+        try:
+            sandbox = await self._provider.create({}, replace(spec, image=bare))
+        except (SandboxError, ConfigError):  # the host that keeps it may be full or gone: the next try makes it anew
+            self._forget_bare(bare)
+            raise
         try:
             for service in services:
                 await self._run(sandbox, service.kind, "start")
@@ -365,6 +370,11 @@ class ServicedSandboxes:
         if making.cancelled():
             raise SandboxError("the sandbox provider is closed")
         return making.result()
+
+    def _forget_bare(self, bare: Image) -> None:
+        for key, making in list(self._bare.items()):
+            if making.done() and not making.cancelled() and not making.exception() and making.result() is bare:
+                del self._bare[key]
 
     async def _install(self, image: Image, kinds: tuple[ServiceKind, ...]) -> Image:
         sandbox = await self._provider.create({}, SandboxSpec(image=image))

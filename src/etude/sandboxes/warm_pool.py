@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar, final
 
 from etude.backoff import Backoff
-from etude.errors import EtudeError, InfrastructureError, SandboxError, Unsupported
+from etude.errors import EtudeError, InfrastructureError, SandboxError, SandboxesBusy, Unsupported
 from etude.protocols import ExecResult, Sandbox, SandboxProvider
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.lifecycle import close_all
@@ -40,10 +40,6 @@ RETRIES = Backoff(first_s=0.1, longest_s=30.0)
 CLOSED = "the pool of sandboxes is closed"
 DEFAULT_SPEC = SandboxSpec()
 GAUGE = MemoryGauge()
-
-
-class SandboxesBusy(SandboxError):
-    """Error: a pool had no free place in time; retry later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +85,11 @@ class WarmPoolLimits:
         for name in ("wait_s", "rest_s", "start_s", "close_s", "stalled"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a finite number above 0")
+
+    @property
+    def ordinary(self) -> int:
+        """Places that requests without urgency may have."""
+        return self.live - min(self.reserved, self.live - 1)
 
 
 @dataclass(slots=True)
@@ -142,6 +143,8 @@ class _Inventory:
     """Starts that failed in a row."""
     retry_at: float = -math.inf
     asked_at: float = -math.inf
+    announced: int = 0
+    """Sandboxes that are going to be asked for, all at once."""
 
 
 @final
@@ -184,6 +187,7 @@ class _Planner:
             inventory = self.inventories[request.key]
             if inventory.warm:
                 self.queue.remove(request)
+                inventory.announced = max(0, inventory.announced - 1)
                 self.lending[request.urgent] += 1
                 request.granted.set_result(inventory.warm.pop())  # the newest: the others grow old and go
             elif covered[request.key] < inventory.starting:
@@ -197,13 +201,15 @@ class _Planner:
         return True
 
     def _refill(self, now: float, memory: MachineMemory) -> None:
-        """Start ahead of requests: the warm places are shared by the specs that were asked for lately."""
+        """Start ahead of requests: as many as were announced; else the warm places are shared by the specs that were
+        asked for lately.
+        """
         recent = sorted(self.inventories.values(), key=lambda inventory: -inventory.asked_at)[: self._limits.warm]
         waiting = Counter(request.key for request in self.queue)
         for inventory in recent:
             idle = len(inventory.warm) + inventory.starting - waiting[_key(inventory.spec)]
-            for _ in range(self._limits.warm // len(recent) - idle):
-                full = self.places() >= self._limits.live - self._reserved or now < inventory.retry_at
+            for _ in range(max(self._limits.warm // len(recent), inventory.announced) - idle):
+                full = self.places() >= self._limits.ordinary or now < inventory.retry_at
                 if full or not self._may_start(memory):
                     return
                 self._start(inventory)
@@ -232,10 +238,6 @@ class _Planner:
         fits = free_bytes >= self._limits.start_bytes and not memory.stalled >= self._limits.stalled
         return starting < self._limits.starting and places < self._limits.live and (fits or not places)
 
-    @property
-    def _reserved(self) -> int:
-        return min(self._limits.reserved, self._limits.live - 1)
-
     def starting_count(self) -> int:
         return sum(inventory.starting for inventory in self.inventories.values())
 
@@ -246,7 +248,20 @@ class _Planner:
     def ordinary_room(self) -> int:
         """Count the leases that requests without urgency may still get."""
         in_use = self.lending[False] + sum(not lease.urgent for lease in self.leases)
-        return self._limits.live - self._reserved - in_use
+        return self._limits.ordinary - in_use
+
+    def inventory(self, spec: SandboxSpec, now: float) -> _Inventory:
+        """The inventory of a spec that is asked for now."""
+        inventory = self.inventories.setdefault(_key(spec), _Inventory(spec))
+        inventory.asked_at = now
+        return inventory
+
+    def fail(self, requests: Sequence[_LeaseRequest], error: SandboxError) -> None:
+        """Give some of those who wait an error."""
+        for request in list(requests):
+            self.queue.remove(request)
+            if not request.granted.done():
+                request.granted.set_exception(error)
 
 
 @final
@@ -293,6 +308,18 @@ class SandboxPool:
             raise
         return lease
 
+    def announce(self, spec: SandboxSpec, count: int) -> None:
+        """Make ``count`` sandboxes of a specification ready, as far as there is room: so many will be asked for soon.
+
+        Those for whom nobody comes are removed like all that are warm for too long.
+        """
+        if self._closed:
+            raise SandboxError(CLOSED)
+        self._keep_watch()
+        inventory = self._plan.inventory(spec, _now())
+        inventory.announced = max(inventory.announced, count)
+        self._step()
+
     def urgent(self) -> "UrgentSandboxes":
         """The same pool for those who go before all others, such as graders."""
         return UrgentSandboxes(self)
@@ -314,7 +341,7 @@ class SandboxPool:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.wait({self._watcher})
-        self._fail(self._plan.queue, SandboxError(CLOSED))
+        self._plan.fail(self._plan.queue, SandboxError(CLOSED))
         for start in self._starts:
             start.cancel()
         for lease in list(self._plan.leases):
@@ -352,11 +379,14 @@ class SandboxPool:
             self._plan.leases.discard(lease)
             lease.end(reason, self._remove(lease.inner))
 
-    async def _lease(self, spec: SandboxSpec, priority: int) -> "PooledSandbox":
+    def _keep_watch(self) -> None:
         if self._watcher is None:
             self._watcher = asyncio.create_task(self._watch())
         elif self._watcher.done() and not self._watcher.cancelled():
             self._watcher.result()  # raises: without it nothing is noticed in time
+
+    async def _lease(self, spec: SandboxSpec, priority: int) -> "PooledSandbox":
+        self._keep_watch()
         deadline_s = _now() + self._limits.wait_s
         for _ in range(self._limits.tries):
             if self._closed:
@@ -370,9 +400,7 @@ class SandboxPool:
 
     async def _wait(self, spec: SandboxSpec, priority: int, deadline_s: float) -> Sandbox | None:
         """The next sandbox of a spec in turn; ``None`` if that one had died while it was warm."""
-        key = _key(spec)
-        inventory = self._plan.inventories.setdefault(key, _Inventory(spec))
-        inventory.asked_at = asked_at = _now()
+        key, asked_at = _key(spec), self._plan.inventory(spec, _now()).asked_at
         request = _LeaseRequest((priority, next(self._numbers)), key, asyncio.get_running_loop().create_future())
         self._plan.queue.append(request)
         try:
@@ -457,13 +485,7 @@ class SandboxPool:
             failure = (Unsupported if permanent else SandboxError)(self._stats.trouble)
             failure.__cause__ = error
             key = _key(inventory.spec)
-            self._fail([request for request in self._plan.queue if request.key == key], failure)
-
-    def _fail(self, requests: Sequence[_LeaseRequest], error: SandboxError) -> None:
-        for request in list(requests):
-            self._plan.queue.remove(request)
-            if not request.granted.done():
-                request.granted.set_exception(error)
+            self._plan.fail([request for request in self._plan.queue if request.key == key], failure)
 
     def _remove(self, sandbox: Sandbox) -> asyncio.Task[None]:
         self._plan.removing += 1

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import Protocol, get_args
 
 import orjson
 
@@ -24,6 +24,16 @@ EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(
 """Event name in the log → its class."""
 
 
+class EventFollower(Protocol):
+    """Something that reads an event file while it is written."""
+
+    def catch_up(self) -> None:
+        """Read what was written so far; raises nothing for what it cannot do now."""
+
+    def close(self) -> None:
+        """Read the last of it, and end."""
+
+
 class EventLog(Closing):
     """Writes this process's events."""
 
@@ -31,6 +41,7 @@ class EventLog(Closing):
         """``lossy``: rather go on without an event than end on a full disk. ``sinks`` are closed with this."""
         folder.mkdir(parents=True, exist_ok=True)
         self._process, self._lossy, self._sinks = process, lossy, sinks
+        self._followers: list[EventFollower] = []
         file = folder / f"{process}.jsonl"
         _drop_unfinished_line(file)
         self._descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -53,11 +64,22 @@ class EventLog(Closing):
             if not self._lossy:
                 raise OSError(errno.ENOSPC, f"event log of {self._process!r}: the disk is full")
 
+    def follow(self, follower: EventFollower) -> None:
+        """Tell a follower of the file when to catch up, and close it with this."""
+        self._followers.append(follower)
+
+    def flush(self) -> None:
+        """Return when all followers have what was written, or could not get it."""
+        for follower in self._followers:
+            follower.catch_up()
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
         if self._sinks is not None:
             self._sinks.close()
+        for follower in self._followers:
+            follower.close()
 
 
 class EventReader:

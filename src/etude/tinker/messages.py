@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from etude.engines.native.scoring import PromptScores
 from etude.protocols import Completion
 from etude.tinker.protobuf import Fields, Value, decode, entry, field, varints
 from etude.types import Finish, Floats, Ids
@@ -23,6 +24,8 @@ DTYPES: Mapping[int, type[np.float32] | type[np.int64] | type[np.int32]] = {
     INT32: np.int32,
 }
 OUTPUT_TYPE = "ArrayRecord"
+NO_LOGPROB = np.float32(-99999.0)
+"""Says in a table of the likeliest tokens that there is none."""
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 """Numbers of any of these types, all of which it holds exactly, integers up to 2^53."""
@@ -35,7 +38,7 @@ class Datum:
     token_ids: Ids
     """[n] what the model reads."""
     inputs: Mapping[str, Numbers]
-    """[n] each: ``target_tokens``, and by loss ``weights``, or ``logprobs`` and ``advantages``."""
+    """[n] each: ``target_tokens``, and what the loss takes beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,8 @@ def decode_batch(data: bytes) -> BatchRequest:
     """Read a ``ForwardBackwardRequest``. Raises ``ValueError`` for what is damaged, or not text."""
     fields = decode(data)
     config = dict(_map(fields, 5))
+    if texts := sorted(dict(_map(fields, 7)).keys() - config.keys()):
+        raise ValueError(f"loss_fn_config[{texts[0]!r}] is a text: every option of a loss here is a number")
     return BatchRequest(
         model_id=_text(fields, 1),
         seq_id=_number(fields, 2),
@@ -77,10 +82,17 @@ def encode_output(logprobs: Sequence[Floats], metrics: Mapping[str, float]) -> b
     return field(1, OUTPUT_TYPE) + field(2, record) + totals
 
 
-def encode_samples(completions: Sequence[Completion], prompt_logprobs: Floats | None = None) -> bytes:
-    """Write a ``SampleResponse``."""
+def encode_samples(completions: Sequence[Completion], scores: PromptScores | None = None) -> bytes:
+    """Write a ``SampleResponse``, with what the prompt's tokens were given where that is known."""
     sequences = b"".join(field(1, _sequence(completion)) for completion in completions)
-    return sequences + (b"" if prompt_logprobs is None else field(2, prompt_logprobs.astype(np.float32).tobytes()))
+    if scores is None:
+        return sequences
+    length, top_k = scores.top_ids_PK.shape
+    top_logprobs_PK = np.where(np.isnan(scores.top_logprobs_PK), NO_LOGPROB, scores.top_logprobs_PK)
+    table = (
+        field(1, scores.top_ids_PK.tobytes()) + field(2, top_logprobs_PK.tobytes()) + field(3, top_k) + field(4, length)
+    )
+    return sequences + field(2, scores.logprobs_P.tobytes()) + (field(3, table) if top_k else b"")
 
 
 def _sequence(completion: Completion) -> bytes:

@@ -15,6 +15,7 @@ import numpy as np
 from etude.aio import gather_or_cancel
 from etude.config.inference import EngineConfig
 from etude.engines.native.engine import NativeEngine, Weights
+from etude.engines.native.scoring import PromptScores
 from etude.models.decoder import Decoder
 from etude.protocols import Completion, SamplingParams, TokenChunk
 from etude.tinker.jobs import Gone, ServerBusy
@@ -33,6 +34,10 @@ class SampleRequest:
     count: int
     params: SamplingParams
     stop_texts: tuple[str, ...] = ()
+    scored_from: int | None = None
+    """Index of the first prompt token whose logprob is wanted, with those of all behind it; ``None``: of none."""
+    top_k: int = 0
+    """Likeliest tokens that are wanted in the place of each of them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,16 +75,26 @@ class Snapshots:
         self._served.move_to_end(name)
         return self._served[name]
 
-    async def sample(self, snapshot: Snapshot, request: SampleRequest, session: str) -> list[Completion]:
-        """All completions of a request. Raises as :meth:`etude.engines.native.engine.NativeEngine.generate` does."""
-        seed = request.params.seed
+    async def sample(
+        self, name: str, request: SampleRequest, session: str
+    ) -> tuple[list[Completion], PromptScores | None]:
+        """All completions of a request, and the scores of its prompt where they are wanted.
+
+        Raises as :meth:`get` and :meth:`etude.engines.native.engine.NativeEngine.generate` do.
+        """
+        snapshot, seed, scores = self.get(name), request.params.seed, None
+        engine = snapshot.engine
         params = [
             request.params if seed is None else replace(request.params, seed=seed + n) for n in range(request.count)
         ]
-        calls = [self._complete(snapshot.engine, request, one, f"{session}-{n}") for n, one in enumerate(params)]
         snapshot.calls += 1
         try:
-            return await gather_or_cancel(calls)
+            if request.scored_from is not None:  # before sampling, which then finds the prompt in the cache
+                scores = await engine.score(
+                    request.prompt_ids, first=request.scored_from, top_k=request.top_k, session=session
+                )
+            calls = (self._complete(engine, request, one, f"{session}-{n}") for n, one in enumerate(params))
+            return await gather_or_cancel(calls), scores
         finally:
             snapshot.calls -= 1
 

@@ -31,8 +31,10 @@ FULL_TRAINING = (
 """Told to each session, whose SDK prints it."""
 CONFIG: Mapping[str, Json] = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False}
 """Settings of clients that differ from their defaults: chunks of a batch come in order."""
-REFUSED_SAMPLING = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs")
-"""Options of a sample request that have no counterpart here."""
+REFUSED_SAMPLING = ("topk_sample_logprobs", "prompt_alt_tokens_k", "target_prompt_logprobs", "record_stability_info")
+"""Options of a sample request that have no counterpart here; the last one is asked for by ``stable_reinforce``."""
+MAX_TOP_K = 32
+"""Likeliest tokens in the place of each prompt token: each costs a pass over the logits."""
 
 Body: TypeAlias = dict[str, Any]
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -50,6 +52,7 @@ def tinker_app(service: TinkerService, key: str) -> web.Application:
         "session_heartbeat": api.heartbeat,
         "create_model": api.create_model,
         "get_info": api.info,
+        "weights_info": api.weights_info,
         "optim_step": api.optim_step,
         "save_weights": api.save_weights,
         "load_weights": api.load_weights,
@@ -63,6 +66,8 @@ def tinker_app(service: TinkerService, key: str) -> web.Application:
     app.router.add_post("/api/v1/retrieve_future", api.retrieve)
     app.router.add_get("/api/v1/healthz", api.health)
     app.router.add_get("/api/v1/get_server_capabilities", api.capabilities)
+    app.router.add_get("/api/v1/samplers/{sampler_id}", api.sampler)
+    app.router.add_post("/api/v1/sessions/{session_id}/finish", api.finish)
     return app
 
 
@@ -103,7 +108,7 @@ class _Api:
         return {"type": "session_heartbeat"}
 
     async def create_model(self, body: Body) -> Json:
-        self._check_model(body["base_model"])
+        _require_model(body["base_model"], self._service.options.name)
         lora = body.get("lora_config") or {}
         for part in ("train_mlp", "train_attn", "train_unembed"):
             if not lora.get(part, True):
@@ -127,6 +132,10 @@ class _Api:
             "model_name": name,
             "is_lora": False,
         }
+
+    async def weights_info(self, body: Body) -> Json:
+        self._service.saved(body["tinker_path"])
+        return {"base_model": self._service.options.name, "is_lora": False}
 
     async def forward_backward(self, request: web.Request) -> web.Response:
         if request.content_type != PROTOBUF:
@@ -156,7 +165,7 @@ class _Api:
             self._service.load(request_id, body["model_id"], path, optimiser=optimiser)
             return {"request_id": request_id, "model_id": body["model_id"]}
         if body.get("base_model"):
-            self._check_model(body["base_model"])
+            _require_model(body["base_model"], self._service.options.name)
         model_id = _model_id(body)
         request_id = f"{model_id}:create"
         self._service.create_client(request_id, model_id, path, optimiser=optimiser)
@@ -172,9 +181,18 @@ class _Api:
 
     async def create_sampling_session(self, body: Body) -> Json:
         if body.get("base_model"):
-            self._check_model(body["base_model"])
+            _require_model(body["base_model"], self._service.options.name)
         sampler = await self._service.sample_from_checkpoint(body.get("model_path"))
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
+
+    async def sampler(self, request: web.Request) -> web.Response:
+        sampler = request.match_info["sampler_id"]
+        self._service.require_sampler(sampler)
+        return web.json_response({"sampler_id": sampler, "base_model": self._service.options.name})
+
+    async def finish(self, request: web.Request) -> web.Response:
+        self._service.close_session(request.match_info["session_id"])
+        return web.Response(status=204)
 
     async def sample(self, body: Body) -> Json:
         sampler, seq_id = body.get("sampling_session_id"), body.get("seq_id")
@@ -206,16 +224,10 @@ class _Api:
             return web.Response(body=result, content_type=PROTOBUF)
         return web.json_response(result)
 
-    def _check_model(self, name: str) -> None:
-        served = self._service.options.name
-        if name != served:
-            raise UserError(f"base_model={name!r} is not here: this server has {served!r}")
-
 
 def sample_request(body: Body, max_length: int) -> SampleRequest:
     """Read a request for samples. Raises :class:`~etude.errors.UserError` for what has no counterpart here."""
-    refused = [name for name in (*REFUSED_SAMPLING, "prompt_logprobs", "record_stability_info") if body.get(name)]
-    if refused:
+    if refused := [name for name in REFUSED_SAMPLING if body.get(name)]:
         raise UserError(f"{refused[0]} is not one of this server's options: leave it out")
     chunks = body["prompt"]["chunks"]
     if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
@@ -237,7 +249,32 @@ def sample_request(body: Body, max_length: int) -> SampleRequest:
         stop_ids=tuple(stop for stop in stops if isinstance(stop, int)),
     )
     texts = tuple(stop for stop in stops if isinstance(stop, str))
-    return SampleRequest(prompt_ids=prompt, count=count, params=params, stop_texts=texts)
+    top_k = int(body.get("topk_prompt_logprobs") or 0)
+    if not 0 <= top_k <= MAX_TOP_K:
+        raise UserError(f"topk_prompt_logprobs={top_k}: expected 0 to {MAX_TOP_K}")
+    return SampleRequest(
+        prompt_ids=prompt,
+        count=count,
+        params=params,
+        stop_texts=texts,
+        scored_from=_scored_from(body, len(prompt)) if body.get("prompt_logprobs") or top_k else None,
+        top_k=top_k,
+    )
+
+
+def _scored_from(body: Body, length: int) -> int:
+    """Index of the first prompt token whose logprob is wanted: nothing predicts the one at 0."""
+    last_n = body.get("prompt_logprobs_last_n")
+    if last_n is None:
+        return 1
+    if not 1 <= int(last_n) < length:
+        raise UserError(f"prompt_logprobs_last_n={last_n} of a prompt of {length} tokens: expected 1 to {length - 1}")
+    return length - int(last_n)
+
+
+def _require_model(name: str, served: str) -> None:
+    if name != served:
+        raise UserError(f"base_model={name!r} is not here: this server has {served!r}")
 
 
 def _model_id(body: Body) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.errors import UserError
+from etude.models.decoder import Decoder
 from etude.run.folder import require_empty
 from etude.run.numerics import published_state
 from etude.run.phases import hand_down, save_state
@@ -75,6 +76,11 @@ class TinkerService:
         """Take note of a session's sign of life."""
         self._seen_s[session] = time.monotonic()
 
+    def close_session(self, session: str) -> None:
+        """Give up a session's training clients now; its samplers stay until newer ones take their place."""
+        self._seen_s.pop(session, None)
+        self._drop_silent()
+
     def create_client(self, request_id: str, model_id: str, path: str = "", *, optimiser: bool = False) -> None:
         """Begin a training client, from the model, or from what is saved at a path, with its moments if ``optimiser``.
 
@@ -85,7 +91,7 @@ class TinkerService:
             raise Gone(f"there is no session {session!r}: make a new ServiceClient")
         if model_id not in self._clients and len(self._clients) >= self.options.max_clients:
             raise ServerBusy(f"{len(self._clients)} training clients are there, which is all this server may have")
-        file = self.saved(path) if path else None
+        file = self._saved_state(path) if path else None
 
         def create() -> Result:
             state = TrainingState(self.options.model, self._numerics, self._device)
@@ -127,7 +133,7 @@ class TinkerService:
 
     def load(self, request_id: str, model_id: str, path: str, *, optimiser: bool) -> None:
         """Queue going on from saved weights."""
-        state, file = self._client(model_id), self.saved(path)
+        state, file = self._client(model_id), self._saved_state(path)
 
         def load() -> Result:
             state.load(file, optimiser=optimiser)
@@ -158,19 +164,30 @@ class TinkerService:
         self.jobs.submit(request_id, snapshot)
 
     async def sample_from_checkpoint(self, path: str | None) -> str:
-        """A sampler of exported weights, or of the model itself; returns its id. Raises :class:`Gone`."""
-        checkpoint = self.options.model if path is None else self.saved(path)
-        state = await asyncio.to_thread(TrainingState, checkpoint, self._numerics, self._device)
-        return self._snapshots.add(await asyncio.to_thread(state.snapshot))
+        """A sampler of saved weights, of either kind, or of the model itself; returns its id. Raises :class:`Gone`."""
+        saved = None if path is None else self.saved(path)
+
+        def snapshot() -> Decoder:
+            checkpoint = self.options.model if saved is None or saved.is_file() else saved
+            state = TrainingState(checkpoint, self._numerics, self._device)
+            if saved is not None and saved.is_file():
+                state.load(saved, optimiser=False)
+            return state.snapshot()
+
+        return self._snapshots.add(await asyncio.to_thread(snapshot))
 
     def sample(self, request_id: str, sampler_id: str, request: SampleRequest) -> None:
         """Begin to sample; all completions at once. Raises :class:`Gone`."""
-        snapshot = self._snapshots.get(sampler_id)
+        self._snapshots.get(sampler_id)
 
         async def sample() -> Result:
-            return encode_samples(await self._snapshots.sample(snapshot, request, request_id))
+            return encode_samples(*await self._snapshots.sample(sampler_id, request, request_id))
 
         self.jobs.start(request_id, sample)
+
+    def require_sampler(self, sampler_id: str) -> None:
+        """Raises :class:`Gone` where there is none of that id."""
+        self._snapshots.get(sampler_id)
 
     def has_client(self, model_id: str) -> bool:
         """True for a training client that is there."""
@@ -184,6 +201,13 @@ class TinkerService:
         file = self._file(*parts)
         if not file.exists():
             raise Gone(f"nothing is saved at {path!r}")
+        return file
+
+    def _saved_state(self, path: str) -> Path:
+        """The file of a training state."""
+        file = self.saved(path)
+        if not file.is_file():
+            raise UserError(f"{path!r} is for sampling alone: training goes on from what save_state has saved")
         return file
 
     def close(self) -> None:

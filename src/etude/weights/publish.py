@@ -12,7 +12,7 @@ the whole state: of a trainer on several ranks, the one that gathers it.
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,8 +66,9 @@ class PublishOptions:
 class Publication:
     """A version that is being published: made by a :class:`Publisher`, watched by its caller."""
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, before_commit: Callable[[], None] = lambda: None) -> None:
         self.version = version
+        self.before_commit = before_commit
         self.released = Event()
         """Set once the published tensors have been read."""
         self.record: Future[WeightVersion] = Future()
@@ -124,8 +125,18 @@ class Publisher(Closing):
         for pool in (self._in_order, self._encoders, self._uploaders, self._follow_ups):
             pool.shutdown()
 
-    def publish(self, state: State, *, version: int, step: int, recipe: str = "") -> Publication:
+    def publish(
+        self,
+        state: State,
+        *,
+        version: int,
+        step: int,
+        recipe: str = "",
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> Publication:
         """Start to publish ``state`` as ``version``; returns at once.
+
+        ``before_commit`` is called, on another thread, when all is there and the version is about to become visible.
 
         ``state`` must not be written to before :meth:`Publication.wait_read` returns. Publishing what is already there
         (after a crash) gives the first record. The publication raises :class:`~etude.errors.FencedError` when the
@@ -135,7 +146,7 @@ class Publisher(Closing):
         """
         if version < 0:
             raise ValueError(f"weight version {version} is negative; versions count from 0")
-        publication = Publication(version)
+        publication = Publication(version, before_commit)
         self._in_order.submit(self._run, publication, state, step, recipe)
         return publication
 
@@ -170,7 +181,7 @@ class Publisher(Closing):
             replica = Replica.copy_of(layout, state)
             publication.released.set()
             packs = self._upload(full_frames(replica, self._encoders), publication)
-            record = self._commit(version, replica, packs, step, recipe)
+            record = self._commit(publication, replica, packs, step, recipe)
             self._published = (version, replica)
             return record
         base, replica = published
@@ -181,9 +192,9 @@ class Publisher(Closing):
             built_on = base_digest.result()
             if built_on is None:
                 packs = self._upload(full_frames(replica, self._encoders), publication)
-                record = self._commit(version, replica, packs, step, recipe)
+                record = self._commit(publication, replica, packs, step, recipe)
             else:
-                record = self._commit(version, replica, packs, step, recipe, (base, built_on))
+                record = self._commit(publication, replica, packs, step, recipe, (base, built_on))
         except BaseException:
             encoding.take_back()
             self._published = published
@@ -259,7 +270,7 @@ class Publisher(Closing):
 
     def _commit(
         self,
-        version: int,
+        publication: Publication,
         replica: Replica,
         packs: tuple[WeightPack, ...],
         step: int,
@@ -268,10 +279,11 @@ class Publisher(Closing):
     ) -> WeightVersion:
         """Write the record; ``base`` is the version that the packs are a change of, and its digest."""
         source, source_digest = base or (None, None)
+        publication.before_commit()
         layout = self._log.put_layout(replica.layout.to_bytes(), again=base is None)  # what is whole repairs everything
         return self._log.commit(
             WeightVersion(
-                version=version,
+                version=publication.version,
                 base=source,
                 base_digest=source_digest,
                 digest=replica.state_digest(),

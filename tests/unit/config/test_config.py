@@ -253,6 +253,7 @@ def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) 
         ),
         ("tasks.impossible_share=0.5", "tasks.impossible_share"),
         ("sandboxes.kind=remote", "sandboxes.options.url = ''"),
+        ("sandboxes.options.urls=['http://a']", "it goes with 'remote'"),
         ("sandboxes.options.url=http://a", "it goes with 'remote'"),
         ("sandboxes.pool_size=4", "sandboxes.pool_size would have no effect"),
         ("cheating.outcomes.low=shrug", "cheating.outcomes.low"),
@@ -261,6 +262,18 @@ def test_every_section_is_frozen_strict_and_described(section: type[BaseModel]) 
 def test_a_environment_that_does_not_fit_jointly_is_refused(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         default_recipe([override])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"url": "http://a", "urls": ["http://b"]}, "name one server by url, or several by urls"),
+        ({"urls": ["http://a", "b:80"]}, "'b:80' is no URL of a server"),
+        ({"urls": ["http://a", "http://a/"]}, "name each server once"),
+    ],
+)
+def test_servers_of_sandboxes_are_named_one_way_and_once(options: dict[str, object], words: str) -> None:
+    assert words in error_of({"sandboxes": {"kind": "remote", "options": options}})
 
 
 def test_families_of_folders_take_their_machine() -> None:

@@ -3,8 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.config.recipe import RunConfig
+from etude.dashboard.formatting import number_at
+from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import PHASES, RunMetrics
 from etude.telemetry.events import (
+    EngineStats,
     Event,
     ImitationProgress,
     Logged,
@@ -51,6 +55,22 @@ def test_a_phase_without_an_end_lasts_until_now() -> None:
 def test_only_deaths_are_restarts() -> None:
     run = _observed((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
     assert (run.restarts, run.processes["engine"].restarts) == (1, 1)
+
+
+def test_the_share_of_several_engines_is_the_mean_of_theirs() -> None:
+    run = _observed((0, RunStarted(resumed=False)), (0, _phase("rl")), (10, _phase("done")))
+    for engine, busy_s in {"serve": 4.0, "serve-1": 8.0}.items():
+        run.add(Logged(at_s=5, process=engine, event=_stats(busy_s)))
+    report = build_report(run, RunConfig(), machine={}, date="", commit="")
+    assert number_at(report, "busy.engine") == 0.6
+    assert number_at(report, "tokens.generated") == 200
+    assert {*run.engines} == {"serve", "serve-1"}
+
+
+def _stats(busy_s: float) -> EngineStats:
+    return EngineStats(
+        busy_s=busy_s, window_s=10.0, generated_tokens=100, prefill_tokens=0, reused_tokens=0, running=3, waiting=0
+    )
 
 
 def test_a_process_that_is_started_again_waits_for_nothing_yet() -> None:

@@ -159,9 +159,8 @@ def test_an_engine_that_is_heard_of_first_is_not_ahead_of_what_was_published(
 ) -> None:
     run = _run(events, 0.6)
     newest = run.published[-1].event.version
-    swap = run.swapped[-1]
     for served, words in ((newest - 1, f"v{newest}, engine at v{newest - 1}"), (newest + 1, f"v{newest + 1}, served")):
-        run.swapped[-1] = replace(swap, event=replace(swap.event, version=served))
+        run.swapped_to = dict.fromkeys(run.swapped_to, served)
         assert words in _text(render(run, config, run.segments[-1].end_s), 100)
 
 

@@ -223,3 +223,33 @@ def ask(body: bytes) -> tuple[int, str]:
             return response.status, "" if response.status == 200 else orjson.loads(answer)["error"]
 
     return asyncio.run(run())
+
+
+@asynccontextmanager
+async def keyed_client(key: str) -> AsyncIterator[HttpEngine]:
+    """A client with ``key`` of an engine whose key is ``right``."""
+    async with TestServer(engine_app(fake_engine(), "right")) as server, ClientSession() as http:
+        with closing(HttpEngine(str(server.make_url("")), http, 0.0, VirtualClock(), key=key)) as engine:
+            yield engine
+
+
+@pytest.mark.parametrize("key", ["", "wrong", "rightright", "Right", "ключ"])
+def test_an_engine_with_a_key_does_nothing_for_who_has_another(key: str) -> None:
+    async def run() -> None:
+        async with keyed_client(key) as engine:
+            stream = engine.stream([1], PARAMS, session="s")
+            for asking in (engine.generate([1], PARAMS, session="s"), engine.health(), anext(stream)):
+                with pytest.raises(EngineUnavailable, match="answered 401: this engine wants its key"):
+                    await asking
+
+    asyncio.run(run())
+
+
+def test_an_engine_answers_who_has_its_key() -> None:
+    async def run() -> None:
+        async with keyed_client("right") as engine:
+            assert len((await engine.generate([1], PARAMS, session="s")).token_ids) == 4
+            assert [chunk async for chunk in engine.stream([1], PARAMS, session="s")][-1].completion is not None
+            assert (await engine.health()).version == 0
+
+    asyncio.run(run())

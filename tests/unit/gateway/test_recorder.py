@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from etude.errors import CaptureError
 from etude.gateway.service import Recorder, truncated
 from etude.ledger.payloads import Payloads
+from etude.objects import ObjectStore
 from etude.protocols import Completion, SamplingParams, turn_of
 from etude.types import Finish, Routes, RouteSpace, SamplingMask, Turn
 
@@ -39,7 +40,7 @@ def record(
     space: RouteSpace | None = None,
     params: SamplingParams | None = None,
 ) -> Turn:
-    recorder = Recorder(None if folder is None else Payloads(folder), space)
+    recorder = Recorder(None if folder is None else Payloads(ObjectStore(str(folder))), space)
     params = params or SamplingParams(max_tokens=3, temperature=0.5)
     return asyncio.run(recorder.turn(PROMPT, recorder.params(params), completion, "s"))
 
@@ -62,15 +63,15 @@ def test_a_prompt_that_is_an_array_is_not_copied() -> None:
 
 def test_routes_are_asked_for_where_they_are_wanted(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=3)
-    assert Recorder(Payloads(tmp_path), SPACE).params(params).want_routes
-    assert Recorder(Payloads(tmp_path)).params(params) == params
+    assert Recorder(Payloads(ObjectStore(str(tmp_path))), SPACE).params(params).want_routes
+    assert Recorder(Payloads(ObjectStore(str(tmp_path)))).params(params) == params
 
 
 def test_routes_are_stowed(tmp_path: Path) -> None:
     turn = record(completion_of(GOOD), tmp_path, space=SPACE)
     assert turn.payload is not None
     assert turn.routes is None
-    back = Payloads(tmp_path).fetch([turn])[0].routes
+    back = Payloads(ObjectStore(str(tmp_path))).fetch([turn])[0].routes
     assert back is not None
     assert np.array_equal(back, GOOD)
 
@@ -79,11 +80,14 @@ def test_routes_that_an_earlier_turn_has_are_not_written_again(tmp_path: Path) -
     first = record(completion_of(GOOD), tmp_path, space=SPACE)
     ids = [*PROMPT, 1, 2, 3, 9]
     routes = np.concatenate([GOOD, 3 - GOOD])
-    recorder, params = Recorder(Payloads(tmp_path), SPACE), SamplingParams(max_tokens=3, want_routes=True)
+    recorder, params = (
+        Recorder(Payloads(ObjectStore(str(tmp_path))), SPACE),
+        SamplingParams(max_tokens=3, want_routes=True),
+    )
     second = asyncio.run(recorder.turn(ids, params, completion_of(routes), "s", reused=5))
     assert first.payload is not None and second.payload is not None
     assert second.payload.size_bytes == first.payload.size_bytes
-    whole, again = Payloads(tmp_path).fetch([first, second])
+    whole, again = Payloads(ObjectStore(str(tmp_path))).fetch([first, second])
     assert whole.routes is not None and again.routes is not None
     assert np.array_equal(whole.routes, GOOD)
     assert np.array_equal(again.routes, routes)
@@ -100,7 +104,7 @@ def test_routes_need_a_folder() -> None:
 
 def test_kept_sets_are_stowed_whether_or_not_routes_are_wanted(tmp_path: Path) -> None:
     turn = record(completion_of(sampling_mask=MASK), tmp_path, params=SamplingParams(max_tokens=3, top_p=0.9))
-    back = Payloads(tmp_path).fetch([turn])[0].sampling_mask
+    back = Payloads(ObjectStore(str(tmp_path))).fetch([turn])[0].sampling_mask
     assert back is not None
     assert back.sizes.tolist() == [2, 0, 1]
 
@@ -151,7 +155,7 @@ def test_a_shortened_completion_keeps_the_record_of_what_is_left(tmp_path: Path)
     assert short.sampling_mask is not None
     assert short.sampling_mask.sizes.tolist() == [2, 0]
     turn = record(short, tmp_path, space=SPACE, params=SamplingParams(max_tokens=3, top_p=0.9))
-    (back,) = Payloads(tmp_path).fetch([turn])
+    (back,) = Payloads(ObjectStore(str(tmp_path))).fetch([turn])
     assert back.routes is not None
     assert np.array_equal(back.routes, GOOD[:3])  # of two prompt tokens and the first that was sampled
 

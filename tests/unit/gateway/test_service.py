@@ -26,6 +26,7 @@ from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import EngineEntry, Router
 from etude.gateway.service import Caller, CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
+from etude.objects import ObjectStore
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.tokens.chat import ChatTemplate
 from etude.tokens.messages import ChatMessage
@@ -111,7 +112,7 @@ async def bench(engine: Engine, payloads: Path | None = None, places: int = 8) -
     pool = EnginePool(lambda _url: engine, Router(), CLOCK, PoolLimits(outage_s=0.1), admission=admission)
     pool.add(EngineEntry(name="one", url="http://fake"))
     queue = AdmissionQueue(admission, CLOCK)
-    recorder = Recorder(None if payloads is None else Payloads(payloads))
+    recorder = Recorder(None if payloads is None else Payloads(ObjectStore(str(payloads))))
     sampler = ReplySampler(template(), pool, queue, recorder, CLOCK)
     polling = asyncio.create_task(pool.watch())
     try:
@@ -184,7 +185,7 @@ def test_what_top_p_left_is_recorded_of_a_reply_that_was_cut(tmp_path: Path) -> 
 
     async def scene(stage: Bench) -> None:
         answer = await stage.answer(ask(max_tokens=9, stops=("cd",), top_p=0.5))
-        (turn,) = Payloads(tmp_path).fetch([answer.replies[0].turn])
+        (turn,) = Payloads(ObjectStore(str(tmp_path))).fetch([answer.replies[0].turn])
         assert turn.completion_ids.tolist() == ids_of("abcd")
         assert turn.sampling_mask is not None
         assert len(turn.sampling_mask) == 4

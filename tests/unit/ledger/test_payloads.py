@@ -1,4 +1,4 @@
-"""Routes and kept sets on disk: what goes in comes out, damage is named, and files go when they are done with."""
+"""Routes and kept sets in storage: what goes in comes out, damage is named, and files go when they are done with."""
 
 import os
 import zlib
@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from etude.errors import DamagedError
 from etude.ledger.payloads import Payloads
+from etude.objects import ObjectStore, StoreOptions
 from etude.types import Finish, PayloadRef, SamplingMask, Turn
+from fake_clock_store import FakeClockStore
 
 
 def make_turn(seed: int = 0, *, routes: bool = True, masked: bool = True) -> Turn:
@@ -35,6 +37,10 @@ def make_turn(seed: int = 0, *, routes: bool = True, masked: bool = True) -> Tur
     )
 
 
+def in_folder(folder: Path) -> Payloads:
+    return Payloads(ObjectStore(str(folder)))
+
+
 def ref_of(turn: Turn) -> PayloadRef:
     assert turn.payload is not None
     return turn.payload
@@ -49,7 +55,7 @@ def files(folder: Path) -> list[Path]:
 def test_a_turn_comes_back_bit_for_bit(
     tmp_path_factory: pytest.TempPathFactory, seed: int, routes: bool, masked: bool
 ) -> None:
-    payloads, turn = Payloads(tmp_path_factory.mktemp("payloads")), make_turn(seed, routes=routes, masked=masked)
+    payloads, turn = in_folder(tmp_path_factory.mktemp("payloads")), make_turn(seed, routes=routes, masked=masked)
     stowed = payloads.stow(turn, "s")
     assert (stowed.routes, stowed.sampling_mask) == (None, None)
     assert (stowed.payload is None) == (not routes and not masked)
@@ -64,28 +70,24 @@ def test_a_turn_comes_back_bit_for_bit(
 
 
 def test_a_file_is_named_by_its_digest_and_nothing_else_is_left(tmp_path: Path) -> None:
-    ref = ref_of(Payloads(tmp_path).stow(make_turn(), "s"))
+    ref = ref_of(in_folder(tmp_path).stow(make_turn(), "s"))
     assert files(tmp_path) == [tmp_path / ref.digest[:2] / f"{ref.digest}.safetensors"]
     assert files(tmp_path)[0].stat().st_size == ref.size_bytes
 
 
 def test_a_sweep_takes_what_is_old_and_not_in_use(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = in_folder(tmp_path)
     old, needed, new = (payloads.stow(make_turn(seed), "s") for seed in range(3))
     assert payloads.sweep(lambda: pytest.fail("nothing is old enough to ask"), older_than_s=60) == 0
     for turn in (old, needed):
         digest = ref_of(turn).digest
         os.utime(tmp_path / digest[:2] / f"{digest}.safetensors", (0, 0))
-    half = tmp_path / "ab" / ".ab12.0f"
-    half.parent.mkdir(exist_ok=True)
-    half.write_bytes(b"of a process that was killed")
-    os.utime(half, (0, 0))
-    assert payloads.sweep(lambda: [ref_of(needed)], older_than_s=60) == 2
+    assert payloads.sweep(lambda: [ref_of(needed)], older_than_s=60) == 1
     assert {file.stem for file in files(tmp_path)} == {ref_of(needed).digest, ref_of(new).digest}
 
 
 def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = in_folder(tmp_path)
     first, again, other = (payloads.stow(make_turn(), session) for session in ("a", "a", "b"))
     assert first.payload == again.payload != other.payload
     payloads.drop([ref_of(first), ref_of(first)])
@@ -95,7 +97,7 @@ def test_equal_turns_of_a_session_share_a_file_and_those_of_two_sessions_do_not(
 
 @pytest.mark.parametrize("damage", ["missing", "flipped", "cut"])
 def test_a_missing_or_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = in_folder(tmp_path)
     stowed = payloads.stow(make_turn(), "s")
     (file,) = files(tmp_path)
     data = bytearray(file.read_bytes())
@@ -131,7 +133,7 @@ def test_what_turns_go_on_from_is_written_once_and_comes_back(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[int, bool, bool, list[int], list[int]]]
 ) -> None:
     """Turns that go on from any earlier one or start afresh, with what is known left out or not."""
-    payloads, sent, stowed = Payloads(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
+    payloads, sent, stowed = in_folder(tmp_path_factory.mktemp("payloads")), list[Turn](), list[Turn]()
     for pick, goes_on, leaves_out, fresh, completion in moves:
         earlier = sent[pick % len(sent)] if sent and goes_on else None
         begun = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
@@ -144,7 +146,7 @@ def test_what_turns_go_on_from_is_written_once_and_comes_back(
 
 
 def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
-    payloads, ids, stowed = Payloads(tmp_path), [1], list[Turn]()
+    payloads, ids, stowed = in_folder(tmp_path), [1], list[Turn]()
     for number in range(60):
         turn = continuing(ids, [number])
         stowed.append(payloads.stow(turn, "s", stored=max(len(ids) - 31, 0)))
@@ -156,7 +158,7 @@ def test_routes_of_a_branch_take_files_and_memory_once(tmp_path: Path) -> None:
 
 
 def test_routes_that_no_earlier_turn_has_are_missed_by_name(tmp_path: Path) -> None:
-    payloads, first = Payloads(tmp_path), continuing([1, 2], [3])
+    payloads, first = in_folder(tmp_path), continuing([1, 2], [3])
     second = payloads.stow(continuing([1, 2, 3, 4], [5]), "s", stored=2)
     (_, back) = payloads.fetch([payloads.stow(first, "s"), second])
     assert back.routes is not None
@@ -169,3 +171,34 @@ def test_routes_that_no_earlier_turn_has_are_missed_by_name(tmp_path: Path) -> N
     ):
         with pytest.raises(DamagedError, match=f"{ref_of(second).digest}.* is of another turn"):
             payloads.fetch(turns)
+
+
+def test_payloads_in_a_bucket_are_as_those_in_a_folder(endpoint: str) -> None:
+    options = StoreOptions(
+        endpoint=endpoint, allow_http=True, region="us-east-1", access_key_id="id", secret_access_key="secret"
+    )
+    store = ObjectStore("s3://bucket/runs/one/payloads", options)
+    payloads, turns = Payloads(store), [make_turn(seed) for seed in range(6)]
+    stowed = [payloads.stow(turn, "s") for turn in turns]
+    for turn, back in zip(turns, payloads.fetch(stowed), strict=True):
+        assert turn.routes is not None and back.routes is not None
+        assert np.array_equal(back.routes, turn.routes)
+    payloads.drop([ref_of(stowed[0])])
+    damaged = ref_of(stowed[1])
+    store.renew(f"{damaged.digest[:2]}/{damaged.digest}.safetensors", b"rot")
+    for turn, words in ((stowed[0], "is missing"), (stowed[1], "does not match")):
+        with pytest.raises(DamagedError, match=f"payload s3://bucket/runs/one/payloads/.*{words}"):
+            payloads.fetch([turn])
+    assert payloads.sweep(lambda: pytest.fail("nothing is old enough to ask"), older_than_s=60) == 0
+
+
+def test_ages_are_told_by_the_storage_alone() -> None:
+    store = FakeClockStore(now_s=5e9)
+    payloads = Payloads(store)
+    old = payloads.stow(make_turn(1), "s")
+    store.now_s += 120
+    new = payloads.stow(make_turn(2), "s")
+    assert payloads.sweep(list, older_than_s=60) == 1
+    with pytest.raises(DamagedError, match=ref_of(old).digest):
+        payloads.fetch([old])
+    assert payloads.fetch([new])[0].routes is not None

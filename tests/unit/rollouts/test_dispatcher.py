@@ -197,6 +197,31 @@ def test_training_gets_its_batches_and_no_token_is_too_stale(
     assert here.fakes.is_tidy
 
 
+def test_a_group_is_announced_before_it_asks_for_its_sandboxes(bench: MakeBench) -> None:
+    announced: list[tuple[str, int]] = []
+
+    async def play(task: Task) -> None:
+        assert (task.task_id, 2) in announced
+
+    here = bench(config(), play=play)
+    context = replace(here.fakes.context, announce=lambda task, count: announced.append((task.task_id, count)))
+    here.dispatcher = Dispatcher(
+        here.config,
+        ledger=here.ledger,
+        draw=TaskOrder(here.family, seed=0).draw,
+        context=context,
+        events=here.log,
+        serving_version=here.version,
+    )
+
+    async def run() -> None:
+        await asyncio.gather(here.dispatcher.train(2), here.trainer(2))
+
+    run_virtually(run())
+    assert sorted(announced) == [(f"train-{n}", 2) for n in range(len(announced))]
+    assert len(announced) == here.ledger.progress().admitted
+
+
 def test_a_failed_slot_is_tried_again_after_a_pause(bench: MakeBench) -> None:
     failures = iter([SandboxError("died"), SandboxError("died again")])
 

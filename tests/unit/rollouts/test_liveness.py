@@ -101,7 +101,7 @@ class Gateways:
 
     misery: Misery
 
-    async def open(self) -> Session:
+    async def open(self, *, min_version: int | None = None) -> Session:
         return await self.misery.open_session()
 
     async def fork(self, session_id: str) -> tuple[Session, int]:

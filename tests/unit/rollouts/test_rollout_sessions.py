@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import aiohttp
@@ -13,6 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.ledger.turns import encode_turns
+from etude.rollouts.gateway_table import GatewayTable
 from etude.rollouts.sessions import GatewaySessions
 from etude.types import Finish, PayloadRef, Turn
 from waiting import WAIT_S
@@ -76,7 +78,7 @@ def with_gateway(
         app.router.add_post("/sessions", open_session)
         app.router.add_delete("/sessions/{session_id}", close_session)
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
-            return await use(GatewaySessions(str(server.make_url("/")), key, http, timeout_s=timeout_s))
+            return await use(GatewaySessions(GatewayTable([str(server.make_url("/"))]), key, http, timeout_s=timeout_s))
 
     answer = asyncio.run(run())
     assert ahead == []
@@ -129,7 +131,7 @@ def test_a_wrong_admin_key_is_for_the_user_to_repair() -> None:
 def test_a_gateway_that_is_down_is_unavailable() -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as http:
-            await GatewaySessions("http://127.0.0.1:9", "right", http, timeout_s=3.0).open()
+            await GatewaySessions(GatewayTable(["http://127.0.0.1:9"]), "right", http, timeout_s=3.0).open()
 
     with pytest.raises(EngineUnavailable, match=r"POST http://127\.0\.0\.1:9/sessions: ClientConnectorError"):
         asyncio.run(run())
@@ -150,7 +152,7 @@ def test_opening_outlives_a_gateway_that_restarts() -> None:
             server.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
             url = f"http://127.0.0.1:{server.getsockname()[1]}"
             async with aiohttp.ClientSession(trace_configs=[tracing]) as http:
-                opening = asyncio.create_task(GatewaySessions(url, "right", http).open())
+                opening = asyncio.create_task(GatewaySessions(GatewayTable([url]), "right", http).open())
                 await asyncio.wait_for(refused.wait(), WAIT_S)
                 assert not opening.done()
                 async with TestServer(app, socket_factory=lambda *_: server):
@@ -187,3 +189,87 @@ def test_waiting_ends_when_the_rollout_is_out_of_time() -> None:
                 await sessions.close("busy")
 
     with_gateway(hurried)
+
+
+class SeveralGateways:
+    """Gateways that name their sessions by their own number, and die and come back."""
+
+    def __init__(self, count: int) -> None:
+        self.opened = [0] * count
+        self.bodies = list[object]()
+        self._servers: list[TestServer] = []
+        self._up = [True] * count
+
+    async def __aenter__(self) -> list[str]:
+        for number in range(len(self.opened)):
+            app = web.Application()
+            app.router.add_post("/sessions", partial(self._open, number))
+            app.router.add_delete("/sessions/{session_id}", partial(self._close, number))
+            server = TestServer(app)
+            await server.start_server()
+            self._servers.append(server)
+        return [str(server.make_url("")).rstrip("/") for server in self._servers]
+
+    async def __aexit__(self, *_: object) -> None:
+        for server in self._servers:
+            await server.close()
+
+    def set_up(self, number: int, *, up: bool) -> None:
+        self._up[number] = up
+
+    async def _open(self, number: int, request: web.Request) -> web.StreamResponse:
+        if not self._up[number]:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        body = await request.json() if request.can_read_body else {}
+        self.bodies.append(body)
+        self.opened[number] += 1
+        name = f"{number}-{self.opened[number]}"
+        turns = 1 if "fork_of" in body else 0
+        return web.json_response({"session_id": name, "api_key": "k", "base_url": f"/s/{name}/v1", "turns": turns})
+
+    async def _close(self, number: int, request: web.Request) -> web.StreamResponse:
+        if not request.match_info["session_id"].startswith(f"{number}-"):
+            return web.json_response({"error": "no such session"}, status=404)
+        return web.Response(body=encode_turns([TURN]))
+
+
+def test_sessions_are_spread_and_each_ends_and_forks_where_it_began() -> None:
+    async def run() -> None:
+        gateways = SeveralGateways(2)
+        async with gateways as urls, aiohttp.ClientSession() as http:
+            sessions = GatewaySessions(GatewayTable(urls), "right", http)
+            opened = [await sessions.open(min_version=4) for _ in range(6)]
+            assert gateways.opened == [3, 3]
+            assert gateways.bodies == [{"min_version": 4}] * 6
+            for session in opened:
+                number = int(session.session_id.partition("-")[0])
+                assert session.base_url.startswith(urls[number])
+                forked, turns = await sessions.fork(session.session_id)
+                assert forked.base_url.startswith(urls[number]) and turns == 1
+                assert len(await sessions.close(session.session_id)) == 1
+                await sessions.discard(forked.session_id)
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_is_down_gets_no_sessions_until_it_answers() -> None:
+    async def run() -> None:
+        gateways = SeveralGateways(2)
+        async with gateways as urls, aiohttp.ClientSession() as http:
+            table = GatewayTable(urls)
+            sessions = GatewaySessions(table, "right", http)
+            for url in urls:
+                table.heard(url, 0)
+            gateways.set_up(0, up=False)
+            for _ in range(3):
+                await sessions.open()
+            assert gateways.opened == [0, 3]
+            gateways.set_up(0, up=True)
+            table.heard(urls[0], 0)
+            for _ in range(3):
+                await sessions.open()
+            assert gateways.opened == [3, 3]
+
+    asyncio.run(run())

@@ -9,8 +9,9 @@ import pytest
 
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
-from etude.errors import PortInUseError, RunFolderError
-from etude.run.endpoints import HOST, PUBLIC, Endpoints
+from etude.errors import ConfigError, PortInUseError, RunFolderError
+from etude.run.endpoints import HOST, Endpoints
+from etude.run.process_name import ENGINE, GATEWAY, ProcessName
 from waiting import WAIT_S
 
 TRIES = 3
@@ -20,9 +21,9 @@ TRIES = 3
 def test_free_ports_differ_and_are_remembered(tmp_path: Path) -> None:
     endpoints = Endpoints(tmp_path / "endpoints.json")
     endpoints.reserve(RunConfig())
-    ports = {endpoints.port(process) for process in ("engine", "gateway")}
+    ports = {endpoints.port(process) for process in (ENGINE, GATEWAY)}
     assert len(ports) == 2
-    assert Endpoints(tmp_path / "endpoints.json").url("engine") == f"http://{HOST}:{endpoints.port('engine')}"
+    assert Endpoints(tmp_path / "endpoints.json").url(ENGINE) == f"http://{HOST}:{endpoints.port(ENGINE)}"
 
 
 def test_a_reserved_port_can_be_listened_on(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_a_reserved_port_can_be_listened_on(tmp_path: Path) -> None:
     def listened_on() -> bool:
         endpoints.reserve(RunConfig())
         with socket.socket() as server, suppress(OSError):
-            server.bind((HOST, endpoints.port("engine")))
+            server.bind((HOST, endpoints.port(ENGINE)))
             return True
         return False
 
@@ -61,7 +62,7 @@ def test_a_gateway_for_others_has_a_server_of_its_own(tmp_path: Path) -> None:
             port: int = free.getsockname()[1]
         with suppress(PortInUseError):
             endpoints.reserve(parse_config({"gateway": {"host": "0.0.0.0", "port": port}}, source="test"))
-            return endpoints.port(PUBLIC) == port != endpoints.port("gateway")
+            return endpoints.public_port(GATEWAY) == port != endpoints.port(GATEWAY)
         return False
 
     assert any(has_both() for _ in range(TRIES))
@@ -69,4 +70,29 @@ def test_a_gateway_for_others_has_a_server_of_its_own(tmp_path: Path) -> None:
 
 def test_before_the_start_no_one_knows_a_port(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="--resume"):
-        Endpoints(tmp_path / "endpoints.json").port("engine")
+        Endpoints(tmp_path / "endpoints.json").port(ENGINE)
+
+
+def test_each_replica_has_a_port_of_its_own_and_one_that_was_asked_for_is_counted_up_from(tmp_path: Path) -> None:
+    endpoints = Endpoints(tmp_path / "endpoints.json")
+
+    def has_all() -> bool:
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            port: int = free.getsockname()[1]
+        config = parse_config({"engine": {"replicas": 3}, "gateway": {"replicas": 2, "port": port}}, source="test")
+        with suppress(PortInUseError):
+            endpoints.reserve(config)
+            return [*map(endpoints.port, endpoints.urls("gateway"))] == [port, port + 1]
+        return False
+
+    assert any(has_all() for _ in range(TRIES))
+    assert [str(name) for name in endpoints.urls("serve")] == ["serve", "serve-1", "serve-2"]
+    assert len({*endpoints.urls("serve").values(), *endpoints.urls("gateway").values()}) == 5
+    with pytest.raises(RunFolderError, match=r"no serve-3, only serve, .*engine\.replicas"):
+        endpoints.url(ProcessName(command="serve", replica=3))
+
+
+def test_replicas_without_room_for_their_ports_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.port=65535 and engine\.replicas=2: .* 65536"):
+        parse_config({"engine": {"port": 65535, "replicas": 2}}, source="test")

@@ -8,6 +8,7 @@ import pytest
 from etude.config.recipe import LedgerConfig, RunConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.run.folder import RunFolder, exclusive
+from etude.run.keys import KeyRole
 from etude.run.resolve import resolve
 
 
@@ -16,13 +17,13 @@ def test_it_remembers_its_recipe_and_keeps_its_secrets(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", config)
     assert RunFolder.open(tmp_path / "run").config() == resolve(config)
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder.path / "admin.key").stat().st_mode) == 0o600
-    assert len(folder.admin_key()) >= 32
+    assert stat.S_IMODE((folder.path / "run.key").stat().st_mode) == 0o600
+    assert len((folder.path / "run.key").read_text(encoding="utf-8").strip()) >= 32
 
 
 def test_two_runs_have_two_keys(tmp_path: Path) -> None:
     one, other = (RunFolder.create(tmp_path / name, RunConfig()) for name in ("a", "b"))
-    assert one.admin_key() != other.admin_key()
+    assert len({folder.key(role) for folder in (one, other) for role in KeyRole}) == 4
 
 
 def test_a_second_process_of_a_kind_is_refused_while_the_first_lives(tmp_path: Path) -> None:

@@ -4,18 +4,13 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 
 import aiohttp
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
+from certificates import certificate
 from etude.aio import background_task
 from etude.cli.commands.keys import add_key, revoke
 from etude.clock import SystemClock
@@ -36,9 +31,8 @@ from etude.run.gateway import (
     longest_context,
     open_gateway,
     run_standalone,
-    tls_context,
 )
-from etude.run.serving import listening
+from etude.run.serving import listening, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.tokens.chat import ChatTemplate
@@ -49,30 +43,6 @@ from etude.weights.state import StoredTensor
 from waiting import WAIT_S, until
 
 SECRET = "a product's key"
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 for itself, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "étude")])
-    now = datetime.now(UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    cert_file, key_file = folder / "cert.pem", folder / "key.pem"
-    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return cert_file, key_file
 
 
 @asynccontextmanager
@@ -89,7 +59,7 @@ async def serving(config: GatewayConfig) -> AsyncIterator[str]:
     )
     async with open_gateway(plan, config, clock, lambda _url: engine) as parts:
         server = http_server(parts.gateway.handle)
-        async with listening(server, 0, tls=tls_context(config)) as port:
+        async with listening(server, 0, tls=tls_context("gateway", config.tls_cert, config.tls_key)) as port:
             yield f"127.0.0.1:{port}"
 
 
@@ -123,8 +93,8 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.pem").write_text("no certificate")
     bad = str(tmp_path / "bad.pem")
     with pytest.raises(ConfigError, match=r"gateway\.tls_cert"):
-        tls_context(GatewayConfig(tls_cert=bad, tls_key=bad))
-    assert tls_context(GatewayConfig()) is None
+        tls_context("gateway", bad, bad)
+    assert tls_context("gateway", "", "") is None
 
 
 def test_a_key_file_is_followed_while_the_gateway_runs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from certificates import certificate
 from etude.clock import SystemClock
 from etude.engines.fake import FakeEngine
 from etude.engines.http import engine_app
 from etude.protocols import Completion, SamplingParams
-from etude.run.serving import listening
+from etude.run.serving import listening, tls_context
 from etude.tokens.chat import ChatTemplate
 from etude.types import TokenIds
 
@@ -70,16 +71,44 @@ async def ask(http: aiohttp.ClientSession, url: str, key: str) -> tuple[int, byt
         return answer.status, await answer.read()
 
 
+def test_an_engine_elsewhere_is_called_over_tls_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cert_file, key_file = certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert_file))
+    monkeypatch.setenv("ETUDE_ENGINE_KEY", "right")
+    make_model(tmp_path)
+
+    async def run() -> None:
+        engine = FakeEngine(SystemClock(), vocab_size=300, max_length=64)
+        tls = tls_context("engine", str(cert_file), str(key_file))
+        async with (
+            listening(engine_app(engine, "right"), 0, tls=tls) as port,
+            process(tmp_path, f"https://127.0.0.1:{port}") as (_, url, key),
+            aiohttp.ClientSession() as http,
+            asyncio.timeout(STARTS_S),
+        ):
+            status, body = await ask(http, url, key)
+            assert status == 200, body
+
+    asyncio.run(run())
+
+
+def make_model(folder: Path) -> None:
+    """What a gateway reads of a model."""
+    ChatTemplate.train(["return total\n"] * 4, vocab_size=300).save(folder)
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+
+
 @pytest.mark.parametrize("patient", [True, False])
-def test_a_signal_lets_calls_end_and_a_second_one_does_not(tmp_path: Path, patient: bool) -> None:
-    chat = ChatTemplate.train(["return total\n"] * 4, vocab_size=300)
-    chat.save(tmp_path)
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
+def test_a_signal_lets_calls_end_and_a_second_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    monkeypatch.setenv("ETUDE_ENGINE_KEY", "right")
+    make_model(tmp_path)
 
     async def run() -> None:
         engine = GatedEngine()
         async with (
-            listening(engine_app(engine), 0) as port,
+            listening(engine_app(engine, "right"), 0) as port,
             process(tmp_path, f"http://127.0.0.1:{port}") as (child, url, key),
             aiohttp.ClientSession() as http,
             asyncio.timeout(STARTS_S),

@@ -17,6 +17,8 @@ def test_the_need_of_a_known_model_is_what_its_two_sides_hold() -> None:
     need = MemoryNeed.of(config, spec_of_recipe(config), MILLION)
     assert need.trainer == 16 * MILLION, "parameter, gradient and two moments in float32"
     assert need.engine == 2 * 2 * MILLION + 1000 * 2 * 3 * (8 + 8) * 2, "weights twice; keys and values of two layers"
+    three = default_recipe([*settings, "engine.replicas=3"])
+    assert MemoryNeed.of(three, spec_of_recipe(three), MILLION).engine == 3 * need.engine
     once = default_recipe([*settings, "engine.options.spare_weights=false"])
     assert MemoryNeed.of(once, spec_of_recipe(once), MILLION).engine == need.engine - 2 * MILLION
 

@@ -9,8 +9,9 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.run import resolve as resolve_module
 from etude.run.folder import RunFolder
+from etude.run.process_name import TRAINER
 from etude.run.processes import run_process
-from etude.run.resolve import check_devices, resolve, resolve_device
+from etude.run.resolve import check_devices, check_replicas, resolve, resolve_device
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -38,6 +39,16 @@ def test_the_machine_that_makes_a_run_decides_for_all(
     assert RunFolder.open(tmp_path / "run").config() == message == folder.config()
 
 
+@pytest.mark.parametrize("kind", ["native", "vllm", "sglang"])
+def test_nothing_is_left_open_in_the_recipe_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever key ``auto`` is added to: processes on other machines would resolve it for themselves."""
+    elsewhere(monkeypatch, "cuda")
+    folder = RunFolder.create(tmp_path / "run", parse_config({"engine": {"kind": kind}}, source="test"))
+    assert '"auto"' not in folder.config_file.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("here", ["cpu", "cuda"])
 def test_devices_that_a_recipe_names_decide_whatever_machine_makes_the_run(
     monkeypatch: pytest.MonkeyPatch, here: str
@@ -56,7 +67,16 @@ def test_a_process_whose_device_is_not_here_says_so(tmp_path: Path, monkeypatch:
     folder = RunFolder.create(tmp_path / "run", on("cpu", "cuda"))
     check_devices(folder.config(), ("engine",))
     with pytest.raises(ConfigError, match=r"trainer.device = 'cuda', but torch .* its trainer belongs on a machine"):
-        run_process("train", folder)
+        run_process(TRAINER, folder)
+
+
+def test_engines_that_would_share_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere(monkeypatch, "cuda")
+    two = parse_config({"engine": {"replicas": 2}}, source="test")
+    with pytest.raises(ConfigError, match=r"engine\.replicas = 2: .* the first GPU of this machine"):
+        check_replicas(two)
+    elsewhere(monkeypatch, "cpu")
+    check_replicas(two)
 
 
 def test_a_machine_without_a_driver_is_not_asked_about_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

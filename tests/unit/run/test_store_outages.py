@@ -21,6 +21,7 @@ from etude.run.engine import serve
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import HEARTBEAT_VARIABLE
 from etude.run.numerics import largest_state, load_published, published_state, serving_model
+from etude.run.process_name import ENGINE
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
@@ -130,7 +131,7 @@ def test_an_engine_that_starts_while_the_store_is_away_waits_for_it(
             away.rename(store)
             async with aiohttp.ClientSession() as http:
                 await until(lambda: serving.done() or not messages(folder))
-                assert await _is_served(http, folder.endpoints.url("engine"), serving)
+                assert await _is_served(http, folder.endpoints.url(ENGINE), serving)
         serving.cancel()
         await asyncio.wait([serving])
         assert serving.cancelled(), "who is told to stop waits no longer"

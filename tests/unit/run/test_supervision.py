@@ -6,6 +6,7 @@ from pathlib import Path
 
 from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
+from etude.run.process_name import GATEWAY, ProcessName
 from etude.run.supervision import Child, stop_all
 from etude.telemetry.events import PhaseStarted
 from etude.telemetry.log import EventLog, EventReader
@@ -20,7 +21,7 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
         folder = RunFolder.create(disk / "run", RunConfig())
         with EventLog(folder.events, "supervisor", lossy=True) as events:
             filler = fill(disk)
-            child = Child("midtrain", folder, events, message.append, heartbeat_timeout_s=900.0)
+            child = Child(ProcessName(command="midtrain"), folder, events, message.append, heartbeat_timeout_s=900.0)
             try:
                 wait_until(lambda: child.check() or bool(message))
                 events.write(PhaseStarted(phase="rl"))
@@ -39,7 +40,7 @@ def test_a_restart_is_told_with_its_reason(tmp_path: Path) -> None:
     """Regression: nothing was said while a process died again and again."""
     folder, message = RunFolder.create(tmp_path / "run", RunConfig()), list[str]()
     with EventLog(folder.events, "supervisor") as events:
-        child = Child("gateway", folder, events, message.append, heartbeat_timeout_s=900.0)
+        child = Child(GATEWAY, folder, events, message.append, heartbeat_timeout_s=900.0)
         try:
             os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: child.check() or bool(message))

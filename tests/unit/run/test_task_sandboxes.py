@@ -14,12 +14,16 @@ from etude.run.task_sandboxes import (
     base_store,
     image_store,
     open_provider,
+    pool_limits,
 )
-from etude.sandbox_spec import EnvironmentSpec
+from etude.sandbox_spec import EnvironmentSpec, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import KEY_VARIABLE
+from etude.sandboxes.remote.hosts import HostedSandboxes
+from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import Split, Task
 from records import CHECKS
+from waiting import until
 
 
 def task(environment: EnvironmentSpec | None = None) -> Task:
@@ -61,6 +65,32 @@ def test_a_tasks_task_is_opened_and_closed_with_its_provider(tmp_path: Path) -> 
     assert len(provider) == 0
 
 
+def test_a_task_is_announced_as_it_will_be_asked_for(tmp_path: Path) -> None:
+    beside = SandboxSpec(allow=("gateway:1",))
+
+    async def act() -> int:
+        pool = SandboxPool(FakeSandboxes(), WarmPoolLimits(live=40, warm=1, reserve_bytes=0, start_bytes=0))
+        sandboxes = EnvironmentTaskSandboxes(pool, ImageStore(tmp_path), beside=beside)
+        sandboxes.announce(task(), 8)
+        sandboxes.announce(task(EnvironmentSpec(image="missing")), 8)  # who opens it is told
+        await until(lambda: pool.stats().warm == 8)
+        for _ in range(8):
+            await sandboxes.open(task())
+        warm = pool.stats().warm_leases
+        await sandboxes.close()
+        return warm
+
+    assert asyncio.run(act()) == 8
+
+
+def test_a_pool_of_remote_sandboxes_starts_as_many_as_it_holds() -> None:
+    remote = RemoteOptions(urls=("http://a", "http://b"))
+    limits = pool_limits(SandboxConfig(kind="remote", pool_size=20_000, options=remote))
+    assert (limits.live, limits.starting, limits.start_bytes, limits.reserve_bytes) == (20_000, 20_000, 0, 0)
+    assert limits.waiting >= limits.live
+    assert pool_limits(SandboxConfig(kind="ns", pool_size=64)).starting < 64
+
+
 def test_a_missing_image_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="f00"):
         asyncio.run(
@@ -83,3 +113,6 @@ def test_providers_that_cannot_be_had_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     with pytest.raises(ConfigError, match=KEY_VARIABLE):
         open_provider(SandboxConfig(kind="remote", options=RemoteOptions(url="http://127.0.0.1:1")), store)
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
+    hosts = RemoteOptions(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    assert isinstance(open_provider(SandboxConfig(kind="remote", options=hosts), store), HostedSandboxes)

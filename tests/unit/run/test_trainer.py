@@ -17,6 +17,7 @@ from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
+from etude.objects import ObjectStore
 from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
@@ -76,7 +77,7 @@ def make_turn(routes: Routes | None) -> Turn:
 
 
 def test_payloads_come_back_into_memory_and_can_be_dropped(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = Payloads(ObjectStore(str(tmp_path)))
     group = make_group(payloads.stow(make_turn(GOOD), "s"), make_turn(None))
     refs = payload_refs([group])
     assert len(refs) == 1
@@ -91,7 +92,7 @@ def test_payloads_come_back_into_memory_and_can_be_dropped(tmp_path: Path) -> No
 
 
 def test_routes_that_do_not_fit_the_model_are_refused_once_more(tmp_path: Path) -> None:
-    payloads = Payloads(tmp_path)
+    payloads = Payloads(ObjectStore(str(tmp_path)))
     fine = payloads.stow(make_turn(GOOD), "s")
     fetch_payloads([make_group(fine)], payloads, SPACE)
     wrong = payloads.stow(make_turn(GOOD + np.uint16(1)), "s")
@@ -214,19 +215,19 @@ def test_a_trainer_that_cannot_read_recent_versions_measures_less_and_goes_on(
 
 
 def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: RunFolder) -> None:
-    payloads = Payloads(run.payloads)
+    payloads = Payloads(ObjectStore(run.payloads))
     of_no_one, of_a_group = (payloads.stow(make_turn(GOOD), name) for name in ("evaluation", "rollout"))
     for number in range(6):
         admit(run, number)
     with Ledger.open(run.ledger) as ledger:
         assert ledger.admit_group(replace(TASK, task_id="open"), TRAIN, 2, 0) == 6
         ledger.record(make_rollout("open.0", of_a_group, group=6), TRAIN)
-    for file in run.payloads.glob("*/*"):
+    for file in Path(run.payloads).glob("*/*"):
         os.utime(file, (0, 0))
     run_trainer(run)
     assert of_a_group.payload is not None
     assert of_no_one.payload is not None
-    assert [file.stem for file in run.payloads.glob("*/*")] == [of_a_group.payload.digest]
+    assert [file.stem for file in Path(run.payloads).glob("*/*")] == [of_a_group.payload.digest]
 
 
 def test_a_newest_version_that_no_one_will_publish_again_ends_the_run(run: RunFolder) -> None:

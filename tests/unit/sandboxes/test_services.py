@@ -159,6 +159,48 @@ class UnhurriedSandbox(FakeSandbox):
         await super().close()
 
 
+class Forgetful(Unhurried):
+    """Loses its snapshots when it is told to, as a host does that is started anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.installed = 0
+        self.lost: set[str] = set()
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+        image = spec.image.digest if spec else ""
+        if image in self.lost:
+            raise SandboxError(f"{image} is gone, with the host that kept it")
+        sandbox = ForgetfulSandbox(files, self._open.discard, self._open.add)
+        sandbox.go_on, sandbox.provider = self.go_on, self
+        self._open.add(sandbox)
+        return sandbox
+
+
+class ForgetfulSandbox(UnhurriedSandbox):
+    provider: Forgetful
+
+    async def snapshot(self) -> Image:
+        self.provider.installed += 1
+        return Image(digest=f"snapshot-{self.provider.installed}")
+
+
+def test_a_bare_image_that_is_gone_with_its_host_is_made_again() -> None:
+    async def act() -> int:
+        inner = Forgetful()
+        sandboxes = ServicedSandboxes(inner)
+        await sandboxes.create({}, None, (KEYS,))
+        inner.lost.add("snapshot-1")
+        other = replace(KEYS, setup="SET n 1")
+        with pytest.raises(SandboxError, match="is gone"):
+            await sandboxes.create({}, None, (other,))
+        await sandboxes.create({}, None, (other,))
+        await sandboxes.close()
+        return inner.installed
+
+    assert asyncio.run(act()) == 2
+
+
 def test_only_close_waits_for_the_end_of_an_evicted_state() -> None:
     async def act() -> tuple[int, bool]:
         inner = Unhurried()

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 
-from etude.errors import SandboxError, Unsupported
+from etude.errors import SandboxError, SandboxesBusy, Unsupported
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.memory_pressure import MachineMemory
-from etude.sandboxes.warm_pool import PooledSandbox, SandboxesBusy, SandboxPool, WarmPoolLimits
+from etude.sandboxes.warm_pool import PooledSandbox, SandboxPool, WarmPoolLimits
 from waiting import until
 
 PLENTY = MachineMemory(available_bytes=1e15)
@@ -168,6 +168,25 @@ def test_warm_sandboxes_are_kept_for_a_spec_in_use_and_none_is_given_twice() -> 
         assert len({lease.inner for lease in leased}) == 4
 
     play(scenario, WarmPoolLimits(warm=3, starting=8))
+
+
+def test_an_announced_burst_is_made_ready_and_forgotten_as_it_comes() -> None:
+    spec = SandboxSpec(allow=("a:1",))
+
+    async def scenario(pool: SandboxPool, provider: FailingProvider) -> None:
+        pool.announce(spec, 30)
+        await until(lambda: pool.stats().warm == 16)  # of 20 places, 4 are kept for urgent requests
+        leased = [await pool.create({}, spec) for _ in range(16)]
+        assert pool.stats().warm_leases == 16
+        for lease in leased:
+            await lease.close()
+        await until(lambda: pool.stats().warm == 14)  # those that were announced and did not come yet
+        leased = [await pool.create({}, spec) for _ in range(14)]
+        await leased[0].close()
+        await until(lambda: pool.stats().warm == 1)
+        assert all(made.allow == spec.allow for made in provider.specs)
+
+    play(scenario, WarmPoolLimits(live=20, warm=1, starting=3))
 
 
 def test_warm_sandboxes_make_room_for_other_specs_and_for_the_machine() -> None:

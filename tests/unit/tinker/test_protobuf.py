@@ -44,6 +44,12 @@ def test_a_batch_is_read() -> None:
     assert datum.inputs["target_tokens"].tolist() == [2, 3, 4]
 
 
+def test_a_text_among_the_options_of_a_loss_is_refused() -> None:
+    tagged = entry(7, "clip_low_threshold", field(1, 0.5)) + entry(7, "mode", field(2, "mean"))
+    with pytest.raises(ValueError, match=r"loss_fn_config\['mode'\] is a text"):
+        decode_batch(request([1, 2, 3], [2, 3, 4]) + tagged)
+
+
 def test_inputs_of_another_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"target_tokens has shape \[2\]: expected one number for each of 3 tokens"):
         decode_batch(request([1, 2, 3], [2, 3]))

@@ -142,6 +142,68 @@ def test_a_text_that_stops_ends_the_completion_with_the_token_that_completes_it(
     play(model, tmp_path, game)
 
 
+def test_logprobs_of_a_prompt_are_the_trainers_with_the_likeliest_beside_them(model: Path, tmp_path: Path) -> None:
+    async def game(caller: Caller) -> None:
+        model_id = await caller.create()
+        trained = fields(await caller.result((await caller.train(model_id, 1))["request_id"]))  # reads 1 2, targets 2 3
+        tensor = fields(fields(fields(trained[2][0])[2][0])[2][0])
+        saved = await caller.post("save_weights_for_sampler", model_id=model_id, seq_id=2)
+        sampler = (await caller.result(saved["request_id"]))["sampling_session_id"]
+        body = {
+            "sampling_session_id": sampler,
+            "prompt": {"chunks": [{"tokens": [1, 2, 3]}]},
+            "sampling_params": {"max_tokens": 1},
+            "prompt_logprobs": True,
+        }
+        response = await caller.post("asample", seq_id=0, **body, topk_prompt_logprobs=2)
+        answer = fields(await caller.result(response["request_id"]))
+        logprobs = np.frombuffer(answer[2][0], np.float32)
+        assert np.isnan(logprobs[0]) and logprobs[1:].tobytes() == tensor[1][0]
+        table = fields(answer[3][0])
+        assert table[3] == [2] and table[4] == [3]
+        ids, tops = (np.frombuffer(table[n][0], kind).reshape(3, 2) for n, kind in ((1, np.int32), (2, np.float32)))
+        assert ids[0].tolist() == [0, 0] and tops[0].tolist() == [-99999.0, -99999.0]
+        assert (tops[1:, 0] >= np.maximum(tops[1:, 1], logprobs[1:])).all()
+        response = await caller.post("asample", seq_id=1, **body, prompt_logprobs_last_n=1)
+        last = np.frombuffer(fields(await caller.result(response["request_id"]))[2][0], np.float32)
+        assert np.isnan(last[:2]).all() and last[2] == logprobs[2]
+
+    play(model, tmp_path, game)
+
+
+def test_saved_weights_of_either_kind_are_sampled_from_and_only_states_are_trained_on(
+    model: Path, tmp_path: Path
+) -> None:
+    async def game(caller: Caller) -> None:
+        model_id = await caller.create()
+        paths = {}
+        for seq_id, kind in enumerate(("save_weights", "save_weights_for_sampler")):
+            saved = await caller.post(kind, model_id=model_id, seq_id=seq_id, path="one")
+            paths[kind] = (await caller.result(saved["request_id"]))["path"]
+            assert (await caller.post("weights_info", tinker_path=paths[kind]))["base_model"] == "tiny"
+            new = {"session_id": "s", "sampling_session_seq_id": seq_id, "model_path": paths[kind]}
+            sampler = (await caller.post("create_sampling_session", **new))["sampling_session_id"]
+            get = await caller.client.get(f"/api/v1/samplers/{sampler}", headers={"X-API-Key": KEY})
+            assert await get.json() == {"sampler_id": sampler, "base_model": "tiny"}
+        load = {"model_id": model_id, "seq_id": 9, "optimizer": False}
+        assert "request_id" in await caller.post("load_weights", **load, path=paths["save_weights"])
+        refused = await caller.post("load_weights", 422, **load, path=paths["save_weights_for_sampler"])
+        assert "is for sampling alone" in refused["detail"]
+
+    play(model, tmp_path, game)
+
+
+def test_a_session_that_is_finished_gives_its_clients_up_at_once(model: Path, tmp_path: Path) -> None:
+    async def game(caller: Caller) -> None:
+        model_id = await caller.create()
+        path = f"/api/v1/sessions/{model_id.split(':')[0]}/finish"
+        assert (await caller.client.post(path, json={}, headers={"X-API-Key": KEY})).status == 204
+        await caller.post("get_info", 404, model_id=model_id)
+        await caller.create()
+
+    play(model, tmp_path, game, max_clients=1)
+
+
 def test_what_is_not_here_is_named(model: Path, tmp_path: Path) -> None:
     async def game(caller: Caller) -> None:
         session = (await caller.post("create_session"))["session_id"]
@@ -192,6 +254,8 @@ def test_a_snapshot_without_a_call_gives_its_place_up(model: Path, tmp_path: Pat
     [
         ({"record_stability_info": True}, "record_stability_info is not one"),
         ({"topk_sample_logprobs": 5}, "topk_sample_logprobs is not one"),
+        ({"topk_prompt_logprobs": 33}, "topk_prompt_logprobs=33: expected 0 to 32"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n=3 of a prompt of 3 tokens"),
         ({"num_samples": 0}, "num_samples=0: expected 1 to"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "an image or a sound"),
         ({"sampling_params": {"top_p": 2.0}}, "top_p=2.0"),

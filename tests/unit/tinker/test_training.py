@@ -1,11 +1,14 @@
 """A training state, call by call: its losses, its optimiser, and the same logprobs as the engine's."""
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.engines.native.engine import NativeEngine, Weights
@@ -121,6 +124,75 @@ def test_losses_are_sums_over_ratios_and_advantages(state: TrainingState) -> Non
     assert gradients(state).any()
 
 
+def dro(p: Tensor, q: Tensor, a: Tensor, _m: Tensor, beta: float) -> Tensor:
+    return -(p * a - 0.5 * beta * (p - q) ** 2).sum()
+
+
+def ppo(p: Tensor, q: Tensor, a: Tensor, _m: Tensor, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+    ratio = (p - q).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(clip_low_threshold, clip_high_threshold) * a).sum()
+
+
+def cispo(p: Tensor, q: Tensor, a: Tensor, _m: Tensor, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+    return -((p - q).exp().clamp(clip_low_threshold, clip_high_threshold).detach() * p * a).sum()
+
+
+def gspo(p: Tensor, q: Tensor, a: Tensor, m: Tensor, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+    ratio = ((p.detach() - q)[m != 0].mean() + p - p.detach()).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(clip_low_threshold, clip_high_threshold) * a).sum()
+
+
+def importance_sampling(p: Tensor, q: Tensor, a: Tensor, _m: Tensor) -> Tensor:
+    return -((p - q).exp() * a).sum()
+
+
+@pytest.mark.parametrize(
+    ("formula", "given", "meant"),
+    [
+        (importance_sampling, {}, {}),
+        (ppo, {}, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        (cispo, {"clip_low_threshold": 0.7}, {"clip_low_threshold": 0.7, "clip_high_threshold": 1.2}),
+        (gspo, {}, {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}),
+        (gspo, *[{"clip_low_threshold": 0.97, "clip_high_threshold": 1.05}] * 2),
+        (dro, {"beta": 0.05}, {"beta": 0.05}),
+    ],
+)
+def test_a_loss_is_its_formula_written_out_in_value_and_gradient(
+    state: TrainingState, formula: Callable[..., Tensor], given: dict[str, float], meant: dict[str, float]
+) -> None:
+    rng = np.random.default_rng(0)
+    data = [noisy(sampled(completion, 1.0), rng, masked=formula is gspo) for completion in sample(state, 4)]
+    logprobs, metrics = state.forward_backward(batch(data, formula.__name__, forward_only=False, **given))
+    own = gradients(state)
+
+    imitations, total = [], 0.0
+    for datum, values in zip(data, logprobs, strict=True):
+        p = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        q, a = (torch.from_numpy(datum.inputs[name]) for name in ("logprobs", "advantages"))
+        loss = formula(p, q, a, torch.from_numpy(datum.inputs.get("sequence_ratio_mask", a.numpy())), **meant)
+        loss.backward()
+        assert p.grad is not None
+        weights = {"target_tokens": datum.inputs["target_tokens"], "weights": -p.grad.numpy()}
+        imitations.append(replace(datum, inputs=weights))
+        total += float(loss.detach())
+    state.forward_backward(batch(imitations, "cross_entropy"))
+    assert metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert own.any()
+    torch.testing.assert_close(own, gradients(state), rtol=1e-4, atol=1e-6)
+
+
+def noisy(datum: Datum, rng: np.random.Generator, *, masked: bool) -> Datum:
+    """Another policy's logprobs and an advantage of its own for every sampled token; ratios on both sides of a clip."""
+    mask = datum.inputs["advantages"]
+    inputs = {
+        "target_tokens": datum.inputs["target_tokens"],
+        "logprobs": datum.inputs["logprobs"] + rng.normal(0, 0.3, len(mask)) * mask,
+        "advantages": rng.normal(0, 1, len(mask)) * mask,
+        **({"sequence_ratio_mask": mask} if masked else {}),
+    }
+    return replace(datum, inputs=inputs)
+
+
 def test_gradients_add_up_until_the_step(state: TrainingState) -> None:
     one, other = imitated([1, 2, 3]), imitated([4, 5, 6, 7])
     state.forward_backward(batch([one], "cross_entropy"))
@@ -146,11 +218,22 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(state: TrainingState, chec
     assert [step(restored) for _ in range(3)] == [step(state) for _ in range(3)]
 
 
+def with_inputs(**others: float) -> Datum:
+    """A datum of two tokens that any of the clipped losses takes, and what else is named."""
+    inputs = {"target_tokens": 1.0, "logprobs": -1.0, "advantages": 1.0, **others}
+    return Datum(token_ids=np.array([1, 2], np.int32), inputs={name: np.full(2, x) for name, x in inputs.items()})
+
+
 @pytest.mark.parametrize(
     ("data", "loss_fn", "message"),
     [
-        ([imitated([1, 2])], "stable_reinforce", "is not one of this server's"),
+        ([imitated([1, 2])], "stable_reinforce", "is not one of this server's, for it needs what Tinker keeps"),
+        ([imitated([1, 2])], "custom", "is not one of this server's: set one of cross_entropy, importance_sampling"),
         ([imitated([1, 2])], "ppo", "has no 'advantages'"),
+        ([with_inputs(weights=1.0)], "ppo", "has 'weights' in loss_fn_inputs, which the loss does not use"),
+        ([with_inputs()], "gspo", "has no 'sequence_ratio_mask'"),
+        ([with_inputs(sequence_ratio_mask=0.0)], "gspo", "sequence_ratio_mask is 0 everywhere"),
+        ([with_inputs()], "dro", "needs loss_fn_config"),
         ([imitated([1, 99_999])], "cross_entropy", "outside of the vocabulary"),
         ([imitated([1])], "cross_entropy", "has no token"),
     ],
@@ -162,6 +245,8 @@ def test_what_cannot_be_trained_on_is_refused(
         state.forward_backward(batch(data, loss_fn))
 
 
-def test_an_option_without_effect_is_refused() -> None:
+def test_an_option_without_effect_or_sense_is_refused() -> None:
     with pytest.raises(UserError, match="'clip_low_threshold', which would have no effect on 'cross_entropy'"):
         loss_of("cross_entropy", {"clip_low_threshold": 0.5})
+    with pytest.raises(UserError, match=r"clip_low_threshold=0\.8, clip_high_threshold=0\.2: they are ratios"):
+        loss_of("ppo", {"clip_high_threshold": 0.2})

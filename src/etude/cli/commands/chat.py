@@ -11,7 +11,6 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, TextIO, final
 
 import aiohttp
@@ -21,7 +20,10 @@ import typer
 from etude.cli.options import group
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
+from etude.run.process_name import GATEWAY
 from etude.run.serve_version import serving_version, wait_until_ready
+from etude.run.working_folder import open_run_folder
 from etude.types import Json
 
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
@@ -140,7 +142,7 @@ app = group()
 
 @app.command()
 def chat(
-    run: Annotated[Path | None, typer.Argument(help="The run folder.")] = None,
+    run: Annotated[str | None, typer.Argument(help="The run folder, or the URL of a run.")] = None,
     *,
     url: Annotated[str | None, typer.Option(help="A gateway, instead of a run.")] = None,
     key: Annotated[str | None, typer.Option(help="A key for it.")] = None,
@@ -151,14 +153,14 @@ def chat(
     if url is not None and key is not None:
         chat_with(url, key)
     elif run is not None and key is None:
-        chat_with_run(RunFolder.open(run))
+        chat_with_run(open_run_folder(run))
     else:
         raise ConfigError("--url and --key go together: a run's own key is in its folder")
 
 
 def chat_with_run(folder: RunFolder) -> None:
     """Talk with a run: through its own gateway if that answers, else through one in a scratch folder."""
-    if folder.endpoints.file.exists() and asyncio.run(_answers(folder.endpoints.url("gateway"))):
+    if folder.endpoints.file.exists() and asyncio.run(_answers(folder.endpoints.url(GATEWAY))):
         _chat_as_admin(folder)
         return
     sys.stderr.write("the run is not running: starting an engine with its newest weights …\n")
@@ -232,7 +234,7 @@ def _texts(chunk: Fields) -> Iterator[str]:
 
 def _chat_as_admin(folder: RunFolder) -> None:
     """Talk with a key of our own for as long as it lasts."""
-    url, admin = folder.endpoints.url("gateway"), folder.admin_key()
+    url, admin = folder.endpoints.url(GATEWAY), folder.key(KeyRole.ADMIN)
     made = asyncio.run(_ask("POST", f"{url}/keys", admin, {"scope": "production", "expires_s": KEY_S}))
     try:
         chat_with(url, str(made["api_key"]))

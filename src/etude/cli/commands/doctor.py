@@ -27,11 +27,11 @@ from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SandboxProvider
 from etude.run import parity as parity_check
-from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine
 from etude.run.parity import DIM, GOOD, WARN
 from etude.run.preflight import MachineFinding, about_template
 from etude.run.task_sandboxes import base_store, open_kind
+from etude.run.working_folder import open_run_folder
 from etude.sandbox_spec import Capability
 from etude.sandboxes.qemu.provider import QemuSandboxes
 from etude.tokens.jinja import call_support
@@ -55,7 +55,7 @@ def doctor(
         Path | None, typer.Option(metavar="DIR", help="A Hugging Face checkpoint (default: random weights).")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="A run folder: its newest weights, its numerics.")
+        str | None, typer.Option(metavar="RUN", help="A run folder or its URL: its newest weights, its numerics.")
     ] = None,
     overrides: Overrides,
 ) -> int:
@@ -72,7 +72,7 @@ def doctor(
     if run is None:
         measured = parity_check.parity_of_model(model, default_recipe(overrides))
     else:
-        folder = RunFolder.open(run, writes=False)
+        folder = open_run_folder(run, writes=False)
         measured = parity_check.parity_of_run(folder, load_recipe(folder.config_file, overrides))
     parity_check.show_parity(measured, console)
     if model is None:

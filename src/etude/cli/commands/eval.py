@@ -33,6 +33,8 @@ from etude.dashboard.evaluation import (
 from etude.errors import ConfigError
 from etude.run.evaluate import EvalRequest, Progress, evaluate
 from etude.run.folder import RunFolder
+from etude.run.run_url import is_run_url
+from etude.run.working_folder import open_run_folder
 
 app = group()
 
@@ -66,7 +68,7 @@ def evaluate_version(
     as_json: Json = False,
 ) -> None:
     """Try a weight version of a run on the held-out tasks, or compare two."""
-    folder = RunFolder.open(run)
+    folder = open_run_folder(run)
     ks = tuple(numbers("--k", k)) if k else tuple(sorted({1, passes}))
     if max(ks) > passes:
         raise ConfigError(f"--k {k}: pass@{max(ks)} takes as many tries of a task, raise --passes")
@@ -117,9 +119,11 @@ def parse_against(text: str, folder: RunFolder) -> tuple[RunFolder, int | None]:
     path, colon, version = text.rpartition(":")
     if not colon or not version.isdigit():
         path, version = text, ""
-    if not Path(path).is_dir():
-        raise ConfigError(f"--against {text!r}: expected a version of this run, or another run's folder: RUN or RUN:7")
-    return RunFolder.open(Path(path)), int(version) if version else None
+    if not is_run_url(path) and not Path(path).is_dir():
+        raise ConfigError(
+            f"--against {text!r}: expected a version of this run, or another run's folder or URL: RUN or RUN:7"
+        )
+    return open_run_folder(path), int(version) if version else None
 
 
 def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:

@@ -8,9 +8,10 @@ import typer
 
 from etude.cli.options import group
 from etude.errors import ConfigError
-from etude.run.folder import RunFolder
 from etude.run.gateway import StandaloneOptions, run_standalone
+from etude.run.process_name import ProcessName
 from etude.run.processes import run_process
+from etude.run.working_folder import open_run_folder
 
 app = group()
 
@@ -18,7 +19,10 @@ app = group()
 @app.command()
 def gateway(
     *,
-    run: Annotated[Path | None, typer.Option(metavar="RUN", help="Serve as one process of this run.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN", help="Serve as one process of this run.")] = None,
+    replica: Annotated[
+        int, typer.Option(metavar="N", min=0, max=999_999, help="With --run: its number among several.")
+    ] = 0,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint folder: its tokenizer and chat template.")
     ] = None,
@@ -57,8 +61,10 @@ def gateway(
         if ignored:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
             raise ConfigError(f"{options} would have no effect with --run: a run keeps its recipe")
-        run_process("gateway", RunFolder.open(run))
+        run_process(ProcessName(command="gateway", replica=replica), open_run_folder(run))
         return
+    if replica:
+        raise ConfigError("--replica would have no effect without --run: only a run has several gateways")
     if model is None:
         raise ConfigError("which gateway? give --run RUN, or --model DIR and --engine http://HOST:PORT")
     if not engine:

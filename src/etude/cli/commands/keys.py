@@ -1,4 +1,4 @@
-"""`etude keys`: the keys of a gateway, kept in a file of digests.
+"""`etude keys`: the keys of a gateway, kept in a file of digests, and those that a run derives from its own.
 
 Owns what is printed. A secret is shown once, by the command that makes it; a gateway that was started with the file
 learns of a change within a second.
@@ -18,6 +18,8 @@ from etude.dashboard.terminal import light_table
 from etude.errors import UserError
 from etude.gateway.http.auth import Key, KeyLimits, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
+from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
 
 KeyPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys.")]
 PerMinute: TypeAlias = Annotated[int | None, typer.Option(metavar="N", help="Budget (default: none).")]
@@ -62,6 +64,15 @@ def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or th
         KeyFile(file, SystemClock().now()).revoke(key)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+@app.command()
+def derive(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    role: Annotated[Literal["engine", "admin"], typer.Argument(help="Calls to its engines; or administration.")],
+) -> None:
+    """Print a key of a run: what its engines want, or what its gateways are administered with."""
+    print(RunFolder.open(run, writes=False).key(KeyRole(role)))
 
 
 def add_key(

@@ -29,10 +29,13 @@ from etude.engines.http import http_engines
 from etude.errors import ConfigError
 from etude.protocols import Completion, SamplingParams
 from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
 from etude.run.playing import Stage, play
+from etude.run.process_name import ENGINE
 from etude.run.rollouts import heldout_tasks
 from etude.run.serve_version import READY_S, ServedRun, serving_version, wait_until_ready
 from etude.run.task_families import open_family
+from etude.run.working_folder import open_run_folder
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
 from etude.types import Rollout, RolloutStatus, Task, TokenIds, as_list
@@ -53,7 +56,7 @@ def play_command(
     sampled: Annotated[bool, typer.Option("--sampled", help="Sample at temperature 1; else greedily.")] = False,
 ) -> None:
     """Watch the agent of a run play a held-out task, turn by turn, to the verdict."""
-    folder, out = RunFolder.open(run), console()
+    folder, out = open_run_folder(run), console()
     task = task_of(folder, number)
     out.print(Text.assemble((f"held-out task {number} · ", DIM), visible(task.template), (f"  {task.task_id}", DIM)))
     out.print(Block("", Text(visible(task.prompt), DIM)))
@@ -138,8 +141,8 @@ class VersionPlayer:
             self._printed.put_nowait(turn_block(transcript.add(prompt_ids, completion)))
 
         try:
-            async with http_engines(READY_S) as connect:
-                engine = connect(folder.endpoints.url("engine"))
+            async with http_engines(READY_S, key=folder.key(KeyRole.ENGINE)) as connect:
+                engine = connect(folder.endpoints.url(ENGINE))
                 # Its kernels may have to be compiled first, which is no fault of the model's that plays.
                 await engine.generate(np.zeros(1, np.int32), SamplingParams(max_tokens=1), session="")
                 stage = Stage(

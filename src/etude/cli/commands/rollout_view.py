@@ -30,12 +30,13 @@ from etude.harnesses.contexts import Recall
 from etude.harnesses.summaries import read_summary
 from etude.ledger.archive import Archive, RolloutMatch, Search
 from etude.ledger.changes import TRAIN
-from etude.ledger.payloads import Payloads
 from etude.ledger.states import GroupState
 from etude.rewards.score import penalty, trained_value
 from etude.rewards.transcript import SpokenTurn
 from etude.run.detokenize import decoder, turn_reader
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_payloads
+from etude.run.process_name import TRAINER
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
@@ -70,7 +71,6 @@ class RolloutReader:
         self._decode = decoder(chat)
         self._read_turns = turn_reader(chat)
         self._tokenizer = read_tokenizer(folder.model)
-        self._payloads = Payloads(folder.payloads)
         self._rescoring = _rescoring(folder, self._config) if tokens else None
 
     def rollout(self, rollout_id: str) -> ReadRollout:
@@ -103,7 +103,7 @@ class RolloutReader:
     def _step_tokens(self, purpose: str, index: int) -> int | None:
         """The loss tokens of the optimiser step that a group went into, once that is done."""
         step = self._archive.step_of(purpose, index)
-        events = (logged.event for logged in EventReader(self._folder.events, "trainer").new() if step is not None)
+        events = (logged.event for logged in EventReader(self._folder.events, str(TRAINER)).new() if step is not None)
         done = {event.step: int(event.metrics["loss_tokens"]) for event in events if isinstance(event, StepDone)}
         return None if step is None else done.get(step)
 
@@ -173,8 +173,10 @@ class RolloutReader:
 
     def _fetched(self, rollout: Rollout) -> tuple[Rollout, list[str]]:
         """The rollout with its routes and sampling masks, as far as they are still there."""
+        if all(turn.payload is None for turn in rollout.turns):
+            return rollout, []
         try:
-            return replace(rollout, turns=self._payloads.fetch(rollout.turns)), []
+            return replace(rollout, turns=open_payloads(self._folder).fetch(rollout.turns)), []
         except DamagedError:
             gone = sum(turn.payload is not None for turn in rollout.turns)
             turns = tuple(replace(turn, payload=None) for turn in rollout.turns)

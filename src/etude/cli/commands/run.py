@@ -22,8 +22,10 @@ from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
+from etude.run.run_url import is_run_url, normal_url
 from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.task_plan import plan_tasks
+from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
 from etude.types import Json
 
 app = group()
@@ -37,7 +39,13 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Run folder to create (default: runs/NAME-sSEED, then -2, -3, …).")
     ] = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run.")] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Keep the run at s3://BUCKET/PATH (gs://, az://, a folder), for any machine."),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Continue an interrupted run, by its folder or its URL.")
+    ] = None,
     overrides: Overrides,
     ledger: Annotated[
         str | None,
@@ -47,14 +55,19 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Run the whole loop of a recipe on this machine."""
-    decisive = {"recipe": recipe, "seed": seed, "out": out, "sandbox": sandbox, "ledger": ledger}
+    decisive = {"recipe": recipe, "seed": seed, "out": out, "at": at, "sandbox": sandbox, "ledger": ledger}
     if resume is not None:
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
             raise ConfigError(f"{', '.join(ignored)} would have no effect with --resume: a run keeps its recipe")
-        return go_on(RunFolder.open(resume), overrides)
+        folder = open_run_folder(resume)
+        if folder.url and not is_run_url(resume):
+            folder = open_run_folder(folder.url)  # there may be newer files
+        return go_on(folder, overrides)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
+    if at is not None and out is not None:
+        raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below {WORK_VARIABLE}")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     config = load_recipe(recipe, [*overrides, *settings])
@@ -66,6 +79,12 @@ def run(
         return _print_tasks(config)
     from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
 
+    if at is not None:
+        check_place(at, config)
+        show_ready(config, working_path(normal_url(at)), Console())
+        folder = create_run(at, config)
+        print(f"the run is at {folder.url}; its working folder here is {folder.path}")
+        return start(folder)
     out = out or default_out(config)
     show_ready(config, out, Console())
     return start(RunFolder.create(out, config))
@@ -77,8 +96,8 @@ def go_on(folder: RunFolder, settings: Sequence[str]) -> int:
     check_devices(config)
     if is_finished(folder, config):
         steps = config.trainer.steps
-        print(f"{folder.path} is finished: {steps} steps; its report is {folder.report_html}")
-        print(f"train on with: {own_name()} run --resume {folder.path} --set trainer.steps={2 * steps}")
+        print(f"{folder.name} is finished: {steps} steps; its report is {folder.report_html}")
+        print(f"train on with: {own_name()} run --resume {folder.name} --set trainer.steps={2 * steps}")
         return 0
     if settings:
         change(folder, config)
@@ -91,8 +110,15 @@ def start(folder: RunFolder) -> int:
         return run_folder(folder)
     except EtudeError as error:
         if not isinstance(error, InfrastructureError | RunFolderError):
-            remove_unbegun(folder)
+            discard(folder)
         raise
+
+
+def discard(folder: RunFolder) -> None:
+    """Remove a run that has not begun, wherever it is."""
+    if not folder.has_begun:
+        forget(folder)
+    remove_unbegun(folder)
 
 
 def _print_tasks(config: RunConfig) -> int:
@@ -116,7 +142,7 @@ def run_folder(folder: RunFolder) -> int:
     try:
         report = run_local(folder)
     except (KeyboardInterrupt, SystemExit, InfrastructureError):
-        print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.path}", file=sys.stderr)
+        print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.name}", file=sys.stderr)
         if folder.report_html.exists():
             print(f"report so far: {folder.report_html}", file=sys.stderr)
         raise

@@ -1,4 +1,4 @@
-"""`etude sandboxes`: lend this machine's sandboxes over HTTP; ask one what it looks like."""
+"""`etude sandboxes`: lend this machine's sandboxes over HTTP; drain a machine that does; ask one what it looks like."""
 
 import asyncio
 import contextlib
@@ -15,18 +15,24 @@ from rich.console import Console
 
 from etude.cli.options import group
 from etude.config.tasks import LentKind, MachineKind, SandboxConfig
-from etude.errors import ConfigError, ExitCode
+from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.protocols import SandboxProvider
 from etude.run.serving import listening, run_until_signal
-from etude.run.task_sandboxes import base_store, open_provider
+from etude.run.task_sandboxes import base_store, open_provider, pool_limits
 from etude.sandboxes.images.store import ImageStore
-from etude.sandboxes.providers import KEY_VARIABLE
-from etude.sandboxes.remote.principals import SandboxClient, parse_client, read_clients
-from etude.sandboxes.remote.server import SandboxServer
+from etude.sandboxes.providers import KEY_VARIABLE, sandboxes_key
+from etude.sandboxes.remote.client import RemoteSandboxes
+from etude.sandboxes.remote.principals import Quota, SandboxClient, parse_client, read_clients, usual_quota
+from etude.sandboxes.remote.server import SandboxServer, ServerLimits
+from etude.sandboxes.warm_pool import GAUGE
 from etude.taskgen.fidelity.probes import diff, probe, render_diff
 
 OUT, PROGRESS = Console(), Console(stderr=True)
 """Results, and the log of what goes on."""
+DRAIN_LOOK_S = 2.0
+"""Time between two looks at a server that is being drained."""
+DRAIN_TIMEOUT_S = 10.0
+"""For its answer."""
 SandboxUrl: TypeAlias = Annotated[str, typer.Option(metavar="URL", help="A remote server of sandboxes.")]
 
 app = group()
@@ -47,16 +53,39 @@ def serve(
     clients: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Keys of many clients, and what each may name and have.")
     ] = None,
+    sandboxes: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Most sandboxes of the only key; 0: one for each 64 MiB of memory.")
+    ] = 0,
+    pool: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Keep sandboxes ready, at most N in all; 0: make each when asked.")
+    ] = 0,
 ) -> None:
-    """Lend sandboxes over HTTP until told to stop; clients use sandboxes.kind = 'remote'.
+    """Lend sandboxes over HTTP until told to stop or drained; clients use sandboxes.kind = 'remote'.
 
     Without a key in the environment, one is made and shown.
     """
-    images = ImageStore().open
-    if clients is not None and (folder or allow):
-        raise ConfigError("--clients FILE says what each may name: write folders and allow there, or leave it out")
-    sessions = read_clients(clients, images) if clients else {"client": _only_client(tuple(folder), tuple(allow))}
-    run_until_signal(_serve(SandboxConfig(kind=kind), host, port, sessions), cleanup_s=None)
+    usual = usual_quota(GAUGE.read().available_bytes)
+    if clients is not None and (folder or allow or sandboxes):
+        raise ConfigError(
+            "--clients FILE says what each may name and have: write folders, allow and sandboxes there, or leave it out"
+        )
+    if clients is not None:
+        sessions = read_clients(clients, ImageStore().open, usual)
+    else:
+        named = {"folders": folder, "allow": allow, **({"sandboxes": sandboxes} if sandboxes else {})}
+        sessions = {"client": _only_client(named, usual)}
+    run_until_signal(_serve(SandboxConfig(kind=kind, pool_size=pool), host, port, sessions), cleanup_s=None)
+
+
+@app.command()
+def drain(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server of sandboxes, such as http://host:8700.")],
+) -> None:
+    """Have a server take no new sandboxes and end with its last one; wait for that.
+
+    The key in ETUDE_SANDBOXES_KEY must be the server's only one, or an operator's (--clients FILE).
+    """
+    asyncio.run(_drain(RemoteSandboxes(url, sandboxes_key())))
 
 
 @app.command("probe")
@@ -123,17 +152,34 @@ def _read_answers(file: Path) -> dict[str, str]:
 
 async def _serve(sandboxes: SandboxConfig, host: str, port: int, clients: dict[str, SandboxClient]) -> None:
     async with opened_provider(sandboxes) as provider:
-        server = SandboxServer(provider, clients)
+        most = pool_limits(sandboxes).ordinary if sandboxes.pool_size else None
+        server = SandboxServer(provider, clients, limits=ServerLimits(sandboxes=most))
         async with listening(server.app(), port, host=host) as bound:
             log(f"lending {sandboxes.kind} sandboxes at http://{host}:{bound}")
-            await asyncio.Event().wait()
+            await server.drained()
+            log("drained: the last sandbox is gone")
 
 
-def _only_client(folders: tuple[Path, ...], allow: tuple[str, ...]) -> SandboxClient:
-    """The client with the key of the environment, or with one that is made here."""
+async def _drain(server: RemoteSandboxes) -> None:
+    try:
+        open_now = (await server.drain()).sandboxes
+        while True:
+            log(f"{open_now} sandboxes are open")
+            await asyncio.sleep(DRAIN_LOOK_S)
+            try:
+                open_now = (await server.report(DRAIN_TIMEOUT_S)).sandboxes
+            except SandboxError:
+                log("drained: the server has ended")
+                return
+    finally:
+        await server.close()
+
+
+def _only_client(named: dict[str, object], usual: Quota) -> SandboxClient:
+    """The client with the key of the environment, or with one that is made here; it may drain the server."""
     key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32)
-    tree = {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "allow": allow, "folders": folders}
-    client = parse_client("etude sandboxes serve", tree, ImageStore().open)
+    tree = {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "operator": True, **named}
+    client = parse_client("etude sandboxes serve", tree, ImageStore().open, usual)
     if not os.environ.get(KEY_VARIABLE):
         log(f"{KEY_VARIABLE}={key}  (made for this server; set it to have your own)")
     return client

@@ -22,6 +22,7 @@ from etude.dashboard.terminal import light_table
 from etude.errors import DamagedError, RunFolderError, UserError
 from etude.run.folder import RunFolder, require_empty
 from etude.run.weight_log import log_id_of, open_store
+from etude.run.working_folder import open_run_folder
 from etude.types import WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.interop.checkpoint import write_checkpoint
@@ -163,7 +164,7 @@ def export(
     """Write a version of a run as a Hugging Face checkpoint, tokenizer included."""
     from etude.run.export import export_run  # takes torch
 
-    print(f"weight version {export_run(RunFolder.open(store, writes=False), out, version)} → {out}")
+    print(f"weight version {export_run(open_run_folder(store, writes=False), out, version)} → {out}")
 
 
 @app.command()

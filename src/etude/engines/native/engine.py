@@ -27,6 +27,7 @@ from etude.engines.native.cache import PagedCache, as_routes
 from etude.engines.native.pages import PAGE
 from etude.engines.native.sampling import Sampler, join_masks
 from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTokens, Scheduler, SwapMode
+from etude.engines.native.scoring import PromptScorer, PromptScores
 from etude.engines.scatter import Scatter
 from etude.errors import EngineUnavailable
 from etude.models.decoder import Decoder
@@ -56,6 +57,8 @@ class _PendingCall:
     done: asyncio.Future[Completion]
     chunks: asyncio.Queue[TokenChunk | EngineUnavailable] | None
     """Receives tokens as they come, for a stream; it holds no more than the completion has."""
+    scorer: PromptScorer | None
+    """Receives the hidden states of the prompt, where its logprobs are wanted."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
@@ -93,7 +96,7 @@ class NativeEngine:
         Raises ``ValueError`` on what can never be served (ids outside the vocabulary, a prompt that is too long), and
         :class:`~etude.errors.EngineBusy` when as many calls as the engine takes are waiting.
         """
-        with self._submitted(prompt_ids, params, session, streaming=False) as call:
+        with self._submitted(prompt_ids, params, session) as call:
             return await call.done
 
     async def stream(
@@ -109,6 +112,26 @@ class NativeEngine:
                 yield chunk
                 if chunk.completion is not None:
                     return
+
+    async def score(self, prompt_ids: TokenIds, *, first: int = 1, top_k: int = 0, session: str) -> PromptScores:
+        """Log-probabilities of the prompt's tokens from index ``first`` on, and of the ``top_k`` likeliest in their
+        places.
+
+        What lies before may come from the cache, all else is computed. A token is sampled besides, which nobody gets:
+        there must be room for it. Raises like :meth:`generate`, and ``ValueError`` for what has no place in the prompt
+        or the vocabulary.
+        """
+        vocabulary = self._weights.model.spec.vocab_size
+        if not 1 <= first <= max(1, len(prompt_ids) - 1) or not 0 <= top_k <= vocabulary:
+            raise ValueError(
+                f"first={first}, top_k={top_k} of a prompt of {len(prompt_ids)} tokens: expected 1 to the index of "
+                f"the last token, and 0 to {vocabulary}"
+            )
+        scorer = PromptScorer(as_list(prompt_ids), first=first, top_k=top_k)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        with self._submitted(prompt_ids, params, session, scorer=scorer) as call:
+            await call.done
+        return scorer.scores
 
     async def health(self) -> EngineHealth:
         """The weights being served, and the load. Raises like :meth:`generate` when a step failed."""
@@ -205,8 +228,9 @@ class NativeEngine:
         hidden_NH, routes_NLk = self._cache.forward(model, plan)
         for work in plan:
             self._scheduler.advance(work)
-        ends = np.cumsum([work.count for work in plan]) - 1
-        last = [int(end) for end, work in zip(ends, plan, strict=True) if work.samples]
+        ends = np.cumsum([work.count for work in plan])
+        self._score(plan, hidden_NH, ends.tolist())
+        last = [int(end) - 1 for end, work in zip(ends, plan, strict=True) if work.samples]
         calls = [self._calls[work.request] for work in plan if work.samples]
         if not calls:
             return
@@ -216,6 +240,14 @@ class NativeEngine:
             for call, routes in zip(calls, as_routes(routes_NLk), strict=True):
                 call.routes.append(routes)
         self._draw(calls, model.logits(hidden_NH))
+
+    def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
+        """Score the prompts whose logprobs are wanted, as far as this step has read them."""
+        for end, work in zip(ends, plan, strict=True):
+            if work.request.scored_from is not None:
+                scorer = self._calls[work.request].scorer
+                assert scorer is not None, "logprobs are wanted by nobody"
+                scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
     def _draw(self, calls: Sequence[_PendingCall], logits_RV: Tensor) -> None:
         """Draw the next token of each call and complete those that ended."""
@@ -253,20 +285,33 @@ class NativeEngine:
 
     @contextmanager
     def _submitted(
-        self, prompt_ids: TokenIds, params: SamplingParams, session: str, *, streaming: bool
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        session: str,
+        *,
+        streaming: bool = False,
+        scorer: PromptScorer | None = None,
     ) -> Iterator[_PendingCall]:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
-        request = EngineRequest(session=session, params=params, token_ids=token_ids, prompt_length=len(token_ids))
+        request = EngineRequest(
+            session=session,
+            params=params,
+            token_ids=token_ids,
+            prompt_length=len(token_ids),
+            scored_from=None if scorer is None else scorer.first,
+        )
         self._scheduler.add(request)
         call = _PendingCall(
             request=request,
             seed=int(self._seeds.integers(1 << SEED_BITS)) if params.seed is None else params.seed,
             done=asyncio.get_running_loop().create_future(),
             chunks=asyncio.Queue() if streaming else None,
+            scorer=scorer,
         )
         self._calls[request] = call
         self._work.set()

@@ -59,13 +59,17 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """One completion in progress. Callers set the first four fields; the scheduler the rest."""
+    """One completion in progress. Callers set the first five fields; the scheduler the rest."""
 
     session: str
     params: SamplingParams
     token_ids: list[int]
     """Prompt, then what was sampled so far."""
     prompt_length: int
+    scored_from: int | None = None
+    """Index of the first prompt token whose logprob is wanted: the one before it and all behind are computed, whatever
+    the index has; ``None``: of none.
+    """
     cached: int = 0
     """Count of the leading ``token_ids`` that have their keys in ``pages``."""
     pages: list[int] = field(default_factory=list)
@@ -320,8 +324,11 @@ def _awaits_reader(request: EngineRequest) -> bool:
 
 
 def _reusable(request: EngineRequest) -> int:
-    """Count of the pages that could be reused: the last token is always computed, its logits choose the next one."""
-    return (len(request.token_ids) - 1) // PAGE
+    """Count of the pages that could be reused: the last token is always computed, its logits choose the next one; and
+    so is what a logprob is wanted of.
+    """
+    computed = len(request.token_ids) if request.scored_from is None else request.scored_from
+    return (computed - 1) // PAGE
 
 
 def _pages_for(request: EngineRequest) -> int:

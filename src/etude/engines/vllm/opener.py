@@ -7,6 +7,7 @@ killed one left there.
 """
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -40,10 +41,12 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
         writer = CheckpointWriter(context.model_folder / CONFIG_FILE, memory)
         model = await asyncio.to_thread(writer.write, pulled.state)
         python = find_python(options.python)
-        server = server_of(config, context.spec, python=python, model=model, port=free_port())
+        key = secrets.token_urlsafe(32)  # of this server and its one client, new with each start
+        server = server_of(config, context.spec, python=python, model=model, port=free_port(), api_key=key)
         process = start(server, context.logs)
         try:
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as http:
                 client = ApiClient("vLLM", process.base_url, http)
                 features = ServerFeatures(sparse_layers=context.spec.sparse_layers if server.routes else ())
                 engine = VllmEngine(client, limits_of(model, server.max_length), features, memory)
@@ -54,12 +57,15 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
             process.stop()
 
 
-def server_of(config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, port: int) -> VllmServer:
+def server_of(
+    config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, port: int, api_key: str = ""
+) -> VllmServer:
     """The settings of the server that a run needs; it returns routes where the trainer replays them."""
     return VllmServer(
         python=python,
         model=model,
         port=port,
+        api_key=api_key,
         device="cpu" if config.engine.device == "cpu" else "cuda",
         dtype=config.numerics.dtype,
         max_length=config.engine.max_length,

@@ -56,6 +56,8 @@ class VllmServer:
     """Return the experts of each token."""
     sampling_mask: bool = False
     """Return what top-p and top-k left over."""
+    api_key: str = field(default="", repr=False)
+    """The key of all requests that sample, of ``VLLM_API_KEY``; empty for none. vLLM has none for the others."""
     extra: tuple[str, ...] = field(default=())
     """Further arguments, e.g. ``--tensor-parallel-size``, ``2``."""
 
@@ -103,6 +105,8 @@ class VllmServer:
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "120",  # seconds; longer than a client keeps an idle connection
             "HF_HUB_OFFLINE": "1",
         }
+        if self.api_key:
+            variables["VLLM_API_KEY"] = self.api_key
         if self.routes or self.sampling_mask:
             variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if self.device == "cpu":

@@ -106,13 +106,15 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def open(self, session_id: str, owner: str, traffic: TrafficClass, now: float) -> Conversation | None:
+    def open(
+        self, session_id: str, owner: str, traffic: TrafficClass, now: float, *, min_version: int | None = None
+    ) -> Conversation | None:
         """Open a session; ``None`` if as many of its class as may be are open already.
 
         ``owner`` is the id of the key that asked for it. Raises ``ValueError`` if there is such a session.
         """
         self._expire(now)
-        return self._keep(self.detached(session_id), owner, traffic, now)
+        return self._keep(self.detached(session_id), owner, traffic, now, min_version)
 
     def fork(self, session_id: str, origin: str, now: float) -> Conversation | None:
         """Open a session that begins as the open one called ``origin``, of the same owner and class; ``None`` if as
@@ -124,7 +126,7 @@ class SessionStore:
         if conversation is None:
             raise SessionLost(f"no session {origin!r} is open here: it was closed, expired or never opened")
         entry = self._by_id[origin]
-        return self._keep(conversation.fork(session_id), entry.owner, entry.traffic, now)
+        return self._keep(conversation.fork(session_id), entry.owner, entry.traffic, now, entry.min_version)
 
     def detached(self, session_id: str) -> Conversation:
         """A conversation for one call, not among the open sessions."""
@@ -161,6 +163,11 @@ class SessionStore:
         """The traffic class of an open session. Raises ``KeyError`` for any other."""
         return self._by_id[session_id].traffic
 
+    def min_version(self, session_id: str) -> int | None:
+        """The oldest weight version that may answer calls of a session; ``None`` for any, and if it is not open."""
+        entry = self._by_id.get(session_id)
+        return None if entry is None else entry.min_version
+
     def queue_time(self, session_id: str) -> QueueTime:
         """The queue time of a session; while a call is in progress it gives way to no other one. A new one, if the
         session is not open.
@@ -188,13 +195,17 @@ class SessionStore:
         expired, self._expired = tuple(self._expired), []
         return expired
 
-    def _keep(self, conversation: Conversation, owner: str, traffic: TrafficClass, now: float) -> Conversation | None:
+    def _keep(
+        self, conversation: Conversation, owner: str, traffic: TrafficClass, now: float, min_version: int | None
+    ) -> Conversation | None:
         session_id = conversation.session_id
         if session_id in self._by_id:
             raise ValueError(f"session {session_id!r} is open already")
         if not self._has_room(traffic):
             return None
-        self._by_id[session_id] = _OpenSession(conversation=conversation, owner=owner, traffic=traffic, used_at=now)
+        self._by_id[session_id] = _OpenSession(
+            conversation=conversation, owner=owner, traffic=traffic, used_at=now, min_version=min_version
+        )
         self._owners[traffic][owner] += 1
         return conversation
 
@@ -243,4 +254,6 @@ class _OpenSession:
     owner: str
     traffic: TrafficClass
     used_at: float
+    min_version: int | None
+    """The oldest weight version that may answer."""
     queue_time: QueueTime = field(default_factory=QueueTime)

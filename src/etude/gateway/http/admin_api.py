@@ -57,7 +57,9 @@ from etude.types import Json
 SESSION_ID_BYTES = 12
 """Randomness of a session id: unique, not secret."""
 BINARY = "application/octet-stream"
-FORK_OF = "fork_of"
+FORK_OF, SESSION_MIN_VERSION = "fork_of", "min_version"
+MAX_VERSION = 10**9 - 1
+"""Highest weight version that can be asked for, as of the header."""
 
 
 @final
@@ -94,17 +96,20 @@ class AdminApi:
     async def _open_session(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         key = self._key(request, record, Permission.SESSIONS)
         fields = await _read_fields(request, record)
-        fields.refuse_unknown({FORK_OF})
+        fields.refuse_unknown({FORK_OF, SESSION_MIN_VERSION})
+        min_version = fields.integer(SESSION_MIN_VERSION, low=0, high=MAX_VERSION)
         self._inflight.check_open()
         self._auth.expire(self._clock.now())
         self._auth.charge_request(key, self._clock.now())
         session_id, secret, now = secrets.token_hex(SESSION_ID_BYTES), new_secret(Scope.ROLLOUT), self._clock.now()
         origin = fields.text(FORK_OF, "")
+        if origin and min_version is not None:
+            raise fields.invalid(SESSION_MIN_VERSION, "nothing: a fork has that of the session it forks off")
         if origin:
             conversation = self._sessions.fork(session_id, self._session_of(key, origin), now)
         else:
             traffic = TrafficClass.PRODUCTION if key.scope is Scope.PRODUCTION else TrafficClass.ROLLOUT
-            conversation = self._sessions.open(session_id, key.key_id, traffic, now)
+            conversation = self._sessions.open(session_id, key.key_id, traffic, now, min_version=min_version)
         if conversation is None:
             raise ApiError(429, "too_many_sessions", TOO_MANY_SESSIONS)
         rollout = Key(

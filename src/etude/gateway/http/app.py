@@ -257,7 +257,7 @@ class Gateway:
         return principal
 
     def _caller(self, principal: Principal, headers: Mapping[str, str], call: Call) -> Caller:
-        """The conditions of a call, as its headers have them."""
+        """The conditions of a call, as its headers and its session have them."""
         deadline_s, own_deadline_s = self._deadline_s, headers.get(DEADLINE)
         if own_deadline_s is not None:
             if not SECONDS.fullmatch(own_deadline_s):
@@ -267,6 +267,7 @@ class Gateway:
         if oldest is not None and not WHOLE.fullmatch(oldest):
             message = f"{MIN_VERSION}: expected a weight version, e.g. 12"
             raise ApiError(400, "invalid_request", message, param=MIN_VERSION)
+        versions = (self._auth.sessions.min_version(principal.conversation.session_id), oldest)
         return Caller(
             conversation=principal.conversation,
             traffic=principal.traffic,
@@ -274,7 +275,8 @@ class Gateway:
             account=principal.key.account,
             request_id=headers.get(REQUEST_IDS[0]) or headers.get(REQUEST_IDS[1], ""),
             retried=headers.get(RETRY_COUNT, "0") != "0",
-            min_version=None if oldest is None else int(oldest),
+            min_version=max((int(version) for version in versions if version is not None), default=None),
+            wait_for_version=oldest is None,
             kind=turn_kind_of(call, headers, self._summary_mark),
         )
 

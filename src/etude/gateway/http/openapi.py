@@ -74,8 +74,10 @@ NEW_SESSION = object_schema(
     "session_id api_key base_url turns", session_id=TEXT, api_key=TEXT, base_url=TEXT, turns=COUNT
 )
 """A session that was opened, the one key that opens it, and how many turns it begins with."""
-SESSION_REQUEST = object_schema("", fork_of=TEXT)
-"""A session that begins as another one, whose calls are to be made again and are answered as they were."""
+SESSION_REQUEST: Json = {"anyOf": [object_schema("", min_version=COUNT), object_schema("fork_of", fork_of=TEXT)]}
+"""A session whose calls wait for an engine with that weight version or a later one; or one that begins as another one,
+whose calls are to be made again and are answered as they were.
+"""
 KEY = object_schema(
     "key_id scope",
     key_id=TEXT,

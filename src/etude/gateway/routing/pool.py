@@ -62,6 +62,8 @@ class CallOptions:
 
     min_version: int | None = None
     """Oldest weight version that may sample it; ``None`` for any."""
+    wait_for_version: bool = False
+    """Wait while no engine serves that version, as while there is no engine, instead of being told at once."""
     region: str | None = None
     """Region of the engine, if one there can take it."""
     deadline_s: float = 600.0
@@ -208,7 +210,7 @@ class EnginePool:
             )
             if choice.name is not None:
                 return choice.name
-            if choice.reason is Reason.VERSION:
+            if choice.reason is Reason.VERSION and not options.wait_for_version:
                 assert options.min_version is not None and choice.newest is not None, "no version was asked for"
                 raise VersionPending(options.min_version, choice.newest)
             pause_s = call.pause(self._clock.now(), self._limits.outage_s, self._random.random())

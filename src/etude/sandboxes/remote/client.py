@@ -3,32 +3,30 @@ speaks :mod:`etude.sandboxes.remote.wire`.
 
     trainer's side: RemoteSandboxes ──HTTPS, one key──▶ server in the user's own network ──▶ clones of their services
 
-Owns connections, deadlines and heartbeats; believes no size and no word of the server's without looking. Creating,
-forking and closing are asked again after a lost connection, since their names make that harmless; a command is not, so
-a lost connection under one is an error of the sandbox.
+Owns deadlines and heartbeats; believes no size and no word of the server's without looking. Creating, forking and
+closing are asked again after a lost connection (:mod:`etude.sandboxes.remote.connection`), since their names make that
+harmless; a command is not, so a lost connection under one is an error of the sandbox. Several servers are
+:mod:`etude.sandboxes.remote.hosts`.
 
 States of a provider: new ──first call──▶ open ──close──▶ closed. While it is open and holds sandboxes, their leases are
-renewed; when that fails for too long, the server closes them, and using them is an error.
+renewed in pages, over a connection that no command takes up; when that fails for too long, the server closes them, and
+using them is an error. Those that the server has lost are known with the next heartbeat.
 """
 
 import asyncio
-import io
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
-
-import aiohttp
 
 from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES, read_archive
 from etude.sandboxes.remote import wire
+from etude.sandboxes.remote.connection import CALL_TIMEOUT_S, ServerConnection, usual_connections
+from etude.sandboxes.remote.placement import HostReport
 
-CONNECT_TIMEOUT_S = 10.0
-CALL_TIMEOUT_S = 120.0
-"""For a file, an archive, a count."""
 CREATE_TIMEOUT_S = 600.0
 """For a sandbox, a fork or a snapshot: the first of an image may need a virtual machine to start."""
 CLOSE_TIMEOUT_S = 30.0
@@ -37,14 +35,16 @@ GRACE_S = 60.0
 """Time after a command's own deadline within which its end may be reported."""
 ATTEMPTS = 3
 """Tries of a request that may be repeated."""
-RETRY_S = 0.5
-"""Between them."""
 HEARTBEATS_PER_LEASE = 3
 """So that two may be lost."""
 MIN_HEARTBEAT_S = 0.05
 """Whatever lease the server speaks of."""
-CONNECTIONS = 256
-"""To the server at a time; more calls wait for one of them to end."""
+LEASES_PER_PAGE = 2_000
+"""Leases that one request renews: its two ends take some milliseconds for them."""
+CLOSED_AT_ONCE = 128
+"""Sandboxes that are closed at a time when all are: a server's queue of new connections is as long."""
+CONTROL_CONNECTIONS = 8
+"""For leases and for what is asked of the server itself, beside those of sandboxes."""
 
 M = TypeVar("M", bound=wire.WireMessage)
 
@@ -52,20 +52,32 @@ M = TypeVar("M", bound=wire.WireMessage)
 class RemoteSandboxes:
     """Makes sandboxes on a server; implements :class:`~etude.protocols.SandboxProvider`."""
 
-    def __init__(self, url: str, key: str) -> None:
-        """``url`` is the server's, without the version. Raises :class:`~etude.errors.ConfigError` if it is none."""
+    def __init__(self, url: str, key: str, *, connections: int = 0) -> None:
+        """``url`` is the server's, without the version; at most ``connections`` calls of sandboxes go on at a time, 0
+        for as many as this process has files for.
+
+        Raises :class:`~etude.errors.ConfigError` for a URL that is none, or without a key.
+        """
         if not url.startswith(("http://", "https://")) or not key:
             raise ConfigError(f"sandboxes at {url!r}: expected an http(s) URL and a key")
-        self._server = _ServerConnection(f"{url.rstrip('/')}/v{wire.VERSION}", key)
+        place = f"{url.rstrip('/')}/v{wire.VERSION}"
+        self._server = ServerConnection(place, key, connections or usual_connections(1))
+        self._control = ServerConnection(place, key, CONTROL_CONNECTIONS)
         self._capabilities: frozenset[Capability] | None = None
         self._sandboxes: dict[str, RemoteSandbox] = {}
         self._heart: asyncio.Task[None] | None = None
+        self._drops: set[asyncio.Task[None]] = set()
+        self._snapshots: set[str] = set()
         self._closed = False
+
+    def __len__(self) -> int:
+        """Sandboxes that are open."""
+        return len(self._sandboxes)
 
     async def capabilities(self) -> frozenset[Capability]:
         """The capabilities of the server's provider, as far as this client knows their names."""
         if self._capabilities is None:
-            capabilities = await self._server.ask(wire.CapabilitiesReply, "GET", "capabilities", attempts=ATTEMPTS)
+            capabilities = await self._control.ask(wire.CapabilitiesReply, "GET", "capabilities", attempts=ATTEMPTS)
             if capabilities.version != wire.VERSION:
                 raise SandboxError(f"the server speaks version {capabilities.version}, this client {wire.VERSION}")
             self._capabilities = wire.known_capabilities(capabilities.capabilities)
@@ -86,18 +98,50 @@ class RemoteSandboxes:
                 wire.LeaseReply, "PUT", f"sandboxes/{name}", body, timeout_s=CREATE_TIMEOUT_S, attempts=ATTEMPTS
             )
         except BaseException:
-            await self.drop(name)  # it may have been made
+            self.drop_soon(name)  # it may have been made
             raise
         return self.hold(name, lease.lease_s)
+
+    async def report(self, timeout_s: float) -> HostReport:
+        """The server's room, as it says. Raises :class:`~etude.errors.SandboxError` if there is no answer in time."""
+        return (await self._control.ask(wire.HostReply, "GET", "host", timeout_s=timeout_s)).report
+
+    async def announce(self, spec: SandboxSpec, count: int) -> None:
+        """Tell the server that so many sandboxes of a specification will be asked for soon."""
+        body = wire.write_message(wire.BurstRequest(spec=spec, count=count))
+        await self._control.ask(wire.Done, "POST", "announce", body, attempts=ATTEMPTS)
+
+    async def drain(self) -> HostReport:
+        """Have the server take no new sandboxes, and end with its last one; for its operator."""
+        return (await self._control.ask(wire.HostReply, "POST", "drain", attempts=ATTEMPTS)).report
+
+    async def give_up(self, reason: str) -> None:
+        """Fail every sandbox and every call under way, with the reason, and all calls until :meth:`take_up`.
+
+        Nothing is said to the server: what it may still have ends with its lease.
+        """
+        self._capabilities = None
+        self._snapshots.clear()
+        while self._sandboxes:
+            self._sandboxes.popitem()[1].lose(reason)
+        await self._server.cut(reason)
+
+    def take_up(self) -> None:
+        """Use the server again."""
+        self._server.resume()
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""
         self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._sandboxes.values())))
+        while self._sandboxes:
+            page = list(self._sandboxes.values())[:CLOSED_AT_ONCE]
+            await asyncio.gather(*(sandbox.close() for sandbox in page))
+        await asyncio.gather(*self._drops)
         if self._heart is not None:
             self._heart.cancel()
             await asyncio.wait({self._heart})
         await self._server.close()
+        await self._control.close()
 
     def hold(self, name: str, lease_s: float) -> "RemoteSandbox":
         """A sandbox that the server made; its lease is renewed from now on."""
@@ -105,6 +149,20 @@ class RemoteSandboxes:
         if self._heart is None or self._heart.done():
             self._heart = asyncio.create_task(self._beat())
         return sandbox
+
+    def keep_snapshot(self, digest: str) -> None:
+        """Remember an image that only this server has."""
+        self._snapshots.add(digest)
+
+    def has_snapshot(self, digest: str) -> bool:
+        """Say whether the server keeps an image that one of its sandboxes was made into."""
+        return digest in self._snapshots
+
+    def drop_soon(self, name: str) -> None:
+        """:meth:`drop` a sandbox without waiting for it: who asked for it has an error to hear of."""
+        drop = asyncio.create_task(self.drop(name))
+        self._drops.add(drop)
+        drop.add_done_callback(self._drops.discard)
 
     async def drop(self, name: str) -> None:
         """Let the server close a sandbox; when it cannot be told, it will do so when the lease is over."""
@@ -120,22 +178,32 @@ class RemoteSandboxes:
             shortest_s = min(sandbox.lease_s for sandbox in self._sandboxes.values())
             wait_s = max(MIN_HEARTBEAT_S, shortest_s / HEARTBEATS_PER_LEASE)
             await asyncio.sleep(wait_s)
-            names = list(self._sandboxes)[: wire.MAX_NAMES]
-            with suppress(EtudeError, ValueError):  # the next one may get through; if none does, calls will say so
-                body = wire.write_message(wire.SandboxNames(names=names))
-                await self._server.ask(wire.SandboxNames, "POST", "leases", body, timeout_s=wait_s)
+            names = list(self._sandboxes)
+            pages = [names[start : start + LEASES_PER_PAGE] for start in range(0, len(names), LEASES_PER_PAGE)]
+            await asyncio.gather(*(self._renew(page, wait_s) for page in pages))
+
+    async def _renew(self, names: list[str], timeout_s: float) -> None:
+        """Renew a page of leases, and give up the sandboxes that the server no longer has."""
+        body = wire.write_message(wire.SandboxNames(names=names))
+        with suppress(EtudeError, ValueError):  # the next one may get through; if none does, calls will say so
+            lost = await self._control.ask(wire.SandboxNames, "POST", "leases", body, timeout_s=timeout_s)
+            for name in lost.names:
+                if sandbox := self._sandboxes.pop(name, None):
+                    sandbox.lose(f"sandbox {name} is closed, or its lease or time to live is over")
 
 
 class RemoteSandbox:
     """One sandbox of a server; implements :class:`~etude.protocols.Sandbox`."""
 
-    def __init__(self, provider: RemoteSandboxes, server: "_ServerConnection", name: str, lease_s: float) -> None:
+    def __init__(self, provider: RemoteSandboxes, server: ServerConnection, name: str, lease_s: float) -> None:
         self._provider = provider
         self._server = server
         self._name = name
         self.lease_s = lease_s
         """For how long the server keeps it without hearing of us."""
         self._closed = False
+        self._loss = ""
+        """Reason for which it is gone, though it was not closed here; empty while it is there."""
 
     async def exec(
         self,
@@ -194,7 +262,9 @@ class RemoteSandbox:
 
     async def snapshot(self) -> Image:
         """The files as they are, as an image that the server keeps; no other provider knows it."""
-        return (await self._ask(wire.ImageReply, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image
+        image = (await self._ask(wire.ImageReply, "snapshot", timeout_s=CREATE_TIMEOUT_S)).image
+        self._provider.keep_snapshot(image.digest)
+        return image
 
     async def fork(self, count: int = 1) -> "Sequence[RemoteSandbox]":
         """Independent copies; all of them, or none and an error."""
@@ -208,7 +278,7 @@ class RemoteSandbox:
             )
         except BaseException:
             for name in names:
-                await self._provider.drop(name)
+                self._provider.drop_soon(name)
             raise
         return [self._provider.hold(name, self.lease_s) for name in names]
 
@@ -216,7 +286,12 @@ class RemoteSandbox:
         """Have the server kill what still runs and remove everything; calling it twice is harmless."""
         if not self._closed:
             self._closed = True
-            await self._provider.drop(self._name)
+            if not self._loss:
+                await self._provider.drop(self._name)
+
+    def lose(self, reason: str) -> None:
+        """The server has it no more: every call from now on fails with the reason."""
+        self._loss = reason
 
     async def _ask(
         self,
@@ -233,79 +308,5 @@ class RemoteSandbox:
         return await self._server.ask(kind, "POST", path, body, timeout_s=timeout_s, attempts=attempts)
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise SandboxError("the sandbox is closed")
-
-
-class _ServerConnection:
-    """The other end: asks it things, and believes nothing that it did not read."""
-
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url
-        self._key = key
-        self._http: aiohttp.ClientSession | None = None
-
-    async def ask(
-        self,
-        kind: type[M],
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        timeout_s: float = CALL_TIMEOUT_S,
-        attempts: int = 1,
-    ) -> M:
-        """Ask the server and read its JSON. Raises what it refuses with, or :class:`~etude.errors.SandboxError`."""
-        answer = await self.fetch(
-            method, path, body, limit_bytes=wire.JSON_LIMIT_BYTES, timeout_s=timeout_s, attempts=attempts
-        )
-        try:
-            return wire.read_message(kind, answer)
-        except ValueError as error:
-            raise SandboxError(f"the server of {self._url} answered {error}") from error
-
-    async def fetch(
-        self, method: str, path: str, body: bytes, *, limit_bytes: int, timeout_s: float, attempts: int = 1
-    ) -> bytes:
-        """Ask the server; returns the bytes of its answer, at most ``limit_bytes``. Raises as :meth:`ask` does."""
-        for attempt in range(1, attempts + 1):
-            try:
-                async with asyncio.timeout(timeout_s):
-                    return await self._request(method, path, body, limit_bytes)
-            except (aiohttp.ClientError, OSError) as error:
-                if isinstance(error, TimeoutError):
-                    raise SandboxError(f"the server of {self._url} gave no answer within {timeout_s:g} s") from None
-                if attempt == attempts:
-                    raise SandboxError(f"the server of {self._url} cannot be reached: {error}") from error
-                await asyncio.sleep(RETRY_S * attempt)
-        raise AssertionError("no attempt was made")
-
-    async def _request(self, method: str, path: str, body: bytes, limit_bytes: int) -> bytes:
-        if self._http is None:
-            connector = aiohttp.TCPConnector(limit=CONNECTIONS)
-            headers = {"Authorization": f"Bearer {self._key}"}
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-            self._http = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
-        is_tar = path.endswith("/load")
-        headers = {"Content-Type": "application/x-tar" if is_tar else "application/json"}
-        async with self._http.request(
-            method, f"{self._url}/{path}", data=io.BytesIO(body), headers=headers, allow_redirects=False
-        ) as response:
-            answer = bytearray()
-            async for chunk in response.content.iter_chunked(1 << 16):
-                answer += chunk
-                if len(answer) > limit_bytes:
-                    response.close()
-                    raise SandboxError(f"the server of {self._url} sent more than {limit_bytes} bytes: not read")
-        if response.status == 200:
-            return bytes(answer)
-        try:
-            reply = wire.read_message(wire.ErrorReply, bytes(answer))
-        except ValueError:
-            raise SandboxError(f"the server of {self._url} answered {response.status} {response.reason}") from None
-        raise reply.error()
-
-    async def close(self) -> None:
-        """Hang up."""
-        if self._http is not None:
-            await self._http.close()
+        if self._closed or self._loss:
+            raise SandboxError(self._loss or "the sandbox is closed")

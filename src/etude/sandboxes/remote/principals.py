@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,16 +18,27 @@ from pydantic import Field, StringConstraints, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from etude.config.section import Section
-from etude.errors import ConfigError, SandboxError, Unsupported
+from etude.errors import ConfigError, SandboxError, SandboxesBusy, Unsupported
 from etude.sandbox_spec import WORKDIR, Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.remote.placement import SANDBOX_BYTES
 
 SANDBOXES = 256
-"""Sandboxes of one key at a time, unless its operator says otherwise."""
+"""Sandboxes of one key at a time on a small machine, unless its operator says otherwise."""
 EACH = SandboxLimits(memory_bytes=8 << 30, disk_bytes=8 << 30, processes=4096, cpus=4.0)
 """The most of one sandbox, likewise: what builds and databases take."""
-TOTAL = SandboxLimits(
-    **{limit.name: SANDBOXES * getattr(SandboxLimits(), limit.name) for limit in fields(SandboxLimits)}
-)
+
+
+def limits_of_many(sandboxes: int) -> SandboxLimits:
+    """The limits of so many usual sandboxes together."""
+    usual = SandboxLimits()
+    return SandboxLimits(**{limit.name: sandboxes * getattr(usual, limit.name) for limit in fields(SandboxLimits)})
+
+
+def _amounts(limits: SandboxLimits) -> list[tuple[str, float]]:
+    return [(limit.name, getattr(limits, limit.name)) for limit in fields(limits)]
+
+
+TOTAL = limits_of_many(SANDBOXES)
 """The most of all sandboxes of a key, likewise: as many as it may have, if they are usual ones."""
 
 
@@ -58,6 +69,17 @@ class Quota:
                 )
 
 
+def usual_quota(memory_bytes: float) -> Quota:
+    """The quota of a key whose operator says nothing, on a machine with so much memory for sandboxes: of agents at work
+    most rest, and a few build.
+    """
+    sandboxes = max(SANDBOXES, int(memory_bytes) // SANDBOX_BYTES)
+    return Quota(sandboxes=sandboxes, total=limits_of_many(sandboxes))
+
+
+USUAL_QUOTA = Quota()
+
+
 @dataclass(frozen=True, slots=True)
 class RegisteredSandbox:
     """One registered sandbox; its name is unique among its client's."""
@@ -80,12 +102,14 @@ class _Terms:
 class SandboxRegistry:
     """All sandboxes that a server's clients hold."""
 
-    def __init__(self, *, lease_s: float, quotas: Mapping[str, Quota]) -> None:
-        """``quotas`` by holder."""
+    def __init__(self, *, lease_s: float, quotas: Mapping[str, Quota], most: int | None = None) -> None:
+        """``quotas`` by holder; ``most`` bounds the sandboxes of all holders together."""
         self.lease_s = lease_s
         self._quotas = quotas
+        self._most = most
         self._terms: dict[RegisteredSandbox, _Terms] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, Counter[SandboxLimits]] = {holder: Counter() for holder in quotas}
+        """Sandboxes of each holder, by their limits: a few kinds, however many there are."""
 
     def __len__(self) -> int:
         """The number of sandboxes."""
@@ -98,8 +122,8 @@ class SandboxRegistry:
     def take(self, needed: Sequence[RegisteredSandbox], limits: SandboxLimits, ttl_s: float, now: float) -> None:
         """Hold new ones, all or none.
 
-        Raises ``ValueError`` for one that is held already, :class:`~etude.errors.SandboxError` beyond the quota of
-        their holder.
+        Raises ``ValueError`` for one that is held already, :class:`~etude.errors.SandboxesBusy` beyond the quota of
+        their holder, or beyond what all may have.
         """
         clients_by_digest = [registered.name for registered in needed if registered in self._terms]
         if clients_by_digest:
@@ -108,7 +132,12 @@ class SandboxRegistry:
             self._check_room(holder, count, limits)
         for registered in needed:
             self._terms[registered] = _Terms(ends=now + self.lease_s, dies=now + ttl_s, limits=limits)
-            self._counts[registered.holder] += 1
+            self._counts[registered.holder][limits] += 1
+
+    def places(self, holder: str) -> int:
+        """The number of sandboxes that a holder may still make, if they are small enough."""
+        own = self._quotas[holder].sandboxes - self._counts[holder].total()
+        return own if self._most is None else max(0, min(own, self._most - len(self)))
 
     def limits(self, registered: RegisteredSandbox) -> SandboxLimits:
         """Those that it was made with. ``KeyError`` if it is not held."""
@@ -116,18 +145,20 @@ class SandboxRegistry:
 
     def _check_room(self, holder: str, count: int, limits: SandboxLimits) -> None:
         """Raise unless ``count`` more sandboxes of a holder fit."""
-        quota, fix = self._quotas[holder], "close some, or try again later"
-        if self._counts[holder] + count > quota.sandboxes:
-            raise SandboxError(
-                f"{self._counts[holder]} of {quota.sandboxes} sandboxes of key {holder!r} are open, {count} more do "
+        quota, counts, fix = self._quotas[holder], self._counts[holder], "close some, or try again later"
+        if counts.total() + count > quota.sandboxes:
+            raise SandboxesBusy(
+                f"{counts.total()} of {quota.sandboxes} sandboxes of key {holder!r} are open, {count} more do "
                 f"not fit: {fix}"
             )
-        for name, amount in _amounts(limits):
-            used = sum(
-                getattr(terms.limits, name) for registered, terms in self._terms.items() if registered.holder == holder
+        if self._most is not None and len(self) + count > self._most:
+            raise SandboxesBusy(
+                f"{len(self)} of {self._most} sandboxes of this server are open, {count} more do not fit: {fix}"
             )
+        for name, amount in _amounts(limits):
+            used = sum(number * getattr(each, name) for each, number in counts.items())
             if used + count * amount > (most := getattr(quota.total, name)):
-                raise SandboxError(
+                raise SandboxesBusy(
                     f"sandboxes of key {holder!r} have {name}={used} of {most}, {count * amount} more do not fit: {fix}"
                 )
 
@@ -160,10 +191,12 @@ class SandboxRegistry:
 
     def drop(self, registered: RegisteredSandbox) -> None:
         """It is closed, or will be; dropping it again does nothing."""
-        if self._terms.pop(registered, None) is not None:
-            self._counts[registered.holder] -= 1
-            if not self._counts[registered.holder]:
-                del self._counts[registered.holder]
+        terms = self._terms.pop(registered, None)
+        if terms is not None:
+            counts = self._counts[registered.holder]
+            counts[terms.limits] -= 1
+            if not counts[terms.limits]:
+                del counts[terms.limits]
 
     def due(self, now: float) -> list[RegisteredSandbox]:
         """Those whose time is over, or whose lease is while no request is under way."""
@@ -174,10 +207,8 @@ class SandboxRegistry:
         ]
 
 
-def _amounts(limits: SandboxLimits) -> list[tuple[str, float]]:
-    return [(limit.name, getattr(limits, limit.name)) for limit in fields(limits)]
-
-
+SNAPSHOT = "snapshot-"
+"""Begins the digest of a snapshot that a server keeps; no other image's does."""
 TABLE = "clients"
 """The key of the file below which each client has a table; what is beside it holds for all."""
 
@@ -227,6 +258,8 @@ class Permissions:
             return None
         if image.digest in snapshots:
             return snapshots[image.digest]
+        if image.digest.startswith(SNAPSHOT):
+            raise SandboxError(f"{image.digest} is gone: the server that kept it was started anew")
         if self.images is None:
             if image.layers:
                 return None
@@ -249,7 +282,9 @@ class SandboxClient:
     digest: str
     """SHA-256 of the key, in hexadecimal digits."""
     permissions: Permissions = Permissions()
-    quota: Quota = field(default_factory=Quota)
+    quota: Quota = USUAL_QUOTA
+    is_operator: bool = False
+    """May drain the server."""
 
 
 class Caps(Section):
@@ -274,29 +309,37 @@ class ClientSection(Section):
     """Places ``host:port`` that its sandboxes may reach."""
     folders: tuple[Path, ...] = ()
     """Folders below which its layers and mounts may be: it sees all that is in there."""
-    sandboxes: Annotated[int, Field(ge=1)] = SANDBOXES
-    """Open at a time."""
+    sandboxes: Annotated[int, Field(ge=1)] | None = None
+    """Open at a time; what the machine has memory for, unless it is said."""
     each: Caps = Caps()
     """The highest limits of one sandbox."""
     total: Caps = Caps()
     """The highest sum of the limits of all."""
+    operator: bool = False
+    """May drain the server."""
 
     @field_validator("allow")
     @classmethod
     def _are_places(cls, allow: tuple[str, ...]) -> tuple[str, ...]:
         return SandboxSpec(allow=allow).allow
 
-    def client(self, images: Callable[[str], Image] | None) -> SandboxClient:
+    def client(self, images: Callable[[str], Image] | None, usual: Quota) -> SandboxClient:
         """Make a noun of it. ``ValueError`` for caps that contradict each other."""
+        sandboxes = self.sandboxes or usual.sandboxes
+        total = limits_of_many(max(sandboxes, SANDBOXES))
         return SandboxClient(
             digest=self.key_sha256,
             permissions=Permissions(allow=frozenset(self.allow), folders=self.folders, images=images),
-            quota=Quota(sandboxes=self.sandboxes, each=self.each.over(EACH), total=self.total.over(TOTAL)),
+            quota=Quota(sandboxes=sandboxes, each=self.each.over(usual.each), total=self.total.over(total)),
+            is_operator=self.operator,
         )
 
 
-def read_clients(file: Path, images: Callable[[str], Image] | None) -> dict[str, SandboxClient]:
-    """The clients of a TOML file, by name; ``images`` finds a stored image for any of them.
+def read_clients(
+    file: Path, images: Callable[[str], Image] | None, usual: Quota = USUAL_QUOTA
+) -> dict[str, SandboxClient]:
+    """The clients of a TOML file, by name; ``images`` finds a stored image for any of them, and ``usual`` is the quota
+    of those of whom the file says none.
 
     Raises :class:`~etude.errors.ConfigError` with the file, the client, the key and the value.
     """
@@ -308,17 +351,20 @@ def read_clients(file: Path, images: Callable[[str], Image] | None) -> dict[str,
     if not isinstance(tables, dict) or not tables or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f"{str(file)!r} names no clients: expected a table [{TABLE}.NAME] with key_sha256 for each")
     clients = {
-        name: parse_client(f"{file}, client {name!r}", {**tree, **table}, images) for name, table in tables.items()
+        name: parse_client(f"{file}, client {name!r}", {**tree, **table}, images, usual)
+        for name, table in tables.items()
     }
     if len({client.digest for client in clients.values()}) < len(clients):
         raise ConfigError(f"{str(file)!r}: two clients have the same key_sha256; give each a key of its own")
     return clients
 
 
-def parse_client(source: str, tree: Mapping[str, object], images: Callable[[str], Image] | None) -> SandboxClient:
+def parse_client(
+    source: str, tree: Mapping[str, object], images: Callable[[str], Image] | None, usual: Quota = USUAL_QUOTA
+) -> SandboxClient:
     """Parse a client from plain values. Raises :class:`~etude.errors.ConfigError`, which begins with ``source``."""
     try:
-        return ClientSection.model_validate_json(json.dumps(tree, default=str)).client(images)
+        return ClientSection.model_validate_json(json.dumps(tree, default=str)).client(images, usual)
     except ValidationError as error:
         raise ConfigError(f"{source}: {'; '.join(map(_explain, error.errors()))}") from error
     except ValueError as error:

@@ -7,9 +7,10 @@ one, because of leases (both :mod:`etude.sandboxes.remote.principals`). What is 
 :mod:`etude.sandboxes.remote.wire`. Listening and encryption are its caller's, whose runner must cancel the handlers of
 clients that hang up (``AppRunner(…, handler_cancellation=True)``): that is how a command is given up.
 
-States: new ──start-up of the app──▶ open ──clean-up──▶ closed. Consumes requests; waits for the provider, which keeps
-the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of its own, which a client
-that asks again finds. On clean-up every sandbox is closed.
+States: new ──start-up of the app──▶ open ──an operator──▶ draining ──clean-up──▶ closed. Consumes requests; waits for
+the provider, which keeps the deadlines of its commands, and for bodies with a deadline; a sandbox is made in a task of
+its own, which a client that asks again finds. While it is drained it takes no new sandbox, forks included, and serves
+those it has. On clean-up every sandbox is closed.
 """
 
 import asyncio
@@ -23,13 +24,20 @@ from typing import TypeAlias
 
 from aiohttp import web
 
-from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.errors import ConfigError, EtudeError, SandboxError, SandboxesBusy
 from etude.protocols import Sandbox, SandboxProvider
-from etude.sandbox_spec import Image, SandboxLimits
+from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
+from etude.sandboxes.memory_pressure import MachineMemory
 from etude.sandboxes.remote import wire
-from etude.sandboxes.remote.principals import RegisteredSandbox, SandboxClient, SandboxRegistry
+from etude.sandboxes.remote.placement import HostReport
+from etude.sandboxes.remote.principals import SNAPSHOT, RegisteredSandbox, SandboxClient, SandboxRegistry
+from etude.sandboxes.warm_pool import GAUGE, SandboxPool
 
 PREFIX = f"/v{wire.VERSION}"
+REQUESTS_EACH = 2
+"""Requests under way at a time for each sandbox that clients may have."""
+DRAIN_LOOK_S = 0.1
+"""Time between two looks at whether the last sandbox is gone."""
 SWEEPS_PER_LEASE = 8
 """Time between two looks at leases."""
 BODY_TIMEOUT_S = 300.0
@@ -45,8 +53,16 @@ class ServerLimits:
 
     snapshots: int = 64
     """Kept of each key, as long as the server runs."""
-    requests: int = 1024
-    """Under way at a time, of all keys; one more gets an error to retry."""
+    requests: int | None = None
+    """Under way at a time, of all keys; one more gets an error to retry. Two for each sandbox that clients may have,
+    unless it is said. Renewals of leases, reports and removals are always let in.
+    """
+    sandboxes: int | None = None
+    """Open at a time, of all keys; none: each key's quota alone counts."""
+    reserve_bytes: int = 512 << 20
+    """Memory of the machine that new sandboxes are never promised."""
+    stalled: float = 0.1
+    """Share of time in which something waits for memory (PSI, "some") from which none is free."""
     lease_s: float = 60.0
     """Time after which a sandbox without requests is closed."""
     ttl_s: float = 24 * 3600.0
@@ -64,8 +80,12 @@ class SandboxServer:
         clients: Mapping[str, SandboxClient],
         *,
         limits: ServerLimits | None = None,
+        memory: Callable[[], MachineMemory] = GAUGE.read,
     ) -> None:
-        """``clients`` by their names. Raises :class:`~etude.errors.ConfigError` without any."""
+        """``clients`` by their names; ``memory`` reads what the machine has left.
+
+        Raises :class:`~etude.errors.ConfigError` without any client.
+        """
         if not clients:
             raise ConfigError("a server of sandboxes without keys would serve no client: name at least one")
         self._provider = provider
@@ -73,7 +93,11 @@ class SandboxServer:
         self._names = MappingProxyType({client.digest: name for name, client in clients.items()})
         self._limits = limits or ServerLimits()
         quotas = {name: client.quota for name, client in clients.items()}
-        self._registry = SandboxRegistry(lease_s=self._limits.lease_s, quotas=quotas)
+        self._registry = SandboxRegistry(lease_s=self._limits.lease_s, quotas=quotas, most=self._limits.sandboxes)
+        self._most_requests = self._limits.requests or REQUESTS_EACH * sum(each.sandboxes for each in quotas.values())
+        self._memory = memory
+        self._incarnation = uuid.uuid4().hex
+        self._draining = False
         self._sandboxes: dict[RegisteredSandbox, asyncio.Task[Sandbox]] = {}
         self._ttls_s: dict[RegisteredSandbox, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -89,9 +113,12 @@ class SandboxServer:
         app = web.Application(client_max_size=max(self._limits.tar_bytes + wire.TAR_SLACK_BYTES, wire.JSON_LIMIT_BYTES))
         place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
         app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
-        app.router.add_post(f"{PREFIX}/leases", self._route(self._renew))
+        app.router.add_get(f"{PREFIX}/host", self._route(self._report, is_urgent=True))
+        app.router.add_post(f"{PREFIX}/leases", self._route(self._renew, is_urgent=True))
+        app.router.add_post(f"{PREFIX}/announce", self._route(self._announce))
+        app.router.add_post(f"{PREFIX}/drain", self._route(self._drain, is_urgent=True))
         app.router.add_put(place, self._route(self._create))
-        app.router.add_delete(place, self._route(self._delete))
+        app.router.add_delete(place, self._route(self._delete, is_urgent=True))
         actions = {"exec": _exec, "read": _read, "write": _write, "load": _load, "stats": _stats, "kill": _kill}
         for action, act in actions.items():
             app.router.add_post(f"{place}/{action}", self._route(self._use(act)))
@@ -100,16 +127,23 @@ class SandboxServer:
         app.cleanup_ctx.append(self._watch)
         return app
 
+    async def drained(self) -> None:
+        """Wait until an operator has the server drained, and its last sandbox is gone."""
+        while not self._draining or self._sandboxes or self._closing:
+            await asyncio.sleep(DRAIN_LOOK_S)
+
     def _route(
-        self, handle: "Callable[[RegisteredSandbox, bytes], Awaitable[Answer]]"
+        self, handle: "Callable[[RegisteredSandbox, bytes], Awaitable[Answer]]", *, is_urgent: bool = False
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Let those in who have a key, read what they send, and tell them what went wrong."""
+        """Let those in who have a key, read what they send, and tell them what went wrong; what is urgent is let in
+        however many requests are under way.
+        """
 
         async def answer(request: web.Request) -> web.Response:
             try:
                 registered = RegisteredSandbox(_client(request, self._names), request.match_info.get("name", ""))
-                if self._under_way >= self._limits.requests:
-                    raise SandboxError(f"{self._under_way} requests are under way: try again later")
+                if self._under_way >= self._most_requests and not is_urgent:
+                    raise SandboxesBusy(f"{self._under_way} requests are under way: try again later")
                 self._under_way += 1
                 try:
                     return _response(await handle(registered, await _body(request)))
@@ -126,6 +160,43 @@ class SandboxServer:
         granted = await self._provider.capabilities()
         return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, granted)))
 
+    async def _report(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        memory = self._memory()
+        is_short = memory.stalled >= self._limits.stalled
+        free_bytes = 0 if is_short else max(0, int(memory.available_bytes) - self._limits.reserve_bytes)
+        report = HostReport(
+            incarnation=self._incarnation,
+            free_bytes=free_bytes,
+            places=self._registry.places(registered.holder),
+            sandboxes=len(self),
+            is_draining=self._draining,
+        )
+        return wire.HostReply(report=report)
+
+    async def _announce(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        order = wire.read_message(wire.BurstRequest, body)
+        if isinstance(self._provider, SandboxPool) and not self._draining:
+            spec = self._resolve(registered, order.spec)
+            self._provider.announce(spec, min(order.count, self._registry.places(registered.holder)))
+        return wire.Done()
+
+    async def _drain(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        if not self._clients[registered.holder].is_operator:
+            raise ConfigError(
+                f"key {registered.holder!r} may not drain this server: write operator = true for it in the clients file"
+            )
+        self._draining = True
+        return await self._report(registered, body)
+
+    def _resolve(self, registered: RegisteredSandbox, requested: SandboxSpec) -> SandboxSpec:
+        """A specification as this client may have it. Raises what the client is told otherwise."""
+        client = self._clients[registered.holder]
+        spec = client.permissions.resolve(requested, self._snapshots[registered.holder])
+        client.quota.check(spec.limits, registered.holder)
+        if spec.ttl_s > self._limits.ttl_s:
+            raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
+        return spec
+
     async def _renew(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         names = wire.read_message(wire.SandboxNames, body).names
         lost = self._registry.renew([RegisteredSandbox(registered.holder, name) for name in names], time.monotonic())
@@ -134,11 +205,7 @@ class SandboxServer:
     async def _create(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         order = wire.read_message(wire.CreateRequest, body)
         if registered not in self._sandboxes:
-            client = self._clients[registered.holder]
-            spec = client.permissions.resolve(order.spec, self._snapshots[registered.holder])
-            client.quota.check(spec.limits, registered.holder)
-            if spec.ttl_s > self._limits.ttl_s:
-                raise ValueError(f"ttl_s={spec.ttl_s:g}: sandboxes live for {self._limits.ttl_s:g} s at most here")
+            spec = self._resolve(registered, order.spec)
 
             async def create() -> Sequence[Sandbox]:
                 return [await self._provider.create(order.files, spec)]
@@ -183,7 +250,7 @@ class SandboxServer:
                     f"{len(reply_body)} snapshots of this key are kept, which is the limit of this server"
                 )
             image = await sandbox.snapshot()
-            name = f"snapshot-{uuid.uuid4().hex}"
+            name = f"{SNAPSHOT}{uuid.uuid4().hex}"
             reply_body[name] = image
             return wire.ImageReply(image=Image(digest=name, environment=image.environment, workdir=image.workdir))
 
@@ -214,6 +281,8 @@ class SandboxServer:
         """Hold new sandboxes, which are made whether their client waits for it or not; ``make`` is called if they may
         be held.
         """
+        if self._draining:
+            raise SandboxesBusy("this server is being drained, and takes no new sandboxes: use another one")
         self._registry.take(helds, limits, ttl_s, time.monotonic())
         batch = asyncio.create_task(make())
         for index, registered in enumerate(helds):

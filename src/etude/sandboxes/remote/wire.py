@@ -14,6 +14,12 @@
     DELETE /v2/sandboxes/NAME                          → Done         also when there is none
     POST   /v2/leases                     SandboxNames → SandboxNames renews them; the answer has the lost ones
 
+and, where one of several hosts is chosen (:mod:`etude.sandboxes.remote.hosts`):
+
+    GET    /v2/host                                    → HostReply    its room, and whether it is being drained
+    POST   /v2/announce                   BurstRequest → Done         so many will be asked for: a pool makes them ready
+    POST   /v2/drain                                   → HostReply    an operator's: takes no new sandboxes from now on
+
 Every request has ``Authorization: Bearer KEY``. A sandbox's NAME is the client's choice, 32 hexadecimal digits, so that
 a request whose answer was lost can be sent again; names of one key say nothing to another. A sandbox without requests
 anything for ``lease_s`` is closed. A request that is given up ends its command.
@@ -31,10 +37,11 @@ from typing import Annotated, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from etude.errors import AgentFault, ConfigError, SandboxError, Unsupported
+from etude.errors import AgentFault, ConfigError, SandboxError, SandboxesBusy, Unsupported
 from etude.protocols import ExecResult
 from etude.sandbox_spec import Capability, Image, SandboxSpec, SandboxStats
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
+from etude.sandboxes.remote.placement import HostReport
 
 VERSION = 2
 """In every path."""
@@ -45,7 +52,9 @@ TAR_SLACK_BYTES = 1 << 20
 MAX_FORKS = 64
 """Requested at once."""
 MAX_NAMES = 10_000
-"""Most leases that are renewed at once."""
+"""Most leases in one request; who has more sends several."""
+MAX_BURST = 1 << 20
+"""Most sandboxes that can be announced."""
 
 Name = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Texts = dict[str, str]
@@ -130,6 +139,19 @@ class SandboxNames(WireMessage):
     names: list[Name] = Field(max_length=MAX_NAMES)
 
 
+class HostReply(WireMessage):
+    """The room of a host, for the client that asks."""
+
+    report: HostReport
+
+
+class BurstRequest(WireMessage):
+    """Sandboxes of one specification that will be asked for soon."""
+
+    spec: SandboxSpec
+    count: Annotated[int, Field(gt=0, le=MAX_BURST)]
+
+
 class Use(WireMessage):
     """A sandbox's usage: fields of :class:`~etude.sandbox_spec.SandboxStats`; ``None`` for unknown ones."""
 
@@ -160,6 +182,7 @@ class ErrorKind(StrEnum):
     VALUE = "value"
     UNSUPPORTED = "unsupported"
     AGENT = "agent"
+    BUSY = "busy"
     SANDBOX = "sandbox"
     CONFIG = "config"
     KEY = "key"
@@ -202,6 +225,7 @@ ERRORS: Mapping[ErrorKind, ErrorMeaning] = MappingProxyType(
         ErrorKind.CONFIG: ErrorMeaning(ConfigError, 404),
         ErrorKind.VALUE: ErrorMeaning(ValueError, 400),
         ErrorKind.AGENT: ErrorMeaning(AgentFault, 409),
+        ErrorKind.BUSY: ErrorMeaning(SandboxesBusy, 503),
         ErrorKind.SANDBOX: ErrorMeaning(SandboxError, 503),
         ErrorKind.KEY: ErrorMeaning(ConfigError, 401),
     }

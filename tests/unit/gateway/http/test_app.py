@@ -13,6 +13,7 @@ from etude.gateway.routing.admission import AdmissionLimits
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Json, RouteSpace, TokenIds, as_list
 from gateways import (
+    ADMIN_KEY,
     CHAT,
     LONG,
     MAX_LENGTH,
@@ -300,6 +301,30 @@ def test_a_version_that_is_not_served_yet_is_409_until_it_is() -> None:
         answer = await caller.send("POST", CHAT, key, body, X_Etude_Min_Version="1")
         assert (answer.status, answer.headers["X-Etude-Version"]) == (200, "1")
         assert (await caller.send("POST", CHAT, key, body, X_Etude_Min_Version="new")).status == 400
+
+    play(engine, scene)
+
+
+def test_calls_of_a_session_and_its_forks_wait_for_an_engine_with_its_version() -> None:
+    engine = fake_engine()
+
+    async def scene(caller: Caller) -> None:
+        opened = await caller.send("POST", "/sessions", ADMIN_KEY, {"min_version": 1})
+        origin, key = str(opened.at("session_id")), str(opened.at("api_key"))
+        forked = await caller.send("POST", "/sessions", ADMIN_KEY, {"fork_of": origin})
+        waiting = [asyncio.create_task(caller.chat(each)) for each in (key, str(forked.at("api_key")))]
+        other = await caller.open_session()
+        assert (await caller.chat(other[1])).headers["X-Etude-Version"] == "0"
+        assert not any(call.done() for call in waiting)
+        engine.version = 1
+        async with asyncio.timeout(WAIT_S):
+            answers = [await call for call in waiting]
+        assert [(each.status, each.headers["X-Etude-Version"]) for each in answers] == [(200, "1")] * 2
+        strict = await caller.send("POST", CHAT, key, {"messages": QUESTION}, X_Etude_Min_Version="2")
+        assert strict.status == 409  # of its own wish a caller is told at once
+        for wrong in ({"min_version": -1}, {"min_version": "1"}, {"min_version": 1, "fork_of": origin}):
+            refused = await caller.send("POST", "/sessions", ADMIN_KEY, wrong)
+            assert (refused.status, refused.at("error", "param")) == (400, "min_version")
 
     play(engine, scene)
 

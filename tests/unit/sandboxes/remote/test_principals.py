@@ -4,9 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import ConfigError, Unsupported
+from etude.errors import ConfigError, SandboxError, Unsupported
 from etude.sandbox_spec import Image, SandboxSpec
-from etude.sandboxes.remote.principals import EACH, TOTAL, Permissions, read_clients
+from etude.sandboxes.remote.principals import (
+    EACH,
+    SNAPSHOT,
+    TOTAL,
+    Permissions,
+    Quota,
+    limits_of_many,
+    read_clients,
+    usual_quota,
+)
 
 ONE, OTHER = "1" * 64, "2" * 64
 FILE = f"""
@@ -72,6 +81,30 @@ def test_what_holds_for_all_is_said_once_and_anew_by_a_client(tmp_path: Path) ->
     assert (one.quota.each.cpus, one.quota.each.memory_bytes, one.quota.total) == (2.0, EACH.memory_bytes, TOTAL)
     assert (other.quota.sandboxes, other.quota.each.memory_bytes, other.quota.each.cpus) == (3, 1000, EACH.cpus)
     assert (other.quota.total.processes, other.quota.total.cpus) == (9000, TOTAL.cpus)
+
+
+def test_a_large_machine_lets_a_key_have_more_and_a_number_that_is_named_has_limits_to_match(tmp_path: Path) -> None:
+    assert usual_quota(1 << 30) == Quota()
+    large = usual_quota(1 << 40)
+    assert (large.sandboxes, large.total) == (16_384, limits_of_many(16_384))
+    file = tmp_path / "clients.toml"
+    file.write_text(f"""
+        [clients.usual]
+        key_sha256 = "{ONE}"
+        [clients.many]
+        key_sha256 = "{OTHER}"
+        sandboxes = 100000
+        operator = true
+    """)
+    clients = read_clients(file, None, large)
+    assert (clients["usual"].quota, clients["usual"].is_operator) == (large, False)
+    assert clients["many"].quota == Quota(sandboxes=100_000, total=limits_of_many(100_000))
+    assert clients["many"].is_operator
+
+
+def test_a_snapshot_of_an_earlier_server_is_a_failure_of_the_machine() -> None:
+    with pytest.raises(SandboxError, match="started anew"):
+        Permissions().resolve(SandboxSpec(image=Image(digest=f"{SNAPSHOT}0")), {})
 
 
 @pytest.mark.parametrize(

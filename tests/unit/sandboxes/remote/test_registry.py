@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from etude.errors import SandboxError
+from etude.errors import SandboxError, SandboxesBusy
 from etude.sandbox_spec import SandboxLimits
 from etude.sandboxes.remote.principals import Quota, RegisteredSandbox, SandboxRegistry
 
@@ -106,3 +106,14 @@ class Model(RuleBasedStateMachine):
 
 
 TestHoldings = Model.TestCase
+
+
+def test_what_all_holders_have_may_be_bounded() -> None:
+    registry = SandboxRegistry(lease_s=LEASE_S, quotas={"a": QUOTA, "b": QUOTA}, most=4)
+    one = SandboxLimits(memory_bytes=1, disk_bytes=1, processes=1, cpus=1.0)
+    registry.take([RegisteredSandbox("a", name) for name in "123"], one, TTL_S, 0.0)
+    assert (registry.places("a"), registry.places("b")) == (0, 1)
+    with pytest.raises(SandboxesBusy, match="3 of 4 sandboxes of this server"):
+        registry.take([RegisteredSandbox("b", name) for name in "12"], one, TTL_S, 0.0)
+    registry.drop(RegisteredSandbox("a", "1"))
+    assert (registry.places("a"), registry.places("b")) == (1, 2)

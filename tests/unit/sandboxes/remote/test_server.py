@@ -228,7 +228,7 @@ def test_forks_beyond_the_limit_are_not_made() -> None:
         await ask(url, "PUT", path, creation())
         for _ in range(3):
             status, reply = await ask(url, "POST", f"{path}/fork", naming(new_names(2)))
-            assert (status, reply["fault"]) == (503, "sandbox")
+            assert (status, reply["fault"]) == (503, "busy")
         await asyncio.sleep(0)
         assert len(server) == len(provider) == 1
 

@@ -1,0 +1,147 @@
+"""Copies of the trainer's checkpoints at the URL of a run, so that it goes on when the trainer's disk is lost.
+
+    trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ land ──▶ commit n ──▶ save n + 1
+    copies       └──────▶ send the files, put the manifest ──────────────────────┘
+
+A copy is made beside the next step's work. A step is committed when its copy is complete, so what the ledger has
+committed can be restored anywhere: a storage that takes longer for a checkpoint than a step does holds the trainer up.
+In fast arithmetic, where a step that is done again ends in other bits, its version becomes visible no sooner, either.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+from typing import final
+
+from etude.closing import Closing
+from etude.errors import DamagedError
+from etude.run.folder import RunFolder
+from etude.run.phase_folders import place
+from etude.run.run_url import open_stored
+from etude.run.store_outages import StoreOutages
+from etude.run.stored_files import StoredFile, StoredFiles, stored_file
+from etude.trainer.checkpoint import KEEP, MANIFEST
+
+MEANWHILE_S = 1.0
+"""Interval at which a wait for a copy does other work."""
+CHECKPOINTS = "checkpoints"
+"""The copies' place below the URL of the run, and the name of their sets."""
+
+
+@final
+class CheckpointCopies(Closing):
+    """Copies one checkpoint at a time on a thread of its own; does nothing for a run without a URL."""
+
+    def __init__(self, folder: RunFolder, outages: StoreOutages) -> None:
+        self._folder = folder
+        self._stored = open_stored(folder.url, CHECKPOINTS, outages) if folder.url else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
+        self._copy: Future[None] | None = None
+
+    def close(self) -> None:
+        """Wait for the copy under way."""
+        self._thread.shutdown()
+
+    def start(self, step: int) -> None:
+        """Begin to copy the checkpoint of ``step``; it may be removed from the folder meanwhile."""
+        if self._stored is None:
+            return
+        assert self._copy is None, "one checkpoint at a time: land the one before first"
+        opened = _Opened(checkpoint_path(self._folder, step))
+        self._copy = self._thread.submit(_send, self._stored, step, opened)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if :meth:`land` would return at once."""
+        return self._copy is None or self._copy.done()
+
+    def wait(self) -> None:
+        """Wait until the copy under way is complete, on any thread. Raises what the copy failed with."""
+        if (copy := self._copy) is not None:
+            copy.result()
+
+    def land(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until the copy under way is complete; ``meanwhile`` is called now and then.
+
+        Raises what the copy failed with.
+        """
+        if self._copy is None:
+            return
+        while not wait([self._copy], MEANWHILE_S).done:
+            meanwhile()
+        copy, self._copy = self._copy, None
+        copy.result()
+
+
+@final
+class _Opened(Closing):
+    """The open files of a checkpoint."""
+
+    def __init__(self, path: Path) -> None:
+        self._stack = ExitStack()
+        manifest = json.loads((path / MANIFEST).read_bytes())["files"]
+        self.files: dict[str, StoredFile] = {}
+        self.descriptors: dict[str, int] = {}
+        for name in (*manifest, MANIFEST):
+            descriptor = os.open(path / name, os.O_RDONLY)
+            self._stack.callback(os.close, descriptor)
+            self.descriptors[name] = descriptor
+            size_bytes = os.fstat(descriptor).st_size
+            digest = manifest.get(name)  # by the digest that was computed when it was saved
+            self.files[name] = (
+                stored_file(path / name) if digest is None else StoredFile(sha256=digest, size_bytes=size_bytes)
+            )
+
+    def close(self) -> None:
+        """Close them."""
+        self._stack.close()
+
+
+def _send(stored: StoredFiles, step: int, opened: _Opened) -> None:
+    with opened:
+        for name, file in opened.files.items():
+            stored.send(opened.descriptors[name], file)
+    if not stored.put(step, opened.files):
+        raise DamagedError(
+            f"the copy of checkpoint {step} is of other bytes than this one: another trainer saved that step, so this "
+            f"one ends"
+        )
+    stored.remove(_outdated(stored.numbers(), step))
+
+
+def _outdated(numbers: Iterable[int], step: int) -> list[int]:
+    """The copies that nobody needs once that of ``step`` is there."""
+    return [number for number in numbers if number <= step - KEEP]
+
+
+def restore_checkpoint(folder: RunFolder) -> None:
+    """Fetch the newest copy of a run's checkpoints, unless this disk has it or a newer one.
+
+    Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
+    """
+    if not folder.url:
+        return
+    stored = open_stored(folder.url, CHECKPOINTS)
+    newest = max(stored.numbers(), default=0)
+    if newest <= max(_local_steps(folder), default=0):
+        return
+    files: Mapping[str, StoredFile] = stored.read(newest)
+
+    def fill(target: Path) -> None:
+        for name, file in files.items():
+            stored.fetch(name, file, target)
+
+    place(checkpoint_path(folder, newest), fill)
+
+
+def checkpoint_path(folder: RunFolder, step: int) -> Path:
+    """The folder of a checkpoint (:class:`~etude.trainer.checkpoint.Checkpoints`)."""
+    return folder.checkpoints / f"step-{step:08d}"
+
+
+def _local_steps(folder: RunFolder) -> list[int]:
+    names = (path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*"))
+    return [int(name) for name in names if name.isdecimal()]

@@ -1,0 +1,192 @@
+"""Events of a run at its URL: what each process appends to its file is sent there as small immutable objects.
+
+    events/trainer/000000000000.jsonl      named by the place of its first byte in the file, whole lines
+    events/trainer/000000004711.jsonl      …
+
+So the file of a process is one stream, wherever the process goes on: on a new machine its file begins as a copy of what
+was sent. Events are for people: what a machine had not yet sent when it was lost is missing, and no process waits for
+them to be sent, but a trainer that is about to commit a step. Owns sending and fetching; what events say is
+:mod:`etude.telemetry`'s.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from threading import Event as Signal
+from threading import Lock, Thread
+from typing import final
+from uuid import uuid4
+
+from etude.closing import Closing
+from etude.errors import DamagedError, EtudeError
+from etude.objects import Objects
+
+FIRST_S, LONGEST_S, GROWTH = 2.0, 60.0, 1.05
+"""The first pause, the longest, and how pauses grow: a long run has not too many objects."""
+CLOSE_S = 5.0
+"""Time for the last events of a process that ends."""
+MOST_BYTES = 4 << 20
+"""Bytes of one object, but for a longer line."""
+AT_A_TIME = 16
+"""Objects that are fetched at a time."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EventObject:
+    """One object of a process's stream."""
+
+    key: str
+    start: int
+    size_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Place behind its last byte."""
+        return self.start + self.size_bytes
+
+
+@final
+class EventCopies(Closing):
+    """Sends what is appended to one process's event file, on a thread of its own, until it is closed."""
+
+    def __init__(self, objects: Objects, folder: Path, process: str) -> None:
+        self._objects = objects
+        self._file = folder / f"{process}.jsonl"
+        self._process = process
+        self._sent: int | None = None
+        """Bytes that are there; ``None`` before the storage was asked."""
+        self._is_sound = True
+        """False once another process was found to write this stream."""
+        self._lock = Lock()
+        self._rounds = _Rounds(f"copies of {self._file.name}", self.catch_up)
+
+    def close(self) -> None:
+        """Send the last ones, if that can be done soon."""
+        self._rounds.close()
+
+    def catch_up(self) -> None:
+        """Send what is new; where the storage is away that is tried again later, and told."""
+        with self._lock:
+            try:
+                self._is_sound = self._is_sound and self._send()
+            except (EtudeError, OSError) as error:
+                logger.warning("events of %s are not copied yet: %s", self._process, error)
+
+    def _send(self) -> bool:
+        """Send the whole lines that are new; false where another process writes this stream."""
+        if self._sent is None:
+            segments = _streams(self._objects).get(self._process, ())
+            self._sent = segments[-1].end if segments else 0
+            if self._file.stat().st_size < self._sent:
+                logger.warning("%s lacks events that were sent from elsewhere: its own are not copied", self._file)
+                return False
+        with self._file.open("rb") as stream:
+            stream.seek(self._sent)
+            while lines := stream.readlines(MOST_BYTES):
+                data = b"".join(line for line in lines if line.endswith(b"\n"))
+                key = f"{self._process}/{self._sent:012d}.jsonl"
+                if data and not (self._objects.put_if_absent(key, data) or self._objects.get(key) == data):
+                    logger.warning("%s/%s is another process's: its events are not copied", self._objects.url, key)
+                    return False
+                self._sent += len(data)
+                if not lines[-1].endswith(b"\n"):
+                    break
+        return True
+
+
+@final
+class EventMirror(Closing):
+    """Keeps the event files in a folder up to what processes elsewhere have sent, until it is closed."""
+
+    def __init__(self, objects: Objects, folder: Path) -> None:
+        self._objects = objects
+        self._folder = folder
+        self._rounds = _Rounds("mirror of events", self._fetch)
+
+    def close(self) -> None:
+        """Fetch the last ones, if that can be done soon."""
+        self._rounds.close()
+
+    def _fetch(self) -> None:
+        try:
+            fetch_events(self._objects, self._folder)
+        except (EtudeError, OSError) as error:
+            logger.warning("events from elsewhere are not here yet: %s", error)
+
+
+@final
+class _Rounds(Closing):
+    """Calls ``turn`` again and again, on a thread of its own, in pauses that grow; once more when it is closed."""
+
+    def __init__(self, name: str, turn: Callable[[], None]) -> None:
+        self._turn = turn
+        self._closed = Signal()
+        self._thread = Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End with a last turn, which is waited for as long as :data:`CLOSE_S`."""
+        self._closed.set()
+        self._thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        pause_s, is_last = FIRST_S, False
+        while not is_last:
+            is_last = self._closed.wait(pause_s)
+            pause_s = min(LONGEST_S, pause_s * GROWTH)
+            self._turn()
+
+
+def fetch_events(objects: Objects, folder: Path) -> None:
+    """Bring the event files in a folder up to what was sent, and leave those alone that have more.
+
+    Raises :class:`~etude.errors.DamagedError` naming an object that is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for process, segments in _streams(objects).items():
+        file = folder / f"{process}.jsonl"
+        local = file.read_bytes() if file.exists() else b""
+        shipped = [segment for segment in segments if segment.end <= len(local)]
+        if shipped and objects.get(shipped[-1].key) != local[shipped[-1].start : shipped[-1].end]:
+            shipped = []  # written by a machine that the run has left since
+        missing = segments[len(shipped) :]
+        if missing:
+            whole = local[: shipped[-1].end if shipped else 0] + b"".join(_read(objects, missing))
+            partial = file.with_name(f".{file.name}.{uuid4().hex}")
+            partial.write_bytes(whole)
+            partial.replace(file)
+
+
+def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:
+    def read(segment: _EventObject) -> bytes:
+        data = objects.get(segment.key)
+        if data is None or len(data) != segment.size_bytes:
+            raise DamagedError(f"events {objects.url}/{segment.key} are missing or changed: restore them from a copy")
+        return data
+
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(read, segments))
+
+
+def _streams(objects: Objects) -> dict[str, list[_EventObject]]:
+    """The objects of each process, in their order."""
+    streams: dict[str, list[_EventObject]] = {}
+    for entry in objects.entries(""):
+        path = PurePosixPath(entry.key)
+        if len(path.parts) == 2 and path.suffix == ".jsonl" and path.stem.isdecimal():
+            segment = _EventObject(key=entry.key, start=int(path.stem), size_bytes=entry.size_bytes)
+            streams.setdefault(path.parts[0], []).append(segment)
+    for segments in streams.values():
+        end = 0
+        for segment in segments:
+            if segment.start != end:
+                raise DamagedError(
+                    f"events {objects.url}/{segment.key} do not follow those before, which end at {end}: an object is "
+                    f"missing, restore it from a copy"
+                )
+            end = segment.end
+    return streams

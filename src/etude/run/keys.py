@@ -1,0 +1,70 @@
+"""The secrets of a run: one run key, from which each role's key is derived.
+
+    run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
+                                                 └─▶ admin     opens gateway sessions, manages a gateway
+
+Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
+variables, never on a command line.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from enum import StrEnum
+from pathlib import Path
+
+from etude.errors import RunFolderError
+
+RUN_KEY_FILE = "run.key"
+RUN_KEY_VARIABLE = "ETUDE_RUN_KEY"
+"""Environment variable with the run key; it counts more than the file."""
+ENGINE_KEY_VARIABLE = "ETUDE_ENGINE_KEY"
+"""Environment variable with the engine key alone: for a gateway of no run."""
+OLD_FILE = "admin.key"
+"""The secret of runs of an older étude."""
+SHORTEST = 32
+"""Fewest characters of a run key: as many as make guessing hopeless."""
+
+
+class KeyRole(StrEnum):
+    """Use of a derived key."""
+
+    ENGINE = "engine"
+    """Calls to the run's engines."""
+    ADMIN = "admin"
+    """Sessions and the administration of the run's gateways."""
+
+
+def derive_key(run_key: str, role: KeyRole) -> str:
+    """The key of one role: 64 hexadecimal digits."""
+    return hmac.new(run_key.encode(), role.value.encode(), hashlib.sha256).hexdigest()
+
+
+def write_run_key(folder: Path) -> None:
+    """Draw a run key and write it where its owner alone can read it."""
+    descriptor = os.open(folder / RUN_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+        opened.write(secrets.token_urlsafe(32) + "\n")
+
+
+def has_run_key(folder: Path) -> bool:
+    """True if there is a run key, in the environment or in a file; one of an older étude counts, and is told of."""
+    return any((folder / name).is_file() for name in (RUN_KEY_FILE, OLD_FILE)) or bool(os.environ.get(RUN_KEY_VARIABLE))
+
+
+def read_run_key(folder: Path) -> str:
+    """The run key. Raises :class:`~etude.errors.RunFolderError` where there is none, or one that can be guessed."""
+    file, key = folder / RUN_KEY_FILE, os.environ.get(RUN_KEY_VARIABLE, "").strip()
+    source = RUN_KEY_VARIABLE if key else str(file)
+    if not key:
+        if not file.is_file():
+            old = folder / OLD_FILE
+            fix = f"mv {old} {file}" if old.is_file() else f"set {RUN_KEY_VARIABLE} to the key of this run"
+            raise RunFolderError(f"{file} is missing, from which the keys of engines and gateways come: {fix}")
+        key = file.read_text(encoding="utf-8").strip()
+    if len(key) < SHORTEST:
+        raise RunFolderError(
+            f"{source} has {len(key)} characters: a run key has at least {SHORTEST}, e.g. of `openssl rand -hex 32`"
+        )
+    return key

@@ -1,0 +1,57 @@
+"""The URL of a run: the place of all that a run must have wherever its processes run, and when a disk is lost.
+
+    files/          run.toml, model/, plugins/, weights.id, ledger.url, the report: sets of files, the newest counts
+    weights/        the weight log                      checkpoints/    copies of the newest checkpoints
+    payloads/       routes, sampling masks of turns     events/         copies of each process's events
+
+``s3://bucket/runs/NAME``, ``gs://``, ``az://``, or a folder that all machines see. The run key is never there, nor what
+only a machine needs: logs, locks, ports. Whatever is made of it on a machine lies in a working folder
+(:mod:`etude.run.working_folder`).
+
+Owns the names below the URL and how they are opened.
+"""
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from etude.errors import ConfigError
+from etude.objects import CLOUD_SCHEMES, Objects, ObjectStore, RetryingStore
+from etude.run.store_outages import StoreOutages
+from etude.run.stored_files import MANIFESTS, StoredFiles
+from etude.run.weight_log import signing_key
+
+FILES, EVENTS = "files", "events"
+"""Places below the URL: the files of the run, the events of its processes."""
+
+
+def normal_url(text: str) -> str:
+    """The URL or the absolute folder that a person means by ``text``; two ways to write it give one.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    parts = urlsplit(text)
+    if "://" not in text:
+        return str(Path(text).absolute())
+    if parts.scheme == "file" and not parts.netloc and parts.path:
+        return str(Path(unquote(parts.path)).absolute())
+    if parts.scheme in CLOUD_SCHEMES and parts.netloc and parts.path.strip("/") and not parts.query:
+        return f"{parts.scheme}://{parts.netloc}/{parts.path.strip('/')}"
+    raise ConfigError(
+        f"{text!r} is no URL of a run: expected s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or a folder"
+    )
+
+
+def is_run_url(text: str) -> bool:
+    """True for what names a run by its URL and not by its run folder."""
+    return "://" in text or (Path(text) / FILES / MANIFESTS).is_dir()
+
+
+def open_place(url: str, name: str, outages: StoreOutages | None = None) -> Objects:
+    """The objects at a place below the URL; with ``outages``, storage that is away is waited for."""
+    objects = ObjectStore(f"{url}/{name}")
+    return objects if outages is None else RetryingStore(objects.url, lambda: objects, outages)
+
+
+def open_stored(url: str, name: str, outages: StoreOutages | None = None) -> StoredFiles:
+    """The sets of files at a place below the URL."""
+    return StoredFiles(open_place(url, name, outages), name, signing_key())

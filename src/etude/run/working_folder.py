@@ -1,0 +1,150 @@
+"""Working folders: what a machine makes of a run that is at a URL, and what a run keeps there.
+
+    etude run RECIPE --at URL ──▶ working folder ──keep──▶ URL ──fetch──▶ working folder of another machine
+
+A working folder is a run folder like any other (:mod:`etude.run.folder`), with a file that says where the run is. It is
+a cache: it may be removed, and is made again from the URL. Of the set of files there the newest counts, whatever the
+folder has; files are fetched whole and by their digest. It lies below ``ETUDE_WORK``, or else in the user's cache.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError, RunFolderError
+from etude.objects import check_put_if_absent
+from etude.run.event_copies import fetch_events
+from etude.run.folder import LEDGER_URL, LOG_ID, RunFolder, exclusive
+from etude.run.run_url import EVENTS, FILES, is_run_url, normal_url, open_place, open_stored
+from etude.run.store_outages import StoreOutages
+from etude.run.stored_files import StoredFiles, stored_file
+
+WORK_VARIABLE = "ETUDE_WORK"
+"""The environment variable with the folder for working folders."""
+RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, "plugins")
+"""Files, and folders of files, that make a run what it is."""
+MODEL, REPORTS = ("model",), ("report.json", "report.html")
+"""Its model, which its phases leave, and its report."""
+WEIGHTS = (".safetensors", ".bin")
+"""Suffixes of files that who only reads a run has no use for."""
+DIGITS = 12
+"""Hexadecimal digits of a URL's SHA-256 in the name of its working folder."""
+FETCH_S = 3600.0
+"""Longest wait for another process of this machine that fetches the same run."""
+TRIES = 100
+"""Times that a set of files is put anew because another process put one."""
+
+
+def open_run_folder(run: Path | str, *, writes: bool = True) -> RunFolder:
+    """Open a run by its folder or its URL; of a URL this makes the working folder, or brings it up to date.
+
+    Who only reads (not ``writes``) gets no weights. Raises :class:`~etude.errors.RunFolderError` where there is no run,
+    and :class:`~etude.errors.DamagedError` for what is not whole.
+    """
+    if isinstance(run, Path) or not is_run_url(run):
+        return RunFolder.open(Path(run), writes=writes)
+    url = normal_url(run)
+    stored = open_stored(url, FILES)
+    if not stored.numbers():
+        raise RunFolderError(f"there is no run at {url}: start one with `etude run RECIPE --at {url}`")
+    folder = RunFolder(working_path(url))
+    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
+    with exclusive(folder, "fetch", wait_s=FETCH_S):
+        _fetch(folder, url, stored, with_weights=writes)
+    return RunFolder.open(folder.path, writes=writes)
+
+
+def create_run(url: str, config: RunConfig) -> RunFolder:
+    """Make a new run at a URL, and its working folder. Raises as :func:`check_place` and
+    :meth:`RunFolder.create` do.
+    """
+    url = normal_url(url)
+    check_place(url, config)
+    folder = RunFolder.create(working_path(url), config, at=url)
+    keep(folder, *RECIPE_FILES)
+    return folder
+
+
+def check_place(url: str, config: RunConfig) -> None:
+    """Look whether a new run of a recipe can be at a URL, which is made where it is a folder.
+
+    Raises :class:`~etude.errors.ConfigError`, :class:`~etude.errors.RunFolderError` where there is one,
+    :class:`~etude.errors.UserError` where objects can be overwritten and
+    :class:`~etude.errors.InfrastructureError` where nothing can be written.
+    """
+    url = normal_url(url)
+    if not config.ledger.url:
+        raise ConfigError(
+            f"ledger.url is empty, so the state of a run at {url} would be lost with this machine: give it a "
+            f"PostgreSQL database, --ledger postgresql://USER@HOST/DATABASE, or leave out --at"
+        )
+    check_put_if_absent(open_place(url, FILES))
+    if open_stored(url, FILES).numbers():
+        raise RunFolderError(
+            f"there is a run at {url} already: continue it with --resume {url}, or choose another place"
+        )
+    if (left := RunFolder(working_path(url))).config_file.exists():
+        raise RunFolderError(f"{left.path} is left of a run that was at {url} and is no more: remove that folder")
+
+
+def forget(folder: RunFolder) -> None:
+    """Remove a run that has not begun from its URL; does nothing for one without."""
+    for name in (FILES, EVENTS) if folder.url else ():
+        place = open_place(folder.url, name)
+        place.delete(*place.list(""))
+
+
+def keep(folder: RunFolder, *names: str, outages: StoreOutages | None = None) -> None:
+    """Keep files of a run, and those below folders, at its URL as they are now; does nothing for a run without one.
+
+    The other files of the newest set stay in it, whoever else keeps some at the same time.
+    """
+    if not folder.url:
+        return
+    stored = open_stored(folder.url, FILES, outages)
+    fresh = {path: stored_file(folder.path / path) for path in _paths(folder.path, names)}
+    for _ in range(TRIES):
+        newest = max(stored.numbers(), default=0)
+        before = stored.read(newest) if newest else {}
+        changed = {path: file for path, file in fresh.items() if before.get(path) != file}
+        if not changed:
+            return
+        for path, file in changed.items():
+            descriptor = os.open(folder.path / path, os.O_RDONLY)
+            try:
+                stored.send(descriptor, file)
+            finally:
+                os.close(descriptor)
+        if stored.put(newest + 1, {**before, **changed}):
+            return
+    raise RunFolderError(f"{folder.url} was changed {TRIES} times meanwhile: other processes write to it without end")
+
+
+def working_path(url: str) -> Path:
+    """The working folder of a run at a normal URL, on this machine."""
+    chosen = os.environ.get(WORK_VARIABLE)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:DIGITS]}"
+    return (Path(chosen) if chosen else cache / "etude" / "runs") / name
+
+
+def _fetch(folder: RunFolder, url: str, stored: StoredFiles, *, with_weights: bool) -> None:
+    folder.record_url(url)
+    files = stored.read(max(stored.numbers()))
+    for path, file in files.items():
+        target = folder.path / path
+        if not with_weights and target.suffix in WEIGHTS:
+            continue
+        if not target.is_file() or target.is_symlink() or stored_file(target) != file:
+            stored.fetch(path, file, folder.path)
+    fetch_events(open_place(url, EVENTS), folder.events)
+
+
+def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
+    """The files of some names that are there, ``/``-separated."""
+    for name in names:
+        path = folder / name
+        candidates = [path] if path.is_file() else path.rglob("*")
+        yield from (one.relative_to(folder).as_posix() for one in candidates if one.is_file())

@@ -1,0 +1,217 @@
+"""The choice of a host for the next sandbox: a table of hosts as they say they are. Pure.
+
+    reports, silences, refusals ──▶ HostTable ──▶ choose(image) ──▶ the name of a host, or none
+
+Two wishes are weighed. *Room*: the host with the most free memory. *Image locality*: a host that had sandboxes of an
+image has its files in memory, and maybe its template, so every image has an order of its own over all hosts (the
+highest random weight of Thaler and Ravishankar, 1998), and takes the first one in it that has at least ``LOCAL_SHARE``
+of the freest one's memory. Clients that never speak with each other follow the same order, and a host that comes or
+goes moves no image but its own.
+
+A host is left out while it is silent, drains, is full, has failed often in a row, or cannot do what the others can.
+What was placed since a host's last report is taken off its room, so that a burst between two reports is spread.
+
+Owns no connection and no clock: ``now`` is any clock's that does not go back. Who may have how much is decided by each
+host (:mod:`etude.sandboxes.remote.principals`).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from etude.backoff import Backoff
+from etude.sandbox_spec import Capability
+
+LOCAL_SHARE = 0.5
+"""Share of the freest host's memory for which an image's own host is preferred."""
+SANDBOX_BYTES = 64 << 20
+"""Memory that a sandbox is expected to take, until a report says better."""
+FAILURES = 3
+"""Sandboxes in a row that a host could not make, before it is left out for a while: its disk may be full, and a host
+that fails at once has the most memory free.
+"""
+REST = Backoff(first_s=1.0, longest_s=60.0)
+"""Times for which it is then left out."""
+NO_IMAGE_S = 60.0
+"""Time after which a host that did not know an image may be asked again: it may have been added there."""
+IMAGES = 4096
+"""Orders of images that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """A host's own account of its room."""
+
+    incarnation: str
+    """Its process: another one knows none of the sandboxes and snapshots of the last."""
+    free_bytes: int
+    """Memory that new sandboxes may take: none while the machine is short of it."""
+    places: int
+    """Sandboxes that whoever asks may still make."""
+    sandboxes: int
+    """Sandboxes that are open, of all clients."""
+    is_draining: bool
+    """It takes no new sandboxes, and ends with its last one."""
+
+
+@dataclass(slots=True)
+class _Host:
+    name: str
+    report: HostReport | None = None
+    """The last one; none while it is silent."""
+    incarnation: str = ""
+    fault: str = "it was not heard of yet"
+    """Reason for which there is no report."""
+    placed: int = 0
+    """Sandboxes since the report."""
+    is_full: bool = False
+    """It refused one since the report."""
+    failures: int = 0
+    """Sandboxes in a row that it could not make."""
+    rests_until: float = 0.0
+    lacks: str = ""
+    """Capabilities that were promised and are not its own."""
+    without: dict[str, float] = field(default_factory=dict)
+    """Image → time until which it is not asked for it."""
+
+    def obstacle(self, image: str, now: float) -> str:
+        """Reason for which it gets no sandbox of this image now; empty if it may."""
+        if self.report is None:
+            return self.fault
+        if self.report.is_draining:
+            return "it is being drained"
+        if self.lacks:
+            return f"it lacks {self.lacks}"
+        if self.is_full or self.placed >= self.report.places or self.free_bytes < SANDBOX_BYTES:
+            return f"it is full, with {self.report.sandboxes} sandboxes"
+        if now < self.rests_until:
+            return f"the last {self.failures} sandboxes could not be made"
+        if now < self.without.get(image, now):
+            return "it does not have the image"
+        return ""
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory, less what was placed since the report."""
+        return self.report.free_bytes - self.placed * SANDBOX_BYTES if self.report else 0
+
+
+class HostTable:
+    """All hosts that were configured, and how they stand."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Raises ``ValueError`` unless there is at least one name, and none twice."""
+        if not names or len(set(names)) < len(names):
+            raise ValueError(f"hosts {list(names)}: expected at least one, and none of them twice")
+        self._hosts = {name: _Host(name) for name in sorted(names)}
+        self._agreed: frozenset[Capability] | None = None
+
+    def is_anew(self, name: str, report: HostReport) -> bool:
+        """Say whether a report is of another process than before: all that was made on that host is gone."""
+        return self._hosts[name].incarnation not in ("", report.incarnation)
+
+    def heard(self, name: str, report: HostReport) -> None:
+        """Note a report."""
+        host = self._hosts[name]
+        if self.is_anew(name, report):
+            host.without.clear()
+            host.failures, host.rests_until = 0, 0.0
+        host.report, host.incarnation, host.fault = report, report.incarnation, ""
+        host.placed, host.is_full = 0, False
+
+    def silent(self, name: str, fault: str) -> None:
+        """Leave a host out until it is heard of again."""
+        host = self._hosts[name]
+        host.report, host.fault = None, fault
+
+    def refused(self, name: str) -> None:
+        """It has no place for one more: leave it out until its next report."""
+        self._hosts[name].is_full = True
+
+    def has_no_image(self, name: str, image: str, now: float) -> None:
+        """It does not know an image: leave it out for that one, for a while."""
+        self._hosts[name].without[image] = now + NO_IMAGE_S
+
+    def failed(self, name: str, now: float) -> None:
+        """It could not make a sandbox. Of those that fail together, as when it falls silent, the rest tell nothing."""
+        host = self._hosts[name]
+        if host.report is None or now < host.rests_until:
+            return
+        host.failures += 1
+        if host.failures >= FAILURES:
+            host.rests_until = now + REST.delay_s(host.failures - FAILURES + 1)
+
+    def made(self, name: str) -> None:
+        """It made one."""
+        self._hosts[name].failures = 0
+
+    def agree(self, capabilities: Mapping[str, frozenset[Capability]]) -> frozenset[Capability]:
+        """The capabilities that all of some hosts have; from the second call on, those of the first: a host that has
+        less is left out, since what was promised is relied on.
+        """
+        if self._agreed is None:
+            self._agreed = frozenset.intersection(*capabilities.values())
+        for name, own in capabilities.items():
+            self._hosts[name].lacks = ", ".join(sorted(self._agreed - own))
+        return self._agreed
+
+    def is_silent(self, name: str) -> bool:
+        """Say whether a host gave no answer when it was last looked at."""
+        return self._hosts[name].report is None
+
+    def is_nowhere(self, image: str, now: float) -> bool:
+        """Say whether every host, be it silent or not, was asked for an image lately and did not know it."""
+        return all(now < host.without.get(image, now) for host in self._hosts.values())
+
+    def choose(self, image: str, now: float, *, without: Container[str] = ()) -> str | None:
+        """The host of the next sandbox, which is counted as placed there; none if no host has room.
+
+        ``image`` is a digest, empty for none; hosts in ``without`` were tried already.
+        """
+        able = {
+            name: host for name, host in self._hosts.items() if name not in without and not host.obstacle(image, now)
+        }
+        if not able:
+            return None
+        freest = max(able.values(), key=lambda host: host.free_bytes)
+        chosen = freest
+        if image:
+            enough = LOCAL_SHARE * freest.free_bytes
+            order = image_order(image, tuple(self._hosts))
+            chosen = next(able[name] for name in order if name in able and able[name].free_bytes >= enough)
+        chosen.placed += 1
+        return chosen.name
+
+    def share(self, image: str, count: int, now: float) -> Mapping[str, int]:
+        """The hosts on which ``count`` sandboxes of an image would be placed now, and how many on each; fewer where
+        there is no room. Nothing is placed yet.
+        """
+        before = {name: host.placed for name, host in self._hosts.items()}
+        shares = Counter(self._choices(image, count, now))
+        for name, placed in before.items():
+            self._hosts[name].placed = placed
+        return shares
+
+    def _choices(self, image: str, count: int, now: float) -> Iterator[str]:
+        for _ in range(count):
+            name = self.choose(image, now)
+            if name is None:
+                return
+            yield name
+
+    def obstacles(self, image: str, now: float) -> Mapping[str, str]:
+        """The hosts that get no sandbox of an image now, and why."""
+        obstacles = {name: host.obstacle(image, now) for name, host in self._hosts.items()}
+        return {name: obstacle for name, obstacle in obstacles.items() if obstacle}
+
+    def explain(self, image: str, now: float) -> str:
+        """The same in a line, for people."""
+        return "; ".join(f"{name}: {obstacle}" for name, obstacle in self.obstacles(image, now).items())
+
+
+@lru_cache(IMAGES)
+def image_order(image: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The order in which hosts are preferred for an image: by their weights, which are random and always the same."""
+    return tuple(sorted(names, key=lambda name: hashlib.sha256(f"{image} {name}".encode()).digest(), reverse=True))

@@ -1,0 +1,183 @@
+"""Who has no room gets nothing; images come back to where they were; the same facts give the same host."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from etude.sandbox_spec import Capability
+from etude.sandboxes.remote.placement import FAILURES, LOCAL_SHARE, SANDBOX_BYTES, HostReport, HostTable, image_order
+
+NAMES = ("http://a", "http://b", "http://c", "http://d")
+IMAGES = ("", "one", "other")
+names = st.sampled_from(NAMES)
+
+
+def report(
+    free: int = 100, places: int = 100_000, *, sandboxes: int = 0, is_draining: bool = False, incarnation: str = "1"
+) -> HostReport:
+    """A report of a host with memory for ``free`` sandboxes."""
+    return HostReport(
+        incarnation=incarnation,
+        free_bytes=free * SANDBOX_BYTES,
+        places=places,
+        sandboxes=sandboxes,
+        is_draining=is_draining,
+    )
+
+
+def table(**free: int) -> HostTable:
+    """A table of hosts with so much room."""
+    hosts = HostTable(list(free))
+    for name, room in free.items():
+        hosts.heard(name, report(room))
+    return hosts
+
+
+class Model(RuleBasedStateMachine):
+    """The same, told by what each host said last and what was placed there since."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.twin = HostTable(NAMES), HostTable(NAMES[::-1])
+        self.now = 0.0
+        self.reports: dict[str, HostReport] = {}
+        self.placed: Counter[str] = Counter()
+        self.full: set[str] = set()
+
+    @rule(name=names, free=st.integers(0, 6), places=st.integers(0, 6), is_draining=st.booleans())
+    def heard(self, name: str, free: int, places: int, is_draining: bool) -> None:
+        last = report(free, places, is_draining=is_draining)
+        for each in (self.table, self.twin):
+            each.heard(name, last)
+        self.reports[name] = last
+        self.placed[name] = 0
+        self.full.discard(name)
+
+    @rule(name=names)
+    def silent(self, name: str) -> None:
+        for each in (self.table, self.twin):
+            each.silent(name, "no answer")
+        self.reports.pop(name, None)
+
+    @rule(name=names)
+    def refused(self, name: str) -> None:
+        for each in (self.table, self.twin):
+            each.refused(name)
+        self.full.add(name)
+
+    def free(self, name: str) -> int:
+        return self.reports[name].free_bytes // SANDBOX_BYTES - self.placed[name]
+
+    def able(self) -> set[str]:
+        return {
+            name
+            for name, last in self.reports.items()
+            if not last.is_draining
+            and name not in self.full
+            and self.free(name) >= 1
+            and self.placed[name] < last.places
+        }
+
+    @rule(image=st.sampled_from(IMAGES))
+    def choose(self, image: str) -> None:
+        able = self.able()
+        name = self.table.choose(image, self.now)
+        assert name == self.twin.choose(image, self.now), "the order in which hosts were named decides nothing"
+        if name is None:
+            assert not able
+            return
+        most = max(map(self.free, able))
+        assert name in able
+        assert self.free(name) >= (LOCAL_SHARE * most if image else most)
+        self.placed[name] += 1
+
+    @rule(image=st.sampled_from(IMAGES), count=st.integers(1, 30))
+    def share(self, image: str, count: int) -> None:
+        shares = self.table.share(image, count, self.now)
+        room = sum(min(self.free(name), self.reports[name].places - self.placed[name]) for name in self.able())
+        assert sum(shares.values()) == min(count, room)
+        assert set(shares) <= self.able()
+
+    @precondition(lambda self: not self.able())
+    @invariant()
+    def explained(self) -> None:
+        assert all(name in self.table.explain("", self.now) for name in NAMES)
+
+
+TestHosts = Model.TestCase
+
+
+@given(image=st.text(min_size=1), gone=names)
+def test_a_host_that_goes_moves_no_image_but_its_own(image: str, gone: str) -> None:
+    first = image_order(image, NAMES)[0]
+    left = image_order(image, tuple(name for name in NAMES if name != gone))[0]
+    assert gone == first or left == first
+
+
+def test_images_are_spread_over_hosts_and_come_back_to_theirs() -> None:
+    hosts = table(a=10_000, b=10_000, c=10_000, d=10_000)
+    homes = {image: {hosts.choose(image, 0.0) for _ in range(5)} for image in map(str, range(400))}
+    assert all(len(chosen) == 1 for chosen in homes.values())
+    counts = Counter(next(iter(chosen)) for chosen in homes.values())
+    assert min(counts.values()) > 60, "each of four hosts is the first of about a hundred"
+
+
+def test_an_image_leaves_its_host_when_others_have_far_more_room() -> None:
+    first, second = image_order("image", ("a", "b"))
+    hosts = table(**{first: 10, second: 100})
+    assert hosts.choose("image", 0.0) == second
+    hosts.heard(first, report(60))
+    assert hosts.choose("image", 0.0) == first
+
+
+def test_a_burst_between_two_reports_is_spread_by_room() -> None:
+    hosts = table(a=30, b=10)
+    assert Counter(hosts.choose("", 0.0) for _ in range(40)) == {"a": 30, "b": 10}
+    assert hosts.choose("", 0.0) is None
+
+
+def test_a_host_that_fails_again_and_again_is_left_alone_for_a_while() -> None:
+    hosts = table(a=100, b=10)
+    for _ in range(FAILURES - 1):
+        hosts.failed("a", 0.0)
+    assert hosts.choose("", 0.0) == "a"
+    for _ in range(20):  # all of a burst
+        hosts.failed("a", 0.0)
+    assert hosts.choose("", 0.5) == "b"
+    assert hosts.choose("", 1.0) == "a"
+    hosts.failed("a", 1.0)
+    assert hosts.choose("", 2.5) == "b", "longer each time"
+    hosts.made("a")
+    hosts.failed("a", 4.0)
+    assert hosts.choose("", 4.0) == "a", "counted in a row"
+
+
+def test_a_host_without_an_image_is_left_out_for_that_one_only() -> None:
+    hosts = table(a=100, b=10)
+    hosts.has_no_image("a", "image", 0.0)
+    assert (hosts.choose("image", 1.0), hosts.choose("", 1.0)) == ("b", "a")
+    assert not hosts.is_nowhere("image", 1.0)
+    hosts.has_no_image("b", "image", 0.0)
+    assert hosts.is_nowhere("image", 1.0)
+    hosts.heard("b", report(10, incarnation="2"))
+    assert not hosts.is_nowhere("image", 1.0), "it was started anew, and may have it now"
+
+
+def test_a_host_that_can_do_less_than_was_promised_gets_nothing() -> None:
+    hosts = table(a=100, b=10, c=10)
+    both = frozenset({Capability.FORK, Capability.NETWORK_OFF})
+    assert hosts.agree({"b": both, "c": both | {Capability.SNAPSHOT}}) == both
+    assert hosts.agree({"a": frozenset({Capability.FORK})}) == both
+    assert hosts.choose("", 0.0) == "b"
+    assert "a: it lacks network_off" in hosts.explain("", 0.0)
+    hosts.agree({"a": both})
+    assert hosts.choose("", 0.0) == "a"
+
+
+@pytest.mark.parametrize("hosts", [[], ["a", "a"]])
+def test_hosts_are_named_once(hosts: list[str]) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        HostTable(hosts)
