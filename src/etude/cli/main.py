@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "serve": ("processes", "One process of a run: an engine."),
         "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
         "rollouts": ("processes", "One process of a run: rollouts and evaluations."),
-        "train": ("processes", "One process of a run: the trainer."),
+        "train": ("processes", "One process of a run: the trainer, or one node of it."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
         "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
