@@ -19,11 +19,11 @@ from etude.weights.pull import pull
 from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
 
-pytestmark = pytest.mark.heavy("root or user namespaces, and a minute")
+pytestmark = [pytest.mark.heavy("root or user namespaces, and a minute"), pytest.mark.timeout(900)]
 
 SHAPE = WanShape(rtt_s=0.05, loss=0.0, bits_per_s=1e9)
-ROWS = COLUMNS = 5000
-"""75 MB: packs on their way when a relay is killed are few of them."""
+ROWS = COLUMNS = 4000
+"""48 MB: packs on their way when a relay is killed are few of them."""
 CUT_S = 8.0
 BACK_S = 40.0
 """Longer than the timeout of a request."""
@@ -35,12 +35,16 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher, PublishOptions
 from synthetic_updates import synthetic_version
 
-plan, version = SitePlan(**json.loads(sys.argv[1])), int(sys.argv[2])
-options = PublishOptions(codec="gaps", chunk_numbers=50_000, pack_bytes=100_000, encoders=1, uploads=4, anchor_every=0)
+plan = SitePlan(**json.loads(sys.argv[1]))
+options = PublishOptions(codec="gaps", chunk_numbers=50_000, pack_bytes=80_000, encoders=1, uploads=4, anchor_every=0)
 with Publisher(WeightLog(plan.origin()), options) as publisher:
-    for each in range(version + 1):
-        publisher.publish(synthetic_version(each, rows=ROWS, columns=COLUMNS), version=each, step=each).result()
+    for line in sys.stdin:
+        version = int(line)
+        state = synthetic_version(version, rows=ROWS, columns=COLUMNS)
+        publisher.publish(state, version=version, step=version).result()
+        print(version, flush=True)
 """
+"""Publishes each version that it reads of, and says so."""
 
 
 @pytest.fixture
@@ -52,11 +56,20 @@ def wan() -> Iterator[Wan]:
         pytest.skip(str(error))
 
 
-def publish(wan: Wan, plan: SitePlan, version: int) -> None:
-    code = PUBLISH.replace("ROWS", str(ROWS)).replace("COLUMNS", str(COLUMNS))
+def started(wan: Wan, command: list[str]) -> "subprocess.Popen[bytes]":
+    """A program at home that prints a line when it is done with what it was told."""
     support = {"PYTHONPATH": ":".join((str(Path(__file__).parents[1] / "support"), *sys.path))}
-    publishing = wan.popen("home", [sys.executable, "-c", code, plan.to_json(), str(version)], environment=support)
-    assert publishing.wait(200) == 0
+    return wan.popen(
+        "home", [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, environment=support
+    )
+
+
+def line_of(program: "subprocess.Popen[bytes]", order: str = "") -> str:
+    """Its next line, after an order."""
+    assert program.stdin is not None and program.stdout is not None
+    program.stdin.write(order.encode())
+    program.stdin.flush()
+    return program.stdout.readline().decode()
 
 
 def relay(wan: Wan, region: Path) -> "subprocess.Popen[bytes]":
@@ -75,12 +88,21 @@ def test_two_relays_bring_one_copy_though_the_active_one_is_killed_and_the_link_
     wan: Wan, tmp_path: Path
 ) -> None:
     plan = SitePlan(contestant="etude", bucket=wan.address("home"), layers=1, seed=0, connections=4)
-    bucket = wan.popen(
-        "home", [sys.executable, "-m", "bench.sync.sites", "bucket", plan.to_json()], stdout=subprocess.PIPE
-    )
-    assert bucket.stdout is not None and json.loads(bucket.stdout.readline())["event"] == "ready"
-    publish(wan, plan, 0)
-    region = tmp_path / "region"
+    with (
+        started(wan, ["-m", "bench.sync.sites", "bucket", plan.to_json()]) as bucket,
+        started(
+            wan, ["-c", PUBLISH.replace("ROWS", str(ROWS)).replace("COLUMNS", str(COLUMNS)), plan.to_json()]
+        ) as publisher,
+    ):
+        try:
+            assert json.loads(line_of(bucket))["event"] == "ready"
+            bring_versions(wan, publisher, tmp_path / "region")
+        finally:
+            wan.close()  # ends both
+
+
+def bring_versions(wan: Wan, publisher: "subprocess.Popen[bytes]", region: Path) -> None:
+    assert line_of(publisher, "0\n") == "0\n"
     before = wan.traffic("home", "eu")
     active = relay(wan, region)
     store = ObjectStore(str(region))
@@ -95,7 +117,7 @@ def test_two_relays_bring_one_copy_though_the_active_one_is_killed_and_the_link_
     assert alike(pull(log).state, synthetic_version(0, rows=ROWS, columns=COLUMNS))
     assert copies <= 1.05, f"{copies:.3f} copies of {size_bytes} bytes"
     wan.cut("eu")
-    publish(wan, plan, 1)
+    assert line_of(publisher, "1\n") == "1\n"
     time.sleep(CUT_S)
     wan.heal("eu")
     healed_s = time.monotonic()
