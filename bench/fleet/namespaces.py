@@ -12,6 +12,9 @@ from pathlib import Path
 
 from bench.sync.router import enter_namespace
 
+ROUTER = "bench.sync.router"
+"""The emulator's program, which stays in the namespace that it made last."""
+
 
 def enter_command(init: int, command: Sequence[str]) -> list[str]:
     """The command line that runs ``command`` on the machine that process ``init`` keeps open."""
@@ -19,10 +22,11 @@ def enter_command(init: int, command: Sequence[str]) -> list[str]:
 
 
 def processes_in(init: int) -> dict[int, list[str]]:
-    """Process id → command line of all that runs on a machine."""
+    """Process id → command line of all that runs on a machine; the emulator of links, which visits it, does not."""
     machine = _machine(init)
     running = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return {pid: _command(pid) for pid in running if machine is not None and _machine(pid) == machine}
+    there = {pid: _command(pid) for pid in running if machine is not None and _machine(pid) == machine}
+    return {pid: words for pid, words in there.items() if ROUTER not in words}
 
 
 def kill_all(pids: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
-from etude.errors import ConfigError, RunFolderError
+from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.objects import check_put_if_absent
 from etude.run.event_copies import fetch_events
 from etude.run.folder import FLEET_FILE, LEDGER_URL, LOG_ID, RunFolder, exclusive
@@ -37,22 +37,26 @@ TRIES = 100
 """Times that a set of files is put anew because another process put one."""
 
 
-def open_run_folder(run: Path | str, *, writes: bool = True) -> RunFolder:
+def open_run_folder(run: Path | str, *, writes: bool = True, may_be_old: bool = False) -> RunFolder:
     """Open a run by its folder or its URL; of a URL this makes the working folder, or brings it up to date.
 
-    Who only reads (not ``writes``) gets no weights. Raises :class:`~etude.errors.RunFolderError` where there is no run,
+    Who only reads (not ``writes``) gets no weights. While the URL is away, a working folder that is there already will do
+    where it ``may_be_old``: in a region that is cut off processes are started, too. Raises :class:`~etude.errors.RunFolderError` where there is no run,
     and :class:`~etude.errors.DamagedError` for what is not whole.
     """
     if isinstance(run, Path) or not is_run_url(run):
         return RunFolder.open(Path(run), writes=writes)
     url = normal_url(run)
-    stored = open_stored(url, FILES)
-    if not stored.numbers():
-        raise RunFolderError(f"there is no run at {url}: start one with `etude run RECIPE --at {url}`")
-    folder = RunFolder(working_path(url))
-    folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
-    with exclusive(folder, "fetch", wait_s=FETCH_S):
-        _fetch(folder, url, stored, with_weights=writes)
+    stored, folder = open_stored(url, FILES), RunFolder(working_path(url))
+    try:
+        if not stored.numbers():
+            raise RunFolderError(f"there is no run at {url}: start one with `etude run RECIPE --at {url}`")
+        folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
+        with exclusive(folder, "fetch", wait_s=FETCH_S):
+            _fetch(folder, url, stored, with_weights=writes)
+    except InfrastructureError:
+        if not may_be_old or not folder.config_file.is_file():
+            raise
     return RunFolder.open(folder.path, writes=writes)
 
 

@@ -39,7 +39,7 @@ def parity(*, run: Run) -> None:
 @app.command()
 def serve(*, run: Run, replica: Replica = 0, region: Region = "") -> None:
     """One process of a run: an engine."""
-    run_process(process_name("serve", replica, region), open_run_folder(run))
+    run_process(process_name("serve", replica, region), open_run_folder(run, may_be_old=bool(region)))
 
 
 @app.command()
