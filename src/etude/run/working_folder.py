@@ -40,9 +40,10 @@ TRIES = 100
 def open_run_folder(run: Path | str, *, writes: bool = True, may_be_old: bool = False) -> RunFolder:
     """Open a run by its folder or its URL; of a URL this makes the working folder, or brings it up to date.
 
-    Who only reads (not ``writes``) gets no weights. While the URL is away, a working folder that is there already will do
-    where it ``may_be_old``: in a region that is cut off processes are started, too. Raises :class:`~etude.errors.RunFolderError` where there is no run,
-    and :class:`~etude.errors.DamagedError` for what is not whole.
+    Who only reads (not ``writes``) gets no weights. While the URL is away, a working folder that is there will do where
+    it ``may_be_old``: in a region that is cut off processes are started, too. Raises
+    :class:`~etude.errors.RunFolderError` where there is no run, and :class:`~etude.errors.DamagedError` for what is not
+    whole.
     """
     if isinstance(run, Path) or not is_run_url(run):
         return RunFolder.open(Path(run), writes=writes)
