@@ -24,7 +24,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def site(library: Path, tmp_path: Path) -> Iterator[Site]:
-    machine = Machine(tmp_path / "run", tmp_path / "page", library)
+    machine = Machine(tmp_path / "run", tmp_path / "run" / "store", tmp_path / "page", library)
     yield Site(machine=machine, links={}, database=None)
     machine.close()
 

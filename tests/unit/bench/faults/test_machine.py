@@ -79,7 +79,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def machine(library: Path, tmp_path: Path) -> Iterator[Machine]:
     (tmp_path / "run" / "store").mkdir(parents=True)
-    machine = Machine(tmp_path / "run", tmp_path / "page", library)
+    machine = Machine(tmp_path / "run", tmp_path / "run" / "store", tmp_path / "page", library)
     yield machine
     machine.close()
 
