@@ -134,3 +134,14 @@ def devices_of(fleet: FleetConfig) -> list[str]:
     """Settings of a recipe that follow from a fleet: ``auto`` would ask this machine for a GPU, which is another's."""
     sections = {"train": "trainer.device", "serve": "engine.device"}
     return [f'{key}="cuda"' for command, key in sections.items() if resources_of(command, fleet).gpus]
+
+
+def replicas_of(fleet: FleetConfig) -> list[str]:
+    """Settings of a recipe by which the endpoints of a run have a row for each engine and gateway at home.
+
+    Engines with GPUs are none of them: a recipe with several would share those of one machine.
+    """
+    if resources_of("serve", fleet).gpus:
+        return []
+    home = fleet.home_region
+    return [f"engine.replicas={max(1, home.engines)}", f"gateway.replicas={home.gateways}"]

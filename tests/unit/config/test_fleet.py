@@ -10,7 +10,7 @@ from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
 from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
-from etude.run.fleet_plan import plan_loop
+from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
 from etude.run.process_name import ProcessName
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "fleet"
@@ -82,3 +82,9 @@ def test_the_examples_are_sound_and_as_large_as_they_say(name: str, machines: in
     gpus = sum(spec.resources.gpus for spec in specs)
     hosts = sum(region.sandbox_hosts for region in fleet.regions)
     assert machines - 130 <= (gpus + 7) // 8 + hosts <= machines or gpus == 0
+
+
+def test_a_recipe_takes_from_its_fleet_what_one_machine_cannot_know() -> None:
+    one, four = (load_fleet(EXAMPLES / f"{name}.toml") for name in ("one-machine", "four-machines"))
+    assert (devices_of(one), replicas_of(one)) == ([], ["engine.replicas=3", "gateway.replicas=1"])
+    assert (devices_of(four), replicas_of(four)) == (['trainer.device="cuda"', 'engine.device="cuda"'], [])

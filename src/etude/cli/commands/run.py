@@ -18,7 +18,7 @@ from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
-from etude.run.fleet_plan import devices_of, plan_loop
+from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
@@ -77,7 +77,7 @@ def run(
         raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below {WORK_VARIABLE}")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
-    settings += [] if machines is None else devices_of(machines)
+    settings += [] if machines is None else [*devices_of(machines), *replicas_of(machines)]
     config = load_recipe(recipe, [*overrides, *settings])
     about_reward = describe(config.reward)
     if dry_run:
