@@ -31,6 +31,7 @@ from etude.rewards.graders.functions import HiddenTests
 from etude.rollouts.task_order import TaskOrder
 from etude.run.export import export_run
 from etude.run.folder import RunFolder, start_from
+from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.task_families import open_family
 from etude.run.weight_log import open_log
@@ -218,7 +219,7 @@ def _published(options: LoopOptions, config: RunConfig, start: RunFolder, out: P
     folder = RunFolder.create(out / "run", config)
     start_from(start, folder)
     log = open_log(folder)
-    with EventLog(folder.events, "trainer") as events, WeightPublishing(log, config.name, events) as publishing:
+    with EventLog(folder.events, str(TRAINER)) as events, WeightPublishing(log, config.name, events) as publishing:
         for version, step in enumerate(options.marked, 1):
             _, state = load_checkpoint(out / f"step-{step}")
             publishing.start(state, version)

@@ -17,6 +17,8 @@ WORKDIR = "/work"
 """Working folder of a sandbox's commands, unless the image says otherwise."""
 SCRATCH = "scratch"
 """Name of the base system without any file, on which the layers of a container's image lie."""
+SERVICE_ROOTS = "/.services"
+"""Folder in a sandbox's root that has the roots of its services; root alone may enter it."""
 PLACE = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}")
 """``host:port``, as lists of allowed places have it."""
 
@@ -39,6 +41,10 @@ class Capability(StrEnum):
     MEMORY_LIMIT = "memory_limit"
     """Beyond the limit commands die; the sandbox and its neighbours live on."""
     PROCESS_LIMIT = "process_limit"
+    LIMIT_WALL = "limit_wall"
+    """Far beyond its limits of memory and processes a sandbox gets no more, or ends as a whole, and its neighbours live
+    on: for those who do not hold to the limits themselves.
+    """
     DISK_LIMIT = "disk_limit"
     COUNTERS_APART = "counters_apart"
     """Counts of the kernel for each user, such as timers and watched files, are each sandbox's own."""
@@ -46,6 +52,8 @@ class Capability(StrEnum):
     """Processes that a command left are still there for the next one; else nothing outlives its command."""
     IMAGES = "images"
     """Sandboxes start from an :class:`Image`."""
+    IMAGE_SERVICES = "image_services"
+    """Services of an image run, each in a root of its own."""
     SNAPSHOT = "snapshot"
     """``snapshot`` keeps the files as a new image."""
     FORK = "fork"
@@ -80,6 +88,30 @@ class Healthcheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageService:
+    """A program that runs in a sandbox beside its commands, in a root of its own: a folder of the sandbox's root.
+
+    It has the sandbox's loopback, limits and life.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    """All of its variables."""
+    workdir: str = "/"
+    """In its own root."""
+    uid: int = 0
+    gid: int = 0
+    healthchecks: tuple[Healthcheck, ...] = ()
+    """Run in its root; have to succeed before anything else is started."""
+
+    @property
+    def root(self) -> str:
+        """Its root, as a path in the sandbox."""
+        return f"{SERVICE_ROOTS}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """The initial file system of a sandbox, trees over a base system, and what the config of its container says."""
 
@@ -100,6 +132,8 @@ class Image:
     """Started in every sandbox before its first command, and left running."""
     healthchecks: tuple[Healthcheck, ...] = ()
     """Have to succeed, one after the other, before that."""
+    services: tuple[ImageService, ...] = ()
+    """Started one after the other, before the entry point; their files are in the layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

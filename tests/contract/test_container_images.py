@@ -22,10 +22,11 @@ from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.oci.provider import OciSandboxes
 from etude.sandboxes.oci.runtimes import CRUN
 from etude.sandboxes.qemu.provider import QemuSandboxes
-from etude.sandboxes.services import ServicedSandboxes
+from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.taskgen.harbor.soundness import SoundnessCheck
 from etude.tasks.harbor.folder import read_task
 from etude.tasks.harbor.images import Builds, build_images
+from etude.types import Split
 from providers import no_virtual_machines
 from registries import PASSWORD, USER, Registry, running_registry, what_is_missing, write_files
 
@@ -320,6 +321,41 @@ COMPOSED: Mapping[str, str] = {
     "solution/solve.sh": "#!/bin/bash\nwget -q -O answer $WEB\n",
 }
 """The same with a service beside it, which the verifier asks, too."""
+OWN_IMAGES: Mapping[str, str] = {
+    **{name: text for name, text in TERMINAL_BENCH.items() if not name.startswith("environment/")},
+    "task.toml": "",
+    "environment/Dockerfile": "FROM localhost/base\nRUN mkdir /srv && echo main >/srv/word\nWORKDIR /app\n",
+    "environment/word": "word of a file\n",
+    "environment/one/Dockerfile": """FROM localhost/base
+RUN mkdir /srv /data && echo one >/srv/word && echo 'one:x:77:78::/srv:/bin/sh' >>/etc/passwd && chown 77:78 /data
+ENV PORT=8001
+WORKDIR /srv
+COPY start.sh /start.sh
+USER one
+ENTRYPOINT ["/start.sh"]
+CMD ["from", "cmd"]
+HEALTHCHECK --interval=1s --retries=60 CMD wget -q -O- http://127.0.0.1:$PORT/srv/word
+""",
+    "environment/one/start.sh": "#!/bin/sh\n"
+    'echo "$@ $(id -u):$(id -g) $(pwd) $HOME" >/data/said && cp /data/said /tmp/said\n'
+    "cat /etc/conf/word >/data/given; ls /proc/self/fd >/dev/null && exec httpd -f -p $PORT -h /\n",
+    "environment/two/Dockerfile": 'FROM localhost/base\nRUN mkdir /srv && echo two >/srv/word\nCMD ["false"]\n',
+    "environment/docker-compose.yaml": """services:
+  main: {depends_on: [two]}
+  one: {build: ./one, volumes: ["./word:/etc/conf/word", "kept:/data"]}
+  two:
+    build: {context: two}
+    command: sh -c 'wget -q -O /tmp/of-one http://one:8001/srv/word; exec httpd -f -p 8002 -h /'
+    depends_on: {one: {condition: service_healthy}}
+    healthcheck: {test: [CMD, test, -e, /tmp/of-one], interval: 1s, retries: 60}
+""",
+    "tests/test.sh": "#!/bin/bash\n"
+    'if [ "$(cat answer)" = "one two one main" ] && wget -q -O- http://two:8002/tmp/of-one | grep -q one; then echo 1\n'
+    "else echo 0; fi >/logs/verifier/reward.txt\n",
+    "solution/solve.sh": "#!/bin/bash\nget() { wget -q -O- http://$1; }\n"
+    "echo $(get one:8001/srv/word) $(get two:8002/srv/word) $(get two:8002/tmp/of-one) $(cat /srv/word) >answer\n",
+}
+"""With services of other images, which have other files at the same places."""
 BUG = """from calc import add
 
 
@@ -383,6 +419,69 @@ def test_a_task_with_services_by_compose_is_sound(
     if name == "qemu" and (missing := no_virtual_machines()):
         pytest.skip(missing)
     assert_sound(name, write_files(tmp_path / "task", COMPOSED), store)
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_a_task_with_services_of_other_images_is_sound(
+    name: str, registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    if name == "qemu" and (missing := no_virtual_machines()):
+        pytest.skip(missing)
+    assert_sound(name, write_files(tmp_path / "task", OWN_IMAGES), store)
+
+
+SPY = """get() { wget -q -O- http://$1 2>&1; }
+get one:8001/data/said; get one:8001/data/given; ls /.services 2>&1
+echo $(get two:8002/srv/word) $(cat /srv/word); rm -f /tmp/of-one; get two:8002/tmp/of-one"""
+SPIED = """from cmd 77:78 /srv /srv
+word of a file
+ls: can't open '/.services': Permission denied
+two main
+one
+"""
+
+
+@pytest.mark.parametrize("name", PROVIDERS)
+def test_services_keep_what_their_images_say_and_a_fork_has_them(
+    name: str, registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    if name == "qemu" and (missing := no_virtual_machines()):
+        pytest.skip(missing)
+    source = read_task(write_files(tmp_path / "task", OWN_IMAGES))
+
+    async def act() -> list[str]:
+        provider = PROVIDERS[name](store)
+        try:
+            builds = await build_images([source], store)
+            task = source.task(Split.TRAIN, image=builds.images[source.name])
+            assert task.environment is not None
+            spec = sandbox_spec(task.environment, builds.images[source.name])
+            sandbox = await provider.create({}, spec)
+            (fork,) = await sandbox.fork()
+            done = [await each.exec(["sh", "-c", SPY], timeout_s=60) for each in (sandbox, fork)]
+            return [each.stdout + each.stderr for each in done]
+        finally:
+            await provider.close()
+
+    assert asyncio.run(act()) == [SPIED, SPIED]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("command: sh -c 'echo too bad; exit 3'", "service two ended: too bad"),
+        ("command: sh -c 'echo its log; sleep 99'", "service two: HEALTHCHECK.*1 times: (?s:.*)its log"),
+    ],
+)
+def test_a_service_that_does_not_come_up_is_an_error_with_its_log(
+    lines: str, words: str, registry: Registry, store: ImageStore, tmp_path: Path
+) -> None:
+    compose = f"services:\n  main: {{}}\n  two:\n    build: two\n    {lines}\n    healthcheck: "
+    compose += "{test: 'false', interval: 1s, retries: 1}\n"
+    files = {**OWN_IMAGES, "environment/docker-compose.yaml": compose}
+    (image,) = asyncio.run(build_images([read_task(write_files(tmp_path / "task", files))], store)).images.values()
+    with pytest.raises(SandboxError, match=words):
+        output(PROVIDERS["ns"](store), image, "")
 
 
 @pytest.mark.parametrize("name", ["ns", "crun"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import shutil
 import stat
 import tarfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,9 +14,10 @@ import pytest
 
 from etude.errors import EtudeError, SandboxError, Unsupported
 from etude.protocols import Sandbox
-from etude.sandbox_spec import Capability, Healthcheck, Image, SandboxSpec
+from etude.sandbox_spec import Capability, Healthcheck, Image, ImageService, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from providers import TIMEOUT_S, WAIT_S, Stage, output, python
+from registries import BUSYBOX
 
 T = TypeVar("T")
 
@@ -105,6 +107,51 @@ def test_an_image_that_is_not_there_is_an_error(stage: Stage, image: Image, tmp_
 # --- What runs and is found beside the commands -------------------------------------------------------------------
 
 ENTRY = ("sh", "-c", 'echo "$(id -u) up" >/tmp/up; exec "$@"', "entry")
+
+
+SERVE = """echo shared >/dev/shm/word && exec >/tmp/said 2>/dev/null
+echo $(id -u) $WORD $(cat word) $(ls /) $(cat /dev/shm/word) >/dev/stdout; exec httpd -f -p 8000 -h /tmp"""
+ASK = r"""import os, socket
+asked = socket.create_connection(('box', 8000)).makefile('rwb')
+asked.write(b'GET /said HTTP/1.0\r\n\r\n')
+asked.flush()
+print(asked.read().split(b'\r\n')[-1].decode(), end='')
+print(os.access('/.services', os.X_OK), os.path.exists('/srv/word'))
+"""
+
+
+def test_a_service_of_an_image_runs_in_a_root_of_its_own_and_in_forks(stage: Stage, tmp_path: Path) -> None:
+    stage.need(Capability.IMAGE_SERVICES)
+    if not BUSYBOX.exists():
+        pytest.skip("busybox-static is not installed")
+    service = ImageService(
+        name="box",
+        argv=("sh", "-c", SERVE),
+        environment={"PATH": "/bin", "WORD": "hello"},
+        workdir="/srv",
+        healthchecks=(
+            Healthcheck(argv=("wget", "-q", "-O-", "http://127.0.0.1:8000/said"), interval_s=0.1, retries=600),
+        ),
+    )
+    layer = tmp_path / "layer"
+    root = layer / service.root.lstrip("/")
+    for name in ("bin", "srv", "tmp", "proc", "dev"):
+        (root / name).mkdir(parents=True)
+    root.parent.chmod(0o700)
+    (root / "srv/word").write_text("world", encoding="utf-8")
+    shutil.copy(BUSYBOX, root / "bin/busybox")
+    for name in ("sh", "mktemp", "cat", "id", "ls", "httpd", "wget", "sleep", "tail"):
+        (root / "bin" / name).symlink_to("busybox")
+
+    async def act(sandbox: Sandbox) -> list[str]:
+        (fork,) = await sandbox.fork()
+        try:
+            return [await output(each, ASK) for each in (sandbox, fork)]
+        finally:
+            await fork.close()
+
+    spec = SandboxSpec(image=Image(layers=(layer,), services=(service,)), names=("box",))
+    assert stage.play(act, spec=spec) == ["0 hello world bin dev proc srv tmp shared\nFalse False\n"] * 2
 
 
 def test_an_entry_point_runs_and_is_waited_for_before_the_first_command(stage: Stage) -> None:

@@ -6,8 +6,9 @@ from asyncio.subprocess import PIPE
 
 import pytest
 
+from etude.errors import SandboxError
 from etude.protocols import Sandbox
-from etude.sandbox_spec import Capability
+from etude.sandbox_spec import Capability, SandboxSpec
 from providers import TIGHT, TIMEOUT_S, Stage, output, python
 
 FORK_BOMB = """
@@ -128,6 +129,26 @@ def test_a_fork_bomb_stops_at_the_limit(stage: Stage) -> None:
 def test_a_memory_bomb_ends_and_nothing_else(stage: Stage) -> None:
     stage.need(Capability.MEMORY_LIMIT)
     explode(stage, MEMORY_BOMB)
+
+
+def test_a_wall_stands_around_a_sandbox_whatever_becomes_of_it(stage: Stage) -> None:
+    stage.need(Capability.LIMIT_WALL)
+
+    async def explode() -> None:
+        other = await stage.provider.create({})
+        sandbox = await stage.provider.create({}, SandboxSpec(limits=TIGHT))
+        try:
+            result = await python(sandbox, MEMORY_BOMB, timeout_s=2 * TIMEOUT_S)
+            assert not result.timed_out
+            assert result.exit_code
+        except SandboxError:
+            pass
+        finally:
+            await sandbox.close()
+        assert await output(other, "print('neighbour')") == "neighbour\n"
+        await other.close()
+
+    stage.run(explode())
 
 
 def test_memory_is_counted_over_all_processes(stage: Stage) -> None:

@@ -13,6 +13,7 @@ import etude
 from etude.config.loading import default_recipe, parse_config
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.run.folder import RunFolder
+from etude.run.process_name import TRAINER
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog
 from etude.telemetry.metrics import METRICS
@@ -28,7 +29,7 @@ def run(tmp_path: Path) -> etude.Run:
     """A run with two groups of two, the first of them trained on."""
     folder = RunFolder.create(tmp_path / "run", default_recipe())
     ChatTemplate.train(["read f"], 300).save(folder.model)
-    with Ledger.open(folder.ledger) as ledger, EventLog(folder.events, "trainer") as events:
+    with Ledger.open(folder.ledger) as ledger, EventLog(folder.events, str(TRAINER)) as events:
         for group in range(2):
             ledger.admit_group(task(group), TRAIN, 2, 0)
             for slot in range(2):

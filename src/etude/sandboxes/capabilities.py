@@ -25,6 +25,8 @@ LIMITS: Mapping[str, Capability] = MappingProxyType(
     }
 )
 """Field of :class:`~etude.sandbox_spec.SandboxLimits` → what it takes to keep it."""
+WALLED = frozenset({Capability.MEMORY_LIMIT, Capability.PROCESS_LIMIT})
+"""Capabilities in whose place ``LIMIT_WALL`` will do."""
 
 
 def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
@@ -41,6 +43,8 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
     elif spec.user == "root":
         needed[Capability.IMAGES] = "user='root'"
     running = {"names": spec.names, "ENTRYPOINT": spec.image.entrypoint, "HEALTHCHECK": spec.image.healthchecks}
+    if spec.image.services:
+        needed[Capability.IMAGE_SERVICES] = f"services {[service.name for service in spec.image.services]}"
     for name, value in running.items():
         if value:
             needed[Capability.BACKGROUND] = f"{name} {list(value)}"
@@ -55,8 +59,9 @@ def demands(spec: SandboxSpec) -> Mapping[Capability, str]:
 
 def check_spec(spec: SandboxSpec, granted: frozenset[Capability], provider: str) -> None:
     """Raise :class:`~etude.errors.Unsupported` for a spec that needs a capability ``provider`` lacks."""
+    enough = granted | WALLED if Capability.LIMIT_WALL in granted else granted
     for capability, words in demands(spec).items():
-        check_capability(capability, granted, provider, words)
+        check_capability(capability, enough, provider, words)
 
 
 def check_sources(spec: SandboxSpec, bases: Mapping[str, Path]) -> None:

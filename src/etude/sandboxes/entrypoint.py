@@ -1,18 +1,23 @@
-"""The entry point of an image: started in a fresh sandbox, as the user of its commands, and waited for.
+"""Programs that an image starts in a fresh sandbox: its services, its entry point, and the checks that are waited for.
 
+    services                       ──▶  each in its own root, as its own user, until it is healthy
     ENTRYPOINT ["/entry.sh"]     ──▶  /entry.sh sh -c '…sleeps for ever…'     as Harbor starts its containers
     HEALTHCHECK CMD redis-cli ping ─▶ until it succeeds, or has failed too often
 
-Every provider calls :func:`started` for what it makes, so an image means the same in all of them. An entry point that
-runs its arguments is done when they run; one that does not is itself the server, and has to live.
+Every provider calls :func:`started` for what it makes, forks without processes included, so an image means the same in
+all of them. An entry point that runs its arguments is done when they run; one that does not is itself the server, and
+has to live.
 """
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeAlias
 
 from etude.errors import SandboxError
-from etude.protocols import Sandbox
-from etude.sandbox_spec import Healthcheck, Image
+from etude.protocols import ExecResult, Sandbox
+from etude.sandbox_spec import Healthcheck, Image, ImageService
 from etude.sandboxes.lifecycle import close_all
 
 START_TIMEOUT_S = 300.0
@@ -21,19 +26,57 @@ SETTLED_S = 2
 """An entry point that lives so long, and has not run its arguments, is a server."""
 POLL_S = 0.5
 """Longest wait between two tries of a health check: it may be asked for sooner than an image says, never later."""
-START = f"""
+START = """
 set -u
 log=$(mktemp -d /tmp/entrypoint.XXXXXX) || exit 1
-{{ "$@" sh -c ': >"$0"; while :; do sleep 3600; done' "$log/up" >"$log/log" 2>&1 </dev/null; echo $? >"$log/code"; }} \\
-    >/dev/null 2>&1 </dev/null &
-polls={SETTLED_S * 10}
+{{ "$@" {arguments} >"$log/log" 2>&1 </dev/null; echo $? >"$log/code"; }} >/dev/null 2>&1 </dev/null &
+polls={polls}
 while [ ! -e "$log/up" ] && [ $polls -gt 0 ]; do
     [ ! -e "$log/code" ] || {{ tail -n 20 "$log/log"; exit 1; }}
     sleep 0.1
     polls=$((polls - 1))
 done
 """
-"""Runs its arguments as an entry point; fails with its log if it ends."""
+"""Runs its arguments, with more of them, in the background; fails with its log if it ends at once."""
+START_ENTRYPOINT = START.format(
+    arguments="""sh -c ': >"$0"; while :; do sleep 3600; done' "$log/up\"""", polls=SETTLED_S * 10
+)
+START_SERVICE = 'cd "$0" || exit 1' + START.format(arguments="", polls=2)
+SERVICE_LOG = "tail -n 20 /tmp/entrypoint.*/log"
+
+Run: TypeAlias = Callable[..., Awaitable[ExecResult]]
+"""Runs ``argv`` within ``timeout_s``."""
+
+
+class ServiceHost(Sandbox, Protocol):
+    """A sandbox whose provider can run services of an image."""
+
+    async def exec_in(self, service: ImageService, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        """Run a command of étude's in a service's root, as its user, with its variables and no other."""
+        ...
+
+
+async def services_started(sandbox: ServiceHost, image: Image) -> None:
+    """Start an image's services, each when those before it are healthy; closes the sandbox if that fails.
+
+    Raises :class:`~etude.errors.SandboxError` with the end of the log of the one that does not come up.
+    """
+    try:
+        for service in image.services:
+            run = partial(sandbox.exec_in, service)
+            start = ["/bin/sh", "-c", START_SERVICE, service.workdir, *service.argv]
+            done = await run(start, timeout_s=START_TIMEOUT_S)
+            if done.exit_code != 0:
+                raise SandboxError(f"service {service.name} ended: {(done.stdout + done.stderr)[-2000:]}")
+            for check in service.healthchecks:
+                try:
+                    await _wait_until_healthy(run, check)
+                except SandboxError as error:
+                    log = await run(["/bin/sh", "-c", SERVICE_LOG], timeout_s=START_TIMEOUT_S)
+                    raise SandboxError(f"service {service.name}: {error}\n{log.stdout[-2000:]}") from error
+    except BaseException:
+        await close_all([sandbox])
+        raise
 
 
 async def started(sandbox: Sandbox, image: Image) -> None:
@@ -43,22 +86,22 @@ async def started(sandbox: Sandbox, image: Image) -> None:
     """
     try:
         if image.entrypoint:
-            argv = ["sh", "-c", START, "entrypoint", *image.entrypoint]
+            argv = ["sh", "-c", START_ENTRYPOINT, "entrypoint", *image.entrypoint]
             done = await sandbox.exec(argv, timeout_s=START_TIMEOUT_S)
             if done.exit_code != 0:
                 raise SandboxError(f"ENTRYPOINT {list(image.entrypoint)} ended: {(done.stdout + done.stderr)[-2000:]}")
         for check in image.healthchecks:
-            await _wait_until_healthy(sandbox, check)
+            await _wait_until_healthy(sandbox.exec, check)
     except BaseException:
         await close_all([sandbox])
         raise
 
 
-async def _wait_until_healthy(sandbox: Sandbox, check: Healthcheck) -> None:
+async def _wait_until_healthy(run: Run, check: Healthcheck) -> None:
     """Try until it succeeds; ``retries`` times ``interval_s`` after the start period it has failed."""
     end_s = time.monotonic() + check.start_period_s + check.retries * check.interval_s
     while True:
-        done = await sandbox.exec(check.argv, timeout_s=check.timeout_s)
+        done = await run(check.argv, timeout_s=check.timeout_s)
         if done.exit_code == 0 and not done.timed_out:
             return
         if time.monotonic() >= end_s:

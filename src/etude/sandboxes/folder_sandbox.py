@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
-from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
+from etude.sandbox_spec import Image, ImageService, SandboxSpec, SandboxStats
 from etude.sandboxes.capabilities import unsupported
 from etude.sandboxes.folders import Folder, tree_bytes
 from etude.sandboxes.lifecycle import close_all
@@ -36,6 +36,8 @@ class Command:
     environment: Mapping[str, str]
     """Image, specification and call together; the runner's own come below these."""
     spec: SandboxSpec
+    service: ImageService | None = None
+    """In whose root it runs, as whose user; ``environment`` is then all that it has."""
 
     def __post_init__(self) -> None:
         if not self.argv or not 0 < self.timeout_s < math.inf:

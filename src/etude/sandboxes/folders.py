@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -132,7 +133,9 @@ class Folder:
         except OSError:
             return
         try:
-            yield from _entry(folder, PurePosixPath(place).name, shown, budget)
+            name = PurePosixPath(place).name
+            with suppress(FileNotFoundError):
+                yield from _entry(folder, name, os.stat(name, dir_fd=folder, follow_symlinks=False), shown, budget)
         finally:
             os.close(folder)
 
@@ -247,37 +250,45 @@ def tree_bytes(folder: Path) -> int:
 def _walk(folder: int, shown: str, budget: ByteBudget, depth: int = 0) -> Iterator[Entry]:
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} folders inside each other, at {shown[:60]!r}…")
-    for name in sorted(os.listdir(folder)):
-        if not _is_mounted(folder, name):
-            yield from _entry(folder, name, f"{shown}/{name}".lstrip("/"), budget, depth)
+    device = os.fstat(folder).st_dev
+    with os.scandir(folder) as scan:
+        entries = sorted(scan, key=lambda entry: entry.name)
+    for entry in entries:
+        with suppress(FileNotFoundError):  # it just went away
+            status = entry.stat(follow_symlinks=False)
+            if not _is_mounted(folder, entry.name, status, device):
+                yield from _entry(folder, entry.name, status, f"{shown}/{entry.name}".lstrip("/"), budget, depth)
 
 
-def _is_mounted(folder: int, name: str, depth: int = 0) -> bool:
-    """True for a folder of another file system, such as an external harness's, and for one that holds nothing else: it
-    was made to mount them, and is no work of the agent's.
+def _is_mounted(folder: int, name: str, status: os.stat_result, device: int, depth: int = 0) -> bool:
+    """True for a folder of another file system than ``device``, such as an external harness's, and for one that holds
+    nothing else: it was made to mount them, and is no work of the agent's.
     """
+    if not stat.S_ISDIR(status.st_mode):
+        return False
+    if status.st_dev != device:
+        return True
     try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        if not stat.S_ISDIR(status.st_mode):
-            return False
-        if status.st_dev != os.fstat(folder).st_dev:
-            return True
-        inner: int = os.open(name, DIRECTORY, dir_fd=folder)
+        inner = os.open(name, DIRECTORY, dir_fd=folder)
     except OSError:
         return False
     try:
-        names = os.listdir(inner) if depth < MAX_DEPTH else []
-        return bool(names) and all(_is_mounted(inner, one, depth + 1) for one in names)
+        with os.scandir(inner) as scan:
+            entries = [*scan] if depth < MAX_DEPTH else []
+        return bool(entries) and all(
+            _is_mounted(inner, one.name, one.stat(follow_symlinks=False), device, depth + 1) for one in entries
+        )
     except OSError:
         return False
     finally:
         os.close(inner)
 
 
-def _entry(folder: int, name: str, shown: str, budget: ByteBudget, depth: int = 0) -> Iterator[Entry]:
+def _entry(
+    folder: int, name: str, status: os.stat_result, shown: str, budget: ByteBudget, depth: int = 0
+) -> Iterator[Entry]:
     """Entries for ``name`` in an open folder and all below it; none for what cannot be carried or just went away."""
     try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         mode, mtime_s = stat.S_IMODE(status.st_mode) & PERMISSIONS, min(max(0, int(status.st_mtime)), MTIME_END_S - 1)
         if stat.S_ISLNK(status.st_mode):
             target = os.readlink(name, dir_fd=folder)

@@ -645,6 +645,7 @@ def _key(spec: SandboxSpec) -> str:
         [
             [image.digest, image.base, list(map(str, image.layers)), dict(image.environment), image.workdir],
             [astuple(image.user), image.entrypoint, list(map(astuple, image.healthchecks))],
+            [astuple(service) for service in image.services],
             [astuple(spec.limits), spec.allow, spec.names, spec.user, spec.ttl_s],
             [{inside: str(path) for inside, path in spec.mounts.items()}, dict(spec.environment)],
         ],

@@ -8,6 +8,10 @@ keeps in ``REGISTRY_AUTH_FILE``; none of them is read, printed or stored here. A
 number of images that have it. Owners are kept, which takes root; extended attributes and devices are left out. An image
 whose user is root is for the user ``agent`` all the same, who is named in its ``/etc/passwd``; the working folder and
 the home are the user's, whoever made them. ``CMD`` is not run: sandboxes run what a harness says.
+
+A service has an image of its own, and its root is a folder of the sandbox's (``Image.services``): its blobs are
+unpacked below that folder, into layers like any others, so that each provider shows, limits, copies and forks them as
+it does all files. There ``CMD`` counts, and root is root.
 """
 
 import hashlib
@@ -18,13 +22,14 @@ import signal
 import stat
 import subprocess
 import tarfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import ConfigError, SandboxError
-from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageUser
+from etude.sandbox_spec import SCRATCH, Healthcheck, Image, ImageService, ImageUser
 from etude.sandboxes.images.layers import digest_tree, first_link, give_away, paths_below, places_in, remove_tree
 from etude.sandboxes.images.machine_base import SEARCH_FOLDERS
 from etude.sandboxes.images.store import ImageStore, settle
@@ -47,6 +52,30 @@ SYSTEM = ("usr", "bin", "sbin", "lib", "etc", "dev", "proc", "sys", "root")
 SECOND_NS = 1_000_000_000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOrder:
+    """A service that is to be added to an image, and what comes in place of what its own image says."""
+
+    name: str
+    source: str
+    """The image, as for :func:`add_image`."""
+    dockerfile: str = "Dockerfile"
+    """Name in a folder that is built."""
+    entrypoint: tuple[str, ...] | None = None
+    command: tuple[str, ...] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Comes over the image's."""
+    workdir: str = ""
+    user: str = ""
+    healthchecks: tuple[Healthcheck, ...] = ()
+    folders: tuple[str, ...] = ()
+    """Folders that are made where its root has none."""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Place in its root → file or folder that is copied there."""
+    names: tuple[str, ...] = ()
+    """Names that lead to the sandbox's loopback."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Fetched:
     """An image in a folder, as skopeo's transport ``dir`` writes it."""
@@ -60,8 +89,8 @@ class _Fetched:
 
     @property
     def blobs(self) -> Sequence[Path]:
-        """Its layers, lowest first."""
-        return [self._blob(layer) for layer in self._manifest["layers"]]
+        """Its layers, lowest first; one that comes twice, at its last place."""
+        return [*dict.fromkeys(self._blob(layer) for layer in reversed(self._manifest["layers"]))][::-1]
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -99,11 +128,39 @@ def add_image(
     """
     if os.geteuid() != 0:
         raise ConfigError(f"{source}: an image of a container keeps the owners of its files, which takes root")
+    with _fetch(store, source, timeout_s) as fetched:
+        image = _store_image(store, fetched, fetched.folder.parent, workdir, user)
+        layers = [layer.name for layer in image.layers]
+        store.put(image, layers, fetched.digest)
+        return store.put(image, layers, name)
+
+
+def add_services(
+    store: ImageStore, image: Image, orders: Sequence[ServiceOrder], *, name: str = "", timeout_s: float
+) -> Image:
+    """Store ``image`` with services, which are started in the order that is given; ``timeout_s`` is for each.
+
+    Same errors as :func:`add_image`.
+    """
+    services, layers = [], [layer.name for layer in image.layers]
+    for order in orders:
+        with _fetch(store, order.source, timeout_s, order.dockerfile) as fetched:
+            service, digests = _store_service(store, fetched, order)
+        services.append(service)
+        layers += digests
+    return store.put(replace(image, services=tuple(services)), layers, name)
+
+
+@contextmanager
+def _fetch(store: ImageStore, source: str, timeout_s: float, dockerfile: str = "Dockerfile") -> Iterator[_Fetched]:
+    """Build or fetch an image into a folder that is there for the block, with room beside it."""
     with store.incoming() as folder:
         fetched = _Fetched(folder / "fetched")
-        if (Path(source) / "Dockerfile").is_file():
+        recipe = Path(source) / dockerfile
+        if recipe.is_file():
             identity = folder / "identity"
-            _run(["podman", "build", "--format=docker", f"--iidfile={identity}", source], timeout_s, source)
+            build = ["podman", "build", "--format=docker", f"--iidfile={identity}", f"--file={recipe}", source]
+            _run(build, timeout_s, source)
             built = identity.read_text(encoding="ascii").strip()
             _run(["podman", "push", "--quiet", built, f"dir:{fetched.folder}"], timeout_s, source)
         else:
@@ -111,10 +168,7 @@ def add_image(
             _run(["skopeo", "copy", "--quiet", reference, f"dir:{fetched.folder}"], timeout_s, source)
             if expected not in ("", fetched.digest):
                 raise SandboxError(f"{source} has the image {fetched.digest}: name that digest, or get the right file")
-        image = _store_image(store, fetched, folder, workdir, user)
-        layers = [layer.name for layer in image.layers]
-        store.put(image, layers, fetched.digest)
-        return store.put(image, layers, name)
+        yield fetched
 
 
 def reference_of(reference: str) -> tuple[str, str]:
@@ -169,10 +223,9 @@ def _run(argv: Sequence[str], timeout_s: float, what: str) -> None:
 def _store_image(store: ImageStore, fetched: _Fetched, folder: Path, workdir: str, user: str) -> Image:
     """Unpack what is not there yet; ``folder`` is for what is on the way."""
     config = fetched.config
-    blobs = [*dict.fromkeys(reversed(fetched.blobs))][::-1]  # one that comes twice, at its last place
+    blobs = fetched.blobs
     trees = [_known_tree(store, blob) or _unpack(blob, folder / f"tree-{blob.name}") for blob in blobs]
-    if not any(_topmost(trees, path) for path in ("bin/sh", "usr/bin/sh")):
-        raise ConfigError(f"the image {fetched.digest} has no /bin/sh, which harnesses and graders run: add a shell")
+    _check_shell(trees, f"the image {fetched.digest}", "harnesses and graders run")
     owner = _user(user or config.get("User") or "", trees)
     image = Image(
         base=SCRATCH,
@@ -211,6 +264,123 @@ def _store_layer(store: ImageStore, blob: Path, tree: Path, image: Image, folder
     (folder / "note").write_text(digest, encoding="ascii")
     (folder / "note").replace(note)
     return digest
+
+
+def _store_service(store: ImageStore, fetched: _Fetched, order: ServiceOrder) -> tuple[ImageService, list[str]]:
+    """A service, and the digests of its layers, lowest first."""
+    config, folder = fetched.config, fetched.folder.parent
+    place = ImageService(name=order.name, argv=(), environment={}).root.lstrip("/")
+    digests = [_store_below(store, blob, place, folder) for blob in fetched.blobs]
+    trees = [store.layer(digest) / place for digest in digests]
+    what = f"service {order.name}, the image {fetched.digest},"
+    _check_shell(trees, what, "starts it")
+    uid, gid, home = _account(order.user or config.get("User") or "root", trees)
+    command = tuple(config.get("Cmd") or ()) if order.entrypoint is None else ()
+    entrypoint = tuple(config.get("Entrypoint") or ()) if order.entrypoint is None else order.entrypoint
+    argv = (*entrypoint, *(command if order.command is None else order.command))
+    if not argv:
+        raise ConfigError(f"{what} has neither ENTRYPOINT nor CMD: write command, or entrypoint")
+    service = ImageService(
+        name=order.name,
+        argv=argv,
+        environment={
+            "PATH": ":".join(SEARCH_FOLDERS),
+            "HOME": home,
+            **_environment(config.get("Env") or ()),
+            **order.environment,
+        },
+        workdir=order.workdir or config.get("WorkingDir") or "/",
+        uid=uid,
+        gid=gid,
+        healthchecks=order.healthchecks or _healthchecks(config.get("Healthcheck") or {}),
+    )
+    top = folder / f"own-{order.name}"
+    _make_folders_above(top / place)
+    (top / place).mkdir(mode=0o755)
+    own = _OwnFiles(top / place, trees, what)
+    for path in ("/proc", "/dev", "/tmp", service.workdir, *order.folders):
+        own.add_folder(path)
+    own.add_text("/etc/hosts", hosts_text((), HOSTNAME, order.names))
+    for path, source in order.files.items():
+        own.add_copy(path, source)
+    return service, [*digests, _settle_layer(store, top)]
+
+
+def _store_below(store: ImageStore, blob: Path, place: str, folder: Path) -> str:
+    """The digest of the layer that has a blob below a place."""
+    note = store.folder / "blobs" / f"service-{PurePosixPath(place).name}-{blob.name}"
+    if note.is_file() and store.layer(digest := note.read_text(encoding="ascii")).is_dir():
+        return digest
+    tree = folder / f"tree-{blob.name}"
+    _make_folders_above(tree / place)
+    _unpack(blob, tree / place)
+    digest = _settle_layer(store, tree)
+    (folder / "note").write_text(digest, encoding="ascii")
+    (folder / "note").replace(note)
+    return digest
+
+
+def _make_folders_above(root: Path) -> None:
+    """Make the two folders above a service's root, of which no user but root may enter the lower one."""
+    root.parent.parent.mkdir(mode=0o755)
+    root.parent.mkdir(mode=0o700)
+
+
+class _OwnFiles:
+    """The layer with what étude puts into a service's root, over its image's trees; no link is followed."""
+
+    def __init__(self, root: Path, trees: Sequence[Path], what: str) -> None:
+        self._root = root
+        self._trees = trees
+        self._what = what
+
+    def add_folder(self, path: str) -> None:
+        """Make a folder that is not there; ``/tmp`` is for everybody."""
+        place = path.strip("/")
+        if place and self._below(place) is None:
+            folder = self._parent(place) / PurePosixPath(place).name
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o1777 if path == "/tmp" else 0o755)
+
+    def add_text(self, path: str, text: str) -> None:
+        """Put a file in place of what is there."""
+        file = self._parent(path.strip("/")) / PurePosixPath(path).name
+        file.write_text(text, encoding="utf-8")
+        file.chmod(0o644)
+
+    def add_copy(self, path: str, source: Path) -> None:
+        """Put a copy of a file or folder in place of what is there. Raises ``ConfigError`` if there is no such file."""
+        if not source.exists():
+            raise ConfigError(f"{self._what} is to see {source} at {path}: there is no such file or folder")
+        target = self._parent(path.strip("/")) / PurePosixPath(path).name
+        if source.is_dir():
+            shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+            os.setxattr(target, "user.overlay.opaque", b"y")
+        else:
+            shutil.copy(source, target)
+
+    def _parent(self, place: str) -> Path:
+        """The folder above a place, made with those above it as the image has them."""
+        self._below(place)
+        for part in [*reversed(PurePosixPath(place).parents)][1:]:
+            below, folder = self._below(str(part)), self._root / part
+            if not folder.exists():
+                folder.mkdir(mode=0o755)
+                if below is not None:
+                    shutil.copystat(below, folder)
+                    os.chown(folder, below.stat().st_uid, below.stat().st_gid)
+        return (self._root / place).parent
+
+    def _below(self, place: str) -> Path | None:
+        """The image's file or folder at a place. Raises :class:`~etude.errors.ConfigError` where links lead there."""
+        if any(link := first_link(tree, place) for tree in (*self._trees, self._root)):
+            raise ConfigError(f"{self._what} has a link at {link}, where {place} shall be: name the place itself")
+        return _topmost(self._trees, place)
+
+
+def _check_shell(trees: Sequence[Path], what: str, why: str) -> None:
+    if not any(_topmost(trees, path) for path in ("bin/sh", "usr/bin/sh")):
+        raise ConfigError(f"{what} has no /bin/sh, which {why}: add a shell")
 
 
 def _settle_layer(store: ImageStore, tree: Path) -> str:
@@ -277,12 +447,25 @@ def _rows(trees: Sequence[Path], path: str) -> list[list[str]]:
 
 def _user(text: str, trees: Sequence[Path]) -> ImageUser:
     """The user that a config names. Raises :class:`~etude.errors.ConfigError` for one that no sandbox can have."""
+    name = text.partition(":")[0]
+    if name in ("", "root", "0") or (name == "agent" and not _passwd_rows(name, trees)):
+        return ImageUser()
+    uid, gid, home = _account(text, trees)
+    place = home.strip("/")
+    is_own = bool(place) and place.split("/")[0] not in SYSTEM and _topmost(trees, place) is not None
+    return ImageUser(uid=uid, gid=gid, home=f"/{place}" if is_own else ImageUser().home)
+
+
+def _passwd_rows(name: str, trees: Sequence[Path]) -> list[list[str]]:
+    return [row for row in _rows(trees, "etc/passwd") if len(row) > 5 and name in (row[0], row[2])]
+
+
+def _account(text: str, trees: Sequence[Path]) -> tuple[int, int, str]:
+    """User, group and home of the user that a config names, root included; same errors as :func:`_user`."""
     name, _, group = text.partition(":")
-    if name in ("", "root", "0"):
-        return ImageUser()
-    rows = [row for row in _rows(trees, "etc/passwd") if len(row) > 5 and name in (row[0], row[2])]
-    if name == "agent" and not rows:
-        return ImageUser()
+    if name in ("root", "0"):
+        return 0, 0, "/root"
+    rows = _passwd_rows(name, trees)
     groups = [row[2] for row in _rows(trees, "etc/group") if len(row) > 2 and group in (row[0], row[2])]
     uid = rows[0][2] if rows else name
     gid = (groups[0] if groups else group) if group else (rows[0][3] if rows else "0")
@@ -290,9 +473,7 @@ def _user(text: str, trees: Sequence[Path]) -> ImageUser:
         raise ConfigError(f"USER {text}: /etc/passwd or /etc/group of the image has no such row: add it, or drop USER")
     if int(uid) not in USERS:
         raise ConfigError(f"USER {text}: user {uid} is none of 1 to {USERS[-1]}, which sandboxes have: use another one")
-    home = rows[0][5].strip("/") if rows else ""
-    is_own = bool(home) and home.split("/")[0] not in SYSTEM and _topmost(trees, home) is not None
-    return ImageUser(uid=int(uid), gid=int(gid), home=f"/{home}" if is_own else ImageUser().home)
+    return int(uid), int(gid), rows[0][5] if rows else "/"
 
 
 def _accounts(trees: Sequence[Path], user: ImageUser, tree: Path) -> Path | None:

@@ -27,19 +27,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from uuid import uuid4
 
 import orjson
 
 from etude.errors import ConfigError, DamagedError, SandboxError
-from etude.sandbox_spec import SCRATCH, WORKDIR, Healthcheck, Image, ImageUser
+from etude.sandbox_spec import SCRATCH, WORKDIR, Healthcheck, Image, ImageService, ImageUser
 from etude.sandboxes.images.layers import AGENT, OWNED, copy_tree, digest_tree, entries, remove_tree, size_of
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,99}")
 """Names of images and base systems."""
 FOLDERS = ("images", "names", "blobs")
-OF_CONTAINERS = ("user", "entrypoint", "healthchecks")
+OF_CONTAINERS = ("user", "entrypoint", "healthchecks", "services")
 """Settings of an image that are written where they are not the usual ones."""
 PRIVATE_FOLDERS = ("layers", "bases", "disks", "incoming")
 """Folders of images' files, which no other user may run."""
@@ -169,7 +170,6 @@ class ImageStore:
         if missing:
             raise ConfigError(f"image {reference!r} needs layers {missing}, not in {self.folder}: build it again")
         self._check_base(stored["base"])
-        checks = [{**check, "argv": tuple(check["argv"])} for check in stored.get("healthchecks", ())]
         return Image(
             digest=digest,
             base=stored["base"],
@@ -178,7 +178,11 @@ class ImageStore:
             workdir=stored["workdir"],
             user=ImageUser(**stored.get("user", {})),
             entrypoint=tuple(stored.get("entrypoint", ())),
-            healthchecks=tuple(Healthcheck(**check) for check in checks),
+            healthchecks=_checks(stored),
+            services=tuple(
+                ImageService(**{**service, "argv": tuple(service["argv"]), "healthchecks": _checks(service)})
+                for service in stored.get("services", ())
+            ),
         )
 
     def verify(self, image: Image) -> None:
@@ -303,6 +307,10 @@ class ImageStore:
         with self.incoming() as folder:
             (folder / "file").write_bytes(data)
             (folder / "file").replace(path)
+
+
+def _checks(stored: Mapping[str, Any]) -> tuple[Healthcheck, ...]:
+    return tuple(Healthcheck(**{**check, "argv": tuple(check["argv"])}) for check in stored.get("healthchecks", ()))
 
 
 def default_folder() -> Path:

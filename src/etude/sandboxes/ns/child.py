@@ -427,9 +427,12 @@ def command_process(
     for number, descriptor in enumerate(descriptors):
         calls.add("dup3", descriptor, number, 0)
     _add_limits(calls, box, counts_memory=MEMORY in tools.cgroups.controllers)
-    capabilities = ROOT_CAPABILITIES if box.as_root else frozenset[int]()
+    if command["root"]:
+        calls.add("chroot", command["root"].encode(), about=command["root"])
+    user = command["user"] or _commands_user(box)
+    capabilities = ROOT_CAPABILITIES if user[0] == 0 else frozenset[int]()
     calls.extend(_bounding(capabilities))
-    _add_user(calls, *(_commands_user(box) if tools.maps_range else (None,)))
+    _add_user(calls, *(user if tools.maps_range else (None,)))
     _add_capabilities(calls, capabilities)
     program = ctypes.create_string_buffer(tools.filter, len(tools.filter))
     calls.hold(program)

@@ -35,7 +35,7 @@ from etude.sandbox_spec import Capability, Image, SandboxSpec
 from etude.sandboxes.capabilities import check_sources, demands, unsupported
 from etude.sandboxes.command_io import in_memory
 from etude.sandboxes.egress import EgressProxy
-from etude.sandboxes.entrypoint import started
+from etude.sandboxes.entrypoint import services_started, started
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
@@ -122,6 +122,7 @@ class NamespaceSandboxes:
             sandbox = await self._make(files, spec, home)
         except LauncherGone:  # it was killed just now, and its end not noticed yet
             sandbox = await self._make(files, spec, await self._open())
+        await services_started(sandbox, spec.image)
         await started(sandbox, spec.image)
         return sandbox
 
@@ -202,6 +203,7 @@ class NamespaceSandboxes:
             hosts=hosts_text(reachable, HOSTNAME, spec.names) if reachable or spec.names or image.base else "",
             workdir=image.workdir,
             user=[image.user.uid, image.user.gid, image.user.home],
+            roots=[service.root for service in image.services],
             as_root=spec.user == "root",
             memory_bytes=limits.memory_bytes,
             disk_bytes=limits.disk_bytes,
@@ -225,9 +227,16 @@ class NamespaceSandboxes:
         self._hold(spec.image.layers)  # until all are made
         try:
             home = await self._open()
-            return await all_or_none(self._make({}, spec, home) for _ in range(count))
+            return await all_or_none(self._restart(spec, home) for _ in range(count))
         finally:
             await self._release(spec.image.layers)
+
+    async def _restart(self, spec: SandboxSpec, home: NamespaceSandboxHooks) -> NamespaceSandbox:
+        """A sandbox in which everything that its image starts begins anew."""
+        sandbox = await self._make({}, spec, home)
+        await services_started(sandbox, spec.image)
+        await started(sandbox, spec.image)
+        return sandbox
 
     async def _copy_layer(self, sandbox: NamespaceSandbox) -> Path:
         assert self._scratch is not None, "a sandbox has outlived its provider"
@@ -262,7 +271,7 @@ class NamespaceSandboxes:
 
 def _capabilities(grants: Mapping[str, Any]) -> frozenset[Capability]:
     """Capabilities by the grants of a launcher."""
-    images = {Capability.IMAGES, Capability.SNAPSHOT} if grants["maps_range"] else set()
+    images = {Capability.IMAGES, Capability.IMAGE_SERVICES, Capability.SNAPSHOT} if grants["maps_range"] else set()
     counted = {Capability.MEMORY_LIMIT} if MEMORY in grants["controllers"] else set()
     return ALWAYS | images | counted
 

@@ -183,6 +183,8 @@ class RootPlan(NamedTuple):
     """Number, group and home of the user that owns the working folder."""
     hosts: str
     """The text of ``/etc/hosts``; empty for the one that is there."""
+    roots: Sequence[str]
+    """Places that are roots of services."""
     is_settled: bool
     """True if the lowest tree has all folders that a root needs, the agent's among them as they shall be."""
     maps_range: bool
@@ -238,6 +240,8 @@ class RootCalls:
             self._make_file("/etc/hosts")
             self._attach(hosts, "/etc/hosts")
         self._shield()
+        for root in plan.roots:
+            self._add_root(root)
         if not plan.maps_range:
             self._guard_system()
         return written
@@ -300,6 +304,12 @@ class RootCalls:
             self._mount("", path, "", again)
         for path in existing_paths(HIDDEN_FOLDERS):
             self._mount("none", path, "tmpfs", MS_RDONLY, "size=4k")
+
+    def _add_root(self, root: str) -> None:
+        """Show a service's root the processes and devices of the sandbox."""
+        for path in ("/proc", "/dev"):
+            self._make_folder(root + path, anyway=True)
+            self._mount(path, root + path, "", MS_BIND | MS_REC)
 
     def _guard_system(self) -> None:
         """Let only the agent's folders be written where everything belongs to the one user there is."""
@@ -428,6 +438,7 @@ def plan_root(box: SandboxRecord, bundle: MountBundle, *, skeleton: str, devices
         workdir=creation["workdir"],
         user=creation["user"],
         hosts=creation["hosts"],
+        roots=creation["roots"],
         is_settled=not creation["root"] and not creation["layers"] and creation["workdir"] == WORKDIR,
         maps_range=maps_range,
     )

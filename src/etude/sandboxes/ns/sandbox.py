@@ -19,7 +19,7 @@ import orjson
 
 from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult
-from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
+from etude.sandbox_spec import Image, ImageService, SandboxSpec, SandboxStats
 from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.egress import EgressProxy
 from etude.sandboxes.folder_sandbox import Command, too_long
@@ -61,7 +61,13 @@ class Commands:
             "kind": "exec",
             "id": self._link.next_number(),
             "box": self._box,
-            **wire.ExecOrder(argv=list(command.argv), environment=dict(environment), workdir=workdir),
+            **wire.ExecOrder(
+                argv=list(command.argv),
+                environment=dict(environment),
+                workdir=workdir,
+                root=command.service.root if command.service else "",
+                user=[command.service.uid, command.service.gid] if command.service else [],
+            ),
         }
         if wire.is_too_large(body):
             return too_long(command.argv[0])
@@ -227,6 +233,15 @@ class NamespaceSandbox:
         )
         variables = {**self._environment, **command.environment}
         return await self._commands.run(command, environment=variables, workdir=self.spec.image.workdir)
+
+    async def exec_in(self, service: ImageService, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        """See :class:`~etude.sandboxes.entrypoint.ServiceHost`."""
+        self._check_open()
+        variables = service.environment
+        command = Command(
+            argv=argv, stdin="", timeout_s=timeout_s, environment=variables, spec=self.spec, service=service
+        )
+        return await self._commands.run(command, environment=variables, workdir="/")
 
     async def read_file(self, path: str) -> str | None:
         """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""

@@ -61,6 +61,8 @@ class CreateOrder(TypedDict):
     workdir: str
     user: list[Any]
     """Number, group and home of the image's user."""
+    roots: list[str]
+    """Places inside that are roots of services."""
     as_root: bool
     memory_bytes: int
     disk_bytes: int
@@ -74,6 +76,11 @@ class ExecOrder(TypedDict):
     argv: list[str]
     environment: dict[str, str]
     workdir: str
+    """In its root."""
+    root: str
+    """Place inside that is a service's root; empty for the sandbox's own."""
+    user: list[int]
+    """Number and group of a service's user; empty for that of the commands."""
 
 
 class LauncherMessage(NamedTuple):

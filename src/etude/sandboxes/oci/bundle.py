@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from etude.errors import SandboxError
-from etude.sandbox_spec import ImageUser, SandboxSpec
+from etude.sandbox_spec import ImageService, ImageUser, SandboxSpec
 from etude.sandboxes.images.layers import first_link
 from etude.sandboxes.ns.seccomp import FAMILIES, NETLINK, NEW_NAMESPACES, REFUSED_CALLS, TYPING, UNKNOWN
 from etude.types import Json
@@ -36,6 +36,8 @@ ROOT_POWERS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "S
 ROOT = ImageUser(uid=0, gid=0, home="/root")
 ESCAPED = ":,\\"
 """Characters that the options of an overlay cannot have in a path."""
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+"""Devices in the roots of services."""
 OWN_FOLDERS = ("/tmp", "/proc", "/dev", "/sys")
 """Folders of every root, whatever its image."""
 MASKED_PATHS = (
@@ -118,7 +120,8 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
         lines.append(f"mkdir -p {root}{shlex.quote(overlay.target)}")
         lines.append(f"mount -t overlay -o {shlex.quote(options)} overlay {root}{shlex.quote(overlay.target)}")
     user = spec.image.user
-    lines.append(_no_links(spec.image.workdir, user.home, *OWN_FOLDERS))
+    service_folders = [f"{service.root}/{name}" for service in spec.image.services for name in ("proc", "dev")]
+    lines.append(_no_links(spec.image.workdir, user.home, *OWN_FOLDERS, *service_folders))
     for path in (spec.image.workdir, user.home):
         inner = root + shlex.quote(path)
         lines.append(f"mkdir -p {inner}")
@@ -136,8 +139,8 @@ def root_script(stage: Path, overlays: Sequence[RootOverlay], spec: SandboxSpec)
     return "\n".join([*lines, "echo ready", "exec cat >/dev/null", ""])
 
 
-def bundle(stage: Path, *, shares_kernel: bool) -> Object:
-    """``config.json`` of a container that only idles.
+def bundle(stage: Path, services: Sequence[ImageService] = (), *, shares_kernel: bool) -> Object:
+    """``config.json`` of a container that only idles, beside whose commands ``services`` may run.
 
     With ``shares_kernel`` it hides what the machine's kernel tells and takes, as Docker's containers do, and refuses
     the system calls that sandboxes of ``ns`` refuse.
@@ -146,15 +149,11 @@ def bundle(stage: Path, *, shares_kernel: bool) -> Object:
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]},
-        {
-            "destination": "/dev/shm",
-            "type": "tmpfs",
-            "source": "shm",
-            "options": [f"size={SHARED_MEMORY_BYTES}", "mode=1777"],
-        },
+        _shared_memory(""),
         # Else the runtime would put a file system of its own there, in memory that is not counted. Not by its path in
         # the root: the runtime looks it up again when it restores a sandbox.
         {"destination": "/tmp", "type": "bind", "source": f"{stage}/tmp", "options": ["rbind", "rw"]},
+        *(mount for service in services for mount in _root_mounts(service.root, shares_kernel=shares_kernel)),
     ]
     return {
         "ociVersion": "1.0.0",
@@ -164,20 +163,43 @@ def bundle(stage: Path, *, shares_kernel: bool) -> Object:
         "mounts": mounts,
         "linux": {
             "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
-            **(_kernel_guard() if shares_kernel else {}),
+            **(_kernel_guard(["", *(service.root for service in services)]) if shares_kernel else {}),
         },
     }
 
 
-def _kernel_guard() -> Object:
-    """Masks and the filter of system calls over a kernel that is the machine's."""
+def _root_mounts(root: str, *, shares_kernel: bool) -> list[Json]:
+    """Processes and devices in a service's root: the machine's devices, or those of the kernel in between."""
+    devices: list[Json] = [{"destination": f"{root}/dev", "type": "devtmpfs", "source": "devtmpfs"}]
+    if shares_kernel:
+        devices = [{"destination": f"{root}/dev", "type": "tmpfs", "source": "tmpfs", "options": ["size=64k"]}]
+        devices += [_shown_device(root, name) for name in DEVICES]
+    return [{"destination": f"{root}/proc", "type": "proc", "source": "proc"}, *devices, _shared_memory(root)]
+
+
+def _shared_memory(root: str) -> Object:
+    options: list[Json] = [f"size={SHARED_MEMORY_BYTES}", "mode=1777"]
+    return {"destination": f"{root}/dev/shm", "type": "tmpfs", "source": "shm", "options": options}
+
+
+def _shown_device(root: str, name: str) -> Object:
+    """The mount of one of the machine's devices."""
+    path = f"/dev/{name}"
+    return {"destination": root + path, "type": "bind", "source": path, "options": ["bind", "nosuid", "noexec"]}
+
+
+def _kernel_guard(roots: Sequence[str]) -> Object:
+    """Masks and the filter of system calls over a kernel that is the machine's, which every root shows."""
+    masked: list[Json] = [root + path for root in roots for path in MASKED_PATHS]
+    read_only: list[Json] = [root + path for root in roots for path in READ_ONLY_PATHS]
     return {
-        "maskedPaths": [*MASKED_PATHS],
-        "readonlyPaths": [*READ_ONLY_PATHS],
+        "maskedPaths": masked,
+        "readonlyPaths": read_only,
         "seccomp": {
             "defaultAction": "SCMP_ACT_ALLOW",
             "syscalls": [
-                _refuse(sorted(REFUSED_CALLS - {*UNKNOWN}), errno.EPERM),
+                # chroot takes a capability, which étude's own start of a service has
+                _refuse(sorted(REFUSED_CALLS - {*UNKNOWN, "chroot"}), errno.EPERM),
                 _refuse(sorted(UNKNOWN), errno.ENOSYS),
                 *(
                     _refuse(

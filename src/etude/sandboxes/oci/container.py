@@ -23,7 +23,7 @@ from etude.sandbox_spec import ImageUser, SandboxSpec
 from etude.sandboxes.command_io import OUTPUT_LIMIT_BYTES, in_memory
 from etude.sandboxes.folder_sandbox import Command
 from etude.sandboxes.images.machine_base import variables_of
-from etude.sandboxes.oci.bundle import ROOT, process
+from etude.sandboxes.oci.bundle import ROOT, ROOT_POWERS, process
 from etude.sandboxes.oci.namespaces import NamespaceHolder, run_program
 from etude.sandboxes.oci.runtimes import OciRuntime
 from etude.sandboxes.output_pipe import DescendantOutputs, OutputPipe, exec_result
@@ -41,6 +41,33 @@ RUNTIME_FAILED, KILLED = 128, 137
 KILL = 'kill -9 "-$1" 2>/dev/null || kill -9 "$1"'
 EXEC, EXEC_WITHOUT_INPUT = 'exec "$@"', 'exec "$@" </dev/null'
 """Scripts that run inside: the shell says in the usual words what cannot be run."""
+EXEC_IN_ROOT = """
+exec </dev/null
+uid=$1 gid=$2; shift 2
+[ -h "$0/dev/fd" ] || {
+    ln -s /proc/self/fd "$0/dev/fd"
+    for number in 0:stdin 1:stdout 2:stderr; do ln -s fd/${number%:*} "$0/dev/${number#*:}"; done
+}
+for folder in /usr/sbin /usr/bin /sbin /bin; do
+    [ ! -x $folder/chroot ] || break
+done
+into=$folder/chroot
+[ $uid != 0 ] || exec $into "$0" "$@"
+case $($into --help 2>&1) in *userspec*) exec $into --userspec=$uid:$gid --groups= "$0" "$@" ;; esac
+case $($into "$0" chroot --help 2>&1) in
+    *userspec*) exec $into "$0" chroot --userspec=$uid:$gid --groups= / "$@" ;;
+esac
+while IFS=: read -r name _ number group _; do
+    [ "$number:$group" != $uid:$gid ] || exec $into "$0" su -m -s /bin/sh -- "$name" -c 'exec "$@"' sh "$@"
+done <"$0/etc/passwd"
+echo "to run as user $uid:$gid takes chroot of coreutils, or that user in /etc/passwd: add one, or use ns or qemu" >&2
+exit 126
+"""
+"""The same in another root, by the programs there are: ``chroot`` of coreutils, in the sandbox's or the service's
+image, or ``su`` of the latter.
+"""
+SERVICE_POWERS = ("SYS_CHROOT", "NET_BIND_SERVICE")
+"""Capabilities of services beside those of who builds an image."""
 COUNT = "set -- /proc/[0-9]*; echo $(($# - 2))"
 """Counts the processes inside, but for the first and the script's own."""
 HOLDERS = "find /proc/[0-9]*/fd -maxdepth 1 -lname 'host:*' -printf '%h\\n' 2>/dev/null; echo /proc/$$/fd"
@@ -202,6 +229,9 @@ class Container:
 def _order(command: Command, *, has_input: bool) -> bytes:
     """``process.json`` of a command."""
     spec = command.spec
+    if service := command.service:
+        line = ["/bin/sh", "-c", EXEC_IN_ROOT, service.root, f"{service.uid}", f"{service.gid}", *command.argv]
+        return orjson.dumps(process(line, service.environment, "/", powers=(*ROOT_POWERS, *SERVICE_POWERS)))
     argv = ["/bin/sh", "-c", EXEC if has_input else EXEC_WITHOUT_INPUT, "sh", *command.argv]
     return orjson.dumps(
         process(argv, variables_of(spec) | dict(command.environment), spec.image.workdir, user=_user(spec))

@@ -118,6 +118,11 @@ class NamespaceHolder:
             *argv,
         )
 
+    @property
+    def has_wall(self) -> bool:
+        """True if this machine has control groups that stand around it."""
+        return self._cgroups is not None
+
     def usage(self) -> Usage:
         """Usage of the machine, overhead included; nothing where there are no groups."""
         return Usage(None, None, None) if self._cgroups is None else self._cgroups.usage(BOX)

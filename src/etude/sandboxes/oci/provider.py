@@ -30,7 +30,7 @@ import orjson
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxSpec
 from etude.sandboxes.capabilities import check_sources, check_spec
-from etude.sandboxes.entrypoint import started
+from etude.sandboxes.entrypoint import services_started, started
 from etude.sandboxes.images.layers import copy_tree, first_link, give_away, remove_tree
 from etude.sandboxes.images.machine_base import machine_folders, write_skeleton
 from etude.sandboxes.lifecycle import close_all
@@ -96,9 +96,10 @@ class OciSandboxes:
         spec = spec or SandboxSpec()
         if not await self.capabilities() and self._failure is not None:
             raise SandboxError(str(self._failure)) from self._failure
-        check_spec(spec, self._runtime.capabilities, self._runtime.kind)
+        check_spec(spec, await self.capabilities(), self._runtime.kind)
         check_sources(spec, self._bases)
         sandbox = await self._make(files, spec)
+        await services_started(sandbox, spec.image)
         await started(sandbox, spec.image)
         return sandbox
 
@@ -115,13 +116,14 @@ class OciSandboxes:
     async def _try(self) -> frozenset[Capability]:
         """Make a sandbox and run something that is known to fail on old runtimes; then help them."""
         trial = await self._make({}, SandboxSpec())
+        unheld = frozenset() if trial.namespaces.has_wall else {Capability.LIMIT_WALL}
         try:
             listed = await trial.exec(["ls", "/"], timeout_s=TRIAL_TIMEOUT_S)
         finally:
             await trial.close()
         if listed.exit_code:
             await asyncio.to_thread(build_statx_shim, self._open().path / "shim")
-        return self._runtime.capabilities
+        return self._runtime.capabilities - unheld
 
     async def _make(self, files: Mapping[str, str], spec: SandboxSpec) -> OciSandbox:
         """A sandbox that was booted."""
@@ -150,7 +152,7 @@ class OciSandboxes:
             stage = scratch.path / "stage"
             (folder / "bundle").mkdir()
             (folder / "bundle" / "config.json").write_bytes(
-                orjson.dumps(bundle(stage, shares_kernel=self._runtime.shares_kernel))
+                orjson.dumps(bundle(stage, spec.image.services, shares_kernel=self._runtime.shares_kernel))
             )
             script = stage_script(stage, spec.limits.disk_bytes) + root_script(stage, self._overlays(spec), spec)
             namespaces = await NamespaceHolder.start(script, spec.limits)
@@ -203,13 +205,18 @@ class OciSandboxes:
         return replace(image, digest="", layers=(*image.layers, layer))
 
     async def _fork_files(self, sandbox: OciSandbox, count: int) -> Sequence[OciSandbox]:
-        """Copy what was written, while nothing writes, and boot a container over each copy."""
+        """Copy what was written, while nothing writes, and boot a container over each copy, in which everything that
+        its image starts begins anew.
+        """
         forks: list[OciSandbox] = []
         await sandbox.container.pause()
         try:
             for _ in range(count):
                 fork = await self._copy_files(sandbox, forks)
                 await fork.container.boot()
+            for fork in forks:
+                await services_started(fork, sandbox.spec.image)
+                await started(fork, sandbox.spec.image)
         except BaseException:
             await close_all(forks)
             raise

@@ -41,7 +41,7 @@ class OciRuntime:
     flags: tuple[str, ...]
     """Options before every command."""
     capabilities: frozenset[Capability]
-    """Capabilities on any machine on which a container can be started."""
+    """Capabilities on a machine on which a container can be started; without control groups it lacks ``LIMIT_WALL``."""
     command_pid_flag: str
     """Option of ``exec`` that names a file for the process id of a command, as its own kernel counts."""
 
@@ -63,7 +63,8 @@ GVISOR: Final = OciRuntime(
     command_pid_flag="-internal-pid-file",
 )
 """A kernel in user space, whose sentry can be checkpointed and restored: forks have memory and processes. It does not
-hold to limits of memory and processes that leave the sandbox alive, and its network is always off.
+hold to limits of memory and processes in a way that leaves the sandbox alive, but control groups stand around it at
+some distance; and its network is always off.
 """
 CRUN: Final = OciRuntime(
     kind="crun",

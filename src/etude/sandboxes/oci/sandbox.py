@@ -20,7 +20,7 @@ from pathlib import Path
 
 from etude.errors import AgentFault, SandboxError
 from etude.protocols import ExecResult
-from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
+from etude.sandbox_spec import Image, ImageService, SandboxSpec, SandboxStats
 from etude.sandboxes.folder_sandbox import ARGUMENT_LIMIT_BYTES, Command, too_long
 from etude.sandboxes.folders import Folder
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES
@@ -96,6 +96,12 @@ class OciSandbox:
         if command.size_bytes > ARGUMENT_LIMIT_BYTES:
             return too_long(argv[0])
         return await self._run(command, stdin.encode())
+
+    async def exec_in(self, service: ImageService, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        """See :class:`~etude.sandboxes.entrypoint.ServiceHost`."""
+        self._check_open()
+        command = Command(argv=argv, stdin="", timeout_s=timeout_s, environment={}, spec=self.spec, service=service)
+        return await self._run(command, b"")
 
     async def read_file(self, path: str) -> str | None:
         """The text of a file (its first 8 MiB), or ``None`` if there is none; ``ValueError`` if it is no plain file."""

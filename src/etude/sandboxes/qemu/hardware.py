@@ -226,6 +226,7 @@ def vm_spec_of(spec: SandboxSpec, accelerator: str, store: ImageStore, base: Bas
         "workdir": image.workdir,
         "user": ["root", 0, 0, "/root"] if spec.user == "root" else ["agent", user.uid, user.gid, user.home],
         "names": list(spec.names),
+        "roots": [service.root for service in image.services],
         "environment": {**image.environment, **spec.environment},
         "memory_bytes": spec.limits.memory_bytes,
         "processes": spec.limits.processes,

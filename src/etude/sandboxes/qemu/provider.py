@@ -20,7 +20,7 @@ from typing import Literal
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Capability, Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.capabilities import check_spec
-from etude.sandboxes.entrypoint import started
+from etude.sandboxes.entrypoint import services_started, started
 from etude.sandboxes.images.debian import open_base
 from etude.sandboxes.images.layers import remove_tree
 from etude.sandboxes.images.store import ImageStore
@@ -33,8 +33,8 @@ from etude.sandboxes.qemu.templates import Templates
 from etude.sandboxes.scratch import Scratch
 
 PROGRAM = "qemu-system-x86_64"
-CLAIMS = frozenset(Capability)
-"""All of them: a machine of its own has everything."""
+CLAIMS = frozenset(Capability) - {Capability.LIMIT_WALL}
+"""All of them, as a machine of its own has everything; it holds to limits, and needs no wall."""
 PACKAGES: Mapping[str, str] = {
     "qemu-img": "qemu-utils", "mke2fs": "e2fsprogs", "mksquashfs": "squashfs-tools", "setpriv": "util-linux"
 }  # fmt: skip
@@ -101,6 +101,7 @@ class QemuSandboxes:
         except BaseException:
             await close_all([sandbox])
             raise
+        await services_started(sandbox, spec.image)
         await started(sandbox, spec.image)
         return sandbox
 

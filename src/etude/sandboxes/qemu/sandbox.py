@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import SandboxError
 from etude.protocols import ExecResult
-from etude.sandbox_spec import Image, SandboxSpec, SandboxStats
+from etude.sandbox_spec import Image, ImageService, SandboxSpec, SandboxStats
 from etude.sandboxes.images.archives import EXPORT_LIMIT_BYTES, check_date, read_archive
 from etude.sandboxes.images.layers import PATH_LIMIT_BYTES, WHITEOUT_XATTRS
 from etude.sandboxes.qemu.guest.filesystem import XATTR_HEADER
@@ -129,7 +129,17 @@ class QemuSandbox:
         """Run one command; 64 KiB of each of its outputs are kept. See :meth:`~etude.protocols.Sandbox.exec`."""
         if not argv or not 0 < timeout_s < math.inf or any("\0" in word for word in argv):
             raise ValueError(f"exec(argv={argv!r}, timeout_s={timeout_s!r}) needs a command and some time")
-        order = {"argv": list(argv), "environment": dict(environment or {}), "timeout_s": timeout_s}
+        return await self._exec(
+            argv, stdin, timeout_s, {"environment": dict(environment or {}), "root": "", "user": []}
+        )
+
+    async def exec_in(self, service: ImageService, argv: Sequence[str], *, timeout_s: float) -> ExecResult:
+        """See :class:`~etude.sandboxes.entrypoint.ServiceHost`."""
+        place = {"root": service.root, "user": [service.uid, service.gid]}
+        return await self._exec(argv, "", timeout_s, {"environment": dict(service.environment), **place})
+
+    async def _exec(self, argv: Sequence[str], stdin: str, timeout_s: float, place: Mapping[str, Any]) -> ExecResult:
+        order = {"argv": list(argv), "timeout_s": timeout_s, **place}
         head = (await self._ask("exec", order, stdin.encode(), timeout_s=timeout_s + GRACE_S)).head
         return ExecResult(
             exit_code=int(head["exit_code"]),

@@ -3,17 +3,21 @@
     services:
       main: {depends_on: [api], environment: {API: http://api:8080}, healthcheck: {test: curl -f http://api:8080}}
       api:  {build: ., command: ./serve, environment: {…}, working_dir: /srv, healthcheck: {test: …}}
+      db:   {image: redis:7, volumes: [data:/data, ./redis.conf:/etc/redis.conf]}
 
-A sandbox has one root, so every service is made of the image of ``main``; it is started by a script in front of that
-image's entry point, in the order of ``depends_on``, each when those before it are healthy, and found by its name, which
-leads to the sandbox's own loopback. Text in, settings out; a key that is not held to is refused by its name.
+A service has either the image of ``main`` (``build: .``) or one of its own. The former shares the files of ``main`` and
+is started by a script in front of its entry point; the latter has a root of its own inside the sandbox, and the sandbox
+starts it (:class:`~etude.sandbox_spec.ImageService`). Both go by the order of ``depends_on``, each when those before it
+are healthy, those with images of their own first; and both are found by their names, which lead to the sandbox's own
+loopback. Text in, settings out; a key that is not held to is refused by its name.
 """
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -22,16 +26,13 @@ from pydantic import Field, ValidationError, field_validator
 
 from etude.config.section import Section
 from etude.sandbox_spec import Healthcheck
+from etude.sandboxes.images.containers import ServiceOrder
 from etude.tasks.harbor.settings import TaskFolderError, explain, fill_variables, frozen_lists
 
 MAIN = "main"
 """The agent's own service."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "image": "a sandbox has one root: install its program in the Dockerfile of main, and write build: .",
-        "entrypoint": "write it into command",
-        "user": "services run as the agent does",
-        "volumes": "services have the files of the sandbox",
         "networks": "services have the loopback of the sandbox",
         "network_mode": "services have the loopback of the sandbox",
         "env_file": "write environment",
@@ -42,10 +43,29 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Keys of a service that are refused, and what to do; so is any other that is not a field below."""
+OF_OWN_IMAGE: Mapping[str, str] = MappingProxyType(
+    {
+        "image": "write it into task.toml as environment.docker_image",
+        "entrypoint": "write ENTRYPOINT, or command",
+        "user": "it runs as the agent does: write USER",
+        "tmpfs": "it has the files of main: make the folder in the Dockerfile",
+        "volumes": "it has the files of main: copy them in the Dockerfile",
+    }
+)
+"""Keys of a service with an image of its own, and what to do where it has that of ``main``."""
 NOTES: Mapping[str, str] = MappingProxyType(
     {
         "version": "carried",
-        "services.*.build": "in part: . alone, the image of main",
+        "volumes": "carried: names alone",
+        "services.*.image": "a root of its own in the sandbox; not main's",
+        "services.*.build.context": "in part: . is the image of main; else a folder below environment/",
+        "services.*.build.dockerfile": "",
+        "services.*.entrypoint": "of an image of its own",
+        "services.*.user": "of an image of its own, by name or number",
+        "services.*.tmpfs": "in part: a folder like any other",
+        "services.*.volumes": "in part: files of environment/, which are copied, and names that one service alone has",
+        "services.*.hostname": "one more name",
+        "services.*.container_name": "one more name",
         "services.*.environment": "in part: values and defaults, no variable of the machine",
         "services.*.command": "in part: main does nothing but sleep",
         "services.*.working_dir": "in part: of main it is WORKDIR, or environment.workdir",
@@ -55,11 +75,11 @@ NOTES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Limits of keys that are read, where the name alone does not say it."""
-UNKNOWN_KEY = "it is not held to: a service is the image of main (build: .) with a command of its own"
+UNKNOWN_KEY = "it is not held to: drop it, or do without"
 UP, LOGS = "/tmp/.services-up", "/tmp/.services"
 """A file that is there when all services are healthy, and the end of their logs, inside."""
-BUILDS: tuple[object, ...] = (".", "./", {"context": "."}, {"context": ".", "dockerfile": "Dockerfile"})
-"""Ways to name the folder that the image of ``main`` is built from."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""Names of services."""
 SLEEPS = ("sleep infinity", "tail -f /dev/null", "sh -c 'sleep infinity'")
 """Commands of ``main`` that do nothing, which is what it does."""
 PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -101,11 +121,34 @@ class DependencySettings(Section):
     condition: Literal["service_started", "service_healthy"] = "service_started"
 
 
+class BuildSettings(Section):
+    """``build`` of a service; its defaults are those of ``main``."""
+
+    context: str = "."
+    dockerfile: str = "Dockerfile"
+
+    @field_validator("context", "dockerfile")
+    @classmethod
+    def _is_inside(cls, path: str) -> str:
+        plain = PurePosixPath(path)
+        if plain.is_absolute() or ".." in plain.parts or ":" in path:
+            raise ValueError("name a folder or file below environment/, such as ./api")
+        return str(plain)
+
+
 class ServiceSettings(Section):
     """A service, as far as étude holds to it."""
 
-    build: Any = None
-    environment: dict[str, Any] | tuple[str, ...] = Field(default_factory=dict)
+    image: str = ""
+    build: BuildSettings | None = None
+    """Written as its context alone, or as a table."""
+    entrypoint: str | tuple[str, ...] | None = None
+    user: str | int = ""
+    tmpfs: str | tuple[str, ...] = ()
+    volumes: tuple[str, ...] = ()
+    hostname: str = ""
+    container_name: str = ""
+    environment: dict[str, Any] = Field(default_factory=dict)
     command: str | tuple[str, ...] = ()
     working_dir: str = ""
     """Empty: that of the image."""
@@ -116,12 +159,15 @@ class ServiceSettings(Section):
     expose: tuple[Any, ...] = ()
     """Every port is the sandbox's own, and none is seen outside."""
 
-    @field_validator("build")
+    @field_validator("build", mode="before")
     @classmethod
-    def _is_mains(cls, build: Any) -> Any:
-        if build is not None and build not in BUILDS:
-            raise ValueError("a sandbox has one root: copy its program into the Dockerfile of main, and write build: .")
-        return build
+    def _is_table(cls, build: Any) -> Any:
+        return {"context": build} if isinstance(build, str) else build
+
+    @property
+    def has_own_image(self) -> bool:
+        """True unless its image is that of ``main``."""
+        return bool(self.image) if self.build is None else self.build != BuildSettings()
 
     @property
     def line(self) -> str:
@@ -130,11 +176,13 @@ class ServiceSettings(Section):
 
     @property
     def variables(self) -> dict[str, str]:
-        """Its environment, of whatever form."""
-        if isinstance(self.environment, dict):
-            return {name: str(value) for name, value in self.environment.items()}
-        pairs = [line.partition("=") for line in self.environment]
-        return {name: value if equals else f"${{{name}}}" for name, equals, value in pairs}
+        """Its environment, as text."""
+        return {name: str(value) for name, value in self.environment.items()}
+
+    @property
+    def more_names(self) -> Iterator[str]:
+        """Names beside its own."""
+        return filter(None, (self.hostname, self.container_name))
 
 
 class ComposeSettings(Section):
@@ -142,7 +190,17 @@ class ComposeSettings(Section):
 
     version: Any = None
     """Obsolete, for Docker, too."""
+    volumes: dict[str, dict[str, str] | None] = Field(default_factory=dict)
+    """Names of volumes, which decide nothing."""
     services: dict[str, ServiceSettings] = Field(min_length=1)
+
+    @field_validator("services")
+    @classmethod
+    def _are_names(cls, services: dict[str, ServiceSettings]) -> dict[str, ServiceSettings]:
+        for name in services:
+            if not NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a service: letters, digits and ._- only")
+        return services
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +213,8 @@ class ComposeServices:
     names: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of ``main``."""
+    orders: tuple[ServiceOrder, ...] = ()
+    """Services with images of their own, in the order in which they are started."""
 
 
 def parse_compose(text: str, *, source: str) -> ComposeServices:
@@ -163,7 +223,8 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
     Raises :class:`~etude.tasks.harbor.settings.TaskFolderError` with every key that is not held to.
     """
     try:
-        settings = ComposeSettings.model_validate(frozen_lists(yaml.safe_load(text)))
+        tree = _filled(frozen_lists(yaml.safe_load(text)), source, "")
+        settings = ComposeSettings.model_validate(tree)
     except yaml.YAMLError as error:
         raise TaskFolderError(f"{source} is no YAML: {error}") from error
     except ValidationError as error:
@@ -173,18 +234,109 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
         raise TaskFolderError(f"{source}: services has {list(settings.services)}, and no {MAIN!r}, the agent's own")
     order = _order(settings, source)
     main, others = settings.services[MAIN], [name for name in order if name != MAIN]
+    own = [name for name in others if settings.services[name].has_own_image]
+    shared = [name for name in others if name not in own]
+    _check_images(settings, own, source)
+    names = [*others, *(name for service in settings.services.values() for name in service.more_names)]
     if main.line not in ("", *SLEEPS) or main.working_dir:
         raise TaskFolderError(
             f"{source}: services.main.command and working_dir: write ENTRYPOINT, and WORKDIR, instead"
         )
-    scripts = [_script(name, settings.services[name], source) for name in others]
+    scripts = [_script(name, settings.services[name], source) for name in shared]
     checks = (main.healthcheck.check,) if main.healthcheck else ()
     return ComposeServices(
-        entrypoint=("sh", "-c", "\n".join([*scripts, f": >{UP}", 'exec "$@"']), "services") if scripts else (),
-        healthchecks=(_all_healthy(settings), *checks) if scripts else checks,
-        names=tuple(others),
-        environment=fill_variables(main.variables, source=source, key="services.main.environment"),
+        entrypoint=("sh", "-c", "\n".join([f"rm -f {UP}", *scripts, f": >{UP}", 'exec "$@"']), "services")
+        if scripts
+        else (),
+        healthchecks=(_all_healthy([settings.services[name] for name in shared]), *checks) if scripts else checks,
+        names=tuple(dict.fromkeys(names)),
+        environment=main.variables,
+        orders=tuple(_order_of(name, settings.services[name], source, (MAIN, *names)) for name in own),
     )
+
+
+def _filled(value: Any, source: str, key: str) -> Any:
+    """A value of the file with the defaults of its variables filled in, ``$`` for ``$$``, and lists of variables as
+    tables.
+    """
+    if key.endswith(".environment") and isinstance(value, tuple):
+        lines = (str(line).partition("=") for line in value)
+        value = {name: text if equals else None for name, equals, text in lines}
+    if isinstance(value, dict):
+        own = key.endswith(".environment")  # one without a value has that of the machine
+        texts = {name: f"${{{name}}}" if own and item is None else item for name, item in value.items()}
+        return {name: _filled(item, source, f"{key}.{name}".lstrip(".")) for name, item in texts.items()}
+    if isinstance(value, tuple):
+        return tuple(_filled(item, source, key) for item in value)
+    if not isinstance(value, str):
+        return value
+    above, _, leaf = key.rpartition(".")
+    return fill_variables({leaf: value}, source=source, key=above)[leaf].replace("$$", "$")
+
+
+def _check_images(settings: ComposeSettings, own: Sequence[str], source: str) -> None:
+    """Refuse keys that a service has by its own image alone, an order that is not ours, and volumes of several."""
+    for name, service in settings.services.items():
+        keys = [key for key in OF_OWN_IMAGE if key in service.model_fields_set and name not in own]
+        if keys:
+            raise TaskFolderError(f"{source}: services.{name}.{keys[0]}: {OF_OWN_IMAGE[keys[0]]}")
+    users: dict[str, str] = {}
+    for name in own:
+        late = [other for other in settings.services[name].depends_on if other not in own]
+        if late:
+            raise TaskFolderError(
+                f"{source}: services.{name}.depends_on = {late}: those have the image of main, and are started later "
+                "than services with images of their own: give them one, by a build of their own"
+            )
+        for volume, _ in _volumes(name, settings.services[name], source):
+            if volume and not volume.startswith(".") and users.setdefault(volume, name) != name:
+                raise TaskFolderError(
+                    f"{source}: services.{name}.volumes has {volume!r}, as {users[volume]} has: each root is its own, "
+                    "so let one service have it, and others ask that one"
+                )
+
+
+def _volumes(name: str, service: ServiceSettings, source: str) -> list[tuple[str, str]]:
+    """Source, which is empty for a volume without a name, and place of each volume."""
+    pairs = []
+    for text in service.volumes:
+        first, _, rest = text.removesuffix(":rw").removesuffix(":ro").rpartition(":")
+        is_inside = not first.startswith(("/", "~")) and ".." not in PurePosixPath(first).parts
+        if not rest.startswith("/") or rest == "/" or ".." in PurePosixPath(rest).parts or not is_inside:
+            raise TaskFolderError(
+                f"{source}: services.{name}.volumes has {text!r}: write ./FILE:/PLACE, of a file or folder of "
+                "environment/, or NAME:/PLACE"
+            )
+        pairs.append((first, rest))
+    return pairs
+
+
+def _order_of(name: str, service: ServiceSettings, source: str, names: Sequence[str]) -> ServiceOrder:
+    """The order for a service with an image of its own."""
+    folder = Path(source).parent
+    volumes = _volumes(name, service, source)
+    tmpfs = (service.tmpfs,) if isinstance(service.tmpfs, str) else service.tmpfs
+    return ServiceOrder(
+        name=name,
+        source=str(folder / service.build.context) if service.build else service.image,
+        dockerfile=service.build.dockerfile if service.build else "Dockerfile",
+        entrypoint=_words(service.entrypoint) if service.entrypoint is not None else None,
+        command=_words(service.command) or None,
+        environment=service.variables,
+        workdir=service.working_dir,
+        user=str(service.user),
+        healthchecks=(service.healthcheck.check,) if service.healthcheck else (),
+        folders=(
+            *(path.partition(":")[0] for path in tmpfs),
+            *(place for first, place in volumes if not first.startswith(".")),
+        ),
+        files={place: folder / first for first, place in volumes if first.startswith(".")},
+        names=tuple(names),
+    )
+
+
+def _words(command: str | tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(shlex.split(command)) if isinstance(command, str) else command
 
 
 def seconds(text: str) -> float:
@@ -211,11 +363,10 @@ def _script(name: str, service: ServiceSettings, source: str) -> str:
     """Shell lines that start a service and wait until it is healthy."""
     if not service.line or service.build is None:
         raise TaskFolderError(
-            f"{source}: services.{name} needs a command, and build: . for the image of main: a sandbox has one root, "
-            "so install its program in the Dockerfile, and say here how it is started"
+            f"{source}: services.{name} needs an image, a build, or build: . for the image of main and a command that "
+            "says how it is started"
         )
-    variables = fill_variables(service.variables, source=source, key=f"services.{name}.environment")
-    words = [f"{key}={shlex.quote(value)}" for key, value in variables.items()]
+    words = [f"{key}={shlex.quote(value)}" for key, value in service.variables.items()]
     folder = f"cd {shlex.quote(service.working_dir)} && " if service.working_dir else ""
     lines = [f"( {folder}env {' '.join(words)} sh -c {shlex.quote(service.line)} ) >{LOGS}-{name} 2>&1 </dev/null &"]
     if service.healthcheck:
@@ -233,9 +384,9 @@ def _retry_timeout_s(check: Healthcheck) -> float:
     return check.start_period_s + check.retries * check.interval_s
 
 
-def _all_healthy(settings: ComposeSettings) -> Healthcheck:
+def _all_healthy(services: Sequence[ServiceSettings]) -> Healthcheck:
     """A check that succeeds when the script has found all services healthy."""
-    checks = [service.healthcheck.check for service in settings.services.values() if service.healthcheck]
+    checks = [service.healthcheck.check for service in services if service.healthcheck]
     script = f"[ -e {UP} ] && [ ! -e {LOGS} ] || {{ cat {LOGS} 2>/dev/null; exit 1; }}"
     retries = 3 + round(sum(map(_retry_timeout_s, checks)))
     return Healthcheck(argv=("sh", "-c", script), interval_s=1.0, retries=retries)

@@ -52,7 +52,7 @@ FILES: Mapping[str, str] = MappingProxyType(
         INSTRUCTION: "",
         f"{ENVIRONMENT}/Dockerfile": "built by podman, unless it only puts text into a known base system",
         f"{ENVIRONMENT}/.dockerignore": "",
-        COMPOSE: "in part: services that have the image of main",
+        COMPOSE: "in part: services with images of their own, or that of main, in one sandbox",
         f"{TESTS}/{TEST_PROGRAM}": "as root, in a sandbox where no agent was",
         f"{TESTS}/*": "in part: text, at most 16 MiB",
         f"{SOLUTION}/{SOLVE_PROGRAM}": "as the agent, of `etude tasks check`",

@@ -1,7 +1,8 @@
 """From a task's ``environment/`` to the image that its sandboxes are made from.
 
     Dockerfile ───────────▶ podman ─┐
-    environment.docker_image ───────┴─▶ ImageStore (:mod:`etude.sandboxes.images.containers`)
+    environment.docker_image ───────┤   those of services with images of their own likewise, into the same image
+    compose: services.*.image ──────┴─▶ ImageStore (:mod:`etude.sandboxes.images.containers`)
 
 The result is kept under a digest of all that decides it, so a folder is built once; a tag that has moved since is not
 looked up again. A Dockerfile that only puts text files into the working folder needs no image at all: they are the
@@ -17,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from etude.aio import gather_or_cancel
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox_spec import Image
-from etude.sandboxes.images.containers import add_image
+from etude.sandboxes.images.containers import add_image, add_services
 from etude.sandboxes.images.layers import digest_tree
 from etude.sandboxes.images.store import ImageStore
 from etude.tasks.harbor.folder import LEFT_OUT, HarborTask, is_program
@@ -51,10 +52,12 @@ def build_image(task: HarborTask, store: ImageStore) -> Image:
         settings = task.settings.environment
         source = str(task.context) if (task.context / "Dockerfile").is_file() else f"docker://{settings.docker_image}"
         name, workdir, user = image_name(task), settings.workdir or "", str(task.settings.agent.user or "")
+        timeout_s, services = settings.build_timeout_sec, task.services.orders
         try:
-            image = add_image(
-                store, source, name=name, workdir=workdir, user=user, timeout_s=settings.build_timeout_sec
-            )
+            own = "" if services else name
+            image = add_image(store, source, name=own, workdir=workdir, user=user, timeout_s=timeout_s)
+            if services:
+                image = add_services(store, image, services, name=name, timeout_s=timeout_s)
         except TimeoutError as error:
             raise TaskFolderError(f"{error}; raise environment.build_timeout_sec") from error
     task.task(Split.TRAIN, image=image)  # its working folder is fit for an agent
@@ -98,7 +101,7 @@ def plain_files(task: HarborTask) -> Mapping[str, str] | None:
             return None
         files |= texts
     is_plain = task.plain and task.settings.agent.user in OWN_USERS and not (task.context / ".dockerignore").exists()
-    return files if is_plain else None
+    return files if is_plain and not task.services.orders else None
 
 
 def image_name(task: HarborTask) -> str:

@@ -30,7 +30,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMG])", re.IGNORECASE)
 SIZE_UNITS: Mapping[str, float] = MappingProxyType({"K": 1 / 1024, "M": 1.0, "G": 1024.0})
 """MiB in one of each."""
 HOST = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", re.IGNORECASE)
-TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+TEMPLATE = re.compile(r"(?<!\$)\$\{(\w+)(?::-([^}]*))?\}")
 """``${NAME}`` and ``${NAME:-default}`` in the values of variables."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {

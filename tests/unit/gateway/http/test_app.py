@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 import pytest
 
 from etude.clock import SystemClock
+from etude.config.inference import GatewayConfig
 from etude.engines.fake import FakeEngine
 from etude.gateway.routing.admission import AdmissionLimits
 from etude.protocols import Completion, Engine, SamplingParams, TokenChunk
@@ -326,7 +327,7 @@ def test_calls_of_a_session_and_its_forks_wait_for_an_engine_with_its_version() 
             refused = await caller.send("POST", "/sessions", ADMIN_KEY, wrong)
             assert (refused.status, refused.at("error", "param")) == (400, "min_version")
 
-    play(engine, scene)
+    play(Setting(engine, config=GatewayConfig(engine_timeout_s=WAIT_S)), scene)
 
 
 def test_a_session_closed_during_a_call_never_shows_a_reply_that_was_not_captured() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from etude.sandbox_spec import Capability, Healthcheck, Image
+from etude.sandboxes.images.containers import ServiceOrder
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.sandboxes.services import sandbox_spec
 from etude.tasks.harbor.compose import parse_compose, seconds
@@ -54,15 +55,27 @@ def test_a_task_without_other_services_waits_for_its_own_check_alone() -> None:
         ("a: [", "is no YAML"),
         ("services: {}", "services"),
         ("services: {api: {build: ., command: x}}", "no 'main'"),
-        ("volumes: {x: {}}\nservices: {main: {}}", "volumes = {'x': {}}: services have the files"),
+        ("services: {main: {volumes: ['x:/x']}}", "services.main.volumes: it has the files of main"),
+        ("services: {main: {image: x}}", "services.main.image: write it into task.toml"),
         ("services: {main: {privileged: true}}", "services.main.privileged = True: no command of a sandbox"),
+        ("services: {main: {}, db: {image: x, restart: always}}", "services.db.restart = 'always': a service that"),
+        ("services: {main: {}, 'a b': {image: x}}", "'a b' is no name of a service"),
+        ("services: {main: {}, db: {image: x, volumes: ['/etc:/etc']}}", "services.db.volumes has '/etc:/etc'"),
+        ("services: {main: {}, db: {image: x, volumes: ['./../a:/etc']}}", "services.db.volumes has './../a:/etc'"),
         (
-            "services: {main: {}, db: {image: 'postgres:16'}}",
-            "services.db.image = 'postgres:16': a sandbox has one root",
+            "services: {main: {}, a: {image: x, volumes: ['v:/v']}, b: {image: x, volumes: ['v:/v']}}",
+            "services.b.volumes has 'v', as a has",
+        ),
+        (
+            "services: {main: {}, a: {build: ., command: x}, b: {image: x, depends_on: [a]}}",
+            "services.b.depends_on = ['a']: those have the image of main",
         ),
         ("services: {main: {colour: red}}", "services.main.colour = 'red': it is not held to"),
-        ("services: {main: {}, db: {build: ./db, command: x}}", "services.db.build = './db': a sandbox has one root"),
-        ("services: {main: {}, db: {command: x}}", "services.db needs a command, and build: ."),
+        (
+            "services: {main: {}, db: {build: ../db}}",
+            "services.db.build.context = '../db': name a folder or file below",
+        ),
+        ("services: {main: {}, db: {command: x}}", "services.db needs an image, a build, or build: ."),
         ("services: {main: {command: ./serve}}", "services.main.command"),
         ("services: {main: {depends_on: [x]}}", "depends_on names ['x']"),
         ("services: {main: {depends_on: [a]}, a: {build: ., command: x, depends_on: [main]}}", "in a circle"),
@@ -76,9 +89,50 @@ def test_what_is_not_held_to_is_refused_by_its_name(text: str, words: str) -> No
     assert words in str(refused.value)
 
 
+def test_services_with_images_of_their_own_come_first_with_what_is_said_of_them() -> None:
+    services = parse_compose(
+        """
+volumes: {data: }
+services:
+  main: {depends_on: [web, near]}
+  near: {build: ., command: ./near}
+  web: {build: {context: ./web, dockerfile: Web}, depends_on: [db], command: "serve 'a b'", hostname: www}
+  db:
+    image: ${DB:-redis:7}
+    entrypoint: []
+    command: [redis-server, "$$PORT"]
+    user: 999
+    working_dir: /data
+    environment: [A=b=c]
+    tmpfs: /run/x
+    volumes: ["data:/data", "./conf:/etc/conf:ro", "/cache"]
+    healthcheck: {test: redis-cli ping, interval: 1s}
+""",
+        source="/task/environment/docker-compose.yaml",
+    )
+    assert set(services.names) == {"db", "near", "web", "www"}
+    database, web = services.orders
+    assert database == ServiceOrder(
+        name="db",
+        source="redis:7",
+        entrypoint=(),
+        command=("redis-server", "$PORT"),
+        environment={"A": "b=c"},
+        workdir="/data",
+        user="999",
+        healthchecks=(Healthcheck(argv=("sh", "-c", "redis-cli ping"), interval_s=1),),
+        folders=("/run/x", "/data", "/cache"),
+        files={"/etc/conf": Path("/task/environment/conf")},
+        names=("main", *services.names),
+    )
+    assert (web.source, web.dockerfile, web.command) == ("/task/environment/web", "Web", ("serve", "a b"))
+    assert "./near" in services.entrypoint[2]
+    assert "redis" not in services.entrypoint[2]
+
+
 def test_services_run_beside_the_agent_and_are_found_by_their_names(tmp_path: Path) -> None:
     own = "[environment.healthcheck]\ncommand = 'test -e notes/a.txt'\ninterval_sec = 1\n"
-    changes = {"environment/docker-compose.yaml": SERVED.replace("$$", "$"), "task.toml": WHOLE["task.toml"] + own}
+    changes = {"environment/docker-compose.yaml": SERVED, "task.toml": WHOLE["task.toml"] + own}
     source = read_task(write_folder(tmp_path / "task", changes))
     script = "import os, urllib.request; print(urllib.request.urlopen(os.environ['API']).read().decode())"
 

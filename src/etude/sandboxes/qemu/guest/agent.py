@@ -48,7 +48,9 @@ class GuestCommand:
     """One command from its start to its answer."""
 
     def __init__(self, number: int, order: dict[str, Any], stdin: bytes, guest: GuestEnvironment) -> None:
-        """Start it. ``order`` says ``argv``, ``environment`` and ``timeout_s``. Raises ``OSError``."""
+        """Start it. ``order`` says ``argv``, ``environment`` and ``timeout_s``; where it runs in a service's root
+        ``root`` and ``user``, number and group, else nothing for them. Raises ``OSError``.
+        """
         self.number = number
         self.started_at = time.monotonic()
         self.deadline = self.started_at + float(order["timeout_s"])
@@ -57,11 +59,11 @@ class GuestCommand:
         self._stdin = memoryview(stdin)
         self._group = f"{GROUP}/c{number}"
         os.mkdir(self._group)  # noqa: PTH102 - a fresh copy has no code ready for more
-        environment = {**guest.environment, **order["environment"]}
+        environment = order["environment"] if order["root"] else {**guest.environment, **order["environment"]}
         theirs, self._pipes = _pipes()
         self.process = os.fork()
         if self.process == 0:
-            _become(order["argv"], environment, theirs, (self._group, guest))
+            _become(order, environment, theirs, (self._group, guest))
         for end in theirs:
             os.close(end)
         self.handle = os.pidfd_open(self.process)
@@ -162,10 +164,10 @@ def _pipes() -> tuple[tuple[int, int, int], tuple[int, int, int]]:
 
 
 def _become(
-    argv: list[str], environment: dict[str, str], pipes: tuple[int, int, int], place: tuple[str, GuestEnvironment]
+    order: dict[str, Any], environment: dict[str, str], pipes: tuple[int, int, int], place: tuple[str, GuestEnvironment]
 ) -> NoReturn:
     """Turn a fresh child into the command."""
-    code = NOT_RUNNABLE
+    code, argv = NOT_RUNNABLE, order["argv"]
     try:
         group, guest = place
         system.write(f"{group}/cgroup.procs", "0")
@@ -174,7 +176,7 @@ def _become(
             os.dup2(pipe, number)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        guest.enter()
+        guest.enter(order["root"], order["user"])
         os.closerange(3, 4096)
         os.execvpe(argv[0], argv, environment)
     except FileNotFoundError:

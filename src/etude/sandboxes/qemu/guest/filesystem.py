@@ -14,7 +14,7 @@ import signal
 import socket
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -169,8 +169,8 @@ class GuestEnvironment:
     def __init__(self, order: dict[str, Any]) -> None:
         """``order`` says: ``disks``, numbers of disks of the image, lowest first; ``system``, whether the machine's own
         root lies under them; ``mounts``, lists of disk, path and name in the disk; ``upper``, the disk that is written;
-        ``workdir``, ``user`` (name, number, group, home), ``names`` (of the loopback), ``environment``,
-        ``memory_bytes``, ``processes``, ``cpus``.
+        ``roots``, places that are roots of services; ``workdir``, ``user`` (name, number, group, home), ``names`` (of
+        the loopback), ``environment``, ``memory_bytes``, ``processes``, ``cpus``.
         """
         name, self.owner, self.group, self.home = order["user"]
         self.workdir: str = order["workdir"]
@@ -183,6 +183,7 @@ class GuestEnvironment:
             "LANG": "C.UTF-8",
             **order["environment"],
         }
+        self._roots: list[str] = order["roots"]
         self._mount_root(order)
         self._set_limits(order)
         self._start_init()
@@ -209,18 +210,24 @@ class GuestEnvironment:
         """Stop every command, or let all go on."""
         system.write(f"{GROUP}/cgroup.freeze", "1" if frozen else "0")
 
-    def enter(self) -> None:
-        """Make the calling process one of the commands; it must be a fresh child that execs next."""
+    def enter(self, root: str, user: Sequence[int]) -> None:
+        """Make the calling process one of the commands; it must be a fresh child that execs next.
+
+        With a ``root`` it is one of a service's, whose ``user`` is a number and a group.
+        """
         os.setsid()
         system.join(self.init_handle, system.CLONE_NEWNS)
+        if root:
+            os.chroot(root)
         try:
-            os.chdir(self.workdir)
+            os.chdir("/" if root else self.workdir)
         except OSError:  # a command before this one removed it
             os.chdir("/")
-        if self.owner:
+        owner, group = user or (self.owner, self.group)
+        if owner:
             os.setgroups([])
-            os.setresgid(self.group, self.group, self.group)
-            os.setresuid(self.owner, self.owner, self.owner)
+            os.setresgid(group, group, group)
+            os.setresuid(owner, owner, owner)
         else:
             system.drop_bounding(ROOT_CAPABILITIES)
         system.prctl(system.PR_SET_NO_NEW_PRIVS, 1)
@@ -309,9 +316,12 @@ class GuestEnvironment:
         _make_user(self.owner, self.group, self.home)
         _make_names()
         for folder in (self.home, self.workdir):
-            _make_folder(folder, self.owner, self.group)
+            _make_folder(folder, self.owner, self.group, {path for _, path in self._mounts})
         Path("/tmp").mkdir(exist_ok=True)
         Path("/tmp").chmod(0o1777)
+        for path in (f"{root}{folder}" for root in self._roots for folder in ("/proc", "/dev")):
+            Path(path).mkdir(exist_ok=True)
+            system.mount("/" + path.rpartition("/")[2], path, "", system.MS_BIND | system.MS_REC)
 
 
 def disk_path(number: int) -> str:
@@ -374,12 +384,16 @@ def _make_names() -> None:
     Path("/run/names").rmdir()
 
 
-def _make_folder(path: str, owner: int, group: int) -> None:
-    """Make a folder whose owner is ``owner``, with all in it where that is not so yet."""
+def _make_folder(path: str, owner: int, group: int, shown: Container[str]) -> None:
+    """Make a folder whose owner is ``owner``, with all in it where that is not so yet, but for what is ``shown`` there
+    and cannot be changed.
+    """
     Path(path).mkdir(parents=True, exist_ok=True)
     waiting = [path]
     while waiting and owner:
         place = waiting.pop()
+        if place in shown:
+            continue
         status = os.lstat(place)
         if status.st_uid != owner:
             os.chown(place, owner, group, follow_symlinks=False)
