@@ -19,11 +19,11 @@ from etude.weights.pull import pull
 from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
 
-pytestmark = [pytest.mark.heavy("root or user namespaces, and a minute"), pytest.mark.timeout(900)]
+pytestmark = (pytest.mark.heavy("root or user namespaces, and a minute"), pytest.mark.timeout(900))
 
 SHAPE = WanShape(rtt_s=0.05, loss=0.0, bits_per_s=1e9)
-ROWS = COLUMNS = 4000
-"""48 MB: packs on their way when a relay is killed are few of them."""
+ROWS = COLUMNS = 5000
+"""75 MB: packs on their way when a relay is killed are few of them."""
 CUT_S = 8.0
 BACK_S = 40.0
 """Longer than the timeout of a request."""
@@ -36,7 +36,7 @@ from etude.weights.publish import Publisher, PublishOptions
 from synthetic_updates import synthetic_version
 
 plan = SitePlan(**json.loads(sys.argv[1]))
-options = PublishOptions(codec="gaps", chunk_numbers=50_000, pack_bytes=80_000, encoders=1, uploads=4, anchor_every=0)
+options = PublishOptions(codec="gaps", chunk_numbers=50_000, pack_bytes=100_000, encoders=1, uploads=4, anchor_every=0)
 with Publisher(WeightLog(plan.origin()), options) as publisher:
     for line in sys.stdin:
         version = int(line)

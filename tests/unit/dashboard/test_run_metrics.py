@@ -15,6 +15,7 @@ from etude.telemetry.events import (
     Outage,
     PhaseStarted,
     ProcessStarted,
+    RegionServed,
     RolloutClosed,
     RunStarted,
 )
@@ -55,6 +56,19 @@ def test_a_phase_without_an_end_lasts_until_now() -> None:
 def test_only_deaths_are_restarts() -> None:
     run = _observed((0, _process("engine")), (5, _process("engine", 1)), (6, _process("trainer")))
     assert (run.restarts, run.processes["engine"].restarts) == (1, 1)
+
+
+def test_what_regions_were_used_for_is_added_up_over_processes(config: RunConfig) -> None:
+    def served(region: str, sessions: int, version: int = 1) -> RegionServed:
+        return RegionServed(
+            region=region, version=version, open=2, sessions=sessions, payload_bytes=10 * sessions, is_away=False
+        )
+
+    run = _observed((0, served("", 3)), (1, served("eu", 4)), (2, served("eu", 5, version=2)))
+    assert build_report(run, config, machine={}, date="", commit="")["regions"] == {
+        "home": {"version": 1, "sessions": 3, "payload_bytes": 30},
+        "eu": {"version": 2, "sessions": 9, "payload_bytes": 90},
+    }
 
 
 def test_the_share_of_several_engines_is_the_mean_of_theirs() -> None:

@@ -86,7 +86,7 @@ def test_routes_that_an_earlier_turn_has_are_not_written_again(tmp_path: Path) -
     )
     second = asyncio.run(recorder.turn(ids, params, completion_of(routes), "s", reused=5))
     assert first.payload is not None and second.payload is not None
-    assert second.payload.size_bytes == first.payload.size_bytes
+    assert second.payload.size_bytes < first.payload.size_bytes + 20, "as many rows, compressed"
     whole, again = Payloads(ObjectStore(str(tmp_path))).fetch([first, second])
     assert whole.routes is not None and again.routes is not None
     assert np.array_equal(whole.routes, GOOD)
