@@ -18,8 +18,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.fleet import figures
-from bench.fleet.demo import RECIPE, Demo, DemoLog
+from bench.fleet import figures, ray_nodes
+from bench.fleet.demo import LAUNCHERS, MACHINES, RAY, RECIPE, Demo, DemoLog
 from bench.fleet.figures import FaultRecord
 from bench.fleet.machines import Fleet
 from bench.fleet.page import CURVE_S, render_page
@@ -48,6 +48,10 @@ BALANCE = Goal("region_balance", "at least", 0.8)
 GAP = Goal("pass_rate_gap", "at most", 2.0)
 """In standard errors."""
 BUSY = Goal("loop_busy", "at least", 0.9)
+PLACED: Mapping[str, str] = {
+    MACHINES: "a launcher of the demo's own over namespaces, not Ray",
+    RAY: "Ray, a cluster in each region",
+}
 _COLUMNS = ("case", "region", "at_s", "lasted_s", "over_s")
 
 
@@ -55,18 +59,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
     parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--short", action="store_true", help="two regions, a kill and a cut, a tiny model: minutes")
+    parser.add_argument(
+        "--launcher", choices=LAUNCHERS, default=MACHINES, help="who places processes: the demo, or Ray"
+    )
     parser.add_argument("--page", type=Path, default=Path("runs/fleet-demo.html"), help="the page to write")
 
 
 def run(options: argparse.Namespace) -> dict[str, Json]:
     """Measure with the options of the command line, and write the page."""
-    result = bench_fleet(short_plan() if options.short else whole_plan(), seed=options.seed)
+    plan = short_plan() if options.short else whole_plan()
+    result = bench_fleet(plan, seed=options.seed, launcher=options.launcher)
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(render_page(result), encoding="utf-8")
     return result | {"page": str(options.page)}
 
 
-def bench_fleet(plan: FleetPlan, *, seed: int = 0) -> dict[str, Json]:
+def bench_fleet(plan: FleetPlan, *, seed: int = 0, launcher: str = MACHINES) -> dict[str, Json]:
     """Run the demo and return the bench object; progress is told on stderr.
 
     Raises :class:`~etude.errors.UserError` where it cannot be run, and :class:`~etude.errors.InfrastructureError` when
@@ -79,10 +87,19 @@ def bench_fleet(plan: FleetPlan, *, seed: int = 0) -> dict[str, Json]:
     def tell(line: str) -> None:
         sys.stderr.write(f"{time.monotonic() - began_s:6.1f} s  {line}\n")
 
-    with tempfile.TemporaryDirectory(prefix="etude-fleet-") as scratch, Fleet(plan, Path(scratch)) as fleet:
-        tell(f"{len(plan.sites)} machines are up")
-        log = Demo(fleet, Path(scratch), seed=seed, deadline_s=DEADLINE_S, tell=tell).run()
-    return envelope("fleet", time.monotonic() - began_s, summary(log, plan))
+    if launcher == RAY and (reason := ray_nodes.missing()) is not None:
+        raise UserError(f"bench fleet: {reason}")
+    variables = ray_nodes.environment() if launcher == RAY else {}
+    with tempfile.TemporaryDirectory(prefix="etude-fleet-") as name:
+        scratch = Path(name)
+        with Fleet(plan, scratch, variables) as fleet:
+            tell(f"{len(plan.sites)} machines are up")
+            if launcher == RAY:
+                ray_nodes.start_nodes(fleet, scratch)
+                tell("a Ray cluster is up in each region")
+            demo = Demo(fleet, scratch, launcher=launcher, seed=seed, deadline_s=DEADLINE_S, tell=tell)
+            log = demo.run()
+    return envelope("fleet", time.monotonic() - began_s, summary(log, plan) | {"launcher": PLACED[launcher]})
 
 
 def table(result: dict[str, Json]) -> str:
@@ -99,7 +116,6 @@ def summary(log: DemoLog, plan: FleetPlan) -> dict[str, Json]:
     shares = figures.busy_shares(log.events, log.records, plan)
     published = figures.published_bytes(log.events)
     return {
-        "launcher": "a launcher of the demo's own over namespaces, one supervisor in each region; not Ray",
         "finished": log.status is not None,
         "run_seconds": round(log.seconds, 1),
         "results": [_row(record, log) for record in log.records],

@@ -22,11 +22,13 @@ from bench.fleet.machines import Fleet, store_url
 from bench.fleet.namespaces import kill_all
 from bench.fleet.observed import Observed, of_kind
 from bench.fleet.plan import HOME, FaultKind, FleetPlan, PlannedFault
+from bench.fleet.ray_nodes import RESOURCES
 from etude.errors import InfrastructureError
 from etude.telemetry.events import EngineStats, Logged, StepDone, WeightsPublished
 
 RECIPE = programs.ROOT / "recipes" / "quickstart"
-LAUNCHERS: Mapping[str, str] = {"machines": "bench.fleet.launcher:MachineLauncher"}
+MACHINES, RAY = "machines", "ray"
+LAUNCHERS: Mapping[str, str] = {MACHINES: "bench.fleet.launcher:MachineLauncher", RAY: "ray"}
 """Launcher of the demo → its name in ``fleet.toml``."""
 PACKS = "weights/packs"
 """Folders of a store with what weight versions consist of."""
@@ -69,8 +71,19 @@ class Demo:
     """Drives one run on a fleet."""
 
     def __init__(
-        self, fleet: Fleet, scratch: Path, *, seed: int, deadline_s: float, tell: Callable[[str], None]
+        self,
+        fleet: Fleet,
+        scratch: Path,
+        *,
+        launcher: str = MACHINES,
+        seed: int,
+        deadline_s: float,
+        tell: Callable[[str], None],
     ) -> None:
+        """``launcher`` is one of :data:`LAUNCHERS`. ``tell`` is given what people want to know at once; the run has
+        until ``deadline_s``.
+        """
+        self._launcher = launcher
         self._fleet = fleet
         self._plan: FleetPlan = fleet.plan
         self._scratch = scratch
@@ -89,7 +102,7 @@ class Demo:
         """Go through all of it. Raises :class:`~etude.errors.InfrastructureError` where the run ends with an error."""
         self._log.began_s = time.time()
         toml = self._scratch / "fleet.toml"
-        toml.write_text(fleet_toml(self._plan, LAUNCHERS["machines"]), encoding="utf-8")
+        toml.write_text(fleet_toml(self._plan, self._launcher), encoding="utf-8")
         self._home = self._start_home(toml)
         while (status := self._home.poll()) is None and not self._is_late:
             self._observed.update()
@@ -248,7 +261,7 @@ def etude(*words: str) -> list[str]:
 def fleet_toml(plan: FleetPlan, launcher: str) -> str:
     """The fleet as `etude run --fleet` reads it."""
     lines = [
-        f'launcher = "{launcher}"',
+        f'launcher = "{LAUNCHERS[launcher]}"',
         f'home = "{HOME}"',
         "[trainer]",
         f"nodes = {plan.trainer_nodes}",
@@ -257,6 +270,8 @@ def fleet_toml(plan: FleetPlan, launcher: str) -> str:
         f'store = "{store_url(HOME)}"',
         "gateways = 1",
     ]
+    if launcher == RAY:
+        lines += [line for command, cpus in RESOURCES.items() for line in (f"[resources.{command}]", f"cpus = {cpus}")]
     for region in plan.regions:
         lines += ["[[regions]]", f'name = "{region.name}"', f'store = "{store_url(region.name)}"', "engines = 1"]
     return "\n".join(lines) + "\n"

@@ -16,13 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, final
 
 from bench.faults.database import Database, programs
 from bench.fleet import store
 from bench.fleet.launcher import MACHINES_VARIABLE, Machine, write_machines
-from bench.fleet.namespaces import is_alive, kill_all, processes_in
+from bench.fleet.namespaces import enter_command, is_alive, kill_all, processes_in
 from bench.fleet.plan import HOME, FleetPlan
 from bench.sync.wan import Wan, WanShape
 from etude.errors import InfrastructureError, UserError
@@ -31,8 +31,12 @@ from etude.run.keys import RUN_KEY_VARIABLE
 
 RUN = "run"
 """Name of the run in each store."""
-INIT = ("sleep", "infinity")
-"""Keeps a machine's namespace open."""
+INIT = (
+    *("unshare", "--mount", "bash", "-c"),
+    "mkdir -p /tmp/ray; mount -t tmpfs -o size=1g tmpfs /tmp/ray; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
+    "exec sleep infinity",
+)
+"""The first process of a machine, which keeps its namespaces open; shared memory and Ray's sockets are its own."""
 STORE_S = 180.0
 """Longest time until a store answers."""
 
@@ -52,12 +56,13 @@ def missing() -> str | None:
 class Fleet:
     """The machines of a plan, from entering to leaving; then all that ran on them is gone."""
 
-    def __init__(self, plan: FleetPlan, scratch: Path) -> None:
-        """Raises :class:`~etude.errors.UserError` where there cannot be any."""
+    def __init__(self, plan: FleetPlan, scratch: Path, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+        """``variables`` are for all processes. Raises :class:`~etude.errors.UserError` where there cannot be any."""
         if (reason := missing()) is not None:
             raise UserError(f"bench fleet: {reason}")
         self.plan = plan
         self._scratch = scratch
+        self._variables = variables
         self._wan = Wan(plan.sites, WanShape(), plan.shapes)
         self._stack = ExitStack()
         self._key = secrets.token_hex(32)
@@ -99,7 +104,7 @@ class Fleet:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of all processes on the machines, wherever they are."""
-        regions = (self.plan.home, *self.plan.regions)
+        regions = self.plan.all_regions
         places = " ".join(
             f"{bucket_of(each.name)}=http://{self._wan.address(each.name)}:{store.PORT}" for each in regions
         )
@@ -114,13 +119,15 @@ class Fleet:
             "GLOO_SOCKET_IFNAME": "wan",
             "TP_SOCKET_IFNAME": "wan",
             "OMP_NUM_THREADS": "1",
+            **self._variables,
         }
 
     def start(self, site: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a process on a machine; it dies with this process and with the fleet."""
         with log.open("ab") as output:
             environment = {**self.environment, **self.machines[site].environment}
-            return self._wan.popen(site, command, stdout=output, stderr=output, environment=environment)
+            inside = enter_command(self.machines[site].init, command)
+            return self._wan.popen(site, inside, stdout=output, stderr=output, environment=environment)
 
     def running(self, site: str) -> dict[int, list[str]]:
         """Process id → command line of what runs on a machine."""
@@ -203,7 +210,7 @@ def _wait_until_inside(pid: int) -> None:
     deadline_s = time.monotonic() + STORE_S
     while time.monotonic() < deadline_s:
         with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] == INIT[0].encode():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
                 return
         time.sleep(0.02)
     raise InfrastructureError("bench fleet: a namespace could not be entered")

@@ -1,4 +1,4 @@
-"""Network namespaces as machines, by the process that keeps each open: entering one, and all that runs in it.
+"""Namespaces as machines, by the process that keeps each open: entering one, and all that runs in it.
 
 python -m bench.fleet.namespaces PID COMMAND...        become COMMAND on the machine of process PID
 """
@@ -59,7 +59,8 @@ def _command(pid: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    descriptor = os.open(f"/proc/{sys.argv[1]}/ns/net", os.O_RDONLY)
-    enter_namespace(descriptor)
-    os.close(descriptor)
+    for kind in ("net", "mnt"):
+        descriptor = os.open(f"/proc/{sys.argv[1]}/ns/{kind}", os.O_RDONLY)
+        enter_namespace(descriptor)
+        os.close(descriptor)
     os.execvp(sys.argv[2], sys.argv[2:])

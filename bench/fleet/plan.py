@@ -2,7 +2,7 @@
 
 home, home-2, home-3      trainer on two machines and a spare one, rollouts, ledger, the run's store
 east   20 ms              engine, gateway, two relays, a store, a supervisor: each region alike
-eu     80 ms, eu-2        on two machines
+eu     80 ms, eu-2, eu-3  on three machines
 asia  150 ms
 south 250 ms
 """
@@ -41,7 +41,7 @@ class Region:
 
 
 EAST = Region(name="east", rtt_s=0.02)
-EU = Region(name="eu", rtt_s=0.08, machines=2)
+EU = Region(name="eu", rtt_s=0.08, machines=3)
 ASIA = Region(name="asia", rtt_s=0.15)
 SOUTH = Region(name="south", rtt_s=0.25)
 
@@ -87,19 +87,24 @@ class FleetPlan:
         return Region(name=HOME, rtt_s=0.0, machines=self.home_machines)
 
     @property
+    def all_regions(self) -> tuple[Region, ...]:
+        """Home and the others."""
+        return (self.home, *self.regions)
+
+    @property
     def sites(self) -> tuple[str, ...]:
         """All machines."""
-        return tuple(site for region in (self.home, *self.regions) for site in region.sites)
+        return tuple(site for region in self.all_regions for site in region.sites)
 
     @property
     def region_of(self) -> Mapping[str, str]:
         """Machine → its region."""
-        return {site: region.name for region in (self.home, *self.regions) for site in region.sites}
+        return {site: region.name for region in self.all_regions for site in region.sites}
 
     @property
     def shapes(self) -> Mapping[tuple[str, str], WanShape]:
         """The shape of the link between each two machines."""
-        rtt_s = {region.name: region.rtt_s for region in (self.home, *self.regions)}
+        rtt_s = {region.name: region.rtt_s for region in self.all_regions}
         region_of = self.region_of
         return {
             (one, other): NEAR

@@ -110,6 +110,13 @@ def test_what_was_not_measured_is_no_goal_met() -> None:
     missing = {name for name, goal in goals.items() if isinstance(goal, dict) and goal["value"] is None}
     assert missing >= {"wan_copies_per_region", "served_lag_s", "lost", "machine_lost_s", "back_after_cut_s"}
     assert not any(goal["met"] for name, goal in goals.items() if name in missing and isinstance(goal, dict))
-    whole = result | {"bench": "fleet", "date": "2026-01-01", "commit": "abc", "machine": {}, "page": "p.html"}
+    whole = result | {
+        "launcher": "Ray",
+        "bench": "fleet",
+        "date": "2026-01-01",
+        "commit": "abc",
+        "machine": {},
+        "page": "p.html",
+    }
     assert "NOT met" in table(whole)
     assert "<h2>Regions</h2>" in render_page(whole)
