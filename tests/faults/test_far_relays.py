@@ -19,8 +19,6 @@ from etude.weights.pull import pull
 from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
 
-pytestmark = (pytest.mark.heavy("root or user namespaces, and a minute"), pytest.mark.timeout(900))
-
 SHAPE = WanShape(rtt_s=0.05, loss=0.0, bits_per_s=1e9)
 ROWS = COLUMNS = 5000
 """75 MB: packs on their way when a relay is killed are few of them."""
@@ -84,6 +82,8 @@ def relay(wan: Wan, region: Path) -> "subprocess.Popen[bytes]":
     return wan.popen("eu", command, environment=environment)
 
 
+@pytest.mark.heavy("root or user namespaces, and a minute")
+@pytest.mark.timeout(900)
 def test_two_relays_bring_one_copy_though_the_active_one_is_killed_and_the_link_is_cut(
     wan: Wan, tmp_path: Path
 ) -> None:
