@@ -53,7 +53,7 @@ test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 ru
 	@echo "about $(TEST_MINUTES) minutes on two cores"
 	@$(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: .venv/dev.stamp .venv/pretrained.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
+test-all: .venv/dev.stamp .venv/pretrained.stamp .venv/ray.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
@@ -119,6 +119,11 @@ models/smollm2-135m: | .venv/pretrained.stamp
 .venv/dev.stamp: .venv/demo.stamp constraints-dev.txt
 	@echo "installing the tools of test, check and bench"
 	@$(PIP) $(PINNED) -r constraints-dev.txt
+	@touch $@
+
+.venv/ray.stamp: .venv/dev.stamp constraints-ray.txt
+	@echo "installing Ray, on which tests place processes"
+	@$(PIP) $(PINNED) -r constraints-ray.txt
 	@touch $@
 
 # vLLM's dependencies exclude ours: it is a process of its own, in an environment of its own.

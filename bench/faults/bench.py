@@ -45,9 +45,9 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder, start_from
+from etude.run.launchers.host_process import THREADING
 from etude.run.machine_info import source_commit
 from etude.run.process_name import ENGINE, GATEWAY
-from etude.run.supervision import THREADING
 from etude.types import Json
 
 GROUPS, GROUP_SIZE = 2, 4

@@ -16,7 +16,7 @@ from typing import final
 from bench import programs
 from bench.usage import descendants
 from etude.run.folder import RunFolder
-from etude.run.supervision import THREADING
+from etude.run.launchers.host_process import THREADING
 
 GONE_S = 60.0
 """How long processes of a run whose supervisor was killed may take to end: longer than they may take to clean up."""

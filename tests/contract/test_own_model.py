@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ExitCode
-from etude.run.supervision import THREADING
+from etude.run.launchers.host_process import THREADING
 from etude.tokens.jinja import load_format
 from own_checkpoint import make_checkpoint
 

@@ -13,9 +13,9 @@ import pytest
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
+from etude.run.launchers.host_process import THREADING
 from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.phases import run_phase, run_phases
-from etude.run.supervision import THREADING
 from etude.run.weight_log import open_log
 from etude.weights.repair import verify
 from waiting import wait_until

@@ -24,7 +24,7 @@ from etude.storage import FIXES, FULL, fullest, storage_errno
 
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "run": ("run", "Run the whole loop of a recipe on this machine."),
+        "run": ("run", "Run the whole loop of a recipe, on this machine or on a fleet."),
         "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
         "midtrain": ("processes", "One process of a run: mid-training."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
@@ -32,13 +32,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "serve": ("processes", "One process of a run: an engine."),
         "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
         "rollouts": ("processes", "One process of a run: rollouts and evaluations."),
-        "train": ("processes", "One process of a run: the trainer."),
+        "train": ("processes", "One process of a run: the trainer, or one node of it."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
         "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),
         "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),
+        "fleet": ("fleet", "Run on many machines: files for their clusters, status, drain."),
         "config": ("config", "Explain the keys of a recipe."),
         "judge": ("judge", "Try the model that grades aspects, and compare it with people."),
         "keys": ("keys", "Manage the keys of a gateway; print those of a run."),

@@ -86,14 +86,14 @@ def find(word: str) -> list[Table]:
     return next((matches for way in ways if (matches := _only(every, way))), [])
 
 
-def suggestion(parents: tuple[str, ...], name: str) -> str:
+def suggestion(parents: tuple[str, ...], name: str, whole: type[BaseModel] = RunConfig) -> str:
     """Guess the key that was meant by an unknown one: one like it there, or the same one of another section."""
-    names = _names(parents)
+    names = _names(parents, whole)
     near = [".".join((*parents, key)) for key in difflib.get_close_matches(name, names, n=1)]
-    elsewhere = [f"{section}.{name}" for section in RunConfig.model_fields if name in _names((section,))]
+    elsewhere = [f"{section}.{name}" for section in whole.model_fields if name in _names((section,), whole)]
     if meant := near or elsewhere:
         return f"did you mean {' or '.join(map(repr, meant))}?"
-    return f"{'.'.join(parents) or 'a recipe'} has {', '.join(names)}"
+    return f"{'.'.join(parents) or ('a recipe' if whole is RunConfig else 'a fleet')} has {', '.join(names)}"
 
 
 def _only(every: Iterable[Table], words_sought: Callable[[RecipeKey], bool]) -> list[Table]:
@@ -175,9 +175,9 @@ def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _names(parents: tuple[str, ...]) -> list[str]:
+def _names(parents: tuple[str, ...], whole: type[BaseModel]) -> list[str]:
     """The keys of a section; none of what is no section."""
-    section: type[BaseModel] = RunConfig
+    section = whole
     for parent in parents:
         if parent not in section.model_fields:  # a number: the place in an array of tables, which are all of one kind
             continue

@@ -1,19 +1,23 @@
-"""Recipes from files and ``--set``, and back; all faults of one are told at once: the key, the value, the fix."""
+"""Recipes and fleets from files, and back; all faults of one are told at once: the key, the value, the fix."""
 
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import ValidationError
 
 from etude.config import plugins
+from etude.config.fleet import FleetConfig
 from etude.config.keys import suggestion
 from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed
+from etude.config.section import Section
 from etude.errors import ConfigError
+
+Whole = TypeVar("Whole", RunConfig, FleetConfig)
 
 FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
 """Paths of tables whose texts may lie in files beside the recipe."""
@@ -58,10 +62,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
         shipped = Path("recipes") / path
         meant = f"; did you mean {str(shipped)!r}?" if shipped.is_dir() and shipped != path else ""
         raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it{meant}")
-    try:
-        tree: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    tree = _read_toml(file)
     for override in overrides:
         _apply_override(tree, override)
     for table in FILE_TABLES:
@@ -80,10 +81,31 @@ def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
 
 def parse_config(tree: Mapping[str, Any], *, source: str) -> RunConfig:
     """Check a tree of plain values. Raises :class:`~etude.errors.ConfigError` with every fault found."""
+    return _parse(tree, RunConfig, source=source)
+
+
+def load_fleet(path: Path) -> FleetConfig:
+    """Read a fleet. Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix."""
+    if not path.is_file():
+        raise ConfigError(f"no fleet at {str(path)!r}: expected a TOML file; examples/fleet has some to begin with")
+    tree = _read_toml(path)
+    if isinstance(tree.get("launcher"), str):
+        tree["launcher"] = plugins.absolute(tree["launcher"], path.parent)
+    return _parse(tree, FleetConfig, source=str(path))
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return RunConfig.model_validate(_tuples(dict(tree)))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid TOML: {error}") from error
+
+
+def _parse(tree: Mapping[str, Any], whole: type[Whole], *, source: str) -> Whole:
+    try:
+        return whole.model_validate(_tuples(dict(tree)))
     except ValidationError as error:
-        faults = "\n  ".join(_explain(fault["loc"], fault["type"], fault["msg"], fault["input"])
+        faults = "\n  ".join(_explain(whole, fault["loc"], fault["type"], fault["msg"], fault["input"])
                              for fault in error.errors())  # fmt: skip
         raise ConfigError(f"{source}:\n  {faults}") from error
 
@@ -164,14 +186,14 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+def _explain(whole: type[Section], location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     key = ".".join(str(part) for part in location)
     match kind:
         case "value_error":
             return message.removeprefix("Value error, ")
         case "extra_forbidden":
             parents, name = tuple(map(str, location[:-1])), str(location[-1])
-            return f"unknown key {key!r}: {renamed(key) or suggestion(parents, name)}"
+            return f"unknown key {key!r}: {renamed(key) or suggestion(parents, name, whole)}"
         case "missing":
             return f"{key} is missing"
         case "tuple_type":

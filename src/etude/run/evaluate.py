@@ -124,8 +124,7 @@ async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: 
     """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
     async with background_task(_measure(served, request, tasks)) as tried:
         while not tried.done():
-            for child in served.children:
-                child.check()
+            served.supervisor.check()
             watch.look()
             await asyncio.wait({tried}, timeout=POLL_S)
         tried.result()

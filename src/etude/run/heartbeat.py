@@ -2,9 +2,9 @@
 
     main loop ──beat──▶ time of a file ──look──▶ silence ──too long──▶ killed, started again
 
-Owns both ends. A beat comes from the loop that does the work, never from a thread of its own, which would live on while
-that is stuck; while a store is waited for, from each try to reach it. What a process is told and what becomes of a
-silent one is :mod:`etude.run.supervision`'s.
+Owns the first end. A beat comes from the loop that does the work, never from a thread of its own, which would live on
+while that is stuck; while a store is waited for, from each try to reach it. What becomes of a silent process is
+:mod:`etude.fleet.restarts`'s.
 """
 
 import asyncio
@@ -19,10 +19,6 @@ HEARTBEAT_VARIABLE = "ETUDE_HEARTBEAT"
 """Environment variable that names the file whose time tells of the last beat; ranks of one process share it."""
 BEAT_S = 1.0
 """A file is touched at most so often."""
-START_S = 3600.0
-"""Longest silence before the first beat: a process loads a model, or tokenises what it will read."""
-LONGEST_LOOK_S = 1.0
-"""Most of the time between two looks that counts as silence: when the supervisor stood still, so did everybody."""
 
 
 @final
@@ -47,25 +43,3 @@ class Heartbeat:
         while True:
             self.beat()
             await asyncio.sleep(BEAT_S)
-
-
-@final
-class Silence:
-    """The time since a process's last heartbeat, counted only while its supervisor watched. Pure."""
-
-    def __init__(self, sign: int, now_s: float) -> None:
-        """``sign`` is anything that changes with each beat."""
-        self._sign = sign
-        self._looked_s = now_s
-        self._silent_s = 0.0
-        self.begun = False
-        """True if there was any beat."""
-
-    def look(self, sign: int, now_s: float) -> float:
-        """The silence in seconds, at monotonic seconds ``now_s``."""
-        passed_s, self._looked_s = now_s - self._looked_s, now_s
-        if sign != self._sign:
-            self._sign, self._silent_s, self.begun = sign, 0.0, True
-        else:
-            self._silent_s += min(passed_s, LONGEST_LOOK_S)
-        return self._silent_s

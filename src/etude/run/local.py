@@ -1,8 +1,8 @@
-"""The whole loop on one machine: `etude run`.
+"""The whole loop, on this machine or on a fleet: `etude run`.
 
     mid-train ──▶ parity gate ──▶ engines + gateways + trainer + rollouts, all at once ──▶ report
 
-This process computes nothing: it starts the others, restarts what dies, shows the progress and writes the report.
+This process computes nothing: it has the others placed, restarts what dies, shows the progress and writes the report.
 """
 
 import contextlib
@@ -15,26 +15,29 @@ from typing import TextIO
 import orjson
 
 from etude.clock import date_utc
+from etude.config.fleet import FleetConfig
 from etude.config.recipe import RunConfig
 from etude.dashboard.page import render_page
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
+from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
-from etude.run.endpoints import listeners
 from etude.run.event_copies import EventMirror
 from etude.run.events import open_events
+from etude.run.fleet_plan import plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
-from etude.run.process_name import ROLLOUTS, TRAINER, ProcessName
+from etude.run.placement import RunPlacement, place_here, place_on, remember_fleet
+from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.resolve import check_replicas
 from etude.run.run_url import EVENTS, open_place
 from etude.run.store_outages import StoreOutages
-from etude.run.supervision import FINITE, Child, stop_all
+from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
 from etude.run.working_folder import RECIPE_FILES, REPORTS, keep
 from etude.telemetry.events import MemoryUsed, PhaseStarted, RunStarted
@@ -51,17 +54,21 @@ MEMORY_S = 2.0
 """Interval at which their memory is added up."""
 
 
-def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
+def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | None = None) -> dict[str, Json]:
     """Run what is left of a recipe, with progress on ``out``; returns the report, also written to the run folder.
 
     Raises ``KeyboardInterrupt`` on Ctrl-C, and whatever else ends it, after every process has stopped; the folder can
     then be resumed, and has the report of what was done so far.
     """
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
+    placement = place_here(folder, config) if fleet is None else place_on(fleet, folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, str(SUPERVISOR)))
+        if fleet is not None:
+            remember_fleet(folder, fleet)
         make_key(folder)
-        folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
+        if not placement.launcher.look():  # those that run already, on other machines, stay where they listen
+            folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
         check_replicas(config)
@@ -70,7 +77,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout) -> dict[str, Json]:
         keep(folder, *RECIPE_FILES)
         try:
             with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
-                _play(folder, config, events, progress)
+                _play(folder, config, placement, events, progress)
         finally:
             report = write_report(folder, config)
             keep_report(folder, out)
@@ -90,19 +97,23 @@ def keep_report(folder: RunFolder, out: TextIO) -> None:
         print(f"the report is in {folder.path} only: {error}", file=out)
 
 
-def _play(folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay) -> None:
+def _play(
+    folder: RunFolder, config: RunConfig, placement: RunPlacement, events: EventLog, progress: ProgressDisplay
+) -> None:
     """One phase after another, then the asynchronous one to its end."""
-    lineage = PhaseFolders(folder)
+    lineage, run, fleet = PhaseFolders(folder), placement.run_words(folder), placement.fleet
+    loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None
     if is_fresh:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
-            _keep_alive([ProcessName(command=phase)], folder, config, events, progress)
+            _keep_alive(plan_phase(phase, fleet, run), folder, config, placement, events, progress)
     check_complete(lineage, config)
-    if config.engine.kind == "native":
-        _keep_alive([ProcessName(command="parity")], folder, config, events, progress)
-    _keep_alive([*listeners(config), TRAINER, ROLLOUTS], folder, config, events, progress)
+    is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
+    if config.engine.kind == "native" and not is_taken_over:  # those that run have passed it
+        _keep_alive(plan_phase("parity", fleet, run), folder, config, placement, events, progress)
+    _keep_alive(loop, folder, config, placement, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
@@ -123,24 +134,32 @@ def write_report(folder: RunFolder, config: RunConfig) -> dict[str, Json]:
 
 
 def _keep_alive(
-    names: Sequence[ProcessName], folder: RunFolder, config: RunConfig, events: EventLog, progress: ProgressDisplay
+    specs: Sequence[ProcessSpec],
+    folder: RunFolder,
+    config: RunConfig,
+    placement: RunPlacement,
+    events: EventLog,
+    progress: ProgressDisplay,
 ) -> None:
-    """Run processes together until those of them that have an end have reached it; then stop the others."""
-    children: list[Child] = []
-    memory_s, ending = time.monotonic(), {name for name in names if name.command in FINITE}
+    """Run processes until those of them that have an end have reached it; then stop the others."""
+    supervisor = Supervisor(
+        specs,
+        placement,
+        folder,
+        events,
+        progress.notice,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+    )
+    memory_s = time.monotonic()
     try:
-        children.extend(
-            Child(name, folder, events, progress.notice, heartbeat_timeout_s=config.heartbeat_timeout_s)
-            for name in names
-        )
-        while {child.name for child in children if child.check()} < ending:
+        while not supervisor.check():
             progress.update()
             if time.monotonic() - memory_s >= MEMORY_S:
                 memory_s = time.monotonic()
-                events.write(MemoryUsed(size_bytes=sum(child.memory_bytes() for child in children)))
+                events.write(MemoryUsed(size_bytes=supervisor.memory_bytes))
             time.sleep(POLL_S)
     finally:
-        stop_all(children)
+        supervisor.stop()
 
 
 def default_out(config: RunConfig) -> Path:

@@ -4,8 +4,10 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
+from etude.errors import ConfigError
 from etude.run.folder import RunFolder, exclusive
 from etude.run.process_name import ProcessName
 from etude.run.resolve import Role, check_devices
@@ -30,10 +32,48 @@ DEVICES: Mapping[str, Role] = {
 """Command → the section whose device its process computes on."""
 
 
-def run_process(name: ProcessName, folder: RunFolder) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The machines of one trainer, and which of them this one is; torchrun's own words."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str = ""
+    """``HOST:PORT`` of the first node, where the others meet it."""
+
+    def torchrun(self, ranks: int) -> list[str]:
+        """Arguments by which torchrun starts this node's share of ``ranks``.
+
+        Raises :class:`~etude.errors.ConfigError` for ranks that cannot be divided, and for nodes that cannot meet.
+        """
+        if self.nnodes == 1:
+            return ["--standalone", f"--nproc-per-node={ranks}"]
+        if ranks % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} does not divide parallel.dp * parallel.cp = {ranks} ranks: each node has as "
+                f"many as any other"
+            )
+        if not self.rdzv_endpoint or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT of the first node, and --node-rank from 0 to "
+                f"{self.nnodes - 1}; got {self.rdzv_endpoint!r} and {self.node_rank}"
+            )
+        return [
+            f"--nnodes={self.nnodes}",
+            f"--node-rank={self.node_rank}",
+            f"--rdzv-endpoint={self.rdzv_endpoint}",
+            f"--nproc-per-node={ranks // self.nnodes}",
+        ]
+
+
+ONE_NODE = Nodes()
+
+
+def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -> None:
     """Run one of a run's processes until it has done its work or gets a stop signal.
 
-    Raises :class:`~etude.errors.ConfigError` where this machine has not the device that the run has.
+    ``nodes`` are the machines of a trainer. Raises :class:`~etude.errors.ConfigError` where this machine has not the
+    device that the run has.
     """
     config, command = folder.config(), name.command
     if command in DEVICES:
@@ -46,8 +86,8 @@ def run_process(name: ProcessName, folder: RunFolder) -> None:
 
         restore_checkpoint(folder)  # other ranks wait for this one before they read
     ranks = config.parallel.ranks if command == "train" else 1
-    if ranks > 1 and rank is None:
-        _become_ranks(ranks, folder)
+    if max(ranks, nodes.nnodes) > 1 and rank is None:
+        _become_ranks(ranks, folder, nodes)
     os.nice(NICENESS.get(command, 0))
     if command == "train":
         name = ProcessName(command=command, replica=int(rank or 0))
@@ -55,9 +95,9 @@ def run_process(name: ProcessName, folder: RunFolder) -> None:
         _run(name, folder)
 
 
-def _become_ranks(ranks: int, folder: RunFolder) -> NoReturn:
-    """Go on as ``torchrun`` on this machine, which starts ``ranks`` trainers; it still ends with the supervisor."""
-    arguments = ["--standalone", f"--nproc-per-node={ranks}", "-m", "--", "etude", "train", "--run", str(folder.path)]
+def _become_ranks(ranks: int, folder: RunFolder, nodes: Nodes) -> NoReturn:
+    """Go on as ``torchrun``, which starts this node's share of ``ranks`` trainers; it ends with the supervisor."""
+    arguments = [*nodes.torchrun(ranks), "-m", "--", "etude", "train", "--run", str(folder.path)]
     # Its trainers are its own children, not the supervisor's.
     environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
     os.execve(sys.executable, [sys.executable, "-m", "etude.run.torchrun", *arguments], environment)

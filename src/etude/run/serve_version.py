@@ -15,9 +15,11 @@ from urllib.request import urlopen
 
 from etude.config.recipe import LedgerConfig
 from etude.errors import InfrastructureError
+from etude.run.fleet_plan import process_spec
 from etude.run.folder import RunFolder
+from etude.run.placement import place_here
 from etude.run.process_name import ENGINE, GATEWAY
-from etude.run.supervision import Child, stop_all
+from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.weights.publish import Publisher
@@ -35,8 +37,8 @@ class ServedRun:
 
     folder: RunFolder
     """The scratch folder: its endpoints, its keys."""
-    children: tuple[Child, ...]
-    """Engine and gateway, to be looked after."""
+    supervisor: Supervisor
+    """Looks after engine and gateway."""
     version: int
     digest: str
 
@@ -67,15 +69,14 @@ def serving_version(
             publisher.publish(pulled.state, version=pulled.version, step=pulled.version).result()
         bench.endpoints.reserve(config)
         with EventLog(bench.events, "supervisor") as events:
-            children: list[Child] = []
+            placement = place_here(bench, config)
+            specs = [process_spec(name, placement.fleet, str(bench.path)) for name in (ENGINE, GATEWAY)]
+            supervisor = Supervisor(specs, placement, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s)
             try:
-                children.extend(
-                    Child(name, bench, events, heartbeat_timeout_s=config.heartbeat_timeout_s)
-                    for name in (ENGINE, GATEWAY)
-                )
-                yield ServedRun(folder=bench, children=tuple(children), version=pulled.version, digest=pulled.digest)
+                supervisor.check()
+                yield ServedRun(folder=bench, supervisor=supervisor, version=pulled.version, digest=pulled.digest)
             finally:
-                stop_all(children)
+                supervisor.stop()
 
 
 def wait_until_ready(served: ServedRun) -> None:
@@ -83,8 +84,7 @@ def wait_until_ready(served: ServedRun) -> None:
     url = served.folder.endpoints.url(GATEWAY) + "/healthz"
     deadline_s = time.monotonic() + READY_S
     while time.monotonic() < deadline_s:
-        for child in served.children:
-            child.check()
+        served.supervisor.check()
         with contextlib.suppress(URLError, OSError), urlopen(url, timeout=POLL_S * 10):
             return
         time.sleep(POLL_S)

@@ -1,214 +1,121 @@
-"""Child processes of a run: started, watched, restarted, stopped.
+"""The supervisor's hands: it looks at the processes of a run through a launcher, and does what the reconciler decides.
 
-Owns what happens when one dies. A process with an end that ends with 0 has done its work. One that ends with
-``USER_ERROR`` (:class:`~etude.errors.ExitCode`) met something that no restart repairs, and ends the run. One that found
-no room on a disk is started again after pauses, until there is room. Anything else (a crash,
-``kill -9``) is restarted a bounded number of times; the ledger, the weight store and the checkpoints make that safe for
-each of them. One that lives and gives no sign of it (:mod:`etude.run.heartbeat`) is killed, and then likewise. Each
-restart is told at once, with its reason.
+What becomes of a process that dies, falls silent or finds a full disk is decided in :mod:`etude.fleet.reconciler` and
+:mod:`etude.fleet.restarts`; the ledger, the weight store and the checkpoints make a restart safe for each of them. Each
+start is an event, and each restart is told at once, with its reason.
 """
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
 
-from etude.backoff import Backoff
-from etude.errors import EtudeError, ExitCode, InfrastructureError
+from etude.fleet.launcher import LauncherUnavailable
+from etude.fleet.reconciler import Reconciler
+from etude.fleet.specs import ProcessSpec, ProcessStatus
 from etude.run.folder import RunFolder
-from etude.run.heartbeat import HEARTBEAT_VARIABLE, START_S, Silence
-from etude.run.process_name import ProcessName
-from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
+from etude.run.placement import RunPlacement
+from etude.run.serving import STOP_S
 from etude.storage import fullest
 from etude.telemetry.events import ProcessStarted
 from etude.telemetry.log import EventLog
 
-ROOM_PAUSES = Backoff(first_s=2.0, longest_s=60.0)
-"""Before a process that found no room on a disk is started again."""
-FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
-"""Processes that end when their work is done; the others serve until they are stopped."""
-MAX_DEATHS, DEATHS_WINDOW_S = 5, 120.0
-"""More deaths of one process than this within this time are not bad luck."""
-MAX_SILENCES, SILENCES_WINDOW = 3, 10.0
-"""More silences of one process than this, within this many times what it may be silent, come again with each start."""
-THREADING = {"GOMP_SPINCOUNT": "1000"}
-"""Time that an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores
-are also wanted by others that made two-threaded training ten times slower, and this short spin costs 5 % when idle.
-"""
+GROUP_GRACE_S = 3.0
+"""Longest time for what a dead member of a group leaves behind, or a silent process, to end before it is killed."""
+OUTAGE_S = 600.0
+"""Longest time for which a launcher's machines may be out of reach; what runs there goes on meanwhile."""
 
 
-class Child:
-    """One process of the run, across its restarts; killed when it gives no sign of life for ``heartbeat_timeout_s``."""
+@final
+class Supervisor:
+    """Processes of one run that run at the same time, across their restarts."""
 
     def __init__(
         self,
-        name: ProcessName,
+        specs: Sequence[ProcessSpec],
+        placement: RunPlacement,
         folder: RunFolder,
         events: EventLog,
         notify: Callable[[str], None] = lambda _: None,
         *,
         heartbeat_timeout_s: float,
     ) -> None:
-        """``notify`` tells people, at once and also when nothing can be written, that the process is started again."""
-        self.name = name
-        self._notify = notify
-        self._waits = 0
-        self._again_s: float | None = None
+        """Take over what runs already; the first :meth:`check` places the rest.
+
+        ``notify`` tells people, at once and also when nothing can be written, what happens to processes.
+        """
+        self._specs = tuple(specs)
+        self._launcher = placement.launcher
         self._folder = folder
         self._events = events
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._restarts = 0
-        self._deaths: list[float] = []
-        self._silences: list[float] = []
-        self._heartbeat = folder.path / f".{name}.beat"
-        self._process = self._start()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the present incarnation."""
-        return self._process.pid
-
-    @property
-    def log(self) -> Path:
-        """File that the process prints to."""
-        return self._folder.logs / f"{self.name}.log"
+        self._notify = notify
+        self._drained = placement.drained_names
+        self._reconciler = Reconciler(specs, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._incarnations: dict[str, set[str]] = {spec.name: set() for spec in specs}
+        self._unreachable_s: float | None = None
+        self.statuses: Mapping[str, ProcessStatus] = {}
+        """All processes, as they were seen last."""
 
     def check(self) -> bool:
-        """Return True if the process has done its work; restarts it if it died. Raises when a restart would not
-        help.
+        """Look, and restart what died; true once all that have an end have reached it, never if none has.
+
+        Raises :class:`~etude.errors.EtudeError` where a restart would not help.
         """
-        status, now_s = self._process.poll(), time.monotonic()
-        if status is None:
-            self._check_alive()
-        if status is None or (status == 0 and self.name.command in FINITE):
-            return status == 0
-        if status == ExitCode.USER_ERROR:
-            raise EtudeError(f"{self.name} gave up: {self._last_line()}")
-        if status == ExitCode.DISK_FULL:
-            self._await_room(now_s)
-            return False
-        self._deaths = [*(at for at in self._deaths if now_s - at < DEATHS_WINDOW_S), now_s]
-        if len(self._deaths) > MAX_DEATHS:
-            raise InfrastructureError(
-                f"{self.name} died {len(self._deaths)} times in {DEATHS_WINDOW_S:g} s, last with status {status}: "
-                f"{self._lines()[-1]}; see {self.log}"
-            )
-        self._notify(f"{self.name} ended with status {status} and is started again: {self._last_line()}")
-        self._restart()
-        return False
-
-    def _await_room(self, now_s: float) -> None:
-        """Start the process again after a pause: what it needs is not étude's to give."""
-        if self._again_s is None:
-            self._waits = self._waits + 1 if now_s - self._started_s < ROOM_PAUSES.longest_s else 1
-            pause_s = ROOM_PAUSES.delay_s(self._waits)
-            self._again_s = now_s + pause_s
-            folder, free_bytes = fullest([self._folder.path])
-            self._notify(
-                f"{self.name} waits for room on a disk: {folder} has {free_bytes:,} bytes free; nothing is lost, make "
-                f"room there and it goes on (tried again in {pause_s:g} s)"
-            )
-        elif now_s >= self._again_s:
-            self._restart()
-
-    def _restart(self) -> None:
-        self._again_s = None
-        self._restarts += 1
-        self._process = self._start()
-
-    def _check_alive(self) -> None:
-        """Kill the process if it was silent for too long; it is found dead the next time."""
-        now_s = time.monotonic()
-        silent_s = self._silence.look(self._sign(), now_s)
-        timeout_s = self._heartbeat_timeout_s
-        if silent_s <= (timeout_s if self._silence.begun else max(timeout_s, START_S)):
-            return
-        self._kill()
-        message = f"{self.name} gave no sign of life for {silent_s:.0f} s and was killed"
-        self._notify(message)
-        window_s = SILENCES_WINDOW * silent_s
-        self._silences = [*(at for at in self._silences if now_s - at < window_s), now_s]
-        if len(self._silences) > MAX_SILENCES:
-            raise InfrastructureError(
-                f"{message}, for the {len(self._silences)}th time in {window_s:.0f} s; see {self.log}, or allow it "
-                f"more with heartbeat_timeout_s"
-            )
-
-    def _sign(self) -> int:
-        """Changes with each beat."""
         try:
-            return self._heartbeat.stat().st_mtime_ns
-        except OSError:
-            return 0
+            self._reconcile()
+            self._unreachable_s = None
+        except LauncherUnavailable as error:
+            self._wait_for_launcher(error)
+        drained = self._drained()
+        ending = {spec.name for spec in self._specs if spec.ends and spec.name not in drained}
+        return bool(ending) and ending <= self._reconciler.done
 
+    @property
     def memory_bytes(self) -> int:
-        """Resident memory right now; 0 where the system does not say."""
-        try:
-            resident_pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        except (OSError, IndexError):
-            return 0
-        return resident_pages * os.sysconf("SC_PAGE_SIZE")
+        """Resident memory of all processes, as far as it is known."""
+        return sum(status.memory_bytes for status in self.statuses.values())
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM, if it still runs."""
-        if self._process.poll() is None:
-            self._process.terminate()
+    def stop(self) -> None:
+        """Stop all processes at once: first by signal, then by kill."""
+        self._launcher.remove(*(spec.name for spec in self._specs), grace_s=STOP_S)
 
-    def make_sure(self, deadline_s: float) -> None:
-        """Wait for the end until ``deadline_s`` (monotonic), then kill the whole process group."""
-        try:
-            self._process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._kill()
+    def _reconcile(self) -> None:
+        self.statuses = self._launcher.look()
+        self._record_starts()
+        actions = self._reconciler.step(self.statuses, time.monotonic(), drained=self._drained())
+        for line in actions.notices:
+            self._notify(line)
+        for name, pause_s in actions.room_pauses.items():
+            self._notify_room(name, pause_s)
+        if actions.kill:
+            self._launcher.remove(*actions.kill, grace_s=GROUP_GRACE_S)
+        if actions.remove:
+            self._launcher.remove(*actions.remove, grace_s=STOP_S)
+        for spec in actions.place:
+            self._launcher.place(spec)
+        if actions.place:
+            self.statuses = self._launcher.look()
+            self._record_starts()
 
-    def _kill(self) -> None:
-        """``kill -9`` of the whole process group."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+    def _record_starts(self) -> None:
+        """Write an event for each incarnation that is seen for the first time."""
+        for name, status in self.statuses.items():
+            seen = self._incarnations.get(name)
+            if seen is not None and status.pid and status.incarnation not in seen:
+                self._events.write(ProcessStarted(process=name, pid=status.pid, restarts=len(seen)))
+                seen.add(status.incarnation)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "etude", self.name.command, "--run", str(self._folder.path)]
-        if self.name.replica:
-            command += ["--replica", str(self.name.replica)]
-        self._heartbeat.touch()
-        self._silence = Silence(self._sign(), time.monotonic())
-        with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches the supervisor alone, which stops the others in order.
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={
-                    **THREADING,
-                    **os.environ,
-                    SUPERVISOR_VARIABLE: str(os.getpid()),
-                    HEARTBEAT_VARIABLE: str(self._heartbeat.absolute()),
-                },
-                start_new_session=True,
-            )
-        self._started_s = time.monotonic()
-        self._events.write(ProcessStarted(process=str(self.name), pid=process.pid, restarts=self._restarts))
-        return process
+    def _notify_room(self, name: str, pause_s: float) -> None:
+        folder, free_bytes = fullest([self._folder.path])
+        self._notify(
+            f"{name} waits for room on a disk: {folder} has {free_bytes:,} bytes free; nothing is lost, make "
+            f"room there and it goes on (tried again in {pause_s:g} s)"
+        )
 
-    def _last_line(self) -> str:
-        """Its last line: its own, if there is one, and not that of a program that ran it."""
-        lines = self._lines()
-        own = [line.removeprefix("etude: ") for line in lines if line.startswith("etude: ")]
-        return (own or lines)[-1]
-
-    def _lines(self) -> list[str]:
-        """All that it said."""
-        return self.log.read_text(encoding="utf-8", errors="replace").splitlines() or ["it said nothing"]
-
-
-def stop_all(children: list[Child]) -> None:
-    """Stop all processes at once: first by signal, then by kill."""
-    for child in children:
-        child.ask_to_stop()
-    deadline_s = time.monotonic() + STOP_S
-    for child in children:
-        child.make_sure(deadline_s)
+    def _wait_for_launcher(self, error: LauncherUnavailable) -> None:
+        """Say so once, and raise the error again after :data:`OUTAGE_S`."""
+        now_s = time.monotonic()
+        if self._unreachable_s is None:
+            self._unreachable_s = now_s
+            self._notify(f"{error}; what runs there goes on, and is looked at again for {OUTAGE_S:g} s")
+        if now_s - self._unreachable_s > OUTAGE_S:
+            raise error

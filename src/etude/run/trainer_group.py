@@ -156,7 +156,9 @@ class TrainerGroup:
 
     def worker_loop(self) -> None:
         """On all ranks but 0: do as rank 0 says, until it lets go."""
+        heartbeat = Heartbeat()
         while (command := self._receive()).kind is not CommandKind.END:
+            heartbeat.beat()  # the ranks of another machine have a file of their own
             match command.kind:
                 case CommandKind.RESTORE:
                     self._restore(command.step)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from etude.aio import background_task
-from etude.run.heartbeat import HEARTBEAT_VARIABLE, LONGEST_LOOK_S, Heartbeat, Silence
+from etude.fleet.restarts import LONGEST_LOOK_S, Silence
+from etude.run.heartbeat import HEARTBEAT_VARIABLE, Heartbeat
 from waiting import until
 
 

@@ -2,16 +2,29 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
+from etude.fleet.specs import ProcessSpec
 from etude.run.folder import RunFolder
-from etude.run.process_name import GATEWAY, ProcessName
-from etude.run.supervision import Child, stop_all
-from etude.telemetry.events import PhaseStarted
+from etude.run.placement import place_here
+from etude.run.supervision import Supervisor
+from etude.telemetry.events import PhaseStarted, ProcessStarted
 from etude.telemetry.log import EventLog, EventReader
 from smalldisk import fill, small_disk
 from waiting import wait_until
+
+START_S = 200.0
+"""A process imports torch before it writes anything, which takes its time on a busy machine."""
+
+
+def supervise(command: str, folder: RunFolder, events: EventLog, notify: Callable[[str], None]) -> Supervisor:
+    spec = ProcessSpec(name=command, command=("etude", command, "--run", str(folder.path)), region="home")
+    placement = place_here(folder, folder.config())
+    supervisor = Supervisor([spec], placement, folder, events, notify, heartbeat_timeout_s=900.0)
+    supervisor.check()
+    return supervisor
 
 
 def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
@@ -21,18 +34,18 @@ def test_a_full_disk_is_waited_out(tmp_path: Path) -> None:
         folder = RunFolder.create(disk / "run", RunConfig())
         with EventLog(folder.events, "supervisor", lossy=True) as events:
             filler = fill(disk)
-            child = Child(ProcessName(command="midtrain"), folder, events, message.append, heartbeat_timeout_s=900.0)
+            supervisor = supervise("midtrain", folder, events, message.append)
             try:
-                wait_until(lambda: child.check() or bool(message))
+                wait_until(lambda: supervisor.check() or bool(message), timeout_s=START_S)
                 events.write(PhaseStarted(phase="rl"))
                 assert "midtrain waits for room on a disk" in message[0]
                 assert f"{folder.path} has 0 bytes free" in message[0]
                 assert "make room there and it goes on" in message[0]
                 filler.unlink()
-                full = child.pid
-                wait_until(lambda: child.check() or child.pid != full)
+                full = supervisor.statuses["midtrain"].pid
+                wait_until(lambda: supervisor.check() or supervisor.statuses["midtrain"].pid != full, timeout_s=START_S)
             finally:
-                stop_all([child])
+                supervisor.stop()
         assert all(line.event for line in EventReader(folder.events).new()), "no event was torn"
 
 
@@ -40,10 +53,12 @@ def test_a_restart_is_told_with_its_reason(tmp_path: Path) -> None:
     """Regression: nothing was said while a process died again and again."""
     folder, message = RunFolder.create(tmp_path / "run", RunConfig()), list[str]()
     with EventLog(folder.events, "supervisor") as events:
-        child = Child(GATEWAY, folder, events, message.append, heartbeat_timeout_s=900.0)
+        supervisor = supervise("gateway", folder, events, message.append)
         try:
-            os.kill(child.pid, signal.SIGKILL)
-            wait_until(lambda: child.check() or bool(message))
+            os.kill(supervisor.statuses["gateway"].pid, signal.SIGKILL)
+            wait_until(lambda: supervisor.check() or bool(message))
             assert message == ["gateway ended with status -9 and is started again: it said nothing"]
         finally:
-            stop_all([child])
+            supervisor.stop()
+    starts = [line.event for line in EventReader(folder.events).new() if isinstance(line.event, ProcessStarted)]
+    assert [start.restarts for start in starts] == [0, 1]

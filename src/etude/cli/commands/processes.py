@@ -5,8 +5,8 @@ from typing import Annotated, TypeAlias
 import typer
 
 from etude.cli.options import group
-from etude.run.process_name import ProcessName
-from etude.run.processes import run_process
+from etude.run.process_name import TRAINER, ProcessName
+from etude.run.processes import Nodes, run_process
 from etude.run.working_folder import open_run_folder
 
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
@@ -48,6 +48,15 @@ def rollouts(*, run: Run, replica: Replica = 0) -> None:
 
 
 @app.command()
-def train(*, run: Run) -> None:
-    """One process of a run: the trainer."""
-    run_process(ProcessName(command="train"), open_run_folder(run))
+def train(
+    *,
+    run: Run,
+    nnodes: Annotated[int, typer.Option(min=1, envvar="PET_NNODES", help="Machines that train together.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, envvar="PET_NODE_RANK", help="Number of this one.")] = 0,
+    rdzv_endpoint: Annotated[
+        str, typer.Option(metavar="HOST:PORT", envvar="PET_RDZV_ENDPOINT", help="Where the first one is met.")
+    ] = "",
+) -> None:
+    """One process of a run: the trainer, or one node of it."""
+    nodes = Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
+    run_process(TRAINER, open_run_folder(run), nodes)

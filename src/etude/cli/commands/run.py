@@ -1,4 +1,4 @@
-"""`etude run`: the whole loop of a recipe on this machine, begun or continued."""
+"""`etude run`: the whole loop of a recipe, on this machine or on a fleet, begun or continued."""
 
 import json
 import os
@@ -11,15 +11,18 @@ import typer
 from rich.console import Console
 
 from etude.cli.options import Overrides, group, own_name
-from etude.config.loading import dump_toml, load_recipe
+from etude.config.fleet import FleetConfig
+from etude.config.loading import dump_toml, load_fleet, load_recipe
 from etude.config.recipe import RunConfig
 from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
+from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
+from etude.run.placement import fleet_of
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
 from etude.run.run_url import is_run_url, normal_url
@@ -52,9 +55,13 @@ def run(
         typer.Option(metavar="URL", help="postgresql://USER@HOST/DATABASE for its state: ledger.url."),
     ] = None,
     sandbox: Annotated[SandboxKind | None, typer.Option(help="Where agents' commands run: sandboxes.kind.")] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(metavar="FLEET", help="A TOML file with the machines to run on (default: this one).")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
-    """Run the whole loop of a recipe on this machine."""
+    """Run the whole loop of a recipe, on this machine or on a fleet."""
+    machines = None if fleet is None else load_fleet(fleet)
     decisive = {"recipe": recipe, "seed": seed, "out": out, "at": at, "sandbox": sandbox, "ledger": ledger}
     if resume is not None:
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
@@ -63,13 +70,14 @@ def run(
         folder = open_run_folder(resume)
         if folder.url and not is_run_url(resume):
             folder = open_run_folder(folder.url)  # there may be newer files
-        return go_on(folder, overrides)
+        return go_on(folder, overrides, machines)
     if recipe is None:
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     if at is not None and out is not None:
         raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below {WORK_VARIABLE}")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
+    settings += [] if machines is None else [*devices_of(machines), *replicas_of(machines)]
     config = load_recipe(recipe, [*overrides, *settings])
     about_reward = describe(config.reward)
     if dry_run:
@@ -79,21 +87,29 @@ def run(
         return _print_tasks(config)
     from etude.cli.commands.check import show_ready  # loads torch, which a dry run has no need of
 
+    place = out or default_out(config)
     if at is not None:
         check_place(at, config)
-        show_ready(config, working_path(normal_url(at)), Console())
-        folder = create_run(at, config)
-        print(f"the run is at {folder.url}; its working folder here is {folder.path}")
-        return start(folder)
-    out = out or default_out(config)
-    show_ready(config, out, Console())
-    return start(RunFolder.create(out, config))
+        place = working_path(normal_url(at))
+    if machines is None or machines.launcher == "local":
+        show_ready(config, place, Console())
+    else:
+        plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
+    if at is None:
+        return start(RunFolder.create(place, config), machines)
+    folder = create_run(at, config)
+    print(f"the run is at {folder.url}; its working folder here is {folder.path}")
+    return start(folder, machines)
 
 
-def go_on(folder: RunFolder, settings: Sequence[str]) -> int:
-    """Run what is left of a run, with other limits or more steps where ``settings`` say so."""
+def go_on(folder: RunFolder, settings: Sequence[str], fleet: FleetConfig | None = None) -> int:
+    """Run what is left of a run, with other limits or more steps where ``settings`` say so, and where it ran before
+    unless there is a ``fleet``.
+    """
     config = changed_config(folder, settings)
-    check_devices(config)
+    fleet = fleet or fleet_of(folder)
+    if fleet is None:
+        check_devices(config)
     if is_finished(folder, config):
         steps = config.trainer.steps
         print(f"{folder.name} is finished: {steps} steps; its report is {folder.report_html}")
@@ -101,13 +117,13 @@ def go_on(folder: RunFolder, settings: Sequence[str]) -> int:
         return 0
     if settings:
         change(folder, config)
-    return run_folder(folder)
+    return run_folder(folder, fleet)
 
 
-def start(folder: RunFolder) -> int:
+def start(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
     """Run a new run; one that cannot begin leaves no folder, so that the corrected recipe finds its place free."""
     try:
-        return run_folder(folder)
+        return run_folder(folder, fleet)
     except EtudeError as error:
         if not isinstance(error, InfrastructureError | RunFolderError):
             discard(folder)
@@ -135,12 +151,12 @@ def _print_tasks(config: RunConfig) -> int:
     return 0
 
 
-def run_folder(folder: RunFolder) -> int:
+def run_folder(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
     """Run what is left of a run; when it is stopped, say how to continue."""
     if SUPERVISOR_VARIABLE in os.environ:
         die_with_parent()  # a program of the user's: `etude.train`
     try:
-        report = run_local(folder)
+        report = run_local(folder, fleet=fleet)
     except (KeyboardInterrupt, SystemExit, InfrastructureError):
         print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.name}", file=sys.stderr)
         if folder.report_html.exists():

@@ -1,0 +1,180 @@
+"""``fleet.toml``: the machines that a run's processes are placed on, by region, and the launcher that places them.
+
+A recipe says what is trained; a fleet says where. One fleet serves many recipes.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
+
+from etude.config.plugins import Registry
+from etude.config.section import OptionsOf, Section
+
+LAUNCHERS = Registry(
+    "launcher",
+    "launcher",
+    {
+        "local": "etude.run.launchers.local:LocalLauncher",
+        "ray": "etude.run.launchers.ray:RayLauncher",
+        "kubernetes": "etude.run.launchers.kubernetes:render_manifests",
+        "slurm": "etude.run.launchers.slurm:render_sbatch",
+    },
+)
+"""Launchers by name: a class that is a :class:`~etude.fleet.launcher.ProcessLauncher`, made of its options and a
+:class:`~etude.fleet.launcher.LaunchContext`; of those in :data:`RENDERED` a function that writes files for them.
+"""
+RENDERED = frozenset({"kubernetes", "slurm"})
+"""Launchers that get files, by `etude fleet render`: they keep the processes themselves."""
+REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+"""Form of a region's name, the same in a process's name and in a label of Kubernetes."""
+COMMANDS = ("serve", "gateway", "rollouts", "train", "relay", "sandboxes")
+"""Processes that may ask for resources, by their command."""
+
+
+class RayOptions(Section):
+    """A Ray cluster that is there already; Ray places and keeps processes, and carries no data."""
+
+    address: str = "auto"
+    """Address of its head, ``HOST:6379``; ``auto`` is the cluster that this machine belongs to."""
+    region_label: str = ""
+    """Label of the nodes that names their region, where one cluster has machines of several. Empty: a cluster for each
+    region, and in each region `etude fleet run` beside it.
+    """
+
+
+class KubernetesConfig(Section):
+    """``[kubernetes]``: the cluster that manifests are written for."""
+
+    image: str = ""
+    """Container image with étude in it."""
+    namespace: str = "default"
+    secret: str = "etude"
+    """Name of the Secret whose keys become environment variables: ``ETUDE_RUN_KEY``, and those of the object store."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """Name of the resource that is a GPU."""
+    region_label: str = ""
+    """Label of the nodes that names their region, where one cluster has machines of several, such as
+    ``topology.kubernetes.io/region``. Empty: a cluster for each region.
+    """
+
+
+class SlurmConfig(Section):
+    """``[slurm]``: the job that an sbatch file asks for."""
+
+    partition: str = ""
+    account: str = ""
+    time: str = "24:00:00"
+    """Longest time of the job, as ``sbatch --time`` has it."""
+    prologue: str = ""
+    """Shell lines before the first process, such as ``source /opt/etude/bin/activate``."""
+
+
+LAUNCHER_OPTIONS = OptionsOf("fleet", "launcher", {"ray": RayOptions}, names=LAUNCHERS)
+
+
+class ResourcesConfig(Section):
+    """``[resources.COMMAND]``: the part of a machine that one process of that command needs."""
+
+    cpus: float = Field(default=1.0, gt=0)
+    gpus: int = Field(default=0, ge=0)
+    memory_gib: float = Field(default=0.0, ge=0)
+    """0 asks for none in particular."""
+
+
+class TrainerNodesConfig(Section):
+    """``[trainer]``: the nodes of the trainer, all in the home region."""
+
+    nodes: int = Field(default=1, ge=1)
+    """Machines that train together; the recipe's ``parallel.dp`` · ``parallel.cp`` ranks are divided among them."""
+    port: int = Field(default=29400, ge=1024, le=65535)
+    """Port of the first node at which the others meet it."""
+
+
+class RegionConfig(Section):
+    """``[[regions]]``: one place with machines that are near each other."""
+
+    name: str
+    """Small letters, digits and hyphens."""
+    store: str = ""
+    """URL of the region's own object store, where there are several regions."""
+    gateways: int = Field(default=1, ge=0)
+    """Gateways that hand calls to the region's engines."""
+    engines: int = Field(default=0, ge=0)
+    lent_engines: int = Field(default=0, ge=0)
+    """Those of the engines that are on machines that production takes back when it needs them."""
+    relays: int = Field(default=2, ge=1)
+    """Processes that bring weights here: one is active, the others stand by. The home region needs none."""
+    sandbox_hosts: int = Field(default=0, ge=0)
+    """Machines that lend sandboxes."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if REGION_NAME.fullmatch(self.name) is None:
+            raise ValueError(f"regions: name = {self.name!r}: expected small letters, digits and hyphens")
+        if self.engines and not self.gateways:
+            raise ValueError(f"regions: {self.name} has engines and no gateway that would hand them calls: set "
+                             f"gateways = 1 or more")  # fmt: skip
+        if self.lent_engines > self.engines:
+            raise ValueError(f"regions: {self.name}: lent_engines = {self.lent_engines} are more than its engines = "
+                             f"{self.engines}")  # fmt: skip
+        return self
+
+
+class FleetConfig(Section):
+    """A fleet: launcher and regions."""
+
+    launcher: Annotated[str, AfterValidator(LAUNCHERS)] = "local"
+    """Places processes and keeps them: this machine, a Ray cluster, Kubernetes, Slurm, or a launcher of your own."""
+    home: str
+    """The region with trainer, rollouts and ledger."""
+    options: Annotated[SerializeAsAny[Section], PlainValidator(LAUNCHER_OPTIONS)] = Field(
+        default_factory=Section, validate_default=True
+    )
+    """``[options]``: keys of the launcher alone."""
+    rollouts: int = Field(default=1, ge=1)
+    """Rollouts processes, all in the home region."""
+    trainer: TrainerNodesConfig = TrainerNodesConfig()
+    resources: dict[str, ResourcesConfig] = Field(default_factory=dict)
+    """``[resources.serve]`` and the like; a command without one needs a CPU."""
+    regions: tuple[RegionConfig, ...]
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    slurm: SlurmConfig = SlurmConfig()
+
+    @property
+    def ray(self) -> RayOptions:
+        """Options of a Ray cluster, of which alone they may be asked."""
+        assert isinstance(self.options, RayOptions), self.launcher
+        return self.options
+
+    @property
+    def home_region(self) -> RegionConfig:
+        """The region with the trainer."""
+        return next(region for region in self.regions if region.name == self.home)
+
+    @property
+    def regions_by_name(self) -> Mapping[str, RegionConfig]:
+        """All regions."""
+        return {region.name: region for region in self.regions}
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        names = [region.name for region in self.regions]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"regions: the name {twice[0]!r} is there twice: each region has one of its own")
+        if self.home not in names:
+            raise ValueError(f"home = {self.home!r} is no region: expected one of {', '.join(map(repr, names))}")
+        if not self.home_region.gateways:
+            raise ValueError(f"regions: {self.home} is home and has no gateway: set gateways = 1 or more")
+        if not any(region.engines for region in self.regions):
+            raise ValueError("regions: no region has engines: set engines = 1 or more in one of them")
+        if len(names) > 1 and (bare := [region.name for region in self.regions if not region.store]):
+            raise ValueError(f"regions: {bare[0]} has no store: where there are several regions each has an object "
+                             f"store of its own, such as store = 's3://BUCKET/runs/NAME'")  # fmt: skip
+        if unknown := [command for command in self.resources if command not in COMMANDS]:
+            raise ValueError(f"unknown key 'resources.{unknown[0]}': resources has {', '.join(COMMANDS)}")
+        if self.launcher == "slurm" and len(names) > 1:
+            raise ValueError(f"launcher = 'slurm': one job has one cluster, and there are {len(names)} regions: write "
+                             f"a fleet for each")  # fmt: skip
+        return self

@@ -1,0 +1,147 @@
+"""The processes of a run on a fleet: a recipe and a fleet in, specs out. Pure; nothing is started here.
+
+    serve        engines, in their regions        rollouts     at home, beside the ledger
+    gateway      in each region with engines      train        at home, one a node, all in one group
+    relay        in each region but home          sandboxes    machines that lend sandboxes, in their regions
+
+A run on one machine is a fleet of one region, :func:`one_machine`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from etude.config.fleet import FleetConfig, RegionConfig
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
+from etude.run.phase_folders import phases_of
+from etude.run.process_name import ProcessName
+
+FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
+"""Commands that end when their work is done; the others serve until they are stopped."""
+RUN_KEY, SANDBOXES_KEY = "ETUDE_RUN_KEY", "ETUDE_SANDBOXES_KEY"
+STORE_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+"""Credentials of an S3 store; where machines have a role of their own there are none."""
+ENGINE_PORT, GATEWAY_PORT, SANDBOXES_PORT = 8600, 8500, 8700
+"""Ports of processes that have a machine or a pod of their own; where the recipe names one, that one."""
+ANY_ADDRESS = "0.0.0.0"
+
+
+def one_machine(config: RunConfig) -> FleetConfig:
+    """One machine alone, with as many engines and gateways as the recipe says."""
+    home = RegionConfig(name="home", engines=config.engine.replicas, gateways=config.gateway.replicas)
+    return FleetConfig(home=home.name, regions=(home,))
+
+
+def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int = 0) -> ProcessSpec:
+    """Describe one process of a run's own commands; ``run`` is the run's folder or URL."""
+    arguments = [name.command, "--run", run]
+    if name.replica:
+        arguments += ["--replica", str(name.replica)]
+    if name.region:
+        arguments += ["--region", name.region]
+    return ProcessSpec(
+        name=str(name),
+        command=(ETUDE, *arguments),
+        region=name.region or fleet.home,
+        resources=resources_of(name.command, fleet),
+        secrets=(RUN_KEY, *STORE_SECRETS),
+        ends=name.command in FINITE,
+        port=port,
+    )
+
+
+def plan_phases(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
+    """Plan all that comes before the loop of a new run, in its order."""
+    gate = ("parity",) if config.engine.kind == "native" else ()
+    return tuple(spec for command in (*phases_of(config), *gate) for spec in plan_phase(command, fleet, run))
+
+
+def plan_phase(command: str, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
+    """Plan a phase before the loop, which is one process at home: mid-training, SFT, the parity gate."""
+    return (process_spec(ProcessName(command=command), fleet, run),)
+
+
+def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
+    """Plan the processes of the asynchronous phase, in all regions.
+
+    Raises :class:`~etude.errors.ConfigError` where the trainer's ranks cannot be divided among its nodes.
+    """
+    return (
+        *(spec for region in fleet.regions for spec in _plan_region(config, fleet, region, run)),
+        *_plan_trainer(config, fleet, run),
+        *(process_spec(ProcessName(command="rollouts", replica=n), fleet, run) for n in range(fleet.rollouts)),
+    )
+
+
+def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, run: str) -> Iterator[ProcessSpec]:
+    where = "" if region.name == fleet.home else region.name
+    for replica in range(region.engines):
+        name = ProcessName(command="serve", replica=replica, region=where)
+        spec = process_spec(name, fleet, run, port=config.engine.port or ENGINE_PORT)
+        yield replace(spec, is_lent=replica >= region.engines - region.lent_engines)
+    for replica in range(region.gateways):
+        name = ProcessName(command="gateway", replica=replica, region=where)
+        yield process_spec(name, fleet, run, port=config.gateway.port or GATEWAY_PORT)
+    for replica in range(region.relays if where else 0):
+        yield ProcessSpec(
+            name=str(ProcessName(command="relay", replica=replica, region=where)),
+            command=(ETUDE, "weights", "relay", f"{fleet.home_region.store}/weights", f"{region.store}/weights"),
+            region=region.name,
+            resources=resources_of("relay", fleet),
+            secrets=STORE_SECRETS,
+        )
+    for replica in range(region.sandbox_hosts):
+        yield ProcessSpec(
+            name=str(ProcessName(command="sandboxes", replica=replica, region=where)),
+            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT)),
+            region=region.name,
+            resources=resources_of("sandboxes", fleet),
+            secrets=(SANDBOXES_KEY,),
+            port=SANDBOXES_PORT,
+        )
+
+
+def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
+    """One process a node: each becomes torchrun, which starts the node's ranks."""
+    nodes, ranks = fleet.trainer.nodes, config.parallel.ranks
+    if ranks % nodes:
+        raise ConfigError(
+            f"trainer.nodes = {nodes} of the fleet does not divide the recipe's parallel.dp * parallel.cp = {ranks} "
+            f"ranks: each node has as many as any other; set parallel.dp to a multiple of {nodes}"
+        )
+    for node in range(nodes):
+        name = ProcessName(command="train", replica=node)
+        group = GroupMember(name="train", rank=node, size=nodes, port=fleet.trainer.port) if nodes > 1 else None
+        yield ProcessSpec(
+            name=str(name),
+            command=(ETUDE, "train", "--run", run),
+            region=fleet.home,
+            resources=resources_of("train", fleet),
+            secrets=(RUN_KEY, *STORE_SECRETS),
+            group=group,
+            ends=True,
+        )
+
+
+def resources_of(command: str, fleet: FleetConfig) -> Resources:
+    """The resources that a fleet gives to each process of a command."""
+    section = fleet.resources.get(command)
+    return Resources() if section is None else Resources(**section.model_dump())
+
+
+def devices_of(fleet: FleetConfig) -> list[str]:
+    """Settings of a recipe that follow from a fleet: ``auto`` would ask this machine for a GPU, which is another's."""
+    sections = {"train": "trainer.device", "serve": "engine.device"}
+    return [f'{key}="cuda"' for command, key in sections.items() if resources_of(command, fleet).gpus]
+
+
+def replicas_of(fleet: FleetConfig) -> list[str]:
+    """Settings of a recipe by which the endpoints of a run have a row for each engine and gateway at home.
+
+    Engines with GPUs are none of them: a recipe with several would share those of one machine.
+    """
+    if resources_of("serve", fleet).gpus:
+        return []
+    home = fleet.home_region
+    return [f"engine.replicas={max(1, home.engines)}", f"gateway.replicas={home.gateways}"]

@@ -1,0 +1,266 @@
+"""The launcher ``kubernetes``: manifests for a cluster that starts and keeps the processes itself.
+
+    before the loop   Job               one phase after another, as init containers, the parity gate last
+    train             JobSet            a pod a node; all restart when one fails
+    serve             LeaderWorkerSet   the group's number is the replica; lent ones have a class of low priority
+    gateway           StatefulSet       sessions are in its memory, so it is reached by its own name
+    rollouts          Job, indexed      it ends when the run does
+    relay             Deployment        which one is active they settle among themselves
+    sandboxes         StatefulSet       privileged: it makes namespaces
+
+One file for each region, and one for what comes before the loop. Secrets are referred to by name and are in no file.
+JobSet (jobset.x-k8s.io) and LeaderWorkerSet (leaderworkerset.x-k8s.io) have to be installed in the cluster.
+"""
+
+import shlex
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import yaml
+
+from etude.config.fleet import FleetConfig, KubernetesConfig
+from etude.errors import ConfigError, ExitCode
+from etude.fleet.specs import GroupMember, ProcessSpec, Resources
+from etude.run.process_name import ProcessName
+from etude.types import Json
+
+LENT_CLASS = "etude-lent"
+"""Priority class of engines on machines that production takes back."""
+LENT_PRIORITY = -10
+GRACE_S = 30
+"""Seconds that a pod gets to end."""
+RESTARTS = 100
+"""Restarts of a trainer, or of a rollouts process, before Kubernetes gives it up."""
+REPLICA = "REPLICA"
+"""Environment variable with a pod's number among its like."""
+JOB_INDEX, POD_INDEX = "batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"
+INDEX_LABELS = {
+    "serve": "leaderworkerset.sigs.k8s.io/group-index",
+    "gateway": POD_INDEX,
+    "rollouts": JOB_INDEX,
+    "train": JOB_INDEX,
+}
+"""Command → the label of its pods with their number."""
+NUMBERED = frozenset({"serve", "gateway", "rollouts"})
+"""Commands that are told their number by ``--replica``."""
+Manifest = dict[str, Json]
+
+
+def render_manifests(
+    phases: Sequence[ProcessSpec], loop: Sequence[ProcessSpec], fleet: FleetConfig, run: str
+) -> dict[str, str]:
+    """Write the manifests of a run: file name → YAML. ``run`` is its short name, a part of all names.
+
+    Raises :class:`~etude.errors.ConfigError` for a cluster that is not told of.
+    """
+    if not fleet.kubernetes.image:
+        raise ConfigError("kubernetes.image is missing: name the container image that has étude in it")
+    manifests = {"phases.yaml": [_phases(phases, fleet.kubernetes, run)]}
+    for region, specs in groupby(sorted(loop, key=lambda spec: spec.region), key=lambda spec: spec.region):
+        manifests[f"{region}.yaml"] = list(_region(list(specs), fleet.kubernetes, run))
+    return {name: yaml.safe_dump_all(documents, sort_keys=False) for name, documents in manifests.items()}
+
+
+def _region(specs: Sequence[ProcessSpec], cluster: KubernetesConfig, run: str) -> Iterable[Manifest]:
+    """The objects of one region."""
+    if any(spec.is_lent for spec in specs):
+        yield {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": LENT_CLASS},
+            "value": LENT_PRIORITY,
+            "preemptionPolicy": "Never",
+            "description": "Engines on machines that production takes back.",
+        }
+    alike: dict[tuple[str, bool], list[ProcessSpec]] = {}
+    for spec in specs:
+        alike.setdefault((ProcessName.parse(spec.name).command, spec.is_lent), []).append(spec)
+    for (command, is_lent), replicas in alike.items():
+        name = f"{run}-{command}{'-lent' if is_lent else ''}"
+        pods = PodTemplate(cluster, run, name, command, replicas)
+        match command:
+            case "train":
+                yield pods.job_set()
+            case "serve":
+                yield pods.leader_worker_set()
+            case "rollouts":
+                yield pods.job()
+            case "relay":
+                yield pods.deployment()
+            case _:
+                yield pods.service()
+                yield pods.stateful_set()
+
+
+class PodTemplate:
+    """Pods that are alike but for their number, and the objects that keep them."""
+
+    def __init__(
+        self, cluster: KubernetesConfig, run: str, name: str, command: str, replicas: Sequence[ProcessSpec]
+    ) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._command = command
+        self._replicas = replicas
+        self._spec = replicas[0]
+        self.before: list[Json] = []
+        """Containers that run before it, one after the other."""
+        self._labels: Manifest = {
+            "app.kubernetes.io/name": "etude",
+            "app.kubernetes.io/instance": run,
+            "app.kubernetes.io/component": name.removeprefix(f"{run}-"),
+        }
+
+    def job_set(self) -> Manifest:
+        """The nodes of a trainer, which find each other by the name of the first pod."""
+        return self._object("jobset.x-k8s.io/v1alpha2", "JobSet", {
+            "network": {"enableDNSHostnames": True, "subdomain": self._name},
+            "failurePolicy": {"maxRestarts": RESTARTS, "rules": []},
+            "replicatedJobs": [{
+                "name": "node",
+                "replicas": 1,
+                "template": {"spec": {**self._job_spec(), "backoffLimit": 0}},
+            }],
+        })  # fmt: skip
+
+    def job(self) -> Manifest:
+        """Processes that end."""
+        return self._object("batch/v1", "Job", {**self._job_spec(), "backoffLimit": RESTARTS})
+
+    def leader_worker_set(self) -> Manifest:
+        """Engines; each is a group of one pod as yet."""
+        return self._object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", {
+            "replicas": len(self._replicas),
+            "leaderWorkerTemplate": {"size": 1, "workerTemplate": self._pod("Always")},
+        })  # fmt: skip
+
+    def stateful_set(self) -> Manifest:
+        """Processes that others call by their own names."""
+        return self._object("apps/v1", "StatefulSet", {
+            "serviceName": self._name,
+            "replicas": len(self._replicas),
+            "podManagementPolicy": "Parallel",
+            "selector": {"matchLabels": self._labels},
+            "template": self._pod("Always"),
+        })  # fmt: skip
+
+    def service(self) -> Manifest:
+        """The service without an address that gives pods their names."""
+        return self._object("v1", "Service", {
+            "clusterIP": "None",
+            "selector": self._labels,
+            "ports": [{"name": "http", "port": self._spec.port}],
+        })  # fmt: skip
+
+    def deployment(self) -> Manifest:
+        """Processes without a number."""
+        return self._object("apps/v1", "Deployment", {
+            "replicas": len(self._replicas),
+            "selector": {"matchLabels": self._labels},
+            "template": self._pod("Always"),
+        })  # fmt: skip
+
+    def _object(self, version: str, kind: str, spec: Manifest) -> Manifest:
+        metadata: Manifest = {"name": self._name, "namespace": self._cluster.namespace, "labels": self._labels}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
+
+    def _job_spec(self) -> Manifest:
+        """A pod for each; one that met what no restart repairs fails the whole job."""
+        return {
+            "completionMode": "Indexed",
+            "completions": len(self._replicas),
+            "parallelism": len(self._replicas),
+            "podFailurePolicy": {"rules": [{
+                "action": "FailJob",
+                "onExitCodes": {"operator": "In", "values": [int(ExitCode.USER_ERROR)]},
+            }]},
+            "template": self._pod("Never"),
+        }  # fmt: skip
+
+    def _pod(self, restart: str) -> Manifest:
+        spec, region = self._spec, self._cluster.region_label
+        pod: Manifest = {
+            "restartPolicy": restart,
+            "terminationGracePeriodSeconds": GRACE_S,
+            "containers": [self.container()],
+        }
+        if self.before:
+            pod["initContainers"] = self.before
+        if region:
+            pod["nodeSelector"] = {region: spec.region}
+        if spec.is_lent:
+            pod["priorityClassName"] = LENT_CLASS
+        if spec.group is not None:
+            pod["affinity"] = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+                {"labelSelector": {"matchLabels": self._labels}, "topologyKey": "kubernetes.io/hostname"}
+            ]}}  # fmt: skip
+        return {"metadata": {"labels": self._labels}, "spec": pod}
+
+    def container(self) -> Manifest:
+        """The one container of a pod."""
+        spec, environment = self._spec, self._environment()
+        container: Manifest = {
+            "name": self._command,
+            "image": self._cluster.image,
+            "command": self._command_line(),
+            "env": environment,
+            "resources": _resources(spec.resources, self._cluster.gpu_resource),
+        }
+        if spec.port:
+            container["ports"] = [{"name": "http", "containerPort": spec.port}]
+            container["readinessProbe"] = {"tcpSocket": {"port": spec.port}, "periodSeconds": 5}
+        if self._command == "sandboxes":
+            container["securityContext"] = {"privileged": True}
+        return container
+
+    def _command_line(self) -> list[Json]:
+        """The command of all replicas alike: their number is in their environment."""
+        command, first = self._spec.command, ProcessName.parse(self._spec.name).replica
+        if self._command not in NUMBERED:
+            return [*command]
+        number = f"$(({REPLICA} + {first}))" if first else f"${REPLICA}"
+        return ["sh", "-c", f"exec {shlex.join(_without_replica(command))} --replica {number}"]
+
+    def _environment(self) -> list[Json]:
+        secrets: list[Json] = [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": self._cluster.secret, "key": name, "optional": True}}}
+            for name in self._spec.secrets
+        ]
+        index: Json = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX_LABELS.get(self._command, '')}']"}}
+        if self._spec.group is not None:
+            return [*secrets, *_rendezvous(self._spec.group, f"{self._name}-node-0-0.{self._name}", index)]
+        return [*secrets, {"name": REPLICA, "valueFrom": index}] if self._command in NUMBERED else secrets
+
+
+def _without_replica(command: Sequence[str]) -> list[str]:
+    words = [*command]
+    if "--replica" in words:
+        at = words.index("--replica")
+        del words[at : at + 2]
+    return words
+
+
+def _rendezvous(group: GroupMember, host: str, index: Json) -> list[Json]:
+    """The environment of a group's members, whose rank is the number of their pod."""
+    environment = group.rendezvous(host)
+    return [
+        {"name": name, "valueFrom": index} if name == "PET_NODE_RANK" else {"name": name, "value": value}
+        for name, value in environment.items()
+    ]
+
+
+def _resources(resources: Resources, gpu: str) -> Manifest:
+    requests: Manifest = {"cpu": f"{resources.cpus:g}"}
+    limits: Manifest = {}
+    if resources.memory_gib:
+        requests["memory"] = limits["memory"] = f"{resources.memory_gib:g}Gi"
+    if resources.gpus:
+        requests[gpu] = limits[gpu] = resources.gpus
+    return {"requests": requests, "limits": limits} if limits else {"requests": requests}
+
+
+def _phases(specs: Sequence[ProcessSpec], cluster: KubernetesConfig, run: str) -> Manifest:
+    """One job: all but the last phase are init containers, which run one after the other."""
+    *first, last = [PodTemplate(cluster, run, f"{run}-phases", spec.command[1], [spec]) for spec in specs]
+    last.before = [template.container() for template in first]
+    return last.job()

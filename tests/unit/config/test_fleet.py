@@ -1,0 +1,90 @@
+"""Fleets are read as recipes are: what is wrong is named, with its fix; the examples are right."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from etude.config.fleet import FleetConfig, RayOptions
+from etude.config.loading import load_fleet
+from etude.config.recipe import RunConfig
+from etude.config.training import ParallelConfig
+from etude.errors import ConfigError
+from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
+from etude.run.process_name import ProcessName
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "fleet"
+SOUND = 'home = "here"\n[[regions]]\nname = "here"\nengines = 1\n'
+
+
+def read(text: str, folder: Path) -> FleetConfig:
+    file = folder / "fleet.toml"
+    file.write_text(text)
+    return load_fleet(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('home = "here"\n', "regions is missing"),
+        (SOUND.replace("engines", "engine"), "unknown key 'regions.0.engine': did you mean 'regions.0.engines'?"),
+        (f"trainer_nodes = 4\n{SOUND}", "unknown key 'trainer_nodes': did you mean 'trainer'?"),
+        (f"{SOUND}[trainer]\nnode = 4\n", "unknown key 'trainer.node': did you mean 'trainer.nodes'?"),
+        (f"{SOUND}[resources.server]\ngpus = 1\n", "unknown key 'resources.server': resources has serve, gateway,"),
+        (f"{SOUND}[resources.serve]\ngpu = 1\n", "unknown key 'resources.serve.gpu'"),
+        (f'launcher = "rae"\n{SOUND}', "launcher = 'rae' is no launcher: did you mean 'ray'?"),
+        (f'{SOUND}[options]\naddress = "auto"\n', "unknown key 'fleet.options.address': it would have no effect"),
+        (SOUND.replace('name = "here"', 'name = "There"'), "'There': expected small letters, digits and hyphens"),
+        (SOUND.replace('home = "here"', 'home = "there"'), "home = 'there' is no region: expected one of 'here'"),
+        (f"{SOUND}gateways = 0\n", "here has engines and no gateway"),
+        (SOUND.replace("engines = 1", ""), "no region has engines"),
+        (f"{SOUND}lent_engines = 2\n", "lent_engines = 2 are more than its engines = 1"),
+        (f'{SOUND}[[regions]]\nname = "here"\n', "the name 'here' is there twice"),
+        (f'{SOUND}[[regions]]\nname = "eu"\n', "here has no store"),
+        ("home = ", "is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_fix(text: str, fault: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(text, tmp_path)
+    assert fault in str(raised.value)
+
+
+def test_a_fleet_that_is_not_there_points_at_the_examples(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="examples/fleet has some to begin with"):
+        load_fleet(tmp_path / "fleet.toml")
+
+
+def test_a_launcher_of_ones_own_is_found_beside_the_fleet(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    fleet = read(f'launcher = "@mine.py:Mine"\n{SOUND}', tmp_path)
+    assert fleet.launcher == f"@{tmp_path}/mine.py:Mine"
+
+
+def test_options_are_of_the_launcher(tmp_path: Path) -> None:
+    fleet = read(f'launcher = "ray"\n{SOUND}[options]\nregion_label = "region"\n', tmp_path)
+    assert fleet.ray == RayOptions(region_label="region")
+
+
+@pytest.mark.parametrize(
+    ("name", "machines"),
+    [("one-machine", 1), ("four-machines", 4), ("slurm", 4), ("thousand-machines", 1_000)],
+)
+def test_the_examples_are_sound_and_as_large_as_they_say(name: str, machines: int) -> None:
+    fleet = load_fleet(EXAMPLES / f"{name}.toml")
+    config = RunConfig(parallel=ParallelConfig(dp=8 * fleet.trainer.nodes))
+    specs = plan_loop(config, fleet, "s3://bucket/run")
+    names = [spec.name for spec in specs]
+    assert len(set(names)) == len(names)
+    assert all(ProcessName.parse(name) for name in names)
+    engines = sum(region.engines for region in fleet.regions)
+    assert Counter(ProcessName.parse(name).command for name in names)["serve"] == engines
+    gpus = sum(spec.resources.gpus for spec in specs)
+    hosts = sum(region.sandbox_hosts for region in fleet.regions)
+    assert machines - 130 <= (gpus + 7) // 8 + hosts <= machines or gpus == 0
+
+
+def test_a_recipe_takes_from_its_fleet_what_one_machine_cannot_know() -> None:
+    one, four = (load_fleet(EXAMPLES / f"{name}.toml") for name in ("one-machine", "four-machines"))
+    assert (devices_of(one), replicas_of(one)) == ([], ["engine.replicas=3", "gateway.replicas=1"])
+    assert (devices_of(four), replicas_of(four)) == (['trainer.device="cuda"', 'engine.device="cuda"'], [])

@@ -1,0 +1,120 @@
+"""Manifests are what Kubernetes takes, by its own schemas, and say what the fleet says; no secret is in them."""
+
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
+from etude.config.fleet import FleetConfig
+from etude.config.loading import load_fleet
+from etude.config.recipe import RunConfig
+from etude.config.training import ParallelConfig
+from etude.errors import ConfigError
+from etude.run.fleet_plan import plan_loop, plan_phases
+from etude.run.launchers.kubernetes import render_manifests
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "fleet" / "thousand-machines.toml"
+VERSION = "1.32"
+Manifest: TypeAlias = dict[str, Any]
+LEADER_WORKER_SET = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
+"""Fields of a LeaderWorkerSet's spec, copied by hand from its API ``v1``: no package has its schema."""
+LEADER_WORKER_TEMPLATE = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"}
+
+
+def render(fleet: FleetConfig) -> dict[str, list[Manifest]]:
+    config = RunConfig(parallel=ParallelConfig(dp=8 * fleet.trainer.nodes))
+    run = fleet.home_region.store
+    files = render_manifests(plan_phases(config, fleet, run), plan_loop(config, fleet, run), fleet, "fix-7")
+    return {name: list(yaml.safe_load_all(text)) for name, text in files.items()}
+
+
+@pytest.fixture(scope="module")
+def manifests() -> dict[str, list[Manifest]]:
+    return render(load_fleet(EXAMPLE))
+
+
+def validate(manifest: Manifest) -> None:
+    """Raise for what a cluster would refuse: wrong types, missing and unknown fields."""
+    match manifest["kind"]:
+        case "JobSet":
+            JobsetV1alpha2JobSet.from_dict(manifest)
+            for job in manifest["spec"]["replicatedJobs"]:
+                validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]})
+        case "LeaderWorkerSet":
+            template = manifest["spec"]["leaderWorkerTemplate"]
+            assert manifest["spec"].keys() <= LEADER_WORKER_SET
+            assert template.keys() <= LEADER_WORKER_TEMPLATE
+            pod = template["workerTemplate"]
+            validate({"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "name": "pod"}})
+        case _:
+            kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def test_each_object_is_one_that_its_schema_takes(manifests: dict[str, list[Manifest]]) -> None:
+    for objects in manifests.values():
+        for manifest in objects:
+            validate(manifest)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}})
+
+
+def test_there_is_a_file_for_each_region_with_what_runs_there(manifests: dict[str, list[Manifest]]) -> None:
+    kinds = {name: sorted(f"{each['kind']} {each['metadata']['name']}" for each in objects)
+             for name, objects in manifests.items()}  # fmt: skip
+    assert kinds == {
+        "phases.yaml": ["Job fix-7-phases"],
+        "us-east.yaml": [
+            "Job fix-7-rollouts", "JobSet fix-7-train", "LeaderWorkerSet fix-7-serve", "Service fix-7-gateway",
+            "Service fix-7-sandboxes", "StatefulSet fix-7-gateway", "StatefulSet fix-7-sandboxes",
+        ],
+        **{f"{region}.yaml": [
+            "Deployment fix-7-relay", "LeaderWorkerSet fix-7-serve", "LeaderWorkerSet fix-7-serve-lent",
+            "PriorityClass etude-lent", "Service fix-7-gateway", "Service fix-7-sandboxes",
+            "StatefulSet fix-7-gateway", "StatefulSet fix-7-sandboxes",
+        ] for region in ("us-west", "eu-west")},
+        "ap-south.yaml": [
+            "Deployment fix-7-relay", "LeaderWorkerSet fix-7-serve", "Service fix-7-gateway",
+            "Service fix-7-sandboxes", "StatefulSet fix-7-gateway", "StatefulSet fix-7-sandboxes",
+        ],
+    }  # fmt: skip
+
+
+def test_the_trainers_nodes_meet_at_the_first_and_each_has_a_machine(manifests: dict[str, list[Manifest]]) -> None:
+    trainer = next(each for each in manifests["us-east.yaml"] if each["kind"] == "JobSet")
+    job = trainer["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    environment = {each["name"]: each.get("value") for each in container["env"]}
+    assert (job["completions"], environment["PET_NNODES"]) == (128, "128")
+    assert environment["PET_RDZV_ENDPOINT"] == "fix-7-train-node-0-0.fix-7-train:29400"
+    assert container["command"] == ["etude", "train", "--run", "s3://acme-us-east/runs/fix-7"]
+    assert "podAntiAffinity" in job["template"]["spec"]["affinity"]
+
+
+def test_replicas_have_their_numbers_and_lent_ones_go_on_counting(manifests: dict[str, list[Manifest]]) -> None:
+    engines = {each["metadata"]["name"]: each["spec"] for each in manifests["eu-west.yaml"]
+               if each["kind"] == "LeaderWorkerSet"}  # fmt: skip
+    assert {name: spec["replicas"] for name, spec in engines.items()} == {"fix-7-serve": 96, "fix-7-serve-lent": 48}
+    pods = {name: spec["leaderWorkerTemplate"]["workerTemplate"]["spec"] for name, spec in engines.items()}
+    commands = {name: pod["containers"][0]["command"][-1] for name, pod in pods.items()}
+    assert commands["fix-7-serve"].endswith("--replica $REPLICA")
+    assert commands["fix-7-serve-lent"].endswith("--replica $((REPLICA + 96))")
+    assert pods["fix-7-serve-lent"]["priorityClassName"] == "etude-lent"
+
+
+def test_secrets_are_references(manifests: dict[str, list[Manifest]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETUDE_RUN_KEY", "very-secret")
+    again = render(load_fleet(EXAMPLE))
+    assert again == manifests
+    assert "very-secret" not in str(again)
+    rollouts = next(each for each in again["us-east.yaml"] if each["metadata"]["name"] == "fix-7-rollouts")
+    key = rollouts["spec"]["template"]["spec"]["containers"][0]["env"][0]
+    assert key["valueFrom"]["secretKeyRef"] == {"name": "etude-run", "key": "ETUDE_RUN_KEY", "optional": True}
+
+
+def test_an_image_is_asked_for() -> None:
+    fleet = load_fleet(EXAMPLE)
+    with pytest.raises(ConfigError, match=r"kubernetes\.image is missing"):
+        render(fleet.model_copy(update={"kubernetes": fleet.kubernetes.model_copy(update={"image": ""})}))

@@ -1,0 +1,40 @@
+"""The nodes of a trainer: torchrun gets each node's share of the ranks, and what cannot meet is told."""
+
+import pytest
+
+from etude.errors import ConfigError
+from etude.fleet.specs import GroupMember
+from etude.run.processes import Nodes
+
+
+def test_one_node_needs_no_meeting_place() -> None:
+    assert Nodes().torchrun(4) == ["--standalone", "--nproc-per-node=4"]
+
+
+def test_each_node_has_its_share() -> None:
+    nodes = Nodes(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29400")
+    assert nodes.torchrun(8) == [
+        "--nnodes=2", "--node-rank=1", "--rdzv-endpoint=10.0.0.1:29400", "--nproc-per-node=4",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fault"),
+    [
+        (Nodes(nnodes=3, rdzv_endpoint="a:1"), "--nnodes 3 does not divide"),
+        (Nodes(nnodes=2), "needs --rdzv-endpoint HOST:PORT"),
+        (Nodes(nnodes=2, node_rank=2, rdzv_endpoint="a:1"), "--node-rank from 0 to 1"),
+    ],
+)
+def test_nodes_that_cannot_meet_are_told(nodes: Nodes, fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
+        nodes.torchrun(8)
+
+
+def test_a_member_of_a_group_knows_where_the_first_one_is() -> None:
+    member = GroupMember(name="train", rank=1, size=2, port=29_400)
+    assert member.rendezvous("10.0.0.1") == {
+        "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_RDZV_ENDPOINT": "10.0.0.1:29400",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="rank 2 of the group 'train', which has 2 members"):
+        GroupMember(name="train", rank=2, size=2, port=29_400)
