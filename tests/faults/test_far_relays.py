@@ -19,8 +19,6 @@ from etude.weights.pull import pull
 from synthetic_updates import alike, synthetic_version
 from waiting import wait_until
 
-pytestmark = (pytest.mark.heavy("root or user namespaces, and a minute"), pytest.mark.timeout(900))
-
 SHAPE = WanShape(rtt_s=0.05, loss=0.0, bits_per_s=1e9)
 ROWS = COLUMNS = 5000
 """75 MB: packs on their way when a relay is killed are few of them."""
@@ -84,6 +82,8 @@ def relay(wan: Wan, region: Path) -> "subprocess.Popen[bytes]":
     return wan.popen("eu", command, environment=environment)
 
 
+@pytest.mark.heavy("root or user namespaces, and a minute")
+@pytest.mark.timeout(900)
 def test_two_relays_bring_one_copy_though_the_active_one_is_killed_and_the_link_is_cut(
     wan: Wan, tmp_path: Path
 ) -> None:
@@ -115,7 +115,8 @@ def bring_versions(wan: Wan, publisher: "subprocess.Popen[bytes]", region: Path)
     size_bytes = sum(pack.size_bytes for pack in getattr(log.read(0), "packs", ()))
     copies = wan.traffic("home", "eu").since(before).size_bytes / size_bytes
     assert alike(pull(log).state, synthetic_version(0, rows=ROWS, columns=COLUMNS))
-    assert copies <= 1.05, f"{copies:.3f} copies of {size_bytes} bytes"
+    under_way = 16 * 100_000 / size_bytes  # lost with the relay that was killed, one pack for each connection
+    assert copies <= 1.05 + under_way, f"{copies:.3f} copies of {size_bytes} bytes"
     wan.cut("eu")
     assert line_of(publisher, "1\n") == "1\n"
     time.sleep(CUT_S)
