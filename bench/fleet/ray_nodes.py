@@ -18,8 +18,10 @@ from etude.errors import InfrastructureError
 
 RAY = Path(sys.executable).with_name("ray")
 PORT = 6379
-START_S = 300.0
-"""Longest time until a node is up."""
+TRIES = 5
+"""Times that a node is started: it gives up after half a minute, which a busy machine may take."""
+UP = "Ray runtime started"
+"""What a node says once it is up."""
 RESOURCES: Mapping[str, float] = {"serve": 2.0, "gateway": 0.1, "relay": 0.1, "rollouts": 0.1, "train": 2.0}
 """Command → processors of a node that a process takes."""
 ROOMY_CPUS, HEAD_CPUS, NODE_CPUS = 8, 1, 2
@@ -46,14 +48,16 @@ def environment() -> dict[str, str]:
 
 
 def start_nodes(fleet: Fleet, scratch: Path) -> None:
-    """Start the clusters of all regions. Raises :class:`~etude.errors.InfrastructureError`."""
-    heads = {region.name: _start(fleet, region, region.sites[0], scratch) for region in fleet.plan.all_regions}
+    """Start the clusters of all regions, node after node, each of which wants a core to start in time.
+
+    Raises :class:`~etude.errors.InfrastructureError`.
+    """
     for region in fleet.plan.all_regions:
-        _await_up(heads[region.name], scratch / f"ray-{region.sites[0]}.log")
-    for region in fleet.plan.all_regions:
-        nodes = {site: _start(fleet, region, site, scratch) for site in region.sites[1:]}
-        for site, node in nodes.items():
-            _await_up(node, scratch / f"ray-{site}.log")
+        for site in region.sites:
+            log = scratch / f"ray-{site}.log"
+            if not any(_is_up(_start(fleet, region, site, log), log) for _ in range(TRIES)):
+                last = log.read_text(encoding="utf-8", errors="replace")[-300:]
+                raise InfrastructureError(f"bench fleet: Ray does not start on {site}: {last}")
 
 
 def cpus_of(region: Region, site: str) -> int:
@@ -63,20 +67,19 @@ def cpus_of(region: Region, site: str) -> int:
     return ROOMY_CPUS if region.machines == 1 or region.name == HOME else HEAD_CPUS
 
 
-def _start(fleet: Fleet, region: Region, site: str, scratch: Path) -> subprocess.Popen[bytes]:
-    head = fleet.machines[region.sites[0]].address
+def _start(fleet: Fleet, region: Region, site: str, log: Path) -> subprocess.Popen[bytes]:
     role = ["--head", "--port", str(PORT), "--include-dashboard", "false"]
     if site != region.sites[0]:
-        role = ["--address", f"{head}:{PORT}"]
+        role = ["--address", f"{fleet.machines[region.sites[0]].address}:{PORT}"]
     size = ["--num-cpus", str(cpus_of(region, site)), "--object-store-memory", "80000000"]
     where = ["--node-ip-address", fleet.machines[site].address]
-    command = [str(RAY), "start", *role, *where, *size, "--disable-usage-stats", "--block"]
-    return fleet.start(site, command, scratch / f"ray-{site}.log")
+    return fleet.start(site, [str(RAY), "start", *role, *where, *size, "--disable-usage-stats", "--block"], log)
 
 
-def _await_up(node: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + START_S
-    while "Ray runtime started" not in (text := log.read_text(encoding="utf-8", errors="replace")):
-        if node.poll() is not None or time.monotonic() > deadline_s:
-            raise InfrastructureError(f"bench fleet: Ray does not start: {text[-300:]}")
+def _is_up(node: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait until a node is up, or has given up; whether it is up."""
+    while node.poll() is None:
+        if UP in log.read_text(encoding="utf-8", errors="replace"):
+            return True
         time.sleep(0.2)
+    return False
