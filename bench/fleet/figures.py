@@ -40,7 +40,7 @@ class FaultRecord:
 def recovery(record: FaultRecord, events: Iterable[Logged]) -> float | None:
     """When the fleet was over a fault; ``None`` while it is not.
 
-    An engine or a machine is replaced when the region's engine samples again; a cut is over when the region samples
+    An engine or a machine is replaced when the region's engine serves again; a cut is over when the region samples
     again; a relay is when the region serves the next version; trainer and supervisor are with the next step.
     """
     since_s = record.struck_s
@@ -59,8 +59,8 @@ def _is_sign(fault: PlannedFault, logged: Logged, since_s: float) -> bool:
         case FaultKind.RELAY_KILLED, WeightsSwapped():
             return region_of(logged.process) == fault.region
         case ((FaultKind.ENGINE_KILLED | FaultKind.MACHINE_KILLED | FaultKind.REGION_CUT), EngineStats() as stats):
-            is_after = logged.at_s - stats.window_s >= since_s
-            return is_after and stats.generated_tokens > 0 and region_of(logged.process) == fault.region
+            is_new = logged.at_s - stats.window_s >= since_s and region_of(logged.process) == fault.region
+            return is_new and (stats.generated_tokens > 0 or not fault.lasts_s)
     return False
 
 
