@@ -61,7 +61,7 @@ def render_manifests(
     return {name: yaml.dump_all(documents, Dumper=_Plain, sort_keys=False) for name, documents in manifests.items()}
 
 
-class _Plain(yaml.SafeDumper):
+class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
     """Writes every value where it stands, without anchors: people read manifests."""
 
     def ignore_aliases(self, data: object) -> bool:
