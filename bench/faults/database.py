@@ -100,9 +100,16 @@ class Database:
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """Every connection is lost; new ones can be made."""
-        with closing(connect((self.url, "public"))) as db:
-            db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        """Every connection is lost; new ones can be made. Raises :class:`~etude.errors.InfrastructureError` while it is
+        :meth:`down`: there are none to lose.
+        """
+        import psycopg
+
+        try:
+            with closing(connect((self.url, "public"))) as db:
+                db.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        except psycopg.Error as error:
+            raise InfrastructureError(f"PostgreSQL has no connections that could be cut: {error}") from error
         yield
 
     @contextmanager

@@ -58,7 +58,15 @@ def render_manifests(
     manifests = {"phases.yaml": [_phases(phases, fleet.kubernetes, run)]}
     for region, specs in groupby(sorted(loop, key=lambda spec: spec.region), key=lambda spec: spec.region):
         manifests[f"{region}.yaml"] = list(_region(list(specs), fleet.kubernetes, run))
-    return {name: yaml.safe_dump_all(documents, sort_keys=False) for name, documents in manifests.items()}
+    return {name: yaml.dump_all(documents, Dumper=_Plain, sort_keys=False) for name, documents in manifests.items()}
+
+
+class _Plain(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
+    """Writes every value where it stands, without anchors: people read manifests."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Yes."""
+        return True
 
 
 def _region(specs: Sequence[ProcessSpec], cluster: KubernetesConfig, run: str) -> Iterable[Manifest]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.faults.database import Database, connect, locked, programs, query, split
+from etude.errors import InfrastructureError
 
 PROGRAMS = programs()
 
@@ -43,6 +44,8 @@ def test_a_server_is_locked_cut_off_and_crashed_and_keeps_what_it_has(folder: Pa
             assert query(place, question) is None
         with database.down():
             assert query(place, question) is None
+            with pytest.raises(InfrastructureError, match="no connections that could be cut"), database.cut():
+                pass
         assert query(place, [*question, "SELECT a FROM rollouts"]) == [[(1,)], []]
     assert not folder.exists()
 
