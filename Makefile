@@ -44,7 +44,7 @@ help: ## show this list
 demo: .venv/demo.stamp ## train a small model from scratch, on CPU; ARGS="--set trainer.steps=10" changes the recipe
 	@$(BIN)/etude run recipes/quickstart $(ARGS)
 
-fleet-demo: .venv/dev.stamp ## train the quickstart over five regions on this machine, with faults; root, Linux, PostgreSQL
+fleet-demo: .venv/dev.stamp .venv/ray.stamp ## train the quickstart over five regions on this machine, with faults; root, Linux, PostgreSQL
 	@$(BIN)/python -m bench fleet $(ARGS)
 
 pretrained: $(HARNESS) models/smollm2-135m ## train SmolLM2-135M-Instruct on shell tasks, on CPU: SFT, then RL

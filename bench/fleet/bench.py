@@ -2,8 +2,8 @@
 
     home: trainer on two machines, rollouts, ledger ══ 20 · 80 · 150 · 250 ms, 0.1 % lost, 100 Mb/s ══▶ four regions
 
-Machines are network namespaces (:mod:`bench.fleet.machines`), each region has a store that speaks S3, a relay and one
-beside it, a gateway, an engine and a supervisor of its own. The recipe is the quickstart's. Goals are of the whole; a
+Machines are network namespaces (:mod:`bench.fleet.machines`), each region has a store that speaks S3, a Ray cluster, a
+relay and one beside it, a gateway, an engine and a supervisor of its own. The recipe is the quickstart's. Goals are of the whole; a
 short version has two regions, two faults and a tiny model, and judges what that can tell.
 
 ``loop_busy`` wants a core each for trainer and engines and a model whose own work dominates: `bench loop` measures
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the run")
     parser.add_argument("--short", action="store_true", help="two regions, a kill and a cut, a tiny model: minutes")
     parser.add_argument(
-        "--launcher", choices=LAUNCHERS, default=MACHINES, help="who places processes: the demo, or Ray"
+        "--launcher", choices=LAUNCHERS, default=RAY, help="who places processes: Ray, or the demo's own"
     )
     parser.add_argument("--page", type=Path, default=Path("runs/fleet-demo.html"), help="the page to write")
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     return result | {"page": str(options.page)}
 
 
-def bench_fleet(plan: FleetPlan, *, seed: int = 0, launcher: str = MACHINES) -> dict[str, Json]:
+def bench_fleet(plan: FleetPlan, *, seed: int = 0, launcher: str = RAY) -> dict[str, Json]:
     """Run the demo and return the bench object; progress is told on stderr.
 
     Raises :class:`~etude.errors.UserError` where it cannot be run, and :class:`~etude.errors.InfrastructureError` when

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from bench.fleet import ray_nodes
 from bench.fleet.bench import bench_fleet, table
+from bench.fleet.demo import MACHINES, RAY
 from bench.fleet.machines import missing
 from bench.fleet.plan import short_plan
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.heavy("root, PostgreSQL and /dev/net/tun", missing=miss
 
 @pytest.mark.timeout(1800)
 def test_a_machine_and_a_region_are_lost_and_nothing_else() -> None:
-    result = bench_fleet(short_plan())
+    result = bench_fleet(short_plan(), launcher=RAY if ray_nodes.missing() is None else MACHINES)
     shown = table(result | {"page": ""})
     assert result["finished"] and not result["skipped"], shown
     assert result["findings"] == [], shown
