@@ -2,9 +2,9 @@
 
     home: trainer on two machines, rollouts, ledger ══ 20 · 80 · 150 · 250 ms, 0.1 % lost, 100 Mb/s ══▶ four regions
 
-Machines are network namespaces (:mod:`bench.fleet.machines`), each region has a store that speaks S3, a Ray cluster, a
-relay and one beside it, a gateway, an engine and a supervisor of its own. The recipe is the quickstart's. Goals are of the whole; a
-short version has two regions, two faults and a tiny model, and judges what that can tell.
+Machines are network namespaces (:mod:`bench.fleet.machines`). Each region has a store that speaks S3, a Ray cluster, a
+relay and one beside it, a gateway, an engine and a supervisor of its own. The recipe is the quickstart's. Goals are of
+the whole; a short version has two regions, two faults and a tiny model, and judges what that can tell.
 
 ``loop_busy`` wants a core each for trainer and engines and a model whose own work dominates: `bench loop` measures
 that, and it is not repeated here, where a dozen processes share the cores with an emulated network.
