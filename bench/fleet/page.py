@@ -44,11 +44,17 @@ def render_page(result: Mapping[str, Json]) -> str:
 <h2>Regions</h2>
 {_table(REGION_COLUMNS, [_cells(REGION_COLUMNS, row) for row in regions])}
 <div class="pair below">{"".join(_plot(row, results_of(result)) for row in regions)}</div>
-<footer>{escape(str(result["machine"]))}</footer>
+<footer>{escape(_machine(result))}</footer>
 </main>
 </body>
 </html>
 """
+
+
+def _machine(result: Mapping[str, Json]) -> str:
+    machine = result["machine"]
+    assert isinstance(machine, dict)
+    return " · ".join(f"{name} {value}" for name, value in machine.items())
 
 
 def _goal(name: str, goal: Mapping[str, Json]) -> list[str]:
