@@ -15,7 +15,7 @@ from itertools import combinations
 from bench.sync.wan import WanShape
 
 HOME = "home"
-STEPS, SHORT_STEPS = 60, 14
+STEPS = 60
 CUT_S, SHORT_CUT_S = 30.0, 10.0
 LOSS = 0.001
 """Share of packets that long-distance links lose."""
@@ -146,7 +146,7 @@ def short_plan() -> FleetPlan:
             PlannedFault(kind=FaultKind.MACHINE_KILLED, region=EU.name),
             PlannedFault(kind=FaultKind.REGION_CUT, region=EAST.name, lasts_s=SHORT_CUT_S),
         ),
-        steps=SHORT_STEPS,
+        steps=STEPS,
         home_machines=1,
         trainer_nodes=1,
         settings=TINY,
