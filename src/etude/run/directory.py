@@ -1,15 +1,22 @@
 """The URLs at which the processes of a fleet listen: each says so in the store of its region.
 
-    processes/serve-1@eu/000000000003      http://10.9.1.2:40731      by its third start; the newest one counts
+    processes/serve-1@eu/000000000003      http://10.9.1.2:40731 SIGNATURE     by its third start; the newest one counts
 
 So nobody has to decide beforehand where a process runs, and who looks for one asks the store that is near to it, or
 that of the region it asks about. An entry says where a process was started last, not that it lives: who calls it finds
 out.
 
+Calls carry the run's keys, so an entry counts only if it was signed by a key of the run (HMAC-SHA256 over name, number
+and URL): who may write to a bucket but has no key can hide a process, and have nothing sent elsewhere.
+
 Owns these objects. On one machine a file does the same (:mod:`etude.run.endpoints`).
 """
 
-from dataclasses import dataclass
+import hashlib
+import hmac
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import final
 
 from etude.errors import InfrastructureError
@@ -18,6 +25,7 @@ from etude.run.process_name import ProcessName
 
 PROCESSES = "processes"
 """Folder of a region's store."""
+KEY_FORM = re.compile(r"(?P<name>[^/]+)/(?P<number>[0-9]{12})")
 TRIES = 20
 """Times that an announcement is tried with the next number: two starts of one process can meet only by mistake."""
 
@@ -28,22 +36,44 @@ class Directory:
     """The processes of one region."""
 
     objects: Objects
+    key: str = field(repr=False)
+    """The run's key for entries."""
 
     def announce(self, name: ProcessName, url: str) -> None:
         """Say where a process listens from now on; older entries of it go."""
         for _ in range(TRIES):
             entries = self.objects.list(str(name))
-            number = int(entries[-1].rpartition("/")[2]) + 1 if entries else 1
-            key = f"{name}/{number:012d}"
+            newest = next((form for key in reversed(entries) if (form := KEY_FORM.fullmatch(key))), None)
+            key = f"{name}/{int(newest['number']) + 1 if newest else 1:012d}"
+            data = f"{url} {self._signature(key, url)}".encode()
             # On a cloud a retry may find the object that it created itself.
-            if self.objects.put_if_absent(key, url.encode()) or self.objects.get(key) == url.encode():
+            if self.objects.put_if_absent(key, data) or self.objects.get(key) == data:
                 self.objects.delete(*entries)
                 return
         raise InfrastructureError(f"{self.objects.url}: {name} is announced by other processes all the time")
 
     def urls(self, command: str) -> dict[ProcessName, str]:
-        """The newest URL of each process of one command."""
-        newest = {key.partition("/")[0]: key for key in self.objects.list("")}  # ascending: the last one counts
-        names = {name: key for text, key in newest.items() if (name := ProcessName.parse(text)).command == command}
-        urls = {name: self.objects.get(key) for name, key in sorted(names.items())}
-        return {name: url.decode() for name, url in urls.items() if url is not None}
+        """The newest URL of each process of one command; entries that no process of the run made do not count."""
+        newest: dict[ProcessName, str] = {}
+        for name, key in self._entries(command):
+            if (url := self._read(key)) is not None:
+                newest[name] = url
+        return dict(sorted(newest.items()))
+
+    def _entries(self, command: str) -> Iterator[tuple[ProcessName, str]]:
+        """The entries of one command, ascending."""
+        for key in self.objects.list(""):
+            form = KEY_FORM.fullmatch(key)
+            try:
+                name = ProcessName.parse(form["name"]) if form else None
+            except ValueError:
+                continue
+            if name is not None and name.command == command:
+                yield name, key
+
+    def _read(self, key: str) -> str | None:
+        url, _, signature = (self.objects.get(key) or b"").decode(errors="replace").partition(" ")
+        return url if hmac.compare_digest(signature.encode(), self._signature(key, url).encode()) else None
+
+    def _signature(self, key: str, url: str) -> str:
+        return hmac.new(self.key.encode(), f"{key} {url}".encode(), hashlib.sha256).hexdigest()

@@ -1,7 +1,8 @@
 """The secrets of a run: one run key, from which each role's key is derived.
 
     run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
-                                                 └─▶ admin     opens gateway sessions, manages a gateway
+                                                 ├─▶ admin     opens gateway sessions, manages a gateway
+                                 └─▶ directory signs where processes listen
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
 variables, never on a command line.
@@ -34,6 +35,8 @@ class KeyRole(StrEnum):
     """Calls to the run's engines."""
     ADMIN = "admin"
     """Sessions and the administration of the run's gateways."""
+    DIRECTORY = "directory"
+    """Signatures of the entries that say where processes listen."""
 
 
 def derive_key(run_key: str, role: KeyRole) -> str:

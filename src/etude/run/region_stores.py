@@ -14,6 +14,7 @@ from functools import partial
 from etude.objects import ObjectStore, RetryingStore
 from etude.run.directory import PROCESSES, Directory
 from etude.run.folder import RunFolder
+from etude.run.keys import KeyRole
 from etude.run.placement import region_store
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import far_options, log_id_of, open_log, signing_key
@@ -43,10 +44,10 @@ def open_directory(folder: RunFolder, region: str, outages: StoreOutages | None 
     """Open the directory of a region's processes: to read it or, with ``outages``, to announce one, for which a store
     that is away is waited for.
     """
-    url = f"{region_store(folder, region)}/{PROCESSES}"
+    url, key = f"{region_store(folder, region)}/{PROCESSES}", folder.key(KeyRole.DIRECTORY)
     if outages is None:
-        return Directory(ObjectStore(url, far_options(url)))
-    return Directory(RetryingStore(url, partial(ObjectStore, url), outages))
+        return Directory(ObjectStore(url, far_options(url)), key)
+    return Directory(RetryingStore(url, partial(ObjectStore, url), outages), key)
 
 
 def own_address() -> str:
