@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "parity": ("processes", "One process of a run: engine against trainer, before they run."),
         "serve": ("processes", "One process of a run: an engine."),
         "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
-        "rollouts": ("processes", "One process of a run: rollouts and evaluations."),
+        "rollouts": ("processes", "One process of a run: rollouts and, of replica 0, evaluations."),
         "train": ("processes", "One process of a run: the trainer, or one node of it."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),

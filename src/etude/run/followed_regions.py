@@ -32,6 +32,7 @@ from etude.run.keys import KeyRole
 from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY
 from etude.run.region_stores import open_directory
+from etude.telemetry.log import EventLog
 
 POLL_S = 0.1
 """Interval of requests for the weight version that a region serves."""
@@ -136,9 +137,11 @@ async def _follow_directory(region: FollowedRegion) -> None:
 
 @asynccontextmanager
 async def open_regions(
-    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog
 ) -> AsyncIterator[tuple[RegionalSessions, ServedRegions]]:
-    """Sessions in all regions of a run's fleet, and the version that they serve, while the context is open."""
+    """Sessions in all regions of a run's fleet, and the version that they serve, while the context is open; ``events``
+    say how regions are used.
+    """
     fleet = fleet_of(folder)
     assert fleet is not None, "a run on one machine has no regions"
     key = folder.key(KeyRole.ADMIN)
@@ -152,9 +155,10 @@ async def open_regions(
         if region.engines
     ]
     openers = {each.name: GatewaySessions(each.gateways, key, http, timeout_s=SESSION_S) for each in followed}
-    sessions = RegionalSessions(Regions(openers), openers, SystemClock())
+    sessions = RegionalSessions(Regions(openers), openers, SystemClock(), events)
     served = ServedRegions(sessions, followed, http, config)
     try:
         yield sessions, served
     finally:
         served.close()
+        sessions.write_events()

@@ -233,7 +233,7 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
         ledger = stack.enter_context(lease)
         events = stack.enter_context(open_events(folder, config, name))
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
-        sessions = await stack.enter_async_context(_open_sessions(folder, config, http))
+        sessions = await stack.enter_async_context(_open_sessions(folder, config, http, events))
         served = sessions.served
         context = await stack.enter_async_context(_rollout_context(folder, config, http, events, sessions, name))
         family = open_family(config)
@@ -374,7 +374,9 @@ class _Sessions:
 
 
 @contextlib.asynccontextmanager
-async def _open_sessions(folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession) -> AsyncIterator[_Sessions]:
+async def _open_sessions(
+    folder: RunFolder, config: RunConfig, http: aiohttp.ClientSession, events: EventLog
+) -> AsyncIterator[_Sessions]:
     """Follow the gateways of a run, while the context is open."""
     if fleet_of(folder) is not None:
         if isinstance(config.harness.options, CommandOptions):
@@ -382,7 +384,7 @@ async def _open_sessions(folder: RunFolder, config: RunConfig, http: aiohttp.Cli
                 f"harness.kind = {config.harness.kind!r}: an external harness may reach gateways that are known before "
                 f"it starts, and those of a fleet come and go: run it on one machine"
             )
-        async with open_regions(folder, config, http) as (opener, regions):
+        async with open_regions(folder, config, http, events) as (opener, regions):
             yield _Sessions(opener=opener, served=regions, urls=())
         return
     gateways = GatewayTable([*folder.endpoints.urls(GATEWAY.command).values()])

@@ -262,7 +262,7 @@ class RegionServed:
     """A region of a run with several, as one rollouts process sees it."""
 
     region: str
-    """Empty for home."""
+    """Its name in the fleet."""
     version: int
     """The weight version that all its engines serve; -1 for none yet."""
     open: int

@@ -23,7 +23,7 @@ def test_it_remembers_its_recipe_and_keeps_its_secrets(tmp_path: Path) -> None:
 
 def test_two_runs_have_two_keys(tmp_path: Path) -> None:
     one, other = (RunFolder.create(tmp_path / name, RunConfig()) for name in ("a", "b"))
-    assert len({folder.key(role) for folder in (one, other) for role in KeyRole}) == 4
+    assert len({folder.key(role) for folder in (one, other) for role in KeyRole}) == 2 * len(KeyRole)
 
 
 def test_a_second_process_of_a_kind_is_refused_while_the_first_lives(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.loading import default_recipe
 from etude.errors import EngineUnavailable
 from etude.ledger.turns import encode_turns
+from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.followed_regions import open_regions
 from etude.run.placement import remember_fleet
-from etude.run.process_name import ProcessName
+from etude.run.process_name import ROLLOUTS, ProcessName
 from etude.run.region_stores import open_directory
+from etude.telemetry.events import RegionServed
+from etude.telemetry.log import EventReader
 from waiting import until
 
 REGIONS = ("eu", "us")
@@ -79,7 +82,8 @@ def test_sessions_are_spread_over_regions_that_serve_the_version_and_a_region_th
     async def play() -> None:
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            sessions, served = await stack.enter_async_context(open_regions(folder, folder.config(), http))
+            events = stack.enter_context(open_events(folder, folder.config(), ROLLOUTS))
+            sessions, served = await stack.enter_async_context(open_regions(folder, folder.config(), http, events))
             assert served() == -1
             for name, gateway in gateways.items():  # they come up after rollouts
                 server = TestServer(gateway.app())
@@ -102,14 +106,23 @@ def test_sessions_are_spread_over_regions_that_serve_the_version_and_a_region_th
             assert us.opened == PLACES + 1
 
     asyncio.run(play())
+    used = [
+        each.event for each in EventReader(folder.events, str(ROLLOUTS)).new() if isinstance(each.event, RegionServed)
+    ]
+    assert {name: sum(event.sessions for event in used if event.region == name) for name in REGIONS} == {
+        "eu": 2 * PLACES,
+        "us": PLACES + 1,
+    }
 
 
 def test_a_run_whose_regions_never_answer_says_so(tmp_path: Path) -> None:
     folder = fleet_run(tmp_path)
 
     async def play() -> None:
-        async with aiohttp.ClientSession() as http, open_regions(folder, folder.config(), http) as (_, served):
-            await served.reach(0)
+        config = folder.config()
+        with open_events(folder, config, ROLLOUTS) as events:
+            async with aiohttp.ClientSession() as http, open_regions(folder, config, http, events) as (_, served):
+                await served.reach(0)
 
     with pytest.raises(EngineUnavailable, match="no region has named a weight version"):
         asyncio.run(play())

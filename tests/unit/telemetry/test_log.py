@@ -20,6 +20,7 @@ from etude.telemetry.events import (
     PhaseEnded,
     PhaseStarted,
     ProcessStarted,
+    RegionServed,
     RolloutClosed,
     RunStarted,
     WeightsPublished,
@@ -64,6 +65,7 @@ EXAMPLES: tuple[Event, ...] = (
     ),
     JudgeAlarm(kind="agreement", aspect="style", detail="less than it was calibrated with"),
     Outage(what="rollouts", seconds=90.5, reason="the sandbox died"),
+    RegionServed(region="eu", version=3, open=8, sessions=20, payload_bytes=1000, is_away=False),
 )  # fmt: skip
 
 
