@@ -30,7 +30,7 @@ def test_of_two_starts_at_a_time_one_is_the_newest(tmp_path: Path) -> None:
     assert Directory(ObjectStore(str(tmp_path)), KEY).urls("serve")[ENGINE] in urls
 
 
-def test_who_has_no_key_can_send_nobody_anywhere(tmp_path: Path) -> None:
+def test_entries_without_a_signature_of_the_run_do_not_count(tmp_path: Path) -> None:
     objects = ObjectStore(str(tmp_path))
     directory = Directory(objects, KEY)
     directory.announce(ENGINE, "http://10.0.0.1:1")
