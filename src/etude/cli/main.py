@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),
-        "doctor": ("doctor", "See what works on this machine, and if engine and trainer agree."),
+        "doctor": ("doctor", "See what works on this machine or on a fleet, and if engine and trainer agree."),
         "fleet": ("fleet", "Run on many machines: files for their clusters, status, drain."),
         "config": ("config", "Explain the keys of a recipe."),
         "judge": ("judge", "Try the model that grades aspects, and compare it with people."),

@@ -20,13 +20,16 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.cli.options import Overrides, group
-from etude.config.loading import default_recipe, load_recipe
+from etude.config.fleet import FleetConfig
+from etude.config.loading import default_recipe, load_fleet, load_recipe
 from etude.config.tasks import PROVIDERS, SandboxConfig
 from etude.dashboard import formatting
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SandboxProvider
 from etude.run import parity as parity_check
+from etude.run.fleet_check import look_at_fleet
+from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine
 from etude.run.parity import DIM, GOOD, WARN
 from etude.run.preflight import MachineFinding, about_template
@@ -55,11 +58,22 @@ def doctor(
         Path | None, typer.Option(metavar="DIR", help="A Hugging Face checkpoint (default: random weights).")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(metavar="RUN", help="A run folder or its URL: its newest weights, its numerics.")
+        str | None,
+        typer.Option(
+            metavar="RUN", help="A run folder or its URL: its newest weights and numerics; with --fleet, its processes."
+        ),
+    ] = None,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(metavar="FLEET", help="Try the stores, clocks, keys and gateways of a fleet's regions."),
     ] = None,
     overrides: Overrides,
 ) -> int:
-    """See what works on this machine, and if engine and trainer agree."""
+    """See what works on this machine or on a fleet, and if engine and trainer agree."""
+    if fleet is not None:
+        if parity or model is not None or overrides:
+            raise ConfigError("--fleet goes with --run alone: it looks at places, and computes nothing")
+        return show_fleet(load_fleet(fleet), None if run is None else open_run_folder(run, writes=False), Console())
     ignored = [name for name, value in {"model": model, "run": run, "set": overrides}.items() if value]
     if ignored and not parity:
         raise ConfigError(f"--{', --'.join(ignored)} would have no effect without --parity")
@@ -90,6 +104,20 @@ def show_machine(console: Console) -> None:
         mark = Text("✓", GOOD) if finding.works else Text("–", WARN)
         table.add_row(mark, Text(finding.name, DIM), finding.words)
     console.print(table)
+
+
+def show_fleet(fleet: FleetConfig, folder: RunFolder | None, console: Console) -> int:
+    """Print what is found about the places of a fleet, line by line; returns the exit status."""
+
+    async def show() -> bool:
+        sound = True
+        async for finding in look_at_fleet(fleet, folder):
+            mark = ("✓", GOOD) if finding.works else ("✗", WARN)
+            console.print(Text.assemble(mark, "  ", (finding.name, DIM), "  ", finding.words))
+            sound = sound and finding.works
+        return sound
+
+    return 0 if asyncio.run(show()) else ExitCode.USER_ERROR
 
 
 def examine() -> list[MachineFinding]:
