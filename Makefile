@@ -7,7 +7,7 @@ WORKERS ?= 3
 NAME ?= loop
 # On two cores of an AMD EPYC virtual machine.
 TEST_MINUTES := 12
-REST_MINUTES := 14
+REST_MINUTES := 18
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
