@@ -8,7 +8,6 @@ own. Processes end with their supervisor. The machines are read from a file that
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from bench.fleet.namespaces import enter_command, is_alive
 from etude.config.section import Section
 from etude.fleet.launcher import LaunchContext
 from etude.fleet.specs import ProcessSpec, ProcessStatus
-from etude.run.launchers.host_process import HostProcess, command_line
+from etude.run.launchers.host_process import HostProcess, command_line, stop_all
 from etude.run.region_stores import ADDRESS_VARIABLE
 from etude.run.working_folder import WORK_VARIABLE
 
@@ -85,12 +84,7 @@ class MachineLauncher:
 
     def remove(self, *names: str, grace_s: float) -> None:
         """Stop processes: first by signal, then by kill."""
-        processes = [self._processes.pop(name)[2] for name in names if name in self._processes]
-        for process in processes:
-            process.ask_to_stop()
-        deadline_s = time.monotonic() + grace_s
-        for process in processes:
-            process.make_sure(deadline_s)
+        stop_all([self._processes.pop(name)[2] for name in names if name in self._processes], grace_s)
 
     def look(self) -> Mapping[str, ProcessStatus]:
         """Describe them right now."""

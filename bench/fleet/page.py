@@ -43,7 +43,7 @@ def render_page(result: Mapping[str, Json]) -> str:
 {_table(FAULT_COLUMNS, [_cells(FAULT_COLUMNS, row) for row in results_of(result)])}
 <h2>Regions</h2>
 {_table(REGION_COLUMNS, [_cells(REGION_COLUMNS, row) for row in regions])}
-<div class="pair below">{"".join(_plot(row, results_of(result)) for row in regions)}</div>
+<div class="pair below">{"".join(_throughput(row, results_of(result)) for row in regions)}</div>
 <footer>{escape(_machine(result))}</footer>
 </main>
 </body>
@@ -75,7 +75,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<table class="figures"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _plot(row: Mapping[str, Json], faults: Sequence[Mapping[str, Json]]) -> str:
+def _throughput(row: Mapping[str, Json], faults: Sequence[Mapping[str, Json]]) -> str:
     """Tokens per second of a region over the seconds of the demo; dots where a fault of its own struck."""
     curve = row["tokens_per_s"]
     assert isinstance(curve, list)

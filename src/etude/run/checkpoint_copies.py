@@ -1,6 +1,6 @@
 """Copies of the trainer's checkpoints at the URL of a run, so that it goes on when the trainer's disk is lost.
 
-    trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ land ──▶ commit n ──▶ save n + 1
+    trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ finish ──▶ commit n ──▶ save n + 1
     copies       └──────▶ send the files, put the manifest ──────────────────────┘
 
 A copy is made beside the next step's work. A step is committed when its copy is complete, so what the ledger has
@@ -49,13 +49,13 @@ class CheckpointCopies(Closing):
         """Begin to copy the checkpoint of ``step``; it may be removed from the folder meanwhile."""
         if self._stored is None:
             return
-        assert self._copy is None, "one checkpoint at a time: land the one before first"
+        assert self._copy is None, "one checkpoint at a time: finish the one before first"
         opened = _Opened(checkpoint_path(self._folder, step))
         self._copy = self._thread.submit(_send, self._stored, step, opened)
 
     @property
     def is_complete(self) -> bool:
-        """True if :meth:`land` would return at once."""
+        """True if :meth:`finish` would return at once."""
         return self._copy is None or self._copy.done()
 
     def wait(self) -> None:
@@ -63,7 +63,7 @@ class CheckpointCopies(Closing):
         if (copy := self._copy) is not None:
             copy.result()
 
-    def land(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait until the copy under way is complete; ``meanwhile`` is called now and then.
 
         Raises what the copy failed with.

@@ -99,13 +99,13 @@ class EventCopies(Closing):
 
 
 @final
-class EventMirror(Closing):
+class EventDownloads(Closing):
     """Keeps the event files in a folder up to what processes elsewhere have sent, until it is closed."""
 
     def __init__(self, objects: Objects, folder: Path) -> None:
         self._objects = objects
         self._folder = folder
-        self._rounds = _Rounds("mirror of events", self._fetch)
+        self._rounds = _Rounds("downloads of events", self._fetch)
 
     def close(self) -> None:
         """Fetch the last ones, if that can be done soon."""

@@ -23,7 +23,7 @@ from etude.dashboard.run_metrics import RunMetrics
 from etude.errors import InfrastructureError
 from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
-from etude.run.event_copies import EventMirror
+from etude.run.event_copies import EventDownloads
 from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
@@ -76,7 +76,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
         try:
-            with _mirror(folder), ProgressDisplay(folder.events, config, out) as progress:
+            with _event_downloads(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, placement, events, progress)
         finally:
             report = write_report(folder, config)
@@ -84,9 +84,9 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
     return report
 
 
-def _mirror(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
+def _event_downloads(folder: RunFolder) -> contextlib.AbstractContextManager[object]:
     """The events of processes elsewhere, while this lasts, where the run is at a URL."""
-    return EventMirror(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
+    return EventDownloads(open_place(folder.url, EVENTS), folder.events) if folder.url else contextlib.nullcontext()
 
 
 def keep_report(folder: RunFolder, out: TextIO) -> None:

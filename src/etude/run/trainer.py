@@ -220,7 +220,7 @@ class TrainerProcess:
         """Commit the step whose version was under way, once that is visible and its checkpoint is copied."""
         version = self.publishing.land(lambda: self.trainer_group.idle(time.monotonic()))
         if version is not None:
-            self.copies.land(lambda: self.trainer_group.idle(time.monotonic()))
+            self.copies.finish(lambda: self.trainer_group.idle(time.monotonic()))
             self._events.flush()
             self._ledger.commit_step(version)
             self._payloads.drop(self._in_use.pop(version, ()))

@@ -32,7 +32,7 @@ def copy(folder: RunFolder, *steps: int) -> None:
         for step in steps:
             save(folder, step, float(step))
             copies.start(step)
-            copies.land()
+            copies.finish()
             assert copies.is_complete
 
 
@@ -67,7 +67,7 @@ def test_a_checkpoint_may_go_while_it_is_copied(tmp_path: Path, monkeypatch: pyt
             save(folder, step, 0.0)
         assert not (folder.checkpoints / "step-00000001").exists() and not copies.is_complete
         gate.set()
-        copies.land()
+        copies.finish()
     assert restored(make_folder(tmp_path / "b", tmp_path / "url")) == [(1, 1.0)]
 
 
@@ -79,7 +79,7 @@ def test_a_step_that_another_trainer_has_copied_with_other_bits_ends_this_one(tm
         save(second, 1, 7.0)
         copies.start(1)
         with pytest.raises(DamagedError, match="the copy of checkpoint 1 is of other bytes"):
-            copies.land()
+            copies.finish()
 
 
 def test_a_run_without_a_url_has_no_copies(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.objects import ObjectStore
-from etude.run.event_copies import EventCopies, EventMirror, fetch_events
+from etude.run.event_copies import EventCopies, EventDownloads, fetch_events
 from etude.telemetry.events import RunStarted
 from etude.telemetry.log import EventLog, EventReader
 
@@ -72,7 +72,7 @@ def test_a_missing_object_is_named(tmp_path: Path) -> None:
 
 def test_who_follows_a_run_has_the_events_of_processes_elsewhere_and_keeps_its_own(tmp_path: Path) -> None:
     store, (here, there) = ObjectStore("memory://"), (tmp_path / name for name in ("a", "b"))
-    with EventLog(here, "supervisor") as own, EventMirror(store, here):
+    with EventLog(here, "supervisor") as own, EventDownloads(store, here):
         own.write(RunStarted(resumed=False))
         write(there, store, True)
     assert sorted(path.name for path in here.iterdir()) == ["supervisor.jsonl", "trainer.jsonl"]

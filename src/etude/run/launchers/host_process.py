@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import final
 
@@ -99,6 +99,15 @@ class HostProcess:
         except (OSError, IndexError):
             return 0
         return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def stop_all(processes: Collection[HostProcess], grace_s: float) -> None:
+    """Stop processes, all at once: first by signal, then, after ``grace_s``, by kill."""
+    for process in processes:
+        process.ask_to_stop()
+    deadline_s = time.monotonic() + grace_s
+    for process in processes:
+        process.make_sure(deadline_s)
 
 
 def host_process(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> HostProcess:

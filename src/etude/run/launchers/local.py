@@ -1,13 +1,12 @@
 """The launcher ``local``: all processes of all regions are children of this one, on this machine."""
 
-import time
 from collections.abc import Mapping
 from typing import final
 
 from etude.config.section import Section
 from etude.fleet.launcher import LaunchContext
 from etude.fleet.specs import ProcessSpec, ProcessStatus
-from etude.run.launchers.host_process import HostProcess, host_process
+from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 
 LOOPBACK = "127.0.0.1"
 """Address at which the members of a group meet."""
@@ -37,12 +36,7 @@ class LocalLauncher:
 
     def remove(self, *names: str, grace_s: float) -> None:
         """Stop processes: first by signal, then by kill."""
-        processes = [self._processes.pop(name) for name in names if name in self._processes]
-        for process in processes:
-            process.ask_to_stop()
-        deadline_s = time.monotonic() + grace_s
-        for process in processes:
-            process.make_sure(deadline_s)
+        stop_all([self._processes.pop(name) for name in names if name in self._processes], grace_s)
 
     def look(self) -> Mapping[str, ProcessStatus]:
         """Describe them right now."""

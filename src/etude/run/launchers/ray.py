@@ -21,7 +21,7 @@ from typing import Any, final
 from etude.config.fleet import RayOptions
 from etude.fleet.launcher import LaunchContext, LauncherUnavailable
 from etude.fleet.specs import ProcessSpec, ProcessStatus
-from etude.run.launchers.host_process import HostProcess, host_process
+from etude.run.launchers.host_process import HostProcess, host_process, stop_all
 
 try:
     import ray
@@ -64,8 +64,7 @@ class ProcessActor:
 
     def stop(self, grace_s: float) -> None:
         """Stop it and its process group."""
-        self._process.ask_to_stop()
-        self._process.make_sure(time.monotonic() + grace_s)
+        stop_all([self._process], grace_s)
 
     def _start(self) -> HostProcess:
         group = {} if self._spec.group is None else self._spec.group.rendezvous(_first_host())
