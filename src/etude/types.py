@@ -499,7 +499,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What is known of a live session beside its turns: what a baseline without groups compares by.
+    """Knowledge of a live session beside its turns: what a baseline without groups compares by.
 
     All but ``propensity`` is known before the model says anything.
     """
@@ -515,7 +515,7 @@ class Observation:
     prompt_tokens: int
     """Tokens of its first prompt."""
     weight: float = 1.0
-    """What it counts for in the gradient: below 1 where a cap holds its user."""
+    """Weight in the gradient: below 1 where a cap holds its user."""
     propensity: float = 1.0
     """Estimated chance that what its reward asks for is answered, of the part with the lowest; 1: nothing is asked."""
 

@@ -28,7 +28,7 @@ class SignalPart(Section):
     range: tuple[float, float]
     """The lowest and the highest value that count."""
     per: Literal["session", "turn"] = "session"
-    """What is worth it: the whole session, or the turn that the signal is about; the latter takes ``credit.kind =
+    """Scope of its worth: the whole session, or the turn that the signal is about; the latter takes ``credit.kind =
     "shaped"``.
     """
     missing: Literal["estimate"] | float = "estimate"

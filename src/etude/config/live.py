@@ -28,7 +28,7 @@ class LiveConfig(Section):
     after_steps: int = Field(default=0, ge=0)
     """Steps before users are served, of ``rollouts.groups_per_step`` simulated groups alone."""
     baseline: Annotated[str, AfterValidator(LIVE_BASELINES)] = "control_variate"
-    """What a session's reward is compared with (``docs/live.md``): nothing, the mean of its template or of its user's
+    """Baseline of a session's reward (``docs/live.md``): nothing, the mean of its template or of its user's
     day, sessions like it, a model of its value, or the others' mean corrected by that model. Or a function of your own.
     """
     history: int = Field(default=2048, ge=0)

@@ -157,9 +157,9 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     """The measurement."""
     feedback: FeedbackConfig = FeedbackConfig()
-    """What users say."""
+    """Signals of users."""
     live: LiveConfig = LiveConfig()
-    """Learning from it."""
+    """Learning from them."""
 
     @model_validator(mode="before")
     @classmethod
