@@ -34,6 +34,7 @@ from etude.feedback.turns import decode_records, encode_turn
 from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.transactions import LedgerConnection, Transactions
+from etude.ledger.turns import decode_turns
 from etude.types import JoinedSession, LiveSession, PayloadRef, Signal, SignalKind, Turn
 
 MAX_UNMATCHED = 10_000
@@ -299,8 +300,8 @@ def _report(
     waiting = sum(one is Outcome.UNKNOWN_SESSION for one in outcomes)
     has_room = not waiting or _unmatched(db, owner) + waiting <= MAX_UNMATCHED
     rows = [
-        _signal_row(owner, event, place, now)
-        for event, place in zip(events, found, strict=True)
+        _signal_row(owner, event, place, now, late=result is Outcome.LATE)
+        for event, place, result in zip(events, found, outcomes, strict=True)
         if place is not None or has_room
     ]
     fresh = _insert_signals(db, rows)
@@ -349,7 +350,7 @@ def _unmatched(db: Database, owner: str) -> int:
     return int(count)
 
 
-def _signal_row(owner: str, event: Event, place: Place | None, now: float) -> list[object]:
+def _signal_row(owner: str, event: Event, place: Place | None, now: float, *, late: bool) -> list[object]:
     turn = event.turn if place is None or event.turn is not None else place.turn
     start, end = event.span or (None, None)
     return [
@@ -366,13 +367,14 @@ def _signal_row(owner: str, event: Event, place: Place | None, now: float) -> li
         event.user,
         event.sent_at,
         now,
+        int(late),
     ]
 
 
 SIGNAL_TYPES = (
     *(("owner", "TEXT"), ("event_id", "TEXT"), ("session_id", "TEXT"), ("name", "TEXT"), ("completion", "TEXT")),
     *(("kind", "TEXT"), ("value", "REAL"), ("turn", "INTEGER"), ("span_start", "INTEGER"), ("span_end", "INTEGER")),
-    *(("pseudonym", "TEXT"), ("sent_at", "REAL"), ("received_at", "REAL")),
+    *(("pseudonym", "TEXT"), ("sent_at", "REAL"), ("received_at", "REAL"), ("late", "INTEGER")),
 )
 """Column → type, in the order of a row."""
 SIGNAL_COLUMNS = ", ".join(column for column, _ in SIGNAL_TYPES)
@@ -431,7 +433,9 @@ def _closed(
     turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
     joined, left_out = [], Counter[str]()
     for session in sessions:
-        own = turns.get(session.session_id, [])
+        own = turns.get(session.session_id)
+        if own is None:
+            continue  # it was deleted meanwhile
         one, missing = join(
             replace(session, turns=len(own)),
             own,
@@ -466,7 +470,7 @@ def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
 def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[Signal]]:
     sql = """
         SELECT s.session_id, s.event_id, s.kind, s.value, s.turn, s.span_start, s.span_end, s.pseudonym, s.sent_at,
-            s.received_at FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0
+            s.received_at FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0 WHERE s.late = 0
     """
     signals: dict[str, list[Signal]] = {}
     for session_id, event_id, kind, value, turn, start, end, user, sent_at, received_at in db.execute(sql, ids):
@@ -505,7 +509,5 @@ def _payloads(db: Database) -> list[PayloadRef]:
     sql = """
         SELECT t.record FROM turns AS t JOIN sessions AS s ON s.session_id = t.session_id WHERE s.taken_at IS NULL
     """
-    from etude.ledger.turns import decode_turns
-
     refs = (decode_turns(record)[0].payload for (record,) in db.execute(sql))
     return [ref for ref in refs if ref is not None]
