@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from etude.feedback.signals import Event
-from etude.feedback.store import NewTurns
-from etude.types import Finish, LiveSession, SignalKind, Turn
+from etude.types import Finish, LiveAnswer, LiveSession, SignalKind, Turn
 
 OWNER = "product"
 """Id of the production key of all sessions here."""
@@ -42,10 +41,10 @@ def live_session(session_id: str, name: str = "", *, opened_at: float = 0.0, own
     )
 
 
-def answer(session: LiveSession, first: int = 0, *, earlier: Turn | None = None, message: str = "go") -> NewTurns:
+def answer(session: LiveSession, first: int = 0, *, earlier: Turn | None = None, message: str = "go") -> LiveAnswer:
     """The answer to one call, ``completion`` c0, c1, … by its turn; it continues ``earlier``, the turn before."""
     prompt = [1, 2, first] if earlier is None else [*earlier.prompt_ids, *earlier.completion_ids, 9, first]
-    return NewTurns(
+    return LiveAnswer(
         session=session,
         first=first,
         turns=(live_turn(prompt, [3, 4], version=first + 1),),
