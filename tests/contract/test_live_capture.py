@@ -7,7 +7,7 @@ import pytest
 from bench.live.ingest import measure_loss, measure_speed
 
 
-@pytest.mark.heavy("twenty seconds")
+@pytest.mark.heavy("a minute")
 def test_kill_9_loses_and_doubles_nothing(tmp_path: Path) -> None:
     figures = measure_loss(tmp_path / "run", load_s=10.0)
     assert (figures["lost"], figures["doubled"]) == (0, 0), figures
