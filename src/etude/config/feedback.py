@@ -1,0 +1,99 @@
+"""``[feedback]``: what users say about live sessions, and what a session is worth by it."""
+
+from math import isfinite
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from etude.config.section import Section
+from etude.types import SignalKind
+
+ONLY_WHEN_IT_HAPPENS = (SignalKind.REVERTED, SignalKind.ABANDONED)
+"""Kinds that say one thing alone, so that where they say nothing no model can learn what they would have said."""
+
+
+class SignalPart(Section):
+    """``[[feedback.reward.parts]]``: one part, worth weight · value; a value outside of its range counts as the nearer
+    end.
+    """
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=60)
+    """Under which its value, before weight and range, is recorded with every session."""
+    signal: Literal["kept", "reverted", "edited", "follow_up", "tests", "thumbs", "latency", "abandoned"]
+    """Kind of signal that it is about. Of several with the same turn and span the newest counts, and of several turns
+    and spans their mean.
+    """
+    weight: float = Field(allow_inf_nan=False)
+    """Weight of one unit of it; 0: it is only recorded."""
+    range: tuple[float, float]
+    """The lowest and the highest value that count."""
+    per: Literal["session", "turn"] = "session"
+    """Scope of its worth: the whole session, or the turn that the signal is about; the latter takes ``credit.kind =
+    "shaped"``.
+    """
+    missing: Literal["estimate"] | float = "estimate"
+    """Reaction to silence: an estimate of what would have been said, by those who were as likely to say something; or a
+    number, where a product reports every occurrence, so that silence is a word.
+    """
+
+    @property
+    def kind(self) -> SignalKind:
+        """The kind of signal."""
+        return SignalKind(self.signal)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and the highest contribution of a value that was given."""
+        low, high = sorted(self.weight * end + 0.0 for end in self.range)  # without a negative zero
+        return low, high
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        (low, high), where = self.range, f"feedback.reward.parts: {self.name!r}"
+        if not (isfinite(low) and isfinite(high) and low < high):
+            raise ValueError(f"{where} has range = [{low:g}, {high:g}]: expected two finite numbers, the lower first")
+        if isinstance(self.missing, float) and not low <= self.missing <= high:
+            raise ValueError(f"{where}: missing = {self.missing:g} is outside of range = [{low:g}, {high:g}]")
+        if self.missing == "estimate" and self.kind in ONLY_WHEN_IT_HAPPENS:
+            raise ValueError(
+                f"{where}: {self.signal!r} is sent only when it happens, so there is no other answer to estimate by: "
+                f"set missing = 0.0 if the product reports every one, or leave the part out"
+            )
+        return self
+
+
+class SignalReward(Section):
+    """``[feedback.reward]``: what a session is worth: Σ weight · part. Frozen for the whole run."""
+
+    parts: tuple[SignalPart, ...] = ()
+    """``[[feedback.reward.parts]]``, in any order."""
+    max_inverse: float = Field(default=20.0, ge=1)
+    """Largest inverse propensity: what was answered with a smaller chance than one in so many counts as if with that,
+    which leaves a bias (``docs/live.md``) and bounds the noise.
+    """
+    folds: int = Field(default=5, ge=2)
+    """Models of answering and of answers, each for a share of the users, of whom it has seen nothing."""
+    history: int = Field(default=4096, ge=0)
+    """Earlier sessions, the newest, that those models learn from, too."""
+
+    @property
+    def is_by_turn(self) -> bool:
+        """True if a part is about single turns."""
+        return any(part.per == "turn" for part in self.parts)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = [part.name for part in self.parts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"feedback.reward.parts: two are called {twice[0]!r}; each needs a name of its own")
+        if self.parts and not any(part.weight for part in self.parts):
+            raise ValueError("feedback.reward.parts: every weight is 0, so that nothing would be worth anything")
+        return self
+
+
+class FeedbackConfig(Section):
+    """``[feedback]``: what users say about live sessions."""
+
+    reward: SignalReward = SignalReward()
+    """Its worth."""
