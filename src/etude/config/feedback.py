@@ -93,13 +93,13 @@ class SignalReward(Section):
 
 
 class PoisoningLimits(Section):
-    """``[feedback.poisoning]``: what one user, or a ring of them, may do to what is learnt."""
+    """``[feedback.poisoning]``: limits of what one user, or a ring of them, can do to what is learnt."""
 
     largest_share: float = Field(default=0.05, gt=0, le=1)
     """Largest share of what is learnt from that one user's sessions are; beyond it each counts less."""
     per_hour: int = Field(default=120, ge=1)
     """Rated sessions within an hour, above which a user is taken for a program."""
-    outlier_z: float = Field(default=4.0, gt=0)
+    outlier_z: float = Field(default=5.0, gt=0)
     """Standard deviations from other users' ratings of the same kinds, above which a user's are not learnt from."""
     min_sessions: int = Field(default=8, ge=2)
     """Rated sessions of a user, below which they are compared with nobody."""
@@ -115,7 +115,7 @@ class FeedbackConfig(Section):
     """``[feedback]``: what users say about live sessions."""
 
     poisoning: PoisoningLimits = PoisoningLimits()
-    """What one user may do to it."""
+    """Limits of what one user can do to it."""
 
     reward: SignalReward = SignalReward()
     """Its worth."""

@@ -38,7 +38,7 @@ class RatedSession:
     ended_at: float
     """Seconds since 1970, by the server's clock."""
     value: float
-    """What it is worth by its signals."""
+    """Its worth by its signals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,19 +99,19 @@ def _outliers(
     z = (m_u − median m) / √(τ² + σ²/n_u): m_u is a user's mean residual, σ² the variance of residuals around it, and τ²
     what users differ by, estimated by the median absolute deviation so that vandals do not widen it themselves.
     """
-    means = {
+    averages = {
         user: (sum(r for _, r in own) / len(own), len(own))
         for user, own in residuals.items()
         if len(own) >= limits.min_sessions
     }
-    if len(means) < limits.min_users:
+    if len(averages) < limits.min_users:
         return
-    spread = [(r - means[user][0]) ** 2 for user in means for _, r in residuals[user]]
-    noise = sum(spread) / max(1, len(spread) - len(means))
-    middle = median(mean for mean, _ in means.values())
-    width = MAD_TO_DEVIATION * median(abs(mean - middle) for mean, _ in means.values())
-    between = max(0.0, width**2 - noise * median(1 / count for _, count in means.values()))
-    for user, (mean, count) in means.items():
+    spread = [(r - averages[user][0]) ** 2 for user in averages for _, r in residuals[user]]
+    noise = sum(spread) / max(1, len(spread) - len(averages))
+    middle = median(mean for mean, _ in averages.values())
+    width = MAD_TO_DEVIATION * median(abs(mean - middle) for mean, _ in averages.values())
+    between = max(0.0, width**2 - noise * median(1 / count for _, count in averages.values()))
+    for user, (mean, count) in averages.items():
         z = (mean - middle) / sqrt(between + noise / count + 1e-12)
         if abs(z) > limits.outlier_z:
             yield user, Suspicion(rule="outlier", evidence=f"{count} ratings, {z:+.1f} deviations from other users'")
