@@ -16,6 +16,7 @@ from etude.config.hints import HintsConfig
 from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
+from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.config.section import Section
@@ -154,6 +155,8 @@ class RunConfig(Section):
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
     """The measurement."""
+    release: ReleaseConfig = ReleaseConfig()
+    """The way of a version to users."""
 
     @model_validator(mode="before")
     @classmethod
