@@ -9,7 +9,7 @@ release of a run goes from gated to released: there is nobody to compare it with
 share grows. Pure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -82,3 +82,16 @@ class Release:
     """The release that it is, or was, compared with; ``None`` for the first one."""
     loaded: str = ""
     """Checkpoint that was proposed and that its weights come from; empty for what the trainer learnt."""
+
+
+def live_release(releases: Sequence[Release]) -> Release | None:
+    """The release that users have."""
+    return next((release for release in releases if release.state is ReleaseState.RELEASED), None)
+
+
+def former_release(releases: Sequence[Release]) -> Release | None:
+    """The last release before the one that users have, with other weights."""
+    live = live_release(releases)
+    there = [release for release in releases if release.state is ReleaseState.SUPERSEDED]
+    others = [release for release in there if live is None or release.digest != live.digest]
+    return max(others, key=lambda release: (release.since, release.version), default=None)
