@@ -106,7 +106,8 @@ class Product:
         try:
             async with self._client(work, visitor) as http:
                 yield work, self._steps(work, sandbox, http)
-            await self._judge(work, sandbox)
+                await self._judge(work, sandbox)
+                await self._end(work, http)
         finally:
             await sandbox.close()
 
@@ -150,6 +151,13 @@ class Product:
             messages += [{"role": "assistant", "content": reply.text}, {"role": "user", "content": observation}]
             yield step
 
+    async def _end(self, work: Work, http: aiohttp.ClientSession) -> None:
+        """Tell the gateway that no call follows: from now on it waits for signals. It would find out by itself, later."""
+        url = f"{self._url}/sessions/{work.session_id}"
+        with suppress(aiohttp.ClientError):
+            async with http.delete(url, headers={"Authorization": f"Bearer {self._key}"}):
+                return
+
     async def _judge(self, work: Work, sandbox: Sandbox) -> None:
         """Find out what the user will find out: whether the work is right."""
         checks = work.task.checks
@@ -174,7 +182,7 @@ class Requests:
     """Requests of users: of the recipe's family of tasks, and none that the trainer ever simulates."""
 
     def __init__(self, kinds: Sequence[str], seed: int) -> None:
-        options = BugfixOptions.model_validate({"kinds": list(kinds)})
+        options = BugfixOptions.model_validate({"kinds": tuple(kinds)})
         self._family = BugfixFamily(options, seed=SEED_OF_USERS + seed)
 
     def draw(self, number: int) -> Task:

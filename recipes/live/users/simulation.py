@@ -28,6 +28,8 @@ LATENCY = "latency"
 ABANDONED = "abandoned"
 NOBODY_S = 1.0
 """Pause while nobody wants anything."""
+LAST_S = 10.0
+"""Longest time of the day's last sessions beyond it."""
 AWAY_S = 2.0
 """Pause of somebody whom the product could not serve."""
 
@@ -132,17 +134,18 @@ class Simulation:
         consumes: the population's wishes; produces: sessions, signals, truth; waits for: the next arrival, a free
         place; woken by: its own clock; on shutdown: sessions in progress are given up.
         """
-        places = asyncio.Semaphore(self._plan.at_once)
-        async with asyncio.TaskGroup() as group:
-            while self.day < 1.0:
-                person = self._draw()
-                if person is None:
-                    await asyncio.sleep(NOBODY_S)
-                    continue
-                await places.acquire()
-                self._busy.add(person.user)
-                group.create_task(self._visit(person, places))
-                await asyncio.sleep(self._rng.expovariate(self._arrival_rate()))
+        places, left_s = asyncio.Semaphore(self._plan.at_once), (1 - self.day) * self._plan.seconds
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, left_s) + LAST_S), asyncio.TaskGroup() as group:
+                while self.day < 1.0:
+                    person = self._draw()
+                    if person is None:
+                        await asyncio.sleep(NOBODY_S)
+                        continue
+                    await places.acquire()
+                    self._busy.add(person.user)
+                    group.create_task(self._visit(person, places))
+                    await asyncio.sleep(self._rng.expovariate(self._arrival_rate()))
 
     def _arrival_rate(self) -> float:
         """Sessions a second that are begun now: fewer at night, and where people have left."""
