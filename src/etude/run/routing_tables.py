@@ -4,8 +4,8 @@
     releases/shadow/DIGEST/…            a ShadowCall as JSON
 
 A table is written under its generation if there is none: of two writers who go on from the same table one wins, and the
-other one looks again (compare and set). It is signed by a key of the run (HMAC-SHA256), so that who may write to a bucket
-but has no key can route no user anywhere; he can delete tables, and those who have one keep it.
+other one looks again (compare and set). It is signed by a key of the run (HMAC-SHA256), so that who may write to a
+bucket but has no key can route no user anywhere; he can delete tables, and those who have one keep it.
 
 Owns these objects. What is in them is decided in :mod:`etude.releases`.
 """
