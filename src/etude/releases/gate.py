@@ -4,8 +4,8 @@
     signs of cheating, tokens, seconds, parity ──┴▶ checks, each with its value and its bound ──▶ passed, if all did
 
 Each difference is of the same tasks, and its interval is of 95 %; a candidate passes by non-inferiority, not for want
-of proof against it: the lower end must be above minus the margin. So too few tasks block a good candidate, and never let
-a bad one through. Where nothing was released yet only the absolute checks are made. Intervals are computed by
+of proof against it: the lower end must be above minus the margin. So too few tasks block a good candidate, and never
+let a bad one through. Where nothing was released yet only the absolute checks are made. Intervals are computed by
 :mod:`etude.run.release_gate`.
 """
 

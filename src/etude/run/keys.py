@@ -37,6 +37,8 @@ class KeyRole(StrEnum):
     """Sessions and the administration of the run's gateways."""
     DIRECTORY = "directory"
     """Signatures of the entries that say where processes listen."""
+    ROUTING = "routing"
+    """Signatures of routing tables."""
 
 
 def derive_key(run_key: str, role: KeyRole) -> str:
