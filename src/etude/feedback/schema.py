@@ -34,7 +34,10 @@ FEEDBACK = Schema(
             "CREATE INDEX sessions_by_name ON sessions (owner, name, opened_at)",
             "CREATE INDEX sessions_open ON sessions (gateway) WHERE ended_at IS NULL",
             "CREATE INDEX sessions_ended ON sessions (ended_at, session_id) WHERE closed_at IS NULL",
-            "CREATE INDEX sessions_closed ON sessions (ended_at, session_id) WHERE closed_at IS NOT NULL AND taken_at IS NULL",
+            """
+            CREATE INDEX sessions_closed ON sessions (ended_at, session_id)
+            WHERE closed_at IS NOT NULL AND taken_at IS NULL
+            """,
             """
             CREATE TABLE turns (                    -- join.LiveTurn
                 session_id TEXT NOT NULL REFERENCES sessions,
@@ -63,6 +66,7 @@ FEEDBACK = Schema(
                 pseudonym TEXT NOT NULL,            -- empty: the session's
                 sent_at REAL NOT NULL,
                 received_at REAL NOT NULL,
+                late INTEGER NOT NULL,              -- 1: its session's window was over
                 PRIMARY KEY (owner, event_id)
             )
             """,

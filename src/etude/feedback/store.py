@@ -34,7 +34,8 @@ from etude.feedback.turns import decode_records, encode_turn
 from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.transactions import LedgerConnection, Transactions
-from etude.types import JoinedSession, LiveSession, PayloadRef, Signal, SignalKind, Turn
+from etude.ledger.turns import decode_turns
+from etude.types import JoinedSession, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
 MAX_UNMATCHED = 10_000
 """Signals of one product that may wait for their sessions; beyond, those without a session are not kept."""
@@ -42,32 +43,13 @@ RETRY_TIMEOUT_S = 60.0
 """Longest time for which the database is tried again, as of the ledger."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTurns:
-    """The turns of one answer, to be kept; ``session`` is what is known of it so far."""
-
-    session: LiveSession
-    first: int
-    """Index of the first of them in its session."""
-    turns: tuple[Turn, ...]
-    """Replies to one call: their prompts are the same."""
-    completion: str
-    """Id of the answer, without prefix."""
-    follows: int | None
-    """Index of the turn whose reply the call continued; ``None``: none."""
-    earlier: Turn | None
-    """That turn."""
-    message: str
-    """The user's message that came with the call; empty for none."""
-
-
-Filter = Callable[[NewTurns], NewTurns]
+Filter = Callable[[LiveAnswer], LiveAnswer]
 """Sees every answer before anything of it is written, and returns what may be."""
 
 
-def unchanged(turns: NewTurns) -> NewTurns:
+def unchanged(answer: LiveAnswer) -> LiveAnswer:
     """The filter that changes nothing."""
-    return turns
+    return answer
 
 
 class FeedbackStore(LedgerConnection):
@@ -116,13 +98,13 @@ class FeedbackStore(LedgerConnection):
 
     # ── from the gateway
 
-    def keeping(self, turns: NewTurns, gateway: str, now: float) -> "Work":
+    def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> "Work":
         """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
-        return partial(_keep, self._filter(turns), gateway, now)
+        return partial(_keep, self._filter(answer), gateway, now)
 
-    def keep(self, turns: NewTurns, gateway: str, now: float) -> None:
+    def keep(self, answer: LiveAnswer, gateway: str, now: float) -> None:
         """Keep an answer, now."""
-        self._db.write(self.keeping(turns, gateway, now))
+        self._db.write(self.keeping(answer, gateway, now))
 
     def end(self, session_ids: Sequence[str], now: float) -> None:
         """End sessions: no turn follows, and their windows begin. Those that ended before stay as they are."""
@@ -249,7 +231,7 @@ def forget_sessions(session_ids: Sequence[str], db: Database) -> None:
             db.execute(f"DELETE FROM {table} WHERE session_id = ?", session_id)
 
 
-def _keep(new: NewTurns, gateway: str, now: float, db: Database) -> None:
+def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
     session, versions = new.session, [int(one) for turn in new.turns for one in turn.versions]
     oldest, newest = min(versions, default=None), max(versions, default=None)
     if new.first == 0:
@@ -263,12 +245,12 @@ def _keep(new: NewTurns, gateway: str, now: float, db: Database) -> None:
         _match(db, "name = ?", (session.session_id,), session, None)
     else:
         sql = """
-            UPDATE sessions SET used_at = ?, turns = ?, first_version = CASE WHEN first_version < ? THEN first_version
+            UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END, first_version = CASE WHEN first_version < ? THEN first_version
                 ELSE ? END, last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
             WHERE session_id = ?
         """
         count = new.first + len(new.turns)
-        db.execute(sql, now, count, oldest, oldest, newest, newest, session.session_id)
+        db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id)
     for index, turn in enumerate(new.turns, new.first):
         record, shared = encode_turn(turn, new.earlier)
         sql = """
@@ -299,8 +281,8 @@ def _report(
     waiting = sum(one is Outcome.UNKNOWN_SESSION for one in outcomes)
     has_room = not waiting or _unmatched(db, owner) + waiting <= MAX_UNMATCHED
     rows = [
-        _signal_row(owner, event, place, now)
-        for event, place in zip(events, found, strict=True)
+        _signal_row(owner, event, place, now, late=result is Outcome.LATE)
+        for event, place, result in zip(events, found, outcomes, strict=True)
         if place is not None or has_room
     ]
     fresh = _insert_signals(db, rows)
@@ -349,7 +331,7 @@ def _unmatched(db: Database, owner: str) -> int:
     return int(count)
 
 
-def _signal_row(owner: str, event: Event, place: Place | None, now: float) -> list[object]:
+def _signal_row(owner: str, event: Event, place: Place | None, now: float, *, late: bool) -> list[object]:
     turn = event.turn if place is None or event.turn is not None else place.turn
     start, end = event.span or (None, None)
     return [
@@ -366,13 +348,14 @@ def _signal_row(owner: str, event: Event, place: Place | None, now: float) -> li
         event.user,
         event.sent_at,
         now,
+        int(late),
     ]
 
 
 SIGNAL_TYPES = (
     *(("owner", "TEXT"), ("event_id", "TEXT"), ("session_id", "TEXT"), ("name", "TEXT"), ("completion", "TEXT")),
     *(("kind", "TEXT"), ("value", "REAL"), ("turn", "INTEGER"), ("span_start", "INTEGER"), ("span_end", "INTEGER")),
-    *(("pseudonym", "TEXT"), ("sent_at", "REAL"), ("received_at", "REAL")),
+    *(("pseudonym", "TEXT"), ("sent_at", "REAL"), ("received_at", "REAL"), ("late", "INTEGER")),
 )
 """Column → type, in the order of a row."""
 SIGNAL_COLUMNS = ", ".join(column for column, _ in SIGNAL_TYPES)
@@ -431,7 +414,9 @@ def _closed(
     turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
     joined, left_out = [], Counter[str]()
     for session in sessions:
-        own = turns.get(session.session_id, [])
+        own = turns.get(session.session_id)
+        if own is None:
+            continue  # it was deleted meanwhile
         one, missing = join(
             replace(session, turns=len(own)),
             own,
@@ -466,7 +451,7 @@ def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
 def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[Signal]]:
     sql = """
         SELECT s.session_id, s.event_id, s.kind, s.value, s.turn, s.span_start, s.span_end, s.pseudonym, s.sent_at,
-            s.received_at FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0
+            s.received_at FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0 WHERE s.late = 0
     """
     signals: dict[str, list[Signal]] = {}
     for session_id, event_id, kind, value, turn, start, end, user, sent_at, received_at in db.execute(sql, ids):
@@ -505,7 +490,5 @@ def _payloads(db: Database) -> list[PayloadRef]:
     sql = """
         SELECT t.record FROM turns AS t JOIN sessions AS s ON s.session_id = t.session_id WHERE s.taken_at IS NULL
     """
-    from etude.ledger.turns import decode_turns
-
     refs = (decode_turns(record)[0].payload for (record,) in db.execute(sql))
     return [ref for ref in refs if ref is not None]
