@@ -532,6 +532,8 @@ class ObservedSession:
 
     session_id: str
     observation: Observation
+    ended_at: float
+    """Seconds since 1970, by the server's clock."""
     sampled_tokens: tuple[int, ...]
     """Of each turn."""
     answers: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
