@@ -17,7 +17,7 @@ DAY_S = 24 * 3600.0
 
 
 def observed_session(joined: JoinedSession, config: SignalReward) -> ObservedSession:
-    """What models look at of a session whose window is over, and its answers; its reward is still to come."""
+    """The session as models look back on it, once its window is over; its reward is still to come."""
     session = joined.session
     observation = Observation(
         user=session.user,
@@ -44,14 +44,14 @@ def answers(signals: Iterable[Signal], parts: Sequence[SignalPart], turns: int) 
     newest: dict[tuple[SignalKind, int | None, tuple[int, int] | None], Signal] = {}
     for signal in sorted(signals, key=lambda one: (one.received_at, one.event_id)):
         newest[signal.kind, signal.turn, signal.span] = signal
-    said: defaultdict[tuple[SignalKind, int | None], list[float]] = defaultdict(list)
+    values_of: defaultdict[tuple[SignalKind, int | None], list[float]] = defaultdict(list)
     for (kind, turn, _), signal in newest.items():
-        said[kind, turn].append(signal.value)
+        values_of[kind, turn].append(signal.value)
     of_session: defaultdict[SignalKind, list[float]] = defaultdict(list)
-    for (kind, _), values in said.items():
+    for (kind, _), values in values_of.items():
         of_session[kind] += values
     return {
-        part.name: tuple(_mean(said.get((part.kind, turn))) for turn in range(turns))
+        part.name: tuple(_mean(values_of.get((part.kind, turn))) for turn in range(turns))
         if part.per == "turn"
         else (_mean(of_session.get(part.kind)),)
         for part in parts

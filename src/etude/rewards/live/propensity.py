@@ -9,9 +9,9 @@ With a = 1 where a part was answered, p̂(x) the chance of that, m̂(x) the answ
 
     φ = m̂(x) + a · min(1/p̂(x), W) · (y − m̂(x))
 
-(augmented inverse propensity weighting: Robins, Rotnitzky & Zhao, JASA 1994, equation 2.1; the weight alone is Horvitz &
-Thompson's, JASA 1952). A silent session is worth what is expected of it, an answered one that and its surprise, times
-by how many it stands for. Given x let answering be independent of the answer (missing at random), p be its true chance
+(augmented inverse propensity weighting: Robins, Rotnitzky & Zhao, JASA 1994; the weight alone is Horvitz & Thompson's,
+JASA 1952). A silent session is worth what is expected of it, an answered one that and its surprise, times by how many
+it stands for. Given x let answering be independent of the answer (missing at random), p be its true chance
 and μ the true mean. Then E[φ | x] − μ = (p · min(1/p̂, W) − 1) · (μ − m̂): 0 if either model is right, small if both
 nearly are. Where p < 1/W the bound leaves (pW − 1) · (μ − m̂), towards what is expected (truncated weights: Ionides, J.
 Comp. Graph. Stat. 2008). It counts as *bounded*.
@@ -19,34 +19,31 @@ Comp. Graph. Stat. 2008). It counts as *bounded*.
 Every estimate is by models that have seen nothing of its user: models of folds, each fitted without the users of one
 (cross-fitting: Chernozhukov et al., Econometrics Journal 2018). Without that an answer would help to expect itself.
 
-x is known whatever was answered: template, arm, lengths, the turn's place, and how its user answered *earlier* sessions.
+x is known whatever was answered: template, arm, lengths, place of the turn, its user's answers to *earlier* sessions.
 It has the length of what the model said, as an estimate may and a baseline may not
 (:mod:`etude.trainer.batching.baselines`). What is not in x and moves both answering and answers is not corrected.
 
 Array legend: N rows (sessions, or turns of some), D features.
 """
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import chain
+from math import log1p
 from typing import NamedTuple
 
 import numpy as np
 
 from etude.config.feedback import SignalPart, SignalReward
 from etude.regression import Array, chances, fit_linear, fit_logistic
+from etude.session_features import SessionFeatures, UserRecord
 from etude.types import Mask, ObservedSession
 
-MOST_NAMES = 24
-"""Templates, and arms, with a feature of their own: the most frequent; the others share one."""
 FEWEST_ROWS = 24
 """Answered and silent rows, below which models are means: there is nothing to learn who answers from."""
-PRIOR = 4.0
-"""Rows of the average user that a user's own earlier ones are weighed against."""
-MEASURES = 8
-"""Features that are no names."""
+LENGTHS = 5
+"""Features of what the model said."""
 SAME = 1e-9
 """Deviation of a feature that is the same everywhere."""
 LINEAR_RIDGE = 2.0
@@ -62,47 +59,6 @@ class PartEstimate(NamedTuple):
     """p̂."""
     bounded: int
     """Answers whose weight was bounded."""
-
-
-@dataclass(slots=True)
-class _UserRecord:
-    """What a user answered so far, of one part."""
-
-    asked: int = 0
-    answered: int = 0
-    total: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Features:
-    """The features of a part's rows: which names have one of their own."""
-
-    templates: Mapping[str, int]
-    arms: Mapping[str, int]
-    middle: float
-    """An answer in the middle of the part's range."""
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return len(self.templates) + len(self.arms) + 2 + MEASURES
-
-    def row(self, session: ObservedSession, turn: int | None, record: _UserRecord) -> list[float]:
-        """[D] of a session, or one of its turns."""
-        observation, lengths = session.observation, session.sampled_tokens
-        own = lengths[turn] if turn is not None else 0
-        return [
-            *_one_hot(self.templates, observation.template),
-            *_one_hot(self.arms, observation.arm),
-            np.log1p(observation.prompt_tokens),
-            np.log1p(sum(lengths)),
-            np.log1p(len(lengths)),
-            np.log1p(own),
-            np.log1p(turn or 0),
-            float(turn is not None and turn == len(lengths) - 1),
-            (record.answered + PRIOR / 2) / (record.asked + PRIOR),
-            (record.total + PRIOR * self.middle) / (record.answered + PRIOR),
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,21 +82,20 @@ class PartModels:
     """Models of one part, by fold of users."""
 
     part: SignalPart
-    features: _Features
+    features: SessionFeatures
     folds: Sequence[_FoldModel]
-    records: Mapping[str, _UserRecord] = field(default_factory=dict)
-    """User → what they answered, up to the newest session of the fit."""
 
-    def estimate(self, session: ObservedSession, max_inverse: float) -> PartEstimate:
-        """The estimates of a session, by a model that has seen nothing of its user."""
-        record = self.records.get(session.observation.user, _UserRecord())
+    def estimate(self, session: ObservedSession, record: UserRecord, max_inverse: float) -> PartEstimate:
+        """The estimates of a session, by a model that has seen nothing of its user; ``record`` is what that user
+        answered before.
+        """
         model = self.folds[fold_of(session.observation.user, len(self.folds))]
         turns = turns_of(self.part, session)
         if not turns:
             return PartEstimate((), (), 0)
-        rows_ND = np.array([self.features.row(session, turn, record) for turn in turns])
+        rows_ND = np.array([_row(self.features, session, turn, record) for turn in turns])
         propensities_N, expected_N = model.predict(rows_ND)
-        answers_N = np.array([_clipped(self.part, value) for value in session.answers[self.part.name]])
+        answers_N = _array(self.part, session.answers[self.part.name])
         expected_N = expected_N.clip(*self.part.range)
         values_N, bounded_N = doubly_robust(answers_N, propensities_N, expected_N, max_inverse)
         return PartEstimate(tuple(values_N.tolist()), tuple(propensities_N.tolist()), int(bounded_N.sum()))
@@ -177,15 +132,11 @@ def turns_of(part: SignalPart, session: ObservedSession) -> Sequence[int | None]
 def _fit_part(part: SignalPart, sessions: Sequence[ObservedSession], folds: int) -> PartModels:
     sessions = [session for session in sessions if part.name in session.answers]
     values = [value for session in sessions for value in session.answers[part.name]]
-    features = _Features(
-        templates=_numbered(session.observation.template for session in sessions),
-        arms=_numbered(session.observation.arm for session in sessions),
-        middle=sum(part.range) / 2,
-    )
-    records: dict[str, _UserRecord] = {}
+    features = SessionFeatures.of([session.observation for session in sessions], usual=sum(part.range) / 2)
+    records: dict[str, UserRecord] = {}
     rows = list(chain.from_iterable(_rows(part, session, features, records) for session in sessions))
-    rows_ND = np.array([row for row, _ in rows]).reshape(len(rows), features.width)
-    answers_N = np.array([_clipped(part, value) for value in values])
+    rows_ND = np.array(rows).reshape(len(rows), features.width + LENGTHS)
+    answers_N = _array(part, values)
     fold_N = np.array([
         fold_of(session.observation.user, folds) for session in sessions for _ in session.answers[part.name]
     ])  # fmt: skip
@@ -194,28 +145,31 @@ def _fit_part(part: SignalPart, sessions: Sequence[ObservedSession], folds: int)
 
 
 def _rows(
-    part: SignalPart, session: ObservedSession, features: _Features, records: dict[str, _UserRecord]
-) -> Iterator[tuple[list[float], float | None]]:
+    part: SignalPart, session: ObservedSession, features: SessionFeatures, records: dict[str, UserRecord]
+) -> Iterator[list[float]]:
     """The rows of a session, by what its user answered before; then what they answered now is added."""
-    record = records.setdefault(session.observation.user, _UserRecord())
-    values = session.answers[part.name]
-    yield from [(features.row(session, turn, record), value)
-                for turn, value in zip(turns_of(part, session), values, strict=True)]  # fmt: skip
-    given = [_clipped(part, value) for value in values if value is not None]
-    record.asked += len(values)
-    record.answered += len(given)
-    record.total += sum(given)
+    record = records.setdefault(session.observation.user, UserRecord())
+    yield from [_row(features, session, turn, record) for turn in turns_of(part, session)]
+    record.add(session.answers[part.name])
 
 
-def _fit_fold(rows_ND: Array, answers_N: Array, features: _Features) -> _FoldModel:
+def _row(features: SessionFeatures, session: ObservedSession, turn: int | None, record: UserRecord) -> list[float]:
+    """[D] of a session, or one of its turns: what was there before, then lengths of what the model said."""
+    lengths, own = session.sampled_tokens, 0 if turn is None else session.sampled_tokens[turn]
+    is_last = turn is not None and turn == len(lengths) - 1
+    replies = (log1p(sum(lengths)), log1p(len(lengths)), log1p(own), log1p(turn or 0), float(is_last))
+    return [*features.row(session.observation, record), *replies]
+
+
+def _fit_fold(rows_ND: Array, answers_N: Array, features: SessionFeatures) -> _FoldModel:
     """Fit both models; while there are few rows of either kind, means stand for them."""
-    answered_N, nothing_D = ~np.isnan(answers_N), np.zeros(features.width)
+    answered_N, nothing_D = ~np.isnan(answers_N), np.zeros(features.width + LENGTHS)
     answered, silent = int(answered_N.sum()), int((~answered_N).sum())
     if min(answered, silent) < FEWEST_ROWS:
-        usual = float(answers_N[answered_N].mean()) if answered else features.middle
+        usual = float(answers_N[answered_N].mean()) if answered else features.usual
         return _FoldModel(
             middle_D=nothing_D,
-            width_D=np.ones(features.width),
+            width_D=np.ones(features.width + LENGTHS),
             answering=(nothing_D, float(np.log((answered + 1) / (silent + 1)))),
             expected=(nothing_D, usual),
         )
@@ -227,18 +181,6 @@ def _fit_fold(rows_ND: Array, answers_N: Array, features: _Features) -> _FoldMod
     return _FoldModel(middle_D=middle_D, width_D=width_D, answering=answering, expected=expected)
 
 
-def _clipped(part: SignalPart, value: float | None) -> float:
-    """A value within the part's range; ``nan`` for none."""
-    low, high = part.range
-    return float("nan") if value is None else min(max(value, low), high)
-
-
-def _numbered(names: Iterator[str]) -> dict[str, int]:
-    common = sorted(Counter(names).most_common(), key=lambda pair: (-pair[1], pair[0]))[:MOST_NAMES]
-    return {name: number for number, (name, _) in enumerate(common)}
-
-
-def _one_hot(numbers: Mapping[str, int], name: str) -> list[float]:
-    row = [0.0] * (len(numbers) + 1)
-    row[numbers.get(name, len(numbers))] = 1.0
-    return row
+def _array(part: SignalPart, values: Sequence[float | None]) -> Array:
+    """[N] values within the part's range; ``nan`` for none."""
+    return np.array([np.nan if value is None else value for value in values], np.float64).clip(*part.range)

@@ -10,8 +10,8 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.harnesses.actions import Action
-from etude.taskgen.fidelity.audit import audit, render, to_json
 from etude.regression import fit_logistic
+from etude.taskgen.fidelity.audit import audit, render, to_json
 from etude.taskgen.fidelity.classifier import area, assign_folds, held_out_scores
 from etude.taskgen.fidelity.features import bucket, features_of
 from etude.taskgen.fidelity.sessions import ToolObservation, observations_of, read_sessions, write_sessions
