@@ -209,8 +209,9 @@ class Ledger(LedgerConnection):
         return None if indices is None else [self.group(TRAIN, index) for index in indices]
 
     def claim_load(self, step: int) -> dict[str, Json] | None:
-        """The weights that a step has to load instead of training on groups (the fact :data:`~etude.ledger.changes.LOAD`); ``None``
-        for a step of groups. A step that took a load before gets the same one again.
+        """The weights that a step has to load instead of training on groups, as the fact
+        :data:`~etude.ledger.changes.LOAD` has them; ``None`` for a step of groups. A step that took a load before gets
+        the same one again.
 
         Raises ``ValueError`` for any other step than the one after the last claimed.
         """

@@ -3,17 +3,21 @@
     releases             version, digest, state, …            one row a release
     release_moves        from, to, why, evidence as JSON, by  one row a move, never changed
     release_requests     approve, rollback, propose; by, when one row a request, with what became of it: the audit
+    arm_sessions         label, user, metric → value          one row an ended session of a user: what A/B tests count
 
 Moves of one decision, and the load that the trainer is asked for with them, are one transaction: whoever dies between
 two decisions goes on from what is here. The tables are made when somebody opens them; a run without releases has none.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
+
+import numpy as np
 
 from etude.config.recipe import LedgerConfig
 from etude.ledger import rows
@@ -23,6 +27,7 @@ from etude.ledger.open import open_database
 from etude.ledger.states import StepState
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.releases.controller import Decision, LoadFacts, Move
+from etude.releases.experiment import ArmCounts, UserSums
 from etude.releases.states import Release, ReleaseState, move_release
 from etude.types import Json
 
@@ -62,6 +67,15 @@ TABLES = (
         outcome TEXT NOT NULL               -- empty while it is open
     )
     """,
+    """
+    CREATE TABLE IF NOT EXISTS arm_sessions (
+        session_id TEXT PRIMARY KEY,
+        label TEXT NOT NULL,                -- routing_table.Assignment.label
+        pseudonym TEXT NOT NULL,            -- of the user
+        metrics TEXT NOT NULL               -- JSON: metric → value
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS arm_sessions_by_label ON arm_sessions (label)",
 )
 
 
@@ -127,12 +141,41 @@ class ReleaseStore(LedgerConnection):
         selected = self._db.read(lambda db: db.execute(f"SELECT {names} FROM release_moves ORDER BY number"))
         return tuple(_move(row) for row in selected if version in (None, row[0]))
 
-    def apply(self, decision: Decision, at: float) -> None:
-        """Record the moves of a decision, and ask for its load, all or nothing.
+    def apply(self, decision: Decision, at: float, request: int | None = None) -> None:
+        """Record the moves of a decision, ask for its load, and close the ``request`` that it answers, all or nothing.
 
         A decision that was made from other states than there are is refused: ``ValueError``.
         """
-        self._db.write(lambda db: _apply(db, decision, at))
+        self._db.write(lambda db: _apply(db, decision, at, request))
+
+    def add_session(self, session_id: str, label: str, user: str, metrics: Mapping[str, float]) -> None:
+        """Count an ended session of a user in the arm of that label; a second time changes nothing."""
+        sql = (
+            "INSERT INTO arm_sessions (session_id, label, pseudonym, metrics) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (session_id) DO NOTHING"
+        )
+        self._db.write(lambda db: db.execute(sql, session_id, label, user or session_id, json.dumps(dict(metrics))))
+
+    def counts(self, label: str) -> ArmCounts:
+        """Users and ended sessions of a label: of :class:`~etude.releases.experiment.ArmMetrics`, as is :meth:`sums`."""
+        sql = "SELECT count(DISTINCT pseudonym), count(*) FROM arm_sessions WHERE label = ?"
+        ((users, sessions),) = self._db.read(lambda db: db.execute(sql, label))
+        return ArmCounts(users=users, sessions=sessions)
+
+    def sums(self, label: str, metric: str) -> UserSums:
+        """One metric of these sessions, user by user."""
+        sql = "SELECT pseudonym, metrics FROM arm_sessions WHERE label = ?"
+        totals, sessions = Counter[str](), Counter[str]()
+        for user, metrics in self._db.read(lambda db: db.execute(sql, label)):
+            value = json.loads(metrics).get(metric)
+            if value is not None:
+                totals[user] += value
+                sessions[user] += 1
+        users = list(sessions)
+        return UserSums(
+            totals_U=np.array([totals[user] for user in users], np.float64),
+            sessions_U=np.array([sessions[user] for user in users], np.float64),
+        )
 
     def ask(self, request: Request) -> int:
         """Keep a person's request; returns its number."""
@@ -146,15 +189,14 @@ class ReleaseStore(LedgerConnection):
 
     def close_request(self, number: int, outcome: str) -> None:
         """Note what became of a request."""
-        sql = "UPDATE release_requests SET outcome = ? WHERE number = ? AND outcome = ''"
-        self._db.write(lambda db: db.execute(sql, outcome, number))
+        self._db.write(lambda db: _close(db, number, outcome))
 
     def load_checkpoint(self, number: int, checkpoint: str) -> None:
         """Ask the trainer to go on with a checkpoint, for the proposal of that number, and close that."""
 
         def propose(db: Database) -> None:
             rows.set_fact(db, LOAD, json.dumps({"id": f"proposal-{number}", "checkpoint": checkpoint}))
-            db.execute("UPDATE release_requests SET outcome = 'the trainer loads it' WHERE number = ?", number)
+            _close(db, number, "the trainer loads it")
 
         self._db.write(propose)
 
@@ -168,7 +210,9 @@ def _make_tables(db: Database) -> None:
         db.execute(table)
 
 
-def _apply(db: Database, decision: Decision, at: float) -> None:
+def _apply(db: Database, decision: Decision, at: float, request: int | None) -> None:
+    if request is not None:
+        _close(db, request, "; ".join(f"version {move.release.version} is {move.to!s}" for move in decision.moves))
     for move in decision.moves:
         state = _state(db, move.release.version)
         if state != ("" if move.is_new else move.release.state):
@@ -229,6 +273,10 @@ def _ask(db: Database, request: Request) -> int:
         request.at,
     )
     return number
+
+
+def _close(db: Database, number: int, outcome: str) -> None:
+    db.execute("UPDATE release_requests SET outcome = ? WHERE number = ? AND outcome = ''", outcome, number)
 
 
 def _next(db: Database, table: str) -> int:

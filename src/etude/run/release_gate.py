@@ -2,12 +2,13 @@
 
     python -m etude.run.release_gate RUN VERSION [SUITE] ──▶ evaluations/vNNNNNN-….db ──▶ paired intervals ──▶ GateFacts
 
-An evaluation serves its version from an engine and a gateway of its own (:mod:`etude.run.evaluate`), so users never wait
-for it. What was tried is kept: the released version is tried once, and a gate that was interrupted goes on.
+An evaluation serves its version from an engine and a gateway of its own (:mod:`etude.run.evaluate`), so users never
+wait for it. What was tried is kept: the released version is tried once, and a gate that was interrupted goes on.
 """
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from etude.releases.gate import Against, GateFacts, Interval
 from etude.releases.states import Release
 from etude.run.evaluate import EVALUATIONS, EvalRequest, evaluate, read_evaluation
 from etude.run.folder import RunFolder
+from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 ATTEMPTS = 3
 """Times that an evaluation is made which does not come to its end."""
@@ -75,8 +77,10 @@ class GateMeasurements:
                 return
             program = (sys.executable, "-m", MODULE, str(self.folder.path), str(version), suite)
             log = self.folder.logs / "release-gate.log"
+            # It is our own child, not the supervisor's.
+            environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
             with log.open("ab") as out:
-                child = await asyncio.create_subprocess_exec(*program, stdout=out, stderr=out)
+                child = await asyncio.create_subprocess_exec(*program, stdout=out, stderr=out, env=environment)
                 try:
                     async with asyncio.timeout(self.config.gate_timeout_s):
                         if await child.wait() == 0:
@@ -188,6 +192,7 @@ async def _end(child: asyncio.subprocess.Process) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Make one evaluation; of the run's own tasks, compare engine and trainer as well."""
+    die_with_parent()  # or the next release process would measure beside it
     path, version, suite_name = arguments
     folder = RunFolder.open(Path(path))
     config = folder.config()
@@ -200,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
                 if ledger.facts.get(PARITY) is None:
                     ledger.facts.set(PARITY, _compared(folder, int(version)))
     except EtudeError as error:
-        print(f"etude: {error}", file=sys.stderr)
+        sys.stderr.write(f"etude: {error}\n")
         return 1
     return 0
 
