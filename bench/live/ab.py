@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.config.release import MetricConfig, ReleaseConfig
-from etude.releases.controller import CanaryFacts, Facts, ReleaseController
+from etude.releases.controller import CanaryFacts, ReleaseController, ReleaseFacts
 from etude.releases.experiment import ArmCounts, UserSums
 from etude.releases.states import Release, ReleaseState
 
@@ -121,7 +121,7 @@ def _simulated(seed: int, index: int, *, margin: float, effect: float) -> Ending
         while decision is None:
             arms.add(*draw())
             sessions += BATCH
-            decision = controller.decide(Facts(releases=(live, canary), versions={}, canary=arms.facts()))
+            decision = controller.decide(ReleaseFacts(releases=(live, canary), versions={}, canary=arms.facts()))
         move = decision.moves[0]
         if move.to is not ReleaseState.CANARY:
             return Ending(state=move.to, reason=move.reason, sessions=sessions)

@@ -70,7 +70,7 @@ class LoadFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ReleaseFacts:
     """All that a decision rests on."""
 
     releases: tuple[Release, ...]
@@ -125,7 +125,7 @@ class ReleaseController:
         self._harm = Experiment(alpha=config.alpha / tests, tuned_users=users)
         self._proof = Experiment(alpha=config.alpha, tuned_users=users)
 
-    def decide(self, facts: Facts) -> Decision | None:
+    def decide(self, facts: ReleaseFacts) -> Decision | None:
         """The next decision; ``None`` while there is nothing to decide."""
         way = next((release for release in facts.releases if release.state in ON_THE_WAY), None)
         live = live_release(facts.releases)
@@ -143,7 +143,7 @@ class ReleaseController:
             case _:
                 return self._look_at_canary(facts, way, live)
 
-    def _next_candidate(self, facts: Facts, live: Release | None) -> Decision | None:
+    def _next_candidate(self, facts: ReleaseFacts, live: Release | None) -> Decision | None:
         """The newest version that is due; a copy of what users have takes its place without a look, as it is the same.
 
         While a load is pending nothing is: what the trainer publishes meanwhile descends from what was rejected.
@@ -177,7 +177,7 @@ class ReleaseController:
         )
         return Decision(moves=(Move(release=candidate, to=ReleaseState.CANDIDATE, reason="due", is_new=True),))
 
-    def _gate(self, facts: Facts, way: Release, live: Release | None) -> Decision | None:
+    def _gate(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
         if facts.gate_failure:
             return self._take_back(way, ReleaseState.REJECTED, facts.gate_failure, {}, live)
         if facts.gate is None:
@@ -189,7 +189,7 @@ class ReleaseController:
             return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
         return Decision(moves=(Move(release=way, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),))
 
-    def _admit(self, facts: Facts, way: Release, live: Release | None) -> Decision | None:
+    def _admit(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
         """From the gate to users, once enough people agree."""
         if len(facts.approved_by) < self._config.approvals:
             return None
@@ -200,7 +200,7 @@ class ReleaseController:
         to = ReleaseState.SHADOW if self._config.shadow_sessions else ReleaseState.CANARY
         return Decision(moves=(Move(release=way, to=to, reason="approved", evidence=evidence),))
 
-    def _look_at_shadow(self, facts: Facts, way: Release, live: Release | None) -> Decision | None:
+    def _look_at_shadow(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
         shadow, config = facts.shadow, self._config
         if shadow is None or shadow.calls < config.shadow_sessions:
             return None
@@ -214,7 +214,7 @@ class ReleaseController:
             return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
         return Decision(moves=(Move(release=way, to=ReleaseState.CANARY, reason="shadow passed", evidence=evidence),))
 
-    def _look_at_canary(self, facts: Facts, way: Release, live: Release | None) -> Decision | None:
+    def _look_at_canary(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
         config, canary = self._config, facts.canary
         assert live is not None, "a canary is compared with what users have"
         if canary is None:
@@ -263,7 +263,7 @@ class ReleaseController:
             return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
         return None
 
-    def _go_back(self, facts: Facts, way: Release | None, live: Release | None) -> Decision | None:
+    def _go_back(self, facts: ReleaseFacts, way: Release | None, live: Release | None) -> Decision | None:
         """A person's rollback: of what is on its way, else of what is released."""
         by = facts.rollback_by
         if way is not None:

@@ -164,11 +164,6 @@ class RunFolder:
         return f"{url}/weights" if (url := self.url) else str((self.path / "store").absolute())
 
     @property
-    def releases(self) -> str:
-        """Place of routing tables, and of what gateways tell of a shadow."""
-        return f"{self.url or self.path.absolute()}/releases"
-
-    @property
     def model(self) -> Path:
         """The mid-trained checkpoint: configuration, tokenizer, weights."""
         return self.path / "model"

@@ -260,8 +260,8 @@ def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:
 
 
 async def follow_engines(directory: Directory, pool: EnginePool, command: str = ENGINE.command) -> None:
-    """Keep the engines of ``pool`` those of ``command`` in a region's directory, for ever; while that is away, those that
-    it had.
+    """Keep the engines of ``pool`` those of ``command`` in a region's directory, for ever; while that is away, those
+    that it had.
 
     consumes: the directory; produces: engines, which the pool polls; waits for: nothing; woken by: its own polling; on
     shutdown: cancelled between two polls.

@@ -26,9 +26,11 @@ from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 
+RELEASES = "releases"
+"""The place of all this, in the run folder or below its URL."""
 ROUTING, SHADOWS = "routing", "shadow"
 """Folders below the place of releases."""
-KEPT = 8
+MOST_TABLES = 8
 """Tables that are kept: who follows them reads the next number, and lists where it is missing for long."""
 FOLLOW_S = 0.1
 """Pause between two looks for the next table: a part of the time in which a rollback reaches users."""
@@ -49,7 +51,7 @@ class RoutingTables:
     @classmethod
     def open(cls, folder: RunFolder) -> "RoutingTables":
         """The tables of a run."""
-        return cls(ObjectStore(folder.releases), folder.key(KeyRole.ROUTING))
+        return cls(ObjectStore(f"{folder.url or folder.path.absolute()}/{RELEASES}"), folder.key(KeyRole.ROUTING))
 
     def newest(self) -> RoutingTable | None:
         """The table that counts; ``None`` before the first."""
@@ -73,7 +75,7 @@ class RoutingTables:
         # On a cloud a retry may find the object that it created itself.
         if not self.objects.put_if_absent(key, data) and self.objects.get(key) != data:
             return False
-        self.objects.delete(*self.objects.list(ROUTING)[:-KEPT])
+        self.objects.delete(*self.objects.list(ROUTING)[:-MOST_TABLES])
         return True
 
     async def follow(self, receive: Callable[[RoutingTable], object]) -> None:

@@ -1,4 +1,4 @@
-"""`etude midtrain|sft|parity|serve|production|product|rollouts|train`: one process of a run; `etude run` starts them."""
+"""`etude midtrain|sft|parity|serve|production|product|rollouts|train`: one process of a run; `etude run` has them."""
 
 from typing import Annotated, TypeAlias
 
