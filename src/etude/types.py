@@ -712,6 +712,61 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSession:
+    """A session of a product's user who consented to training; all times are the server's, in seconds since 1970."""
+
+    session_id: str
+    """Unique for ever: also the id of its rollout, and of the task that its group is of."""
+    owner: str
+    """Id of the production key that it was opened with."""
+    name: str
+    """The product's own name for it; a product may use one again. Empty where it gave none."""
+    user: str
+    """Pseudonym; empty where the product did not say who asked."""
+    template: str
+    """The kind of request, in the product's words; empty where it has none."""
+    region: str
+    """Region that the user is in, in the product's words; empty where it did not say."""
+    consent: bool
+    opened_at: float
+    ended_at: float | None
+    """``None`` while calls may follow."""
+    arm: str
+    """The arm of the routing table that served it; empty where there was no table."""
+    first_version: int | None
+    last_version: int | None
+    """The oldest and the newest weight version that sampled some of it; ``None``: none did so far."""
+    turns: int
+    """Number of turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedSession:
+    """A live session whose window is over, with all that was said about it in time."""
+
+    session: LiveSession
+    turns: tuple[Turn, ...]
+    """Token for token; prompts of one branch are views of one array."""
+    messages: tuple[str, ...]
+    """[turns] the user's message that came with the call of each turn; empty where the call had none."""
+    follows: tuple[int | None, ...]
+    """[turns] the turn whose reply the call of each turn continued; ``None``: none."""
+    signals: tuple[Signal, ...]
+    """Each event once, in the order in which they were received; a turn that they name is one of ``turns``."""
+
+    def __post_init__(self) -> None:
+        session, turns = self.session, len(self.turns)
+        if not turns == len(self.messages) == len(self.follows) == session.turns:
+            raise ValueError(
+                f"session {session.session_id} of {session.turns} turns has {turns} turns, {len(self.messages)} "
+                f"messages and {len(self.follows)} links between turns"
+            )
+        strays = [one.event_id for one in self.signals if one.turn is not None and one.turn >= turns]
+        if strays:
+            raise ValueError(f"session {session.session_id} of {turns} turns has signals about others: {strays[:3]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """The name, type and shape of one tensor, as checkpoints spell them (e.g. ``F32``, ``[96, 288]``)."""
 

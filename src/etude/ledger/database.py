@@ -36,9 +36,10 @@ class LedgerUnavailable(InfrastructureError):
 class Database(Protocol):
     """One connection to a ledger's database, for one thread.
 
-    A statement writes ``?`` for each value and has no other question mark. Outside of a transaction it is one of its
-    own. Every method raises :class:`Interrupted` for a fault that may pass, and then the next call connects anew if it
-    must; :class:`~etude.errors.DamagedError` for one that will not.
+    A statement writes ``?`` for each value and has no other question mark; ``json_each(?)`` are the rows of a JSON
+    array, each in the column ``value``, of which ``value->>0`` is the first element, as text. Outside of a transaction
+    it is one of its own. Every method raises :class:`Interrupted` for a fault that may pass, and then the next call
+    connects anew if it must; :class:`~etude.errors.DamagedError` for one that will not.
     """
 
     @property
