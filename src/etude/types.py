@@ -527,6 +527,21 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedSession:
+    """A live session as models look back on it: what it was, what was answered, and what it came to."""
+
+    session_id: str
+    observation: Observation
+    sampled_tokens: tuple[int, ...]
+    """Of each turn."""
+    answers: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Part of the reward → what was answered, of the session or of each of its turns; ``None``: nothing was."""
+    reward: float = 0.0
+    turn_rewards: tuple[float, ...] = ()
+    """As of :class:`Rollout`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task, whole and readable."""
 

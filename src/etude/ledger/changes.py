@@ -8,18 +8,21 @@ that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of 
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 
 from etude.errors import FencedError
 from etude.ledger import leases, rows
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease
-from etude.ledger.records import encode_task
+from etude.ledger.records import encode_rollout, encode_task
 from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
 from etude.types import Rollout, RolloutStatus, Task
 
 TRAIN = "train"
-"""The purpose of groups that are trained on; any other purpose is the label of an evaluation."""
+"""The purpose of simulated groups that are trained on."""
+LIVE = "live"
+"""The purpose of users' sessions that are trained on, each a group of one. Any other is the label of an evaluation."""
 TRAINER = "trainer"
 """The lease of who may claim batches and commit steps."""
 ANY_WORKER = ""
@@ -28,6 +31,21 @@ ANY_WORKER = ""
 
 NO_SIGNAL = "no signal: all rewards are alike"
 """The reason for which a group is dropped that another one is sampled for."""
+
+
+STALE = "stale: the batches that its tokens are fresh enough for are full"
+"""The reason for which a live session is dropped."""
+
+
+class LiveAdmission(StrEnum):
+    """Result of offering a live session."""
+
+    READY = "ready"
+    """Its group is there, and waits for its batch."""
+    STALE = "stale"
+    """Its group is there, dropped: no batch will have it."""
+    KNOWN = "known"
+    """It was offered before: nothing changed."""
 
 
 class NotAdmitted(StrEnum):
@@ -60,6 +78,27 @@ def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int)
     rows.set_cursor(db, TRAIN, cursor._replace(drawn=cursor.drawn + 1))
     index = admit_group(db, task, TRAIN, group)
     return NotAdmitted.TRAINED if index is None else index
+
+
+def admit_live(db: Database, group: rows.GroupRow, rollout: Rollout, observed: bytes, kept_below: int) -> LiveAdmission:
+    """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped as stale.
+
+    The rollout of a dropped one is not written down: the session itself is the product's to keep.
+    """
+    session, observation = rollout.rollout_id, rollout.observation
+    assert observation is not None, f"rollout {session} is of no live session"
+    if rows.is_admitted(db, session):
+        return LiveAdmission.KNOWN
+    is_stale = rows.usable_groups(db, LIVE) >= kept_below
+    state, index = GroupState.DROPPED if is_stale else GroupState.READY, rows.next_index(db, LIVE)
+    rows.insert_group(db, LIVE, session, group._replace(group_index=index, state=state))
+    rows.insert_observed(db, session, index, observation.user, observation.day, observed)
+    if is_stale:
+        rows.set_reason(db, LIVE, index, STALE)
+        return LiveAdmission.STALE
+    placed = replace(rollout, group_index=index)
+    rows.insert_rollout(db, LIVE, placed, encode_rollout(placed))
+    return LiveAdmission.READY
 
 
 def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:
@@ -121,25 +160,28 @@ def take_over(db: Database, purpose: str, silent: Sequence[Lease], worker: str) 
             rows.reassign_groups(db, purpose, other, worker)
 
 
-def is_waiting(db: Database, step: int, num_groups: int) -> bool:
+def is_waiting(db: Database, step: int, num_groups: Mapping[str, int]) -> bool:
     """Return true if it is the turn of a step, and its batch is not complete."""
     claimed = rows.step_state(db, step) is StepState.CLAIMED
-    return not claimed and not _why_not(db, step) and not _next_batch(db, num_groups)
+    return not claimed and not _why_not(db, step) and _next_batch(db, num_groups) is None
 
 
-def claim_batch(db: Database, step: int, num_groups: int, own_lease: Lease | None) -> list[int] | None:
-    """Give a step its groups, or the ones that it has; ``None`` when they are not complete."""
+def claim_batch(
+    db: Database, step: int, num_groups: Mapping[str, int], own_lease: Lease | None
+) -> list[tuple[str, int]] | None:
+    """Give a step its groups, so many of each purpose, or the ones that it has; ``None`` when they are not complete."""
     _check_trainer(db, own_lease)
     if rows.step_state(db, step) is StepState.CLAIMED:
         return rows.groups_of_step(db, step)
     if why := _why_not(db, step):
         raise ValueError(f"step {step} cannot claim a batch: {why}")
-    batch = _next_batch(db, num_groups)
-    if not batch:
+    last = _next_batch(db, num_groups)
+    if last is None:
         return None
     rows.insert_step(db, step)
-    rows.claim_groups(db, step, batch[-1])
-    return batch
+    for purpose, index in last.items():
+        rows.claim_groups(db, step, purpose, index)
+    return rows.groups_of_step(db, step)
 
 
 def commit_step(db: Database, step: int, own_lease: Lease | None) -> None:
@@ -207,11 +249,16 @@ def _why_not(db: Database, step: int) -> str:
     return f"step {last - 1} is not committed" if rows.step_state(db, last - 1) is StepState.CLAIMED else ""
 
 
-def _next_batch(db: Database, num_groups: int) -> list[int]:
-    """The first unused groups in admission order; none while one of them is not ready."""
-    unused = rows.unused_groups(db, TRAIN, num_groups)
-    complete = len(unused) == num_groups and all(state is GroupState.READY for _, state in unused)
-    return [index for index, _ in unused] if complete else []
+def _next_batch(db: Database, num_groups: Mapping[str, int]) -> dict[str, int] | None:
+    """Purpose → the last of its first unused groups in admission order; ``None`` while one of all is not ready."""
+    last: dict[str, int] = {}
+    for purpose, number in num_groups.items():
+        unused = rows.unused_groups(db, purpose, number)
+        if len(unused) < number or any(state is not GroupState.READY for _, state in unused):
+            return None
+        if unused:
+            last[purpose] = unused[-1][0]
+    return last
 
 
 def _check_trainer(db: Database, own_lease: Lease | None) -> None:

@@ -20,17 +20,18 @@ from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, leases, rows
 from etude.ledger.archive import read_group
-from etude.ledger.changes import ANY_WORKER, NotAdmitted
+from etude.ledger.changes import ANY_WORKER, LiveAdmission, NotAdmitted
+from etude.ledger.changes import LIVE as LIVE
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease, LeaseWatch
 from etude.ledger.open import open_database
-from etude.ledger.records import decode_task, encode_rollout
+from etude.ledger.records import decode_observed, decode_task, encode_observed, encode_rollout
 from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
-from etude.types import Group, Rollout, RolloutStatus, Split, Task
+from etude.types import Group, NamedChecks, ObservedSession, Rollout, RolloutStatus, Split, Task
 
 MAX_REPEATS = 10_000
 """Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
@@ -196,17 +197,45 @@ class Ledger(LedgerConnection):
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
-    def claim_batch(self, step: int, num_groups: int) -> list[Group] | None:
-        """The groups of an optimiser step: the first ``num_groups`` unused ones, or ``None`` while one is unfinished.
+    def admit_live(
+        self, rollout: Rollout, observed: ObservedSession, *, version: int, kept_below: int
+    ) -> LiveAdmission:
+        """Offer a live session whose reward is known: its group is ready at once, or dropped as stale.
+
+        One transaction finds that the session is new, compares ``kept_below`` with the live groups that are kept, and
+        writes group, rollout and observation. So a session is trained on at most once, whoever offers it how often,
+        and whoever dies meanwhile. ``version`` is the oldest that sampled a token of it.
+        """
+        observation = observed.observation
+        task = live_task(observed.session_id, observation.template)
+        group = changes.new_group(task, 1, version, ANY_WORKER)._replace(weight=observation.weight)
+        encoded = encode_observed(observed)
+        return self._db.write(lambda db: changes.admit_live(db, group, rollout, encoded, kept_below))
+
+    def observed(self, limit: int, *, before_step: int | None = None) -> list[ObservedSession]:
+        """The newest live sessions, the oldest of them first; with ``before_step`` those that earlier steps claimed."""
+        records = self._db.read(lambda db: rows.observed_records(db, limit, before_step)) if limit else []
+        return [decode_observed(record) for record in records]
+
+    def loads(self, version: int) -> int:
+        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        return self._db.read(lambda db: rows.steps_without_groups(db, version))
+
+    def claim_batch(self, step: int, num_groups: int, live_groups: int = 0) -> list[Group] | None:
+        """The groups of an optimiser step: the first ``num_groups`` unused ones and the first ``live_groups`` of users'
+        sessions, or ``None`` while one is unfinished.
 
         Strictly in admission order, which is what bounds staleness. A step that claimed its batch before gets the very
         same groups again. A step may claim while the weights of the one before are still being published, not earlier:
         raises ``ValueError`` for any other step than the one after the last claimed, and when two are not committed.
         """
-        if self._db.read(lambda db: changes.is_waiting(db, step, num_groups)):
+        batch = {TRAIN: num_groups, LIVE: live_groups}
+        if not any(batch.values()):
+            raise ValueError(f"step {step} cannot claim a batch: it has no group")
+        if self._db.read(lambda db: changes.is_waiting(db, step, batch)):
             return None  # the common answer, found without stopping any writer
-        indices = self._db.write(lambda db: changes.claim_batch(db, step, num_groups, self._db.lease))
-        return None if indices is None else [self.group(TRAIN, index) for index in indices]
+        places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
+        return None if places is None else [self.group(purpose, index) for purpose, index in places]
 
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
@@ -309,6 +338,14 @@ class Leases:
         seen = [self.look(name) for name in names if name != ANY_WORKER]
         silent = self._others.silent(seen, self._clock.now())
         return [lease for lease in seen if lease.name in silent]
+
+
+def live_task(session_id: str, template: str) -> Task:
+    """The task of a live session: what was asked is in its turns, and no grader will be called."""
+    checks = NamedChecks(grader=LIVE)
+    return Task(
+        task_id=session_id, family=LIVE, template=template, split=Split.TRAIN, prompt="", files={}, checks=checks
+    )
 
 
 def _take(db: Database, seen: Lease, holder: str, *, silent: bool) -> Lease | None:

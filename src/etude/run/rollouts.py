@@ -244,6 +244,7 @@ async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIt
             context=context,
             events=events,
             serving_version=served,
+            live=config.live,
         )
         yield RolloutParts(
             folder=folder,
