@@ -131,7 +131,7 @@ async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: 
 
 
 async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
-    async with open_parts(served.folder) as parts:
+    async with open_parts(served.folder, in_one_file=True) as parts:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
         places = asyncio.Semaphore(AT_ONCE)
