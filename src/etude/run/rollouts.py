@@ -48,7 +48,7 @@ from etude.rollouts.worker import RolloutContext, SessionOpener, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
-from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.judging import JudgeState, judge_fingerprints, kept_judge, open_judge
 from etude.run.keys import KeyRole
 from etude.run.payload_store import leased_ledger, open_archive
 from etude.run.placement import fleet_of
@@ -418,6 +418,8 @@ async def _rollout_context(
             stack, config, http, folder=folder.path, gateway_urls=sessions.urls
         )
         memory = JudgeState(folder.path, name.replica)
+        if config.judge.kind != "none":
+            stack.enter_context(kept_judge(folder, memory))
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(
