@@ -17,7 +17,7 @@ from etude.ledger.database import Database
 from etude.ledger.leases import Lease
 from etude.ledger.records import encode_rollout, encode_task
 from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
-from etude.types import Rollout, RolloutStatus, Task
+from etude.types import PayloadRef, Rollout, RolloutStatus, Task
 
 TRAIN = "train"
 """The purpose of simulated groups that are trained on."""
@@ -80,10 +80,18 @@ def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int)
     return NotAdmitted.TRAINED if index is None else index
 
 
-def admit_live(db: Database, group: rows.GroupRow, rollout: Rollout, observed: bytes, kept_below: int) -> LiveAdmission:
+def admit_live(
+    db: Database,
+    group: rows.GroupRow,
+    rollout: Rollout,
+    turns: PayloadRef | None,
+    observed: bytes,
+    kept_below: int,
+) -> LiveAdmission:
     """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped as stale.
 
-    The rollout of a dropped one is not written down: the session itself is the product's to keep.
+    ``turns`` is the object that has its turns. The rollout of a dropped one is not written down: the session itself is
+    the product's to keep.
     """
     session, observation = rollout.rollout_id, rollout.observation
     assert observation is not None, f"rollout {session} is of no live session"
@@ -97,7 +105,8 @@ def admit_live(db: Database, group: rows.GroupRow, rollout: Rollout, observed: b
         rows.set_reason(db, LIVE, index, STALE)
         return LiveAdmission.STALE
     placed = replace(rollout, group_index=index)
-    rows.insert_rollout(db, LIVE, placed, encode_rollout(placed))
+    row = rows.RolloutRow(encode_rollout(placed, with_turns=turns is None), turns)
+    rows.insert_rollout(db, LIVE, placed, row)
     return LiveAdmission.READY
 
 
@@ -107,14 +116,14 @@ def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow
 
 
 def record(
-    db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str, max_resamples: int = 0
+    db: Database, rollout: Rollout, purpose: str, row: rows.RolloutRow, worker: str, max_resamples: int = 0
 ) -> int | None:
     """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
     group = _mine(db, purpose, rollout.group_index, worker)
     slots = rows.slots(db, purpose, group)
     if not slots.has(rollout.rollout_id):
         _check_fits(rollout, group, slots)
-        rows.insert_rollout(db, purpose, rollout, encoded)
+        rows.insert_rollout(db, purpose, rollout, row)
         slots = slots.after(EndedAttempt(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
     if group.state is not GroupState.OPEN:
         return None
