@@ -8,7 +8,7 @@ that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from etude.errors import FencedError
@@ -33,8 +33,24 @@ NO_SIGNAL = "no signal: all rewards are alike"
 """The reason for which a group is dropped that another one is sampled for."""
 
 
+DELETED = "deleted: its user, or the time for which sessions are kept, wanted it gone"
+"""The reason for which a live session that was not trained on is dropped later."""
+ERASED_TURNS = "erased-turns."
+"""Facts under this prefix: digests of objects with turns that no row names any more, and which have yet to go."""
 STALE = "stale: the batches that its tokens are fresh enough for are full"
 """The reason for which a live session is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErasedSession:
+    """Result of erasing a live session."""
+
+    existed: bool
+    """False where the ledger knows no such session."""
+    is_busy: bool = False
+    """True where a step is computing with it: nothing was erased, try again once that is committed."""
+    step: int | None = None
+    """The step that trained on it, whose weight version has that number; ``None``: none did."""
 
 
 class LiveAdmission(StrEnum):
@@ -108,6 +124,26 @@ def admit_live(
     row = rows.RolloutRow(encode_rollout(placed, with_turns=turns is None), turns)
     rows.insert_rollout(db, LIVE, placed, row)
     return LiveAdmission.READY
+
+
+def erase_live(db: Database, session_id: str) -> ErasedSession:
+    """Remove what a live session left: rollout, observation, and a group that no batch has. Of one that a step trained
+    on the group stays, which says that and has no content.
+
+    Nothing changes while a step is computing with it, which may have to be done again from the same bytes.
+    """
+    placed = rows.live_group(db, session_id)
+    if placed is None:
+        return ErasedSession(existed=False)
+    group, step = placed
+    if group.state is GroupState.CLAIMED:
+        return ErasedSession(existed=True, is_busy=True, step=step)
+    turns = rows.erase_rollout(db, session_id)
+    if group.state is GroupState.READY:
+        rows.move_group(db, LIVE, group, GroupState.DROPPED, DELETED)
+    if turns is not None:
+        rows.set_fact(db, f"{ERASED_TURNS}{turns}", session_id)
+    return ErasedSession(existed=True, step=step)
 
 
 def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:

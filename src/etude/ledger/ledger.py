@@ -20,7 +20,7 @@ from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, leases, rows
 from etude.ledger.archive import StoredGroup, read_group, whole_groups
-from etude.ledger.changes import ANY_WORKER, LiveAdmission, NotAdmitted
+from etude.ledger.changes import ANY_WORKER, ErasedSession, LiveAdmission, NotAdmitted
 from etude.ledger.changes import LIVE as LIVE
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
@@ -255,6 +255,33 @@ class Ledger(LedgerConnection):
         records = self._db.read(lambda db: rows.observed_records(db, limit, before_step)) if limit else []
         return [decode_observed(record) for record in records]
 
+    def erase_live(self, session_id: str) -> ErasedSession:
+        """Remove what a live session left here, its turns in the payloads included, whoever dies meanwhile; see
+        :func:`~etude.ledger.changes.erase_live`. To be called again while a step computes with it.
+
+        Routes and masks of its turns went when the step that learnt from it was committed, or are removed now.
+        """
+        bulky = self._bulky_of(session_id)
+        erased = self._db.write(lambda db: changes.erase_live(db, session_id))
+        if self._payloads is not None and not erased.is_busy:
+            self._payloads.drop(bulky)
+            for digest in self._db.read(lambda db: rows.facts_like(db, changes.ERASED_TURNS)):
+                self._payloads.delete(digest, self.named_turns)
+                self._db.write(partial(_forget_fact, f"{changes.ERASED_TURNS}{digest}"))
+        return erased
+
+    def sessions_of_user(self, user: str) -> list[str]:
+        """Ids of the live sessions of a user, by pseudonym, that were offered."""
+        return self._db.read(lambda db: rows.sessions_of_user(db, user))
+
+    def _bulky_of(self, session_id: str) -> list[PayloadRef]:
+        """The routes and masks that the turns of a live session refer to."""
+        placed = self._db.read(lambda db: rows.live_group(db, session_id))
+        if placed is None or placed[0].state is not GroupState.READY:
+            return []
+        rollouts = self.group(LIVE, placed[0].group_index).rollouts
+        return [turn.payload for rollout in rollouts for turn in rollout.turns if turn.payload is not None]
+
     def loads(self, version: int) -> int:
         """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
         return self._db.read(lambda db: rows.steps_without_groups(db, version))
@@ -409,6 +436,10 @@ def _few(items: Sequence[_Item], most: int) -> Iterator[Sequence[_Item]]:
 
 def _read_group(purpose: str, index: int, db: Database) -> StoredGroup:
     return read_group(db, purpose, index)
+
+
+def _forget_fact(key: str, db: Database) -> None:
+    rows.remove_fact(db, key)
 
 
 def _named_turns(digests: Sequence[str], db: Database) -> set[str]:

@@ -86,6 +86,27 @@ def is_admitted(db: Database, session_id: str) -> bool:
     return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'live' AND task_id = ?", session_id))
 
 
+def live_group(db: Database, session_id: str) -> tuple[GroupRow, int | None] | None:
+    """The group of a live session and the step that claimed it; ``None`` where it was never offered."""
+    sql = f"SELECT step, {GROUP_COLUMNS} FROM groups WHERE purpose = 'live' AND task_id = ?"
+    rows = db.execute(sql, session_id)
+    return (_group_row(rows[0][1:]), rows[0][0]) if rows else None
+
+
+def erase_rollout(db: Database, rollout_id: str) -> str | None:
+    """Remove all of a live session but its group; the digest of its turns where they are an object."""
+    rows = db.execute("SELECT turns_digest FROM rollouts WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM catalogue WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM rollouts WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM observations WHERE session_id = ?", rollout_id)
+    return rows[0][0] if rows else None
+
+
+def sessions_of_user(db: Database, user: str) -> list[str]:
+    """The live sessions of a user, by pseudonym."""
+    return [one for (one,) in db.execute("SELECT session_id FROM observations WHERE user_id = ?", user)]
+
+
 def insert_observed(db: Database, session_id: str, index: int, user: str, day: int, record: bytes) -> None:
     """Add what is known of a live session beside its rollout."""
     sql = "INSERT INTO observations (session_id, group_index, user_id, day, record) VALUES (?, ?, ?, ?, ?)"
@@ -422,6 +443,17 @@ def set_fact(db: Database, key: str, value: str) -> None:
     """Add or replace a fact."""
     sql = "INSERT INTO facts (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
     db.execute(sql, key, value)
+
+
+def facts_like(db: Database, prefix: str) -> dict[str, str]:
+    """Facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of the key → value."""
+    found = db.execute("SELECT key, value FROM facts WHERE key LIKE ?", f"{prefix}%")
+    return {key.removeprefix(prefix): value for key, value in found}
+
+
+def remove_fact(db: Database, key: str) -> None:
+    """Forget a fact."""
+    db.execute("DELETE FROM facts WHERE key = ?", key)
 
 
 def get_fact(db: Database, key: str) -> str | None:
