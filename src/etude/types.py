@@ -768,7 +768,7 @@ class JoinedSession:
 
     session: LiveSession
     turns: tuple[Turn, ...]
-    """As they were sampled; prompts of one branch are views of one array."""
+    """Token for token; prompts of one branch are views of one array."""
     messages: tuple[str, ...]
     """[turns] the user's message that came with the call of each turn; empty where the call had none."""
     follows: tuple[int | None, ...]

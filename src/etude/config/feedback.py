@@ -92,8 +92,30 @@ class SignalReward(Section):
         return self
 
 
+class PoisoningLimits(Section):
+    """``[feedback.poisoning]``: limits of what one user, or a ring of them, can do to what is learnt."""
+
+    largest_share: float = Field(default=0.05, gt=0, le=1)
+    """Largest share of what is learnt from that one user's sessions are; beyond it each counts less."""
+    per_hour: int = Field(default=120, ge=1)
+    """Rated sessions within an hour, above which a user is taken for a program."""
+    outlier_z: float = Field(default=5.0, gt=0)
+    """Standard deviations from other users' ratings of the same kinds, above which a user's are not learnt from."""
+    min_sessions: int = Field(default=8, ge=2)
+    """Rated sessions of a user, below which they are compared with nobody."""
+    min_users: int = Field(default=8, ge=3)
+    """Such users, below which there is no telling who is an outlier."""
+    alpha: float = Field(default=0.001, gt=0, lt=1)
+    """Chance, over all pairs of users, that two who know nothing of each other are taken for a ring."""
+    min_ring: int = Field(default=3, ge=2)
+    """Linked users that make a ring."""
+
+
 class FeedbackConfig(Section):
     """``[feedback]``: what users say about live sessions."""
+
+    poisoning: PoisoningLimits = PoisoningLimits()
+    """Limits of what one user can do to it."""
 
     reward: SignalReward = SignalReward()
     """Its worth."""
