@@ -9,7 +9,7 @@ that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from etude.errors import FencedError
@@ -18,7 +18,7 @@ from etude.ledger.database import Database
 from etude.ledger.leases import Lease
 from etude.ledger.records import encode_rollout, encode_task
 from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
-from etude.types import Json, Rollout, RolloutStatus, Task
+from etude.types import Json, PayloadRef, Rollout, RolloutStatus, Task
 
 TRAIN = "train"
 """The purpose of simulated groups that are trained on."""
@@ -38,8 +38,24 @@ NO_SIGNAL = "no signal: all rewards are alike"
 """The reason for which a group is dropped that another one is sampled for."""
 
 
+DELETED = "deleted: its user, or the time for which sessions are kept, wanted it gone"
+"""The reason for which a live session that was not trained on is dropped later."""
+ERASED_TURNS = "erased-turns."
+"""Facts under this prefix: digests of objects with turns that no row names any more, and which have yet to go."""
 STALE = "stale: the batches that its tokens are fresh enough for are full"
 """The reason for which a live session is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErasedSession:
+    """Result of erasing a live session."""
+
+    existed: bool
+    """False where the ledger knows no such session."""
+    is_busy: bool = False
+    """True where a step is computing with it: nothing was erased, try again once that is committed."""
+    step: int | None = None
+    """The step that trained on it, whose weight version has that number; ``None``: none did."""
 
 
 class LiveAdmission(StrEnum):
@@ -85,10 +101,18 @@ def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int)
     return NotAdmitted.TRAINED if index is None else index
 
 
-def admit_live(db: Database, group: rows.GroupRow, rollout: Rollout, observed: bytes, kept_below: int) -> LiveAdmission:
+def admit_live(
+    db: Database,
+    group: rows.GroupRow,
+    rollout: Rollout,
+    turns: PayloadRef | None,
+    observed: bytes,
+    kept_below: int,
+) -> LiveAdmission:
     """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped as stale.
 
-    The rollout of a dropped one is not written down: the session itself is the product's to keep.
+    ``turns`` is the object that has its turns. The rollout of a dropped one is not written down: the session itself is
+    the product's to keep.
     """
     session, observation = rollout.rollout_id, rollout.observation
     assert observation is not None, f"rollout {session} is of no live session"
@@ -102,8 +126,29 @@ def admit_live(db: Database, group: rows.GroupRow, rollout: Rollout, observed: b
         rows.set_reason(db, LIVE, index, STALE)
         return LiveAdmission.STALE
     placed = replace(rollout, group_index=index)
-    rows.insert_rollout(db, LIVE, placed, encode_rollout(placed))
+    row = rows.RolloutRow(encode_rollout(placed, with_turns=turns is None), turns)
+    rows.insert_rollout(db, LIVE, placed, row)
     return LiveAdmission.READY
+
+
+def erase_live(db: Database, session_id: str) -> ErasedSession:
+    """Remove what a live session left: rollout, observation, and a group that no batch has. Of one that a step trained
+    on the group stays, which says that and has no content.
+
+    Nothing changes while a step is computing with it, which may have to be done again from the same bytes.
+    """
+    placed = rows.live_group(db, session_id)
+    if placed is None:
+        return ErasedSession(existed=False)
+    group, step = placed
+    if group.state is GroupState.CLAIMED:
+        return ErasedSession(existed=True, is_busy=True, step=step)
+    turns = rows.erase_rollout(db, session_id)
+    if group.state is GroupState.READY:
+        rows.move_group(db, LIVE, group, GroupState.DROPPED, DELETED)
+    if turns is not None:
+        rows.set_fact(db, f"{ERASED_TURNS}{turns}", session_id)
+    return ErasedSession(existed=True, step=step)
 
 
 def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:
@@ -112,14 +157,14 @@ def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow
 
 
 def record(
-    db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str, max_resamples: int = 0
+    db: Database, rollout: Rollout, purpose: str, row: rows.RolloutRow, worker: str, max_resamples: int = 0
 ) -> int | None:
     """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
     group = _mine(db, purpose, rollout.group_index, worker)
     slots = rows.slots(db, purpose, group)
     if not slots.has(rollout.rollout_id):
         _check_fits(rollout, group, slots)
-        rows.insert_rollout(db, purpose, rollout, encoded)
+        rows.insert_rollout(db, purpose, rollout, row)
         slots = slots.after(EndedAttempt(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
     if group.state is not GroupState.OPEN:
         return None

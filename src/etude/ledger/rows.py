@@ -4,13 +4,13 @@ Owns how rows are found and written. Each function is one statement, or two, on 
 together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from etude.ledger.database import Database, Row
 from etude.ledger.leases import Lease
 from etude.ledger.states import GROUP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
-from etude.types import Rollout, RolloutStatus, TurnKind
+from etude.types import PayloadRef, Rollout, RolloutStatus, TurnKind
 
 
 class GroupRow(NamedTuple):
@@ -29,6 +29,15 @@ class GroupRow(NamedTuple):
     """Time, from 1, that its task is admitted; 1 of an evaluation."""
     weight: float = 1.0
     """Importance weight of its task."""
+
+
+class RolloutRow(NamedTuple):
+    """A rollout as a row has it."""
+
+    record: bytes
+    """Encoded (:mod:`etude.ledger.records`)."""
+    turns: PayloadRef | None
+    """The object with its turns; ``None`` where they are in the record."""
 
 
 class TaskOutcome(NamedTuple):
@@ -55,6 +64,7 @@ class DataCursor(NamedTuple):
 
 
 GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch, weight"
+RECORD_COLUMNS = "record, turns_digest, turns_bytes"
 COMPARED = "status = 'graded' AND (disposition IS NULL OR disposition <> 'quarantine')"
 """Rollouts that are compared with each other, of a catalogue."""
 
@@ -74,6 +84,27 @@ def is_trained_on(db: Database, task_id: str, epoch: int) -> bool:
 def is_admitted(db: Database, session_id: str) -> bool:
     """Return true if a session's group was admitted, or dropped at once; ``live_once`` answers it."""
     return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'live' AND task_id = ?", session_id))
+
+
+def live_group(db: Database, session_id: str) -> tuple[GroupRow, int | None] | None:
+    """The group of a live session and the step that claimed it; ``None`` where it was never offered."""
+    sql = f"SELECT step, {GROUP_COLUMNS} FROM groups WHERE purpose = 'live' AND task_id = ?"
+    rows = db.execute(sql, session_id)
+    return (_group_row(rows[0][1:]), rows[0][0]) if rows else None
+
+
+def erase_rollout(db: Database, rollout_id: str) -> str | None:
+    """Remove all of a live session but its group; the digest of its turns where they are an object."""
+    rows = db.execute("SELECT turns_digest FROM rollouts WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM catalogue WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM rollouts WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM observations WHERE session_id = ?", rollout_id)
+    return rows[0][0] if rows else None
+
+
+def sessions_of_user(db: Database, user: str) -> list[str]:
+    """The live sessions of a user, by pseudonym."""
+    return [one for (one,) in db.execute("SELECT session_id FROM observations WHERE user_id = ?", user)]
 
 
 def insert_observed(db: Database, session_id: str, index: int, user: str, day: int, record: bytes) -> None:
@@ -166,11 +197,11 @@ def consume_groups(db: Database, step: int) -> None:
     db.execute("UPDATE groups SET state = ? WHERE step = ? AND state = 'claimed'", state, step)
 
 
-def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) -> None:
+def insert_rollout(db: Database, purpose: str, rollout: Rollout, row: RolloutRow) -> None:
     """Add an ended rollout."""
     db.execute(
-        "INSERT INTO rollouts (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, record)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO rollouts (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, record,"
+        " turns_digest, turns_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         rollout.rollout_id,
         purpose,
         rollout.group_index,
@@ -179,7 +210,9 @@ def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) 
         rollout.status,
         rollout.reward,
         rollout.reason,
-        record,
+        row.record,
+        None if row.turns is None else row.turns.digest,
+        None if row.turns is None else row.turns.size_bytes,
     )
     _catalogue(db, purpose, rollout)
 
@@ -230,10 +263,25 @@ def slots(db: Database, purpose: str, group: GroupRow) -> GroupSlots:
     )
 
 
-def graded_records(db: Database, purpose: str, index: int) -> list[bytes]:
-    """The encoded graded rollouts of a group, by slot."""
-    sql = "SELECT record FROM rollouts WHERE purpose = ? AND group_index = ? AND status = 'graded' ORDER BY slot"
-    return [record for (record,) in db.execute(sql, purpose, index)]
+def graded_rollouts(db: Database, purpose: str, index: int) -> list[RolloutRow]:
+    """The graded rollouts of a group, by slot."""
+    sql = (
+        f"SELECT {RECORD_COLUMNS} FROM rollouts"
+        " WHERE purpose = ? AND group_index = ? AND status = 'graded' ORDER BY slot"
+    )
+    return [rollout_row(row) for row in db.execute(sql, purpose, index)]
+
+
+def rollout_row(row: Row) -> RolloutRow:
+    """The selected ``RECORD_COLUMNS`` of a rollout."""
+    record, digest, size_bytes = row
+    return RolloutRow(record, None if digest is None else PayloadRef(digest=digest, size_bytes=size_bytes))
+
+
+def named_turns(db: Database, digests: Sequence[str]) -> set[str]:
+    """Those of some objects with turns that a rollout refers to."""
+    sql = f"SELECT DISTINCT turns_digest FROM rollouts WHERE turns_digest IN ({', '.join('?' * len(digests))})"
+    return {digest for (digest,) in db.execute(sql, *digests)} if digests else set()
 
 
 def insert_lost_slot(db: Database, purpose: str, index: int, slot: int, reason: str) -> None:
@@ -395,6 +443,17 @@ def set_fact(db: Database, key: str, value: str) -> None:
     """Add or replace a fact."""
     sql = "INSERT INTO facts (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
     db.execute(sql, key, value)
+
+
+def facts_like(db: Database, prefix: str) -> dict[str, str]:
+    """Facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of the key → value."""
+    found = db.execute("SELECT key, value FROM facts WHERE key LIKE ?", f"{prefix}%")
+    return {key.removeprefix(prefix): value for key, value in found}
+
+
+def remove_fact(db: Database, key: str) -> None:
+    """Forget a fact."""
+    db.execute("DELETE FROM facts WHERE key = ?", key)
 
 
 def get_fact(db: Database, key: str) -> str | None:

@@ -142,6 +142,11 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
     8: (  # tasks are not all as likely to be drawn: what a group counts for, so that the estimate stays what it was
         "ALTER TABLE groups ADD COLUMN weight REAL NOT NULL DEFAULT 1",
     ),
+    9: (  # turns are objects beside the ledger; NULL where they are in the record
+        "ALTER TABLE rollouts ADD COLUMN turns_digest TEXT",
+        "ALTER TABLE rollouts ADD COLUMN turns_bytes INTEGER",
+        "CREATE INDEX rollouts_by_turns ON rollouts (turns_digest) WHERE turns_digest IS NOT NULL",
+    ),
     10: (  # sessions of users: each is admitted once, and known by more than its rollout
         "CREATE UNIQUE INDEX live_once ON groups (task_id) WHERE purpose = 'live'",
         """

@@ -103,7 +103,7 @@ class RunFolder:
     @property
     def has_begun(self) -> bool:
         """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
-        if self.url and ObjectStore(self.store).list("commits"):
+        if self.url and (ObjectStore(self.store).list("commits") or ObjectStore(f"{self.url}/phases").list("")):
             return True
         places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
         return any(next(self.path.glob(pattern), None) is not None for pattern in places)

@@ -27,11 +27,22 @@ from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic, multiplies_bfloat16
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
+from etude.run.checkpoint_copies import CheckpointCopies, copy_model, restore_checkpoint, restore_model
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
-from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.phase_folders import (
+    Phase,
+    PhaseFolders,
+    PhaseRecord,
+    check_complete,
+    checkpoints_place,
+    model_place,
+    phases_of,
+    place,
+    write_record,
+)
 from etude.run.process_name import ProcessName
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
@@ -96,12 +107,17 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
         if open_log(folder, outages).latest() is not None:
             check_complete(lineage, config)
             return
+        for done in ("start", *phases_of(config)):
+            restore_model(folder, model_place(done))
         pending = lineage.pending(config)
         if phase in pending:
             if pending[0] != phase:
                 fix = f"run `etude {pending[0]} --run {folder.path}` first"
                 raise RunFolderError(f"{phase} comes after {pending[0]}, which is not done: {fix}")
-            PhaseProcess(folder, phase, events).run()
+            restore_checkpoint(folder, checkpoints_place(phase))
+            with CheckpointCopies(folder, outages, checkpoints_place(phase)) as copies:
+                PhaseProcess(folder, phase, events, copies).run()
+            copy_model(folder, model_place(phase), outages)
         if not lineage.pending(config):
             publish_start(folder, lineage.model(phases_of(config)[-1]), events, outages)
 
@@ -109,9 +125,10 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
 class PhaseProcess:
     """The resources of a phase, opened from a run folder."""
 
-    def __init__(self, folder: RunFolder, phase: Phase, events: EventLog) -> None:
+    def __init__(self, folder: RunFolder, phase: Phase, events: EventLog, copies: CheckpointCopies) -> None:
         self._phase = phase
         self._events = events
+        self._copies = copies
         self._config = folder.config()
         self._settings = settings_of(self._config, phase)
         self._lineage = PhaseFolders(folder)
@@ -150,7 +167,9 @@ class PhaseProcess:
                 self._report(step, cursor, recent, now_s - since_s)
                 recent, since_s = Loss(), now_s
             if self._is_due(step, self._settings.checkpoint_steps):
+                self._copies.finish(Heartbeat().beat)
                 self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursor, self._identity))
+                self._copies.start(step)
             if self._is_due(step, self._config.eval.loss_every_steps):
                 loss = self._measure(step, cursor)
         self._end(cursor, loss)

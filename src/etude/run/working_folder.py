@@ -9,7 +9,6 @@ folder has; files are fetched whole and by their digest. It lies below ``ETUDE_W
 
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
@@ -17,6 +16,7 @@ from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.objects import check_put_if_absent
 from etude.run.event_copies import fetch_events
 from etude.run.folder import FLEET_FILE, LEDGER_URL, LOG_ID, RunFolder, exclusive
+from etude.run.kept_files import KeptFiles
 from etude.run.run_url import EVENTS, FILES, is_run_url, normal_url, open_place, open_stored
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFiles, stored_file
@@ -33,8 +33,6 @@ DIGITS = 12
 """Hexadecimal digits of a URL's SHA-256 in the name of its working folder."""
 FETCH_S = 3600.0
 """Longest wait for another process of this machine that fetches the same run."""
-TRIES = 100
-"""Times that a set of files is put anew because another process put one."""
 
 
 def open_run_folder(run: Path | str, *, writes: bool = True, may_be_old: bool = False) -> RunFolder:
@@ -106,25 +104,7 @@ def keep(folder: RunFolder, *names: str, outages: StoreOutages | None = None) ->
 
     The other files of the newest set stay in it, whoever else keeps some at the same time.
     """
-    if not folder.url:
-        return
-    stored = open_stored(folder.url, FILES, outages)
-    fresh = {path: stored_file(folder.path / path) for path in _paths(folder.path, names)}
-    for _ in range(TRIES):
-        newest = max(stored.numbers(), default=0)
-        before = stored.read(newest) if newest else {}
-        changed = {path: file for path, file in fresh.items() if before.get(path) != file}
-        if not changed:
-            return
-        for path, file in changed.items():
-            descriptor = os.open(folder.path / path, os.O_RDONLY)
-            try:
-                stored.send(descriptor, file)
-            finally:
-                os.close(descriptor)
-        if stored.put(newest + 1, {**before, **changed}):
-            return
-    raise RunFolderError(f"{folder.url} was changed {TRIES} times meanwhile: other processes write to it without end")
+    KeptFiles(folder, FILES, outages).keep(*names)
 
 
 def working_path(url: str, below: Path | None = None) -> Path:
@@ -145,11 +125,3 @@ def _fetch(folder: RunFolder, url: str, stored: StoredFiles, *, with_weights: bo
         if not target.is_file() or target.is_symlink() or stored_file(target) != file:
             stored.fetch(path, file, folder.path)
     fetch_events(open_place(url, EVENTS), folder.events)
-
-
-def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
-    """The files of some names that are there, ``/``-separated."""
-    for name in names:
-        path = folder / name
-        candidates = [path] if path.is_file() else path.rglob("*")
-        yield from (one.relative_to(folder).as_posix() for one in candidates if one.is_file())

@@ -3,8 +3,8 @@
     sessions of a batch ─────┐
     sessions of earlier steps┴─▶ what was to be expected of each ──▶ reward − that ──▶ Credit of each turn
 
-Owns the baselines, one function each, by name (:data:`etude.config.live.LIVE_BASELINES`), and how they become advantages
-of turns. Pure.
+Owns the baselines, one function each, by name (:data:`etude.config.live.LIVE_BASELINES`), and how they become
+advantages of turns. Pure.
 
 With s the score of what a session sampled and x what was there before, E[b · s | x] = 0 for any b that is a function of
 x, of other sessions and of their rewards, as far as these do not depend on what *this* session sampled. So a baseline
@@ -40,6 +40,8 @@ FEWEST_FITTED = 32
 """Earlier sessions, below which there is no model of values."""
 LINEAR_RIDGE = 4.0
 """Sessions that the penalty of the model of values weighs as much as."""
+ROUNDING = 1e-12
+"""Share of a value below which an advantage is none: a mean of equal numbers may not be that number."""
 MOST_SLOPE = 1.5
 """Largest part of what the model of values says that a control variate believes."""
 
@@ -59,7 +61,7 @@ gives what was to be expected of each of the batch, [N].
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveComparison:
-    """What live sessions of a batch are compared with."""
+    """Comparison of a batch's live sessions."""
 
     baseline: str = "control_variate"
     """Name of a baseline."""
@@ -68,7 +70,7 @@ class LiveComparison:
 
 
 def none(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """b = 0: REINFORCE (Williams, Machine Learning 1992)."""
+    """Nothing, b = 0: REINFORCE (Williams, Machine Learning 1992)."""
     return np.zeros(len(present))
 
 
@@ -170,9 +172,15 @@ def live_credits(
             for index, value in zip(reached, baseline(present, earlier), strict=True):
                 expected[index][turn:] = value
     return tuple(
-        masked(rollout, values_T - expected_T - taken, np.ones(len(rollout.turns), bool), config)
+        masked(rollout, _less(values_T, expected_T + taken), np.ones(len(rollout.turns), bool), config)
         for rollout, values_T, expected_T, taken in zip(rollouts, values, expected, taken_N, strict=True)
     )
+
+
+def _less(values_T: Values, taken_T: Values) -> Values:
+    """[T] the difference, 0 where it is rounding alone."""
+    difference_T = values_T - taken_T
+    return np.where(np.abs(difference_T) <= ROUNDING * np.abs(values_T), 0.0, difference_T)
 
 
 def _observation(rollout: Rollout) -> Observation:
@@ -198,7 +206,7 @@ def _others(present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) 
 
 
 def _mean_of(chosen_NM: Mask, present: Sequence[ValuedSession], earlier: Sequence[ValuedSession]) -> Values:
-    """[N] the mean over the chosen others, drawn towards that of the batch's others; of a session alone, the earlier."""
+    """[N] the mean over the chosen others, drawn towards that of the batch's, or without any that of earlier ones."""
     others_NM = _others(present, earlier)
     values_M = np.array([one.value for one in (*earlier, *present)])
     batch_NN = others_NM[:, len(earlier) :]

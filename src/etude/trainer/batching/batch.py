@@ -43,9 +43,9 @@ def build_batch(
     are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
     rollout is in none of these: the others are compared without it, and count no more for that. A group that lost
     rollouts to infrastructure weighs what it would have weighed with them, in advantages and in what these are divided
-    by; a group of importance weight w counts w times in both. A live session is a group of one and is compared as
-    ``live`` says, with the other sessions of the batch. ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError`` without groups, and as
-    :func:`~etude.trainer.batching.credit.turn_credits` does.
+    by; a group of importance weight w counts w times in both. A live session is a group of one and is compared with the
+    other sessions, as ``live`` says. ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError``
+    without groups, and as :func:`~etude.trainer.batching.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
