@@ -109,7 +109,10 @@ def run_day(out: Path, options: argparse.Namespace) -> dict[str, object]:
         with users(run, out / "truth.jsonl", state, options) as people:
             _pass_the_day(run, people, state, plan, options.day_s)
         run.wait_for(lambda: plan.is_decided, GRACE_S)
-    moves = [ReleaseMove(**{**move, "planted": planted_as(state, move["version"])}) for move in run.moves()]
+    moves = [
+        ReleaseMove(unix_s=move.at, version=move.version, to=move.to_state, planted=planted_as(state, move.version))
+        for move in run.moves()
+    ]
     figures: dict[str, object] = {
         "variant": options.variant,
         "seed": options.seed,
@@ -119,7 +122,8 @@ def run_day(out: Path, options: argparse.Namespace) -> dict[str, object]:
         "seconds_to_live": round(to_live_s, 1),
         "seconds_live": round(state.seconds_served, 1),
         **day_figures(read_truth(out / "truth.jsonl"), moves),
-        "moves": run.moves(),
+        "moves": [{"at": move.at, "version": move.version, "to": move.to_state, "why": move.reason}
+                  for move in run.moves()],
         "config": load_recipe(out / "run" / "run.toml").model_dump(mode="json"),
     }
     (out / "day.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -170,9 +174,7 @@ def users(run: LiveRun, truth: Path, state: DayState, options: argparse.Namespac
 class PlantPlan:
     """Proposes bad weights when their time has come, one after another, and knows what became of them."""
 
-    def __init__(
-        self, run: LiveRun, state: DayState, out: Path, plants: Sequence[tuple[str, int, str]]
-    ) -> None:
+    def __init__(self, run: LiveRun, state: DayState, out: Path, plants: Sequence[tuple[str, int, str]]) -> None:
         self._run = run
         self._state = state
         self._out = out

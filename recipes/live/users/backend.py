@@ -7,6 +7,7 @@ model call; a session's id is its own. The words of the tools and what they do a
 *is* that harness.
 """
 
+import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -30,6 +31,8 @@ from population import Outcome
 MAX_TURNS, REPLY_TOKENS, REPLY_S = 8, 40, 60.0
 """Limits of a session: turns, sampled tokens of a turn, seconds for a reply with all its retries."""
 TEMPERATURE = 1.0
+NO_WORD = re.compile(r"[^A-Za-z0-9._:/-]+")
+"""Letters that the name of a kind of request cannot have."""
 VERSION = "X-Etude-Version"
 """Header of a reply with the weight versions that sampled it."""
 
@@ -116,7 +119,7 @@ class Product:
         headers = {
             "X-Etude-Session": work.session_id,
             "X-Etude-User": visitor.user,
-            "X-Etude-Template": work.task.template,
+            "X-Etude-Template": NO_WORD.sub("-", work.task.template),
             "X-Etude-Consent": visitor.consent,
             "X-Etude-Region": visitor.region,
         }

@@ -92,9 +92,7 @@ TASTES: Mapping[str, Taste] = MappingProxyType(
     }
 )  # fmt: skip
 """Kinds of people by name."""
-VANDALS: Mapping[Conduct, float] = MappingProxyType(
-    {Conduct.RANDOM: 0.02, Conduct.CONTRARY: 0.02, Conduct.RING: 0.02}
-)
+VANDALS: Mapping[Conduct, float] = MappingProxyType({Conduct.RANDOM: 0.02, Conduct.CONTRARY: 0.02, Conduct.RING: 0.02})
 """Share of all accounts."""
 RING_ACTIVITY, RING_ANSWERS = 4.0, 1.0
 """A ring is busier than anybody, and always says something."""

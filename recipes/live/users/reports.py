@@ -31,6 +31,21 @@ class FeedbackReports:
 
     async def send(self, work: Work, user: str, signals: Sequence[Signal]) -> None:
         """Report what ``user`` said about a session."""
-        body = {"events": [{"event_id": secrets.token_hex(8), "session_id": work.session_id, "kind": s.kind, "value": s.value, "user": user, "sent_at": time.time()} for s in signals]}
-        async with self._http.post(f"{self._url}/feedback", json=body, headers={"Authorization": f"Bearer {self._key}"}) as r:
-            if r.status >= 500: raise EngineUnavailable(f"{r.status}")
+        body = {
+            "events": [
+                {
+                    "event_id": secrets.token_hex(8),
+                    "session": work.session_id,
+                    "kind": s.kind,
+                    "value": s.value,
+                    "user": user,
+                    "sent_at": time.time(),
+                }
+                for s in signals
+            ]
+        }
+        async with self._http.post(
+            f"{self._url}/feedback", json=body, headers={"Authorization": f"Bearer {self._key}"}
+        ) as r:
+            if r.status >= 500:
+                raise EngineUnavailable(f"{r.status}")

@@ -173,9 +173,7 @@ class Simulation:
         """One session of one person, to the signals."""
         self._next += 1
         consents = Random(f"consent|{person.user}").random() < self._plan.consent
-        visitor = Visitor(
-            user=person.user, region=person.taste.region, consent="train" if consents else "none"
-        )
+        visitor = Visitor(user=person.user, region=person.taste.region, consent="train" if consents else "none")
         began_s, abandoned = time.monotonic(), False
         async with self._product.open(self._requests.draw(self._next), visitor) as (work, steps):
             async for _ in steps:

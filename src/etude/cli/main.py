@@ -25,6 +25,7 @@ from etude.storage import FIXES, FULL, fullest, storage_errno
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", "Run the whole loop of a recipe, on this machine or on a fleet."),
+        "live": ("live", "Serve users and learn from what they do: `etude run` of a recipe with releases."),
         "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
         "midtrain": ("processes", "One process of a run: mid-training."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
@@ -35,6 +36,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
         "rollouts": ("processes", "One process of a run: rollouts and, of replica 0, evaluations."),
         "train": ("processes", "One process of a run: the trainer, or one node of it."),
+        "feedback": ("feedback", "Look after what users said about live sessions."),
         "release": ("release", "See, approve, propose and take back the versions that users meet."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),

@@ -136,7 +136,7 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
             sampled_only=config.numerics.replay == "completion",
         ),
         engines=tuple(EngineEntry(name=str(one), url=url, region=one.region) for one, url in engines.items()),
-        keys=(admin,),
+        keys=(admin, *_product_keys(folder, is_product)),
         health=HealthLimits(
             healthy_poll_s=FRESH_S,
             suspect_poll_s=FRESH_S,
@@ -199,6 +199,14 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
+
+
+def _product_keys(folder: RunFolder, is_product: bool) -> tuple[Key, ...]:
+    """The key of the run's own product, which a gateway for users knows from the start."""
+    if not is_product:
+        return ()
+    digest = digest_of(folder.key(KeyRole.PRODUCT))
+    return (Key(key_id="product", digest=digest, scope=Scope.PRODUCTION, created=date_utc(), label="the product"),)
 
 
 def _session_limits(config: GatewayConfig) -> SessionLimits:
