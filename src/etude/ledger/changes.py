@@ -65,6 +65,8 @@ class LiveAdmission(StrEnum):
     """Its group is there, and waits for its batch."""
     STALE = "stale"
     """Its group is there, dropped: no batch will have it."""
+    QUARANTINED = "quarantined"
+    """Likewise, because of its user."""
     DUPLICATE = "duplicate"
     """It was offered before: nothing changed."""
 
@@ -109,7 +111,8 @@ def admit_live(
     observed: bytes,
     kept_below: int,
 ) -> LiveAdmission:
-    """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped as stale.
+    """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped at once as
+    stale or because its rollout is quarantined, which would take a place in a batch and teach nothing.
 
     ``turns`` is the object that has its turns. The rollout of a dropped one is not written down: the session itself is
     the product's to keep.
@@ -118,17 +121,21 @@ def admit_live(
     assert observation is not None, f"rollout {session} is of no live session"
     if rows.is_admitted(db, session):
         return LiveAdmission.DUPLICATE
-    is_stale = rows.usable_groups(db, LIVE) >= kept_below
-    state, index = GroupState.DROPPED if is_stale else GroupState.READY, rows.next_index(db, LIVE)
+    outcome, reason = LiveAdmission.READY, ""
+    if rollout.verdict is not None and rollout.is_quarantined:
+        outcome, reason = LiveAdmission.QUARANTINED, f"quarantined: {rollout.verdict.reason}"
+    elif rows.usable_groups(db, LIVE) >= kept_below:
+        outcome, reason = LiveAdmission.STALE, STALE
+    state, index = GroupState.DROPPED if reason else GroupState.READY, rows.next_index(db, LIVE)
     rows.insert_group(db, LIVE, session, group._replace(group_index=index, state=state))
     rows.insert_observed(db, session, index, observation.user, observation.day, observed)
-    if is_stale:
-        rows.set_reason(db, LIVE, index, STALE)
-        return LiveAdmission.STALE
+    if reason:
+        rows.set_reason(db, LIVE, index, reason)
+        return outcome
     placed = replace(rollout, group_index=index)
     row = rows.RolloutRow(encode_rollout(placed, with_turns=turns is None), turns)
     rows.insert_rollout(db, LIVE, placed, row)
-    return LiveAdmission.READY
+    return outcome
 
 
 def erase_live(db: Database, session_id: str) -> ErasedSession:

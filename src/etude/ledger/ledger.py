@@ -238,7 +238,7 @@ class Ledger(LedgerConnection):
     def admit_live(
         self, rollout: Rollout, observed: ObservedSession, *, version: int, kept_below: int
     ) -> LiveAdmission:
-        """Offer a live session whose reward is known: its group is ready at once, or dropped as stale.
+        """Offer a live session whose reward is known: its group is ready at once, or dropped: as stale, or quarantined.
 
         One transaction finds that the session is new, compares ``kept_below`` with the live groups that are kept, and
         writes group, rollout and observation. So a session is trained on at most once, whoever offers it how often,
