@@ -274,16 +274,6 @@ class RegionServed:
     is_away: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveSessionsTaken:
-    """Sessions of users were joined with their signals and handed on."""
-
-    counts: dict[str, int]
-    """What became of them → sessions, since the process started: ``ready``, ``stale``, ``quarantined``, …"""
-    users_suspected: int
-    """Users whose sessions are not learnt from now."""
-
-
 Event: TypeAlias = (
     RunStarted
     | PhaseStarted
@@ -303,7 +293,6 @@ Event: TypeAlias = (
     | JudgeAlarm
     | Outage
     | RegionServed
-    | LiveSessionsTaken
 )
 """Everything that can stand in a log."""
 
