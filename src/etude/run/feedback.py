@@ -67,7 +67,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         joiner = Joiner(store, sink, rule)
         tell_person(f"feedback of {folder.path}: a session is learnt from {feedback.window_s:g} s after its end")
         while True:
-            if not await asyncio.to_thread(joiner.step, unix_s()):
+            if not joiner.step(unix_s()):  # this process does nothing else, and SQLite stays with its thread
                 await asyncio.sleep(POLL_S)
 
 

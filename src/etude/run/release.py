@@ -72,6 +72,7 @@ class ReleaseProcess:
         self, folder: RunFolder, config: RunConfig, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics
     ) -> None:
         self._config = config.release
+        self._first = config.live.after_steps
         self._store = store
         self._log = log
         self._metrics = metrics
@@ -84,14 +85,14 @@ class ReleaseProcess:
 
     async def look(self) -> None:
         """Decide what can be decided now, and see to it that the table is what it has to be."""
-        await asyncio.to_thread(self._route)
+        await asyncio.to_thread(self._route, self._store.releases())
         releases, rollback = self._store.releases(), self._requests()
         facts = await self._facts(releases, rollback)
         decision = self._controller.decide(facts)
         if decision is not None:
             self._store.apply(decision, unix_s(), None if rollback is None else rollback.number)
             _tell(decision)
-            await asyncio.to_thread(self._route)
+            await asyncio.to_thread(self._route, self._store.releases())
         elif rollback is not None:
             self._store.close_request(rollback.number, "there is no earlier release to go back to")
 
@@ -102,10 +103,10 @@ class ReleaseProcess:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _route(self) -> None:
+    def _route(self, releases: tuple[Release, ...]) -> None:
         """Write the table that the releases ask for, unless it is there; another writer's counts first."""
         self._table = self._tables.after(self._table) or self._table
-        table = routing_table(self._store.releases(), self._config.canary_shares, self._table)
+        table = routing_table(releases, self._config.canary_shares, self._table)
         if table is None or table is self._table:
             return
         if self._tables.write(table):
@@ -163,7 +164,7 @@ class ReleaseProcess:
         if latest is None:
             return {}
         due = latest - latest % self._config.every_steps
-        numbers = {due, *(() if loads.version is None else (loads.version,))}
+        numbers = {*((due,) if due >= self._first else ()), *(() if loads.version is None else (loads.version,))}
         records = {number: self._log.read(number) for number in numbers if number <= latest}
         return {number: record.digest for number, record in records.items() if record is not None}
 
