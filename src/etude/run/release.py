@@ -2,7 +2,7 @@
 
     ledger: releases, requests, sessions by arm ─┐                       ┌─▶ ledger: moves with evidence, trainer.load
     weight log: versions ────────────────────────┼──▶ ReleaseController ─┤
-    evaluations, in a process of their own ──────┘                       └─▶ routing table ──▶ gateway, engines for users
+    evaluations, in a process of their own ──────┘                       └─▶ routing table ──▶ gateway, engines
 
     consumes: all on the left, by polling      waits for: nothing; a gate is measured beside
     produces: moves, tables                    on shutdown: cancelled between two looks; a measurement is ended
@@ -21,12 +21,19 @@ from etude.clock import unix_s
 from etude.config.recipe import RunConfig
 from etude.errors import UserError
 from etude.gateway.routing.shadow import ShadowCall
-from etude.releases.controller import CanaryFacts, Decision, LoadFacts, ReleaseController, ReleaseFacts, ShadowFacts
+from etude.releases.controller import (
+    CanaryFacts,
+    LoadFacts,
+    ReleaseController,
+    ReleaseDecision,
+    ReleaseFacts,
+    ShadowFacts,
+)
 from etude.releases.experiment import ArmMetrics
 from etude.releases.gate import GateFacts
 from etude.releases.routing import routing_table
 from etude.releases.states import ON_THE_WAY, Release, ReleaseState, live_release
-from etude.releases.store import ReleaseStore, Request, RequestKind
+from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.release_gate import GateMeasurements
@@ -84,14 +91,14 @@ class ReleaseProcess:
 
     async def look(self) -> None:
         """Decide what can be decided now, and see to it that the table is what it has to be."""
-        await asyncio.to_thread(self._route)
+        await asyncio.to_thread(self._route, self._store.releases())
         releases, rollback = self._store.releases(), self._requests()
         facts = await self._facts(releases, rollback)
         decision = self._controller.decide(facts)
         if decision is not None:
             self._store.apply(decision, unix_s(), None if rollback is None else rollback.number)
             _tell(decision)
-            await asyncio.to_thread(self._route)
+            await asyncio.to_thread(self._route, self._store.releases())
         elif rollback is not None:
             self._store.close_request(rollback.number, "there is no earlier release to go back to")
 
@@ -102,10 +109,10 @@ class ReleaseProcess:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _route(self) -> None:
+    def _route(self, releases: tuple[Release, ...]) -> None:
         """Write the table that the releases ask for, unless it is there; another writer's counts first."""
         self._table = self._tables.after(self._table) or self._table
-        table = routing_table(self._store.releases(), self._config.canary_shares, self._table)
+        table = routing_table(releases, self._config.canary_shares, self._table)
         if table is None or table is self._table:
             return
         if self._tables.write(table):
@@ -114,7 +121,7 @@ class ReleaseProcess:
         else:
             self._table = self._tables.newest()
 
-    def _requests(self) -> Request | None:
+    def _requests(self) -> ReleaseRequest | None:
         """Answer what people ask for; a rollback is the controller's to answer."""
         for request in self._store.requests(is_open=True):
             if request.kind is RequestKind.ROLLBACK:
@@ -125,7 +132,7 @@ class ReleaseProcess:
                 self._store.load_checkpoint(request.number, request.checkpoint)
         return None
 
-    async def _facts(self, releases: tuple[Release, ...], rollback: Request | None) -> ReleaseFacts:
+    async def _facts(self, releases: tuple[Release, ...], rollback: ReleaseRequest | None) -> ReleaseFacts:
         way, loads = self._on_the_way(releases), self._store.loads()
         gate, failure = await self._measured(way, live_release(releases))
         return ReleaseFacts(
@@ -205,7 +212,7 @@ class ReleaseProcess:
         return next((release for release in releases if release.state in ON_THE_WAY), None)
 
 
-def _tell(decision: Decision) -> None:
+def _tell(decision: ReleaseDecision) -> None:
     for move in decision.moves:
         logger.warning("version %d is %s: %s", move.release.version, move.to, move.reason)
     if decision.load is not None:
