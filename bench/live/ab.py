@@ -33,7 +33,7 @@ Rng = np.random.Generator
 
 USERS = 800
 """People who may come; some never do."""
-BATCH = 40
+BATCH = 80
 """Sessions between two looks."""
 TESTS = 1000
 """Experiments whose truth forbids both decisions."""

@@ -48,7 +48,7 @@ TOKENS = 48
 """Tokens of each answer: long enough that many are under way when the table changes."""
 BEFORE_S, AFTER_S = 6.0, 8.0
 """Load before the rollback and after it."""
-READY_S = 120.0
+READY_S = 300.0
 """Longest time for the processes to start."""
 SHAPE = ("hidden_size=32", "layers=1", "heads=2", "kv_heads=2", "head_dim=16", "experts=4", "expert_size=32")
 RELEASED = ReleaseState.RELEASED
