@@ -13,9 +13,9 @@ may die at any point: its successor finds in the ledger what was decided, and in
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing
-from typing import final
+from typing import TypeAlias, final
 
 from etude.clock import unix_s
 from etude.config.recipe import RunConfig
@@ -46,6 +46,9 @@ from etude.weights.log import WeightLog
 POLL_S = 0.2
 """Pause between two looks: a part of the time in which a rollback reaches users."""
 
+Measure: TypeAlias = Callable[[Release, Release | None], Awaitable[GateFacts]]
+"""Measures a candidate, beside the release that users have; raises :class:`~etude.errors.UserError` if it cannot."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +64,8 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         store = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
         outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s))
         log = await asyncio.to_thread(open_log, folder, outages)
-        process = ReleaseProcess(folder, config, store, log, store)
+        gate = GateMeasurements(folder, config.release)
+        process = ReleaseProcess(folder, store, log, store, gate.measure)
         tell_person(f"releases of {folder.path}: every {config.release.every_steps} steps a candidate")
         try:
             while True:
@@ -76,15 +80,15 @@ class ReleaseProcess:
     """Gathers facts, asks the controller and acts; each :meth:`look` makes one decision at most."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics
+        self, folder: RunFolder, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics, measure: Measure
     ) -> None:
-        self._config = config.release
+        self._config = folder.config().release
         self._store = store
         self._log = log
         self._metrics = metrics
         self._tables = RoutingTables.open(folder)
-        self._controller = ReleaseController(config.release)
-        self._measurements = GateMeasurements(folder, config.release)
+        self._controller = ReleaseController(self._config)
+        self._measure = measure
         self._gate: tuple[int, asyncio.Task[GateFacts]] | None = None
         self._table: RoutingTable | None = None
         self._shadow_calls: dict[str, ShadowCall] = {}
@@ -155,7 +159,7 @@ class ReleaseProcess:
             return None, ""
         if self._gate is None or self._gate[0] != way.version:
             await self.close()
-            self._gate = way.version, asyncio.create_task(self._measurements.measure(way, live))
+            self._gate = way.version, asyncio.create_task(_awaited(self._measure(way, live)))
         _, task = self._gate
         if not task.done():
             return None, ""
@@ -210,6 +214,10 @@ class ReleaseProcess:
     @staticmethod
     def _on_the_way(releases: tuple[Release, ...]) -> Release | None:
         return next((release for release in releases if release.state in ON_THE_WAY), None)
+
+
+async def _awaited(facts: Awaitable[GateFacts]) -> GateFacts:
+    return await facts
 
 
 def _tell(decision: ReleaseDecision) -> None:

@@ -1,13 +1,12 @@
 """Users meet released weights and no others, whatever engines hold, say or do."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from test_engine_pool import Chain
 
 from etude.clock import SystemClock
 from etude.errors import EngineUnavailable
@@ -15,7 +14,7 @@ from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import CallOptions, EnginePool, PoolLimits
 from etude.gateway.routing.router import EngineEntry, HealthLimits, Router
 from etude.gateway.routing.shadow import Shadow, ShadowCall
-from etude.protocols import Completion, Engine, SamplingParams
+from etude.protocols import Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.routing_table import CANARY, LIVE, SHADOW, Arm, RoutingTable
 from etude.types import Finish, TokenIds
 from waiting import until
@@ -26,20 +25,34 @@ OLD, NEW = (Arm(name=LIVE, version=number, digest=f"digest {number}", share=1.0)
 
 
 @dataclass(eq=False)
-class Swapping(Chain):
-    """Reports one version and samples with another: its weights were swapped behind its report."""
+class Chain:
+    """An engine with one weight version; ``sampled`` is another one that it samples with behind its reports."""
 
+    mark: int
     sampled: int = 0
+    down: bool = False
+    requests: list[SamplingParams] = field(default_factory=list)
 
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
-        self.requests.append((tuple(prompt_ids), params))
+        self.requests.append(params)
+        if self.down:
+            raise EngineUnavailable("it is down")
         ids = np.array([5], np.int32)
         return Completion(
             token_ids=ids,
             logprobs=-ids.astype(np.float32),
-            versions=np.array([self.sampled], np.int32),
+            versions=np.array([self.sampled or self.mark], np.int32),
             finish=Finish.LENGTH,
         )
+
+    async def stream(
+        self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
+    ) -> AsyncGenerator[TokenChunk, None]:
+        whole = await self.generate(prompt_ids, params, session=session)
+        yield TokenChunk(token_ids=whole.token_ids, logprobs=whole.logprobs, versions=whole.versions, completion=whole)
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(version=self.mark, digest=f"digest {self.mark}", running=0, waiting=0)
 
 
 def split(share: float, generation: int = 1) -> RoutingTable:
@@ -59,9 +72,16 @@ class Users:
     pool: EnginePool
     arms: ReleasedArms = field(default_factory=ReleasedArms)
 
-    async def ask(self, session: str, user: str = "") -> Completion:
+    async def ask(self, session: str, user: str = "", *, streamed: bool = False) -> Completion:
         arm = self.arms.of_call(session, user or session)
-        return await self.pool.generate([1], PARAMS, session=session, options=CallOptions(arm=arm))
+        options = CallOptions(arm=arm)
+        if not streamed:
+            return await self.pool.generate([1], PARAMS, session=session, options=options)
+        async with aclosing(self.pool.stream([1], PARAMS, session=session, options=options)) as chunks:
+            async for chunk in chunks:
+                if chunk.completion is not None:
+                    return chunk.completion
+        raise AssertionError("a stream ends with its completion")
 
 
 @asynccontextmanager
@@ -90,7 +110,6 @@ def test_an_engine_with_the_newest_unreleased_version_gets_no_call_of_a_user() -
                 completion = await users.ask(f"s{number}")
                 assert set(completion.versions.tolist()) == {1}
             old.down = True
-            old.breaks = [0] * 20
             with pytest.raises(EngineUnavailable):
                 await users.ask("s")
             assert not newest.requests
@@ -100,11 +119,11 @@ def test_an_engine_with_the_newest_unreleased_version_gets_no_call_of_a_user() -
 
 def test_tokens_of_weights_that_were_swapped_behind_a_report_are_given_to_nobody() -> None:
     async def run() -> None:
-        liar, good = Swapping(mark=1, sampled=9), Chain(mark=1)
+        liar, good = Chain(mark=1, sampled=9), Chain(mark=1)
         async with served(liar=liar, good=good) as users:
             users.arms.follow(only(OLD))
             for number in range(20):
-                completion = await users.ask(f"s{number}")
+                completion = await users.ask(f"s{number}", streamed=number % 2 == 0)
                 assert set(completion.versions.tolist()) == {1}
             assert users.pool.counters.unreleased == len(liar.requests) > 0
 
@@ -130,7 +149,7 @@ def test_users_go_to_their_arm_then_to_the_live_one_and_back_with_the_table() ->
             users.arms.follow(only(OLD, generation=3))
             assert (await users.ask(f"s{tried}", f"u{tried}")).versions[0] == 1, "and loses them when they are gone"
             users.arms.follow(split(0.99, generation=4))
-            new.down, new.breaks = True, [0] * 99
+            new.down = True
             assert (await users.ask("fresh", f"u{tried}")).versions[0] == 1, "none has the canary: the live arm"
 
     asyncio.run(run())
@@ -148,8 +167,8 @@ def test_a_shadow_samples_what_users_ask_and_nobody_sees_it() -> None:
             shadow.offer([1], PARAMS, completion, "s", 0.5)
             await until(lambda: bool(calls))
             assert (calls[0].digest, calls[0].failed, calls[0].live_seconds) == ("digest 2", False, 0.5)
-            assert new.requests[0][1].priority > PARAMS.priority
-            new.breaks = [0] * 9
+            assert new.requests[0].priority > PARAMS.priority
+            new.down = True
             shadow.offer([1], PARAMS, completion, "s", 0.5)
             await until(lambda: len(calls) == 2)
             assert calls[1].failed
