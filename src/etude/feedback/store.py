@@ -35,7 +35,7 @@ from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.ledger.turns import decode_turns
-from etude.types import JoinedSession, LiveSession, PayloadRef, Signal, SignalKind, Turn
+from etude.types import JoinedSession, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
 MAX_UNMATCHED = 10_000
 """Signals of one product that may wait for their sessions; beyond, those without a session are not kept."""
@@ -43,32 +43,13 @@ RETRY_TIMEOUT_S = 60.0
 """Longest time for which the database is tried again, as of the ledger."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTurns:
-    """The turns of one answer, to be kept; ``session`` is what is known of it so far."""
-
-    session: LiveSession
-    first: int
-    """Index of the first of them in its session."""
-    turns: tuple[Turn, ...]
-    """Replies to one call: their prompts are the same."""
-    completion: str
-    """Id of the answer, without prefix."""
-    follows: int | None
-    """Index of the turn whose reply the call continued; ``None``: none."""
-    earlier: Turn | None
-    """That turn."""
-    message: str
-    """The user's message that came with the call; empty for none."""
-
-
-Filter = Callable[[NewTurns], NewTurns]
+Filter = Callable[[LiveAnswer], LiveAnswer]
 """Sees every answer before anything of it is written, and returns what may be."""
 
 
-def unchanged(turns: NewTurns) -> NewTurns:
+def unchanged(answer: LiveAnswer) -> LiveAnswer:
     """The filter that changes nothing."""
-    return turns
+    return answer
 
 
 class FeedbackStore(LedgerConnection):
@@ -117,13 +98,13 @@ class FeedbackStore(LedgerConnection):
 
     # ── from the gateway
 
-    def keeping(self, turns: NewTurns, gateway: str, now: float) -> "Work":
+    def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> "Work":
         """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
-        return partial(_keep, self._filter(turns), gateway, now)
+        return partial(_keep, self._filter(answer), gateway, now)
 
-    def keep(self, turns: NewTurns, gateway: str, now: float) -> None:
+    def keep(self, answer: LiveAnswer, gateway: str, now: float) -> None:
         """Keep an answer, now."""
-        self._db.write(self.keeping(turns, gateway, now))
+        self._db.write(self.keeping(answer, gateway, now))
 
     def end(self, session_ids: Sequence[str], now: float) -> None:
         """End sessions: no turn follows, and their windows begin. Those that ended before stay as they are."""
@@ -250,7 +231,7 @@ def forget_sessions(session_ids: Sequence[str], db: Database) -> None:
             db.execute(f"DELETE FROM {table} WHERE session_id = ?", session_id)
 
 
-def _keep(new: NewTurns, gateway: str, now: float, db: Database) -> None:
+def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
     session, versions = new.session, [int(one) for turn in new.turns for one in turn.versions]
     oldest, newest = min(versions, default=None), max(versions, default=None)
     if new.first == 0:
@@ -264,12 +245,12 @@ def _keep(new: NewTurns, gateway: str, now: float, db: Database) -> None:
         _match(db, "name = ?", (session.session_id,), session, None)
     else:
         sql = """
-            UPDATE sessions SET used_at = ?, turns = ?, first_version = CASE WHEN first_version < ? THEN first_version
+            UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END, first_version = CASE WHEN first_version < ? THEN first_version
                 ELSE ? END, last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
             WHERE session_id = ?
         """
         count = new.first + len(new.turns)
-        db.execute(sql, now, count, oldest, oldest, newest, newest, session.session_id)
+        db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id)
     for index, turn in enumerate(new.turns, new.first):
         record, shared = encode_turn(turn, new.earlier)
         sql = """
