@@ -200,7 +200,9 @@ def _name(fields: dict[str, Json], field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{field}={_quote(value)}: expected 1 to 128 letters, digits, dots, colons, hyphens, underscores")
+        raise ValueError(
+            f"{field}={_quote(value)}: expected 1 to 128 letters, digits, dots, colons, hyphens, underscores"
+        )
     return value
 
 

@@ -28,6 +28,7 @@ import orjson
 
 from etude.feedback.follow_up import FollowUpRule
 from etude.feedback.join import UNMATCHED, LiveTurn, Outcome, Place, join, outcome
+from etude.feedback.privacy import PrivacyRecords, forget_sessions
 from etude.feedback.schema import FEEDBACK
 from etude.feedback.signals import Event
 from etude.feedback.turns import decode_records, encode_turn
@@ -37,14 +38,16 @@ from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.ledger.turns import decode_turns
 from etude.types import JoinedSession, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
+REDACTED = "session_redacted"
+"""Count of sessions of which nothing is kept, since the model itself said what must not be."""
 MAX_UNMATCHED = 10_000
 """Signals of one product that may wait for their sessions; beyond, those without a session are not kept."""
 RETRY_TIMEOUT_S = 60.0
 """Longest time for which the database is tried again, as of the ledger."""
 
 
-Filter = Callable[[LiveAnswer], LiveAnswer]
-"""Sees every answer before anything of it is written, and returns what may be."""
+Filter = Callable[[LiveAnswer], LiveAnswer | None]
+"""Sees every answer before anything of it is written, and returns what may be; ``None``: nothing of its session."""
 
 
 def unchanged(answer: LiveAnswer) -> LiveAnswer:
@@ -62,6 +65,8 @@ class FeedbackStore(LedgerConnection):
     def __init__(self, transactions: Transactions, *, window_s: float, keep_filter: Filter = unchanged) -> None:
         super().__init__(transactions)
         self.window_s = window_s
+        self.privacy = PrivacyRecords(transactions)
+        """Requests for deletion, and the audit log."""
         self._filter = keep_filter
 
     @classmethod
@@ -100,7 +105,8 @@ class FeedbackStore(LedgerConnection):
 
     def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> "Work":
         """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
-        return partial(_keep, self._filter(answer), gateway, now)
+        allowed = self._filter(answer)
+        return partial(_withhold, answer.session) if allowed is None else partial(_keep, allowed, gateway, now)
 
     def keep(self, answer: LiveAnswer, gateway: str, now: float) -> None:
         """Keep an answer, now."""
@@ -224,11 +230,10 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
         db.execute("UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", now, session_id)
 
 
-def forget_sessions(session_ids: Sequence[str], db: Database) -> None:
-    """A part of a transaction: nothing of these sessions is left here; their payloads are swept later."""
-    for session_id in session_ids:
-        for table in ("signals", "turns", "sessions"):
-            db.execute(f"DELETE FROM {table} WHERE session_id = ?", session_id)
+def _withhold(session: LiveSession, db: Database) -> None:
+    """Keep nothing of a session."""
+    forget_sessions([session.session_id], db)
+    add_counts(db, {REDACTED: 1})
 
 
 def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
@@ -247,10 +252,11 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
         sql = """
             UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END, first_version = CASE WHEN first_version < ? THEN first_version
                 ELSE ? END, last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
-            WHERE session_id = ?
+            WHERE session_id = ? RETURNING 1
         """
         count = new.first + len(new.turns)
-        db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id)
+        if not db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id):
+            return  # it was deleted, or withheld
     for index, turn in enumerate(new.turns, new.first):
         record, shared = encode_turn(turn, new.earlier)
         sql = """
