@@ -770,7 +770,7 @@ class LiveAnswer:
     follows: int | None
     """Index of the turn whose reply the call continued; ``None``: none."""
     earlier: Turn | None
-    """That turn."""
+    """The turn of ``follows``."""
     message: str
     """The user's message that came with the call; empty for none."""
 

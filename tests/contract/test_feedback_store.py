@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from etude.errors import DamagedError, RunFolderError
-from etude.feedback.join import Outcome
+from etude.feedback.join import EventResult
 from etude.feedback.store import FeedbackStore, forget_sessions
 from etude.feedback.writer import StoreWriter
 from etude.ledger.database import Database
@@ -85,7 +85,12 @@ def test_of_sessions_with_one_name_the_newest_is_meant_and_an_answer_names_its_o
     assert report(store, 5, event("a", "n"), event("b", "old"), event("c", completion="oldc1")) == ["accepted"] * 3
     status = {name: store.status(OWNER, name) for name in ("old", "new", "n", "nothing")}
     kinds = {name: one and (one.session.session_id, dict(one.signals)) for name, one in status.items()}
-    assert kinds == {"old": ("old", {"thumbs": 2}), "new": ("new", {"thumbs": 1}), "n": ("new", {"thumbs": 1}), "nothing": None}
+    assert kinds == {
+        "old": ("old", {"thumbs": 2}),
+        "new": ("new", {"thumbs": 1}),
+        "n": ("new", {"thumbs": 1}),
+        "nothing": None,
+    }
 
 
 def test_sessions_of_a_gateway_that_died_end_and_others_do_not(store: FeedbackStore) -> None:
@@ -166,7 +171,7 @@ def test_what_waits_is_written_in_one_transaction_and_a_work_that_fails_spoils_n
             failed.result(30)
         assert writer.commits == 2
         reported = writer.submit(store.reporting(OWNER, [event("a", "s1")], lambda: 2.0))
-        assert reported.result(30) == [Outcome.ACCEPTED]
+        assert reported.result(30) == [EventResult.ACCEPTED]
         writer.stop(30)
         assert store.status(OWNER, "s19") is not None
 

@@ -55,7 +55,9 @@ def answer(session: LiveSession, first: int = 0, *, earlier: Turn | None = None,
     )
 
 
-def event(event_id: str, session: str = "", *, turn: int | None = None, completion: str = "", value: float = 1) -> Event:
+def event(
+    event_id: str, session: str = "", *, turn: int | None = None, completion: str = "", value: float = 1
+) -> Event:
     """A thumb up or down."""
     return Event(
         event_id=event_id, kind=SignalKind.THUMBS, value=value, session=session, turn=turn, completion=completion

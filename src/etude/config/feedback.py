@@ -1,15 +1,24 @@
 """``[feedback]``: what users say about live sessions, and what a session is worth by it."""
 
 from math import isfinite
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from etude.config.plugins import Registry
 from etude.config.section import Section
 from etude.types import SignalKind
 
 ONLY_WHEN_IT_HAPPENS = (SignalKind.REVERTED, SignalKind.ABANDONED)
 """Kinds that say one thing alone, so that where they say nothing no model can learn what they would have said."""
+
+
+FOLLOW_UPS = Registry("feedback.follow_up", "rule", {"words": "etude.feedback.follow_up:WordRule"})
+"""Rules of follow-up messages by name: each is a :class:`~etude.feedback.follow_up.FollowUpRule`."""
+
+
+def _follow_up(name: str) -> str:
+    return name and FOLLOW_UPS(name)
 
 
 class SignalPart(Section):
@@ -117,5 +126,19 @@ class FeedbackConfig(Section):
     poisoning: PoisoningLimits = PoisoningLimits()
     """Limits of what one user can do to it."""
 
+    window_s: float = Field(default=0.0, ge=0)
+    """Seconds after the end of a session in which signals about it count; then it is joined with them. 0: no session is
+    recorded, whatever its calls say of consent.
+    """
+    follow_up: Annotated[str, AfterValidator(_follow_up)] = "words"
+    """Judgement of a user's next message, dissatisfied with the reply or not, where no client says: ``words``, a rule
+    of negation, retry and thanks in English; empty, none; or a class of your own.
+    """
     reward: SignalReward = SignalReward()
     """Its worth."""
+
+    @model_validator(mode="after")
+    def _recorded(self) -> Self:
+        if not self.window_s:
+            self.refuse_idle("feedback", ("follow_up",), "with feedback.window_s = 0, as no session is recorded")
+        return self

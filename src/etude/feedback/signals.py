@@ -146,7 +146,7 @@ def _values(body: bytes) -> list[Json]:
         value: Json = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         lines = [line for line in body.splitlines() if line.strip()]
-        if len(lines) < 2:  # noqa: PLR2004 - one line is not JSON lines
+        if len(lines) < 2:
             raise NoReport(f"the body is not JSON: {error.msg} at {error.pos}") from error
         return [_line(line, number) for number, line in enumerate(lines, 1)]
     return value if isinstance(value, list) else [value]

@@ -27,7 +27,7 @@ from typing import Self
 import orjson
 
 from etude.feedback.follow_up import FollowUpRule
-from etude.feedback.join import UNMATCHED, LiveTurn, Outcome, Place, join, outcome
+from etude.feedback.join import UNMATCHED, EventResult, LiveTurn, MatchedSession, join, outcome
 from etude.feedback.privacy import PrivacyRecords, forget_sessions
 from etude.feedback.schema import FEEDBACK
 from etude.feedback.signals import Event
@@ -103,7 +103,7 @@ class FeedbackStore(LedgerConnection):
 
     # ── from the gateway
 
-    def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> "Work":
+    def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> Callable[[Database], None]:
         """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
         allowed = self._filter(answer)
         return partial(_withhold, answer.session) if allowed is None else partial(_keep, allowed, gateway, now)
@@ -118,8 +118,7 @@ class FeedbackStore(LedgerConnection):
 
     def end_all_of(self, gateway: str, now: float) -> int:
         """End the sessions that a gateway of this name left open, and return how many these were."""
-        sql = "UPDATE sessions SET ended_at = ? WHERE gateway = ? AND ended_at IS NULL RETURNING 1"
-        return len(self._db.write(lambda db: db.execute(sql, now, gateway)))
+        return self._db.write(partial(end_all_of, gateway, now))
 
     def end_idle(self, used_before: float, now: float) -> int:
         """End the open sessions without a turn since then: those of gateways that are gone."""
@@ -132,11 +131,13 @@ class FeedbackStore(LedgerConnection):
 
     # ── from products
 
-    def reporting(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> "Work":
+    def reporting(
+        self, owner: str, events: Sequence[Event], clock: Callable[[], float]
+    ) -> Callable[[Database], list[EventResult]]:
         """The work of keeping events of ``owner``, the id of a production key; its result is their outcomes."""
         return partial(_report, owner, events, clock, self.window_s)
 
-    def report(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> list[Outcome]:
+    def report(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> list[EventResult]:
         """Keep events; returns the outcome of each, in order, once they are on the disk."""
         return self._db.write(lambda db: _report(owner, events, clock, self.window_s, db))
 
@@ -236,6 +237,12 @@ def _withhold(session: LiveSession, db: Database) -> None:
     add_counts(db, {REDACTED: 1})
 
 
+def end_all_of(gateway: str, now: float, db: Database) -> int:
+    """A part of a transaction: end the sessions that a gateway left open, and return how many these were."""
+    sql = "UPDATE sessions SET ended_at = ? WHERE gateway = ? AND ended_at IS NULL RETURNING 1"
+    return len(db.execute(sql, now, gateway))
+
+
 def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
     session, versions = new.session, [int(one) for turn in new.turns for one in turn.versions]
     oldest, newest = min(versions, default=None), max(versions, default=None)
@@ -250,13 +257,14 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
         _match(db, "name = ?", (session.session_id,), session, None)
     else:
         sql = """
-            UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END, first_version = CASE WHEN first_version < ? THEN first_version
-                ELSE ? END, last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
+            UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END,
+                first_version = CASE WHEN first_version < ? THEN first_version ELSE ? END,
+                last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
             WHERE session_id = ? RETURNING 1
         """
         count = new.first + len(new.turns)
         if not db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id):
-            return  # it was deleted, or withheld
+            return  # it was forgotten meanwhile, and stays so
     for index, turn in enumerate(new.turns, new.first):
         record, shared = encode_turn(turn, new.earlier)
         sql = """
@@ -279,15 +287,15 @@ def _match(db: Database, where: str, values: tuple[str, ...], session: LiveSessi
 
 def _report(
     owner: str, events: Sequence[Event], clock: Callable[[], float], window_s: float, db: Database
-) -> list[Outcome]:
+) -> list[EventResult]:
     now = clock()  # behind the lock: no window that is over by it was closed later
     places = _places(db, owner, events)
     found = [places.get(event.completion or event.session) for event in events]
     outcomes = [outcome(place, now, window_s) for place in found]
-    waiting = sum(one is Outcome.UNKNOWN_SESSION for one in outcomes)
+    waiting = sum(one is EventResult.UNKNOWN_SESSION for one in outcomes)
     has_room = not waiting or _unmatched(db, owner) + waiting <= MAX_UNMATCHED
     rows = [
-        _signal_row(owner, event, place, now, late=result is Outcome.LATE)
+        _signal_row(owner, event, place, now, late=result is EventResult.LATE)
         for event, place, result in zip(events, found, outcomes, strict=True)
         if place is not None or has_room
     ]
@@ -296,17 +304,17 @@ def _report(
         if event.event_id in fresh:
             fresh.discard(event.event_id)  # the same id further on is a duplicate
         elif found[index] is not None or has_room:
-            outcomes[index] = Outcome.DUPLICATE
+            outcomes[index] = EventResult.DUPLICATE
     add_counts(db, Counter(outcomes))
     return outcomes
 
 
-def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, Place]:
+def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, MatchedSession]:
     """Name, id or completion, as events have it → its session."""
     events = tuple(events)
     sessions = {event.session for event in events if event.session}
     completions = {event.completion for event in events if event.completion}
-    places: dict[str, Place] = {}
+    places: dict[str, MatchedSession] = {}
     if sessions:
         # A product may use a name again: the newest is meant. An id is the session's own, or the gateway's of a name.
         sql = """
@@ -318,7 +326,9 @@ def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, Plac
             )
         """
         for name, session_id, ended_at, closed_at in db.execute(sql, _rows([[one] for one in sessions]), owner, owner):
-            places[name] = Place(session_id=session_id, turn=None, ended_at=ended_at, is_closed=closed_at is not None)
+            places[name] = MatchedSession(
+                session_id=session_id, turn=None, ended_at=ended_at, is_closed=closed_at is not None
+            )
     if completions:
         sql = """
             SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
@@ -328,7 +338,9 @@ def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, Plac
         for name, session_id, turn, ended_at, closed_at in db.execute(
             sql, _rows([[one] for one in completions]), owner
         ):
-            places[name] = Place(session_id=session_id, turn=turn, ended_at=ended_at, is_closed=closed_at is not None)
+            places[name] = MatchedSession(
+                session_id=session_id, turn=turn, ended_at=ended_at, is_closed=closed_at is not None
+            )
     return places
 
 
@@ -337,7 +349,7 @@ def _unmatched(db: Database, owner: str) -> int:
     return int(count)
 
 
-def _signal_row(owner: str, event: Event, place: Place | None, now: float, *, late: bool) -> list[object]:
+def _signal_row(owner: str, event: Event, place: MatchedSession | None, now: float, *, late: bool) -> list[object]:
     turn = event.turn if place is None or event.turn is not None else place.turn
     start, end = event.span or (None, None)
     return [

@@ -29,8 +29,8 @@ from etude.aio import gather_or_cancel
 from etude.clock import unix_s
 from etude.errors import CaptureError, EngineUnavailable, VersionPending
 from etude.gateway.api.calls import Answer, ApiError, Call, EventEncoder, FinishReason, Reply, new_id
-from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.capture.conversations import Conversation, Prompt, SessionFull
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import PRIORITIES, AdmissionQueue, TrafficClass
 from etude.gateway.routing.pool import CallOptions, EnginePool

@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -32,9 +32,10 @@ from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError, InfrastructureError, UserError
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, SessionStore
 from etude.gateway.http.admin_api import AdminApi
-from etude.gateway.http.app import Gateway, GatewayState, http_server
+from etude.gateway.http.app import Gateway, GatewayState, RouteTable, http_server
 from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.request_log import AccessLog
@@ -50,6 +51,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
 from etude.run.listener import run_listener
+from etude.run.live_sessions import open_live_sessions
 from etude.run.payload_store import open_payloads
 from etude.run.placement import fleet_of
 from etude.run.process_name import ENGINE, ProcessName
@@ -138,6 +140,9 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         access_log=folder.logs / f"{name}.access.jsonl" if config.gateway.access_log else None,
     )
     async with AsyncExitStack() as stack:
+        if config.feedback.window_s:
+            live = await stack.enter_async_context(open_live_sessions(folder, config.feedback, name))
+            spec = replace(spec, live=live.recorder, more_routes=live.routes)
         parts = await stack.enter_async_context(_connected(spec, config.gateway, folder.key(KeyRole.ENGINE)))
         events = stack.enter_context(open_events(folder, config, name, lossy=True))
         outages = stack.enter_context(
@@ -324,6 +329,10 @@ class GatewaySpec:
     sessions: SessionLimits = DEFAULT_LIMITS
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     access_log: Path | None = None
+    live: LiveRecorder | None = None
+    """Recorder of the sessions of users who consent; ``None``: none are recorded."""
+    more_routes: Callable[[GatewayState], RouteTable] = lambda state: {}
+    """Requests that it answers beside its own."""
 
 
 @final
@@ -369,8 +378,10 @@ async def open_gateway(
         log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
         if log is not None:
             stack.callback(log.close)
-        admin, service = AdminApi(state, key_file), CallService(sampler, max_length=spec.max_length)
-        gateway = Gateway(service, state, config, admin=admin.routes(), metrics=admin.metrics, access_log=log)
+        admin = AdminApi(state, key_file, spec.live)
+        service = CallService(sampler, max_length=spec.max_length, live=spec.live)
+        others = {**admin.routes(), **spec.more_routes(state)}
+        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log, live=spec.live)
         background: dict[str, Work] = {
             "engine polls": pool.watch,
             "session expiry": partial(_expire, state.auth, clock),

@@ -78,7 +78,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class AnswerPlace:
     """Place of an answer in its session."""
 
     first: int
@@ -87,7 +87,7 @@ class Placement:
     follows: int | None
     """Index of the turn whose reply its call continued; ``None``: none, or its prompt was no messages."""
     earlier: Turn | None
-    """That turn."""
+    """The turn of ``follows``."""
     message: str
     """The last message of the user behind that reply; empty for none."""
 
@@ -225,7 +225,7 @@ class Conversation:
             self._requests.setdefault(request_id, []).append(recorded)
         return answer
 
-    def placement(self, answer: Answer) -> Placement:
+    def placement(self, answer: Answer) -> AnswerPlace:
         """The place of a recorded answer. Raises ``KeyError`` for one that is not recorded."""
         recorded, node, message = self._answers[answer.answer_id], self._answers[answer.answer_id].end, ""
         while node is not None and node.turn is None:
@@ -233,7 +233,7 @@ class Conversation:
                 message = node.message.content
             node = node.parent
         follows = None if node is None else node.turn
-        return Placement(
+        return AnswerPlace(
             first=recorded.first_turn,
             turns=tuple(reply.turn for reply in answer.replies),
             follows=follows,

@@ -86,9 +86,7 @@ class Permission(StrEnum):
 
 ALLOWED: Mapping[Scope, frozenset[Permission]] = MappingProxyType(
     {
-        Scope.PRODUCTION: frozenset(
-            {Permission.SAMPLE, Permission.SESSIONS, Permission.REPORT, Permission.STATUS}
-        ),
+        Scope.PRODUCTION: frozenset({Permission.SAMPLE, Permission.SESSIONS, Permission.REPORT, Permission.STATUS}),
         Scope.FEEDBACK: frozenset({Permission.REPORT}),
         Scope.ROLLOUT: frozenset({Permission.SAMPLE}),
         Scope.ADMIN: frozenset({Permission.SESSIONS, Permission.KEYS, Permission.ENGINES, Permission.METRICS}),
@@ -303,8 +301,9 @@ class Keyring:
                 return None
         return entry.key
 
-    def charge_request(self, key: Key, now: float) -> float:
-        """Count a call as a request, for 0; where the budget is used up, count nothing and say the seconds to wait.
+    def charge_request(self, key: Key, now: float, requests: int = 1) -> float:
+        """Count a call as a request, or as several, for 0; where the budget is used up, count nothing and say the
+        seconds to wait.
 
         A call is let in while the key has any token left: how many it will take is not known before. What it took too
         much is missing afterwards.
@@ -314,7 +313,7 @@ class Keyring:
             return 0.0  # it was revoked while the call was being read
         delays_s = [0.0 if bucket is None else bucket.wait_s(1.0, now) for bucket in (entry.requests, entry.tokens)]
         if not any(delays_s) and entry.requests is not None:
-            entry.requests.level -= 1.0
+            entry.requests.level -= requests
         return max(delays_s)
 
     def spend(self, key: Key, tokens: int, now: float) -> None:
@@ -372,9 +371,9 @@ class Authenticator:
             raise ApiError(403, "forbidden", f"a key of scope {key.scope.value!r} may not do this")
         return key
 
-    def charge_request(self, key: Key, now: float) -> None:
-        """Count a request on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
-        wait_s = self.keyring.charge_request(key, now)
+    def charge_request(self, key: Key, now: float, requests: int = 1) -> None:
+        """Count requests on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
+        wait_s = self.keyring.charge_request(key, now, requests)
         if wait_s > 0:
             raise ApiError(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
 
