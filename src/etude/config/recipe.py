@@ -346,6 +346,11 @@ class RunConfig(Section):
                 f"live.groups_per_step = {live.groups_per_step}: a live session is a group of one, and {compares[0]} "
                 f"needs the other rollouts of a group"
             )
+        if self.loss.old_policy == "recomputed":
+            raise ValueError(
+                "loss.options.old_policy = 'recomputed' does not go with live sessions: after a rollback some are of "
+                "weights that the trainer no longer has; set loss.options.old_policy = 'engine'"
+            )
         return self
 
     @model_validator(mode="after")

@@ -60,7 +60,7 @@ class LiveAdmission(StrEnum):
     """Its group is there, and waits for its batch."""
     STALE = "stale"
     """Its group is there, dropped: no batch will have it."""
-    KNOWN = "known"
+    DUPLICATE = "duplicate"
     """It was offered before: nothing changed."""
 
 
@@ -112,7 +112,7 @@ def admit_live(
     session, observation = rollout.rollout_id, rollout.observation
     assert observation is not None, f"rollout {session} is of no live session"
     if rows.is_admitted(db, session):
-        return LiveAdmission.KNOWN
+        return LiveAdmission.DUPLICATE
     is_stale = rows.usable_groups(db, LIVE) >= kept_below
     state, index = GroupState.DROPPED if is_stale else GroupState.READY, rows.next_index(db, LIVE)
     rows.insert_group(db, LIVE, session, group._replace(group_index=index, state=state))

@@ -51,19 +51,17 @@ class Dispatcher:
         context: RolloutContext,
         events: EventLog,
         serving_version: Callable[[], int],
-        live: LiveConfig = NOT_LIVE,
     ) -> None:
         self._config = config
-        self._live = live
         self._ledger = ledger
         self._draw = draw
         self._context = context
         self._events = events
         self._serving_version = serving_version
 
-    async def train(self, steps: int) -> None:
-        """Fill the groups of ``steps`` optimiser steps; return when every one of them is complete."""
-        admission, version, loads = Admission(self._config, steps=steps, live=self._live), -1, 0
+    async def train(self, steps: int, live: LiveConfig = NOT_LIVE) -> None:
+        """Fill the groups of ``steps`` optimiser steps, but for users' sessions; return when all are complete."""
+        admission, version, loads = Admission(self._config, steps=steps, live=live), -1, 0
         async with self._runner(TRAIN, TRAIN_TEMPERATURE) as runner:
             look_s = -math.inf
             while (progress := self._ledger.progress()).complete < admission.groups_needed(loads):
