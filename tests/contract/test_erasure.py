@@ -54,7 +54,7 @@ def converse(store: FeedbackStore, session_id: str, user: str) -> Turn:
     kept = answer(session, message=f"{MARK} ({session_id})")
     turn = replace(kept.turns[0], prompt_ids=np.array(TOKENS, np.int32))
     store.keep(replace(kept, turns=(turn,)), "gateway", 1.0)
-    store.report(OWNER, [event(f"e-{session_id}", session_id)], lambda: 2.0)  # type: ignore[list-item]
+    store.report(OWNER, [event(f"e-{session_id}", session_id)], lambda: 2.0)
     store.end([session_id], 3.0)
     return turn
 
@@ -71,7 +71,7 @@ def offer(ledger: Ledger, session_id: str, user: str, turn: Turn) -> LiveAdmissi
         turns=(turn,),
         observation=observation,
     )
-    observed = ObservedSession(session_id=session_id, observation=observation, sampled_tokens=(2,))
+    observed = ObservedSession(session_id=session_id, observation=observation, ended_at=3.0, sampled_tokens=(2,))
     return ledger.admit_live(rollout, observed, version=1, kept_below=100)
 
 
@@ -106,7 +106,7 @@ def test_a_user_is_gone_from_everywhere_and_trained_versions_are_named(
     assert ledger.sessions_of_user(USER) == []
     assert [entry.action for entry in store.privacy.audit_log()] == ["delete", "deleted"]
     assert (
-        offer(ledger, "waiting", USER, converse(store, "again", USER)) is LiveAdmission.KNOWN
+        offer(ledger, "waiting", USER, converse(store, "again", USER)) is LiveAdmission.DUPLICATE
     )  # never trained on later
 
 

@@ -42,6 +42,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fleet": ("fleet", "Run on many machines: files for their clusters, status, drain."),
         "config": ("config", "Explain the keys of a recipe."),
         "judge": ("judge", "Try the model that grades aspects, and compare it with people."),
+        "feedback": ("feedback", "See and delete what is kept of a product's users."),
         "keys": ("keys", "Manage the keys of a gateway; print those of a run."),
         "weights": ("weights", "Look into a weight store, verify it, repair it, take versions out."),
         "tasks": ("tasks", "Make tasks of a repository, verify tasks, list them, export them."),

@@ -19,7 +19,7 @@ The turns of a batch, and its signals, are one JSON array that the database take
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -36,7 +36,7 @@ from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.ledger.turns import decode_turns
-from etude.types import JoinedSession, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
+from etude.types import JoinedSession, Json, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
 REDACTED = "session_redacted"
 """Count of sessions of which nothing is kept, since the model itself said what must not be."""
@@ -144,6 +144,12 @@ class FeedbackStore(LedgerConnection):
     def status(self, owner: str, name: str) -> "SessionStatus | None":
         """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""
         return self._db.read(partial(read_status, owner, name, self.window_s))
+
+    def sessions_of_user(self, user: str) -> list[dict[str, Json]]:
+        """All that is kept of a user, by pseudonym, for that person to read: each session with what was said in it by
+        the user, and the signals about it.
+        """
+        return self._db.read(partial(_sessions_of_user, user))
 
     # ── to learning
 
@@ -418,6 +424,21 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
     kinds = db.execute("SELECT kind, count(*) FROM signals WHERE session_id = ? GROUP BY kind", session.session_id)
     closes_at = None if session.ended_at is None else session.ended_at + window_s
     return SessionStatus(session=session, closes_at=closes_at, result=result, signals=dict(sorted(kinds)))
+
+
+def _sessions_of_user(user: str, db: Database) -> list[dict[str, Json]]:
+    sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE pseudonym = ? ORDER BY opened_at, session_id"
+    sessions = [_session(row) for row in db.execute(sql, user)]
+    ids = _rows([[session.session_id] for session in sessions])
+    turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
+    return [
+        {
+            **asdict(session),
+            "messages": [one.message for one in turns.get(session.session_id, ())],
+            "signals": [asdict(one) for one in signals.get(session.session_id, ())],
+        }
+        for session in sessions
+    ]
 
 
 def _closed(

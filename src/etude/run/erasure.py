@@ -1,15 +1,13 @@
 """Erasure: what is kept of live sessions goes, on request or after its time, from every place that has it.
 
-    request ─▶ ledger: rollout, observation, a group that no batch has ─▶ payloads: turns, routes ─▶ feedback store ─▶ scrubbed
+    request ─▶ ledger: rollout, observation, a group that no batch has ─▶ payloads ─▶ feedback store ─▶ scrubbed
 
 The order makes it safe to be killed at any point: the feedback store, which knows the request, forgets a session last.
 A session that a step is computing with stays until that step is committed; its request stays open.
 
-What is kept elsewhere, and how long: an open session in the memory of its gateway until it has been idle for a quarter of
-an hour, its keys and values in an engine's prefix cache until they are needed for others; exports are their owner's.
+What is kept elsewhere, and how long: an open session in the memory of its gateway until it has been idle for a quarter
+of an hour, its keys and values in an engine's prefix cache until they are needed for others; exports are their owner's.
 """
-
-from collections.abc import Iterable
 
 from etude.feedback.privacy import DeletionRequest
 from etude.feedback.store import FeedbackStore
@@ -42,12 +40,11 @@ def expire(store: FeedbackStore, ledger: Ledger, keep_s: float, now: float) -> i
 def _erase_all(request: DeletionRequest, store: FeedbackStore, ledger: Ledger, now: float) -> bool:
     """Erase the sessions of a request; true if none is left."""
     offered = ledger.sessions_of_user(request.user) if request.user else []
-    if all(
-        [_erase(session, request, store, ledger) for session in _each_once(offered, store.privacy.sessions_of(request))]
-    ):
+    sessions = dict.fromkeys([*offered, *store.privacy.sessions_of(request)])
+    left = [session for session in sessions if not _erase(session, request, store, ledger)]
+    if not left:
         store.privacy.finish(request, now)
-        return True
-    return False
+    return not left
 
 
 def _erase(session_id: str, request: DeletionRequest, store: FeedbackStore, ledger: Ledger) -> bool:
@@ -55,10 +52,6 @@ def _erase(session_id: str, request: DeletionRequest, store: FeedbackStore, ledg
     if not erased.is_busy:
         store.privacy.session_is_gone(request, session_id, erased.step)
     return not erased.is_busy
-
-
-def _each_once(*sessions: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(session for some in sessions for session in some))
 
 
 def _scrub(store: FeedbackStore, ledger: Ledger) -> None:
