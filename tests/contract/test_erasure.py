@@ -51,9 +51,9 @@ def ledger(places: tuple[str, str], payloads: Payloads) -> Iterator[Ledger]:
 def converse(store: FeedbackStore, session_id: str, user: str) -> Turn:
     """A session of a user with one turn, and a signal about it."""
     session = replace(live_session(session_id, opened_at=1.0), user=user)
-    kept = answer(session, message=f"{MARK} ({session_id})")
-    turn = replace(kept.turns[0], prompt_ids=np.array(TOKENS, np.int32))
-    store.keep(replace(kept, turns=(turn,)), "gateway", 1.0)
+    reply = answer(session, message=f"{MARK} ({session_id})")
+    turn = replace(reply.turns[0], prompt_ids=np.array(TOKENS, np.int32))
+    store.keep(replace(reply, turns=(turn,)), "gateway", 1.0)
     store.report(OWNER, [event(f"e-{session_id}", session_id)], lambda: 2.0)
     store.end([session_id], 3.0)
     return turn

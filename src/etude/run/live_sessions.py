@@ -163,7 +163,7 @@ class FeedbackRoutes:
 
 
 async def _in_reach(answer: Coroutine[None, None, T]) -> T:
-    """What the store answers. Raises :class:`~etude.gateway.api.calls.ApiError` where it is out of reach."""
+    """Answer of the store. Raises :class:`~etude.gateway.api.calls.ApiError` where it is out of reach."""
     try:
         return await answer
     except (TimeoutError, InfrastructureError) as error:

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from live_sessions import live_session, live_turn
 
 from etude.feedback.redaction import Redaction, emails, secrets
 from etude.tokens.chat import ChatTemplate, read_tokenizer
 from etude.tokens.vocabulary import Spelling
 from etude.types import LiveAnswer, Turn
+from live_sessions import live_session, live_turn
 
 TEMPLATE = ChatTemplate.train(["the quick brown fox ü"] * 20, vocab_size=300)
 FILLER = TEMPLATE.encode("x")[0]
@@ -20,7 +20,7 @@ def redaction(tmp_path_factory: pytest.TempPathFactory) -> Redaction:
     return Redaction([secrets, emails], Spelling(read_tokenizer(folder)), FILLER)
 
 
-def kept(
+def redacted(
     redaction: Redaction, prompt: str, reply: str, *, earlier: Turn | None = None, message: str = ""
 ) -> LiveAnswer | None:
     before = [] if earlier is None else [*earlier.prompt_ids.tolist(), *earlier.completion_ids.tolist()]
@@ -52,7 +52,7 @@ def test_a_secret_in_a_prompt_becomes_filler_and_everything_else_stays_where_it_
     redaction: Redaction, secret: str
 ) -> None:
     prompt = f"the fox ü {secret} says ü"
-    answer = kept(redaction, prompt, "brown", message=f"mail {secret} now")
+    answer = redacted(redaction, prompt, "brown", message=f"mail {secret} now")
     assert answer is not None
     (turn,), original = answer.turns, TEMPLATE.encode(prompt)
     assert len(turn.prompt_ids) == len(original)
@@ -64,17 +64,17 @@ def test_a_secret_in_a_prompt_becomes_filler_and_everything_else_stays_where_it_
 
 
 def test_what_has_no_secret_is_kept_as_it_is(redaction: Redaction) -> None:
-    answer = kept(redaction, "the quick ü", "brown fox", message="hi")
+    answer = redacted(redaction, "the quick ü", "brown fox", message="hi")
     assert answer is not None
     assert np.array_equal(answer.turns[0].prompt_ids, TEMPLATE.encode("the quick ü"))
 
 
 def test_nothing_is_kept_where_the_model_says_a_secret(redaction: Redaction) -> None:
-    assert kept(redaction, "the quick", "write to a.b@example.org") is None
+    assert redacted(redaction, "the quick", "write to a.b@example.org") is None
 
 
 def test_what_an_earlier_turn_has_is_not_looked_at_again(redaction: Redaction) -> None:
     earlier = live_turn(TEMPLATE.encode("mail a.b@example.org"), TEMPLATE.encode("done"))
-    answer = kept(redaction, " and then", "brown", earlier=earlier)
+    answer = redacted(redaction, " and then", "brown", earlier=earlier)
     assert answer is not None
     assert answer.turns[0].continues(earlier)
