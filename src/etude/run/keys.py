@@ -1,6 +1,7 @@
 """The secrets of a run: one run key, from which each role's key is derived.
 
     run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
+                                                 ├─▶ product   serves users, and reports what they say
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
                                                  ├─▶ directory signs where processes listen
                                                  └─▶ users     makes pseudonyms of a product's users
@@ -36,10 +37,14 @@ class KeyRole(StrEnum):
 
     ENGINE = "engine"
     """Calls to the run's engines."""
+    PRODUCT = "product"
+    """Calls and signals of the product whose users are served."""
     ADMIN = "admin"
     """Sessions and the administration of the run's gateways."""
     DIRECTORY = "directory"
     """Signatures of the entries that say where processes listen."""
+    ROUTING = "routing"
+    """Signatures of routing tables."""
     USERS = "users"
     """Pseudonyms of a product's users."""
 

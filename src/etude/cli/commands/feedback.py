@@ -16,13 +16,17 @@ from etude.cli.options import group
 from etude.clock import unix_s
 from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
-from etude.errors import UserError
+from etude.errors import ConfigError, UserError
 from etude.feedback.privacy import AuditEntry, DeletionRequest
 from etude.feedback.store import FeedbackStore
+from etude.releases.store import ReleaseStore
 from etude.run.erasure import carry_out
 from etude.run.folder import RunFolder
 from etude.run.keys import PSEUDONYM_DIGITS, KeyRole, pseudonym
 from etude.run.payload_store import open_ledger
+from etude.run.process_name import FEEDBACK
+from etude.run.processes import run_process
+from etude.run.working_folder import open_run_folder
 
 COMMAND = "etude feedback"
 """Its name in the audit log."""
@@ -30,6 +34,19 @@ Run: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="The run fol
 User: TypeAlias = Annotated[str, typer.Option(metavar="NAME", help="A user, as the product says, or the pseudonym.")]
 
 app = group()
+
+
+@app.callback(invoke_without_command=True)
+def process(
+    context: typer.Context,
+    *,
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose feedback process this is.")] = "",
+) -> None:
+    """See and delete what is kept of a product's users."""
+    if context.invoked_subcommand is None:
+        if not run:
+            raise ConfigError("etude feedback needs a command, such as `etude feedback status RUN`, or --run RUN")
+        run_process(FEEDBACK, open_run_folder(run))
 
 
 @app.command()
@@ -56,10 +73,10 @@ def delete(
     if bool(user) == bool(session):
         raise UserError("etude feedback delete: say either --user NAME or --session ID")
     folder = RunFolder.open(run)
-    with _store(folder) as store, open_ledger(folder) as ledger:
+    with _store(folder) as store, open_ledger(folder) as ledger, open_releases(folder) as releases:
         user = _pseudonym(folder, user)
         request = store.privacy.request_deletion(user=user, session_id=session, actor=COMMAND, now=unix_s())
-        carry_out(store, ledger, unix_s())
+        carry_out(store, ledger, releases, unix_s())
         request = next(one for one in store.privacy.requests() if one.request_id == request.request_id)
     console().print(_request_table([request]))
     if request.done_at is None:
@@ -96,6 +113,11 @@ def _store(folder: RunFolder) -> FeedbackStore:
     if not window_s:
         raise UserError(f"{folder.path} records no sessions of users: its recipe has no feedback.window_s")
     return FeedbackStore.open(folder.feedback, window_s=window_s)
+
+
+def open_releases(folder: RunFolder) -> ReleaseStore:
+    """The releases of a run, whose tests count its sessions."""
+    return ReleaseStore.open(folder.ledger, folder.config().ledger)
 
 
 def _pseudonym(folder: RunFolder, user: str) -> str:

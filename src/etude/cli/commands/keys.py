@@ -78,7 +78,10 @@ def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or th
 @app.command()
 def derive(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    role: Annotated[Literal["engine", "admin"], typer.Argument(help="Calls to its engines; or administration.")],
+    role: Annotated[
+        Literal["engine", "product", "admin"],
+        typer.Argument(help="Calls to its engines; calls and signals of its product; administration."),
+    ],
 ) -> None:
     """Print a key of a run: what its engines want, or what its gateways are administered with."""
     print(RunFolder.open(run, writes=False).key(KeyRole(role)))

@@ -20,7 +20,7 @@ def observed_session(joined: JoinedSession, config: SignalReward) -> ObservedSes
     """The session as models look back on it, once its window is over; its reward is still to come."""
     session = joined.session
     observation = Observation(
-        user=session.user,
+        user=session.user or session.session_id,  # who is nobody is nobody else's user
         day=int(session.opened_at // DAY_S),
         template=session.template,
         arm=session.arm,

@@ -40,40 +40,44 @@ class ScoredSession:
 class LiveScorer:
     """Scores live sessions in the order in which they ended, and learns from each who answers, and what.
 
-    The models are fitted again when an eighth more sessions are there. One that they have seen is estimated by those of
-    its fold, which have not; its user's record is that of earlier sessions.
+    The models are fitted again when an eighth of the sessions is new to them. One that they have seen is estimated by
+    those of its fold, which have not, and by what its user answered before. To score a session again changes nothing
+    until it is learnt from, as where it could not be written down.
     """
 
     def __init__(self, config: SignalReward, earlier: Iterable[ObservedSession] = ()) -> None:
         self._config = config
         self._estimated = [part for part in config.parts if part.missing == "estimate"]
-        self._sessions: deque[ObservedSession] = deque(maxlen=max(1, config.history))
+        self._sessions: deque[ObservedSession] = deque(maxlen=config.history)
         self._records: defaultdict[tuple[str, str], UserRecord] = defaultdict(UserRecord)
         self._models: Mapping[str, PartModels] = {}
         self._unfitted = 0
-        for session in earlier:
-            self._learn(session)
+        self.learn(earlier)
+
+    @property
+    def sessions(self) -> Sequence[ObservedSession]:
+        """The sessions that were learnt from, as many as models may learn from."""
+        return tuple(self._sessions)
 
     def score(self, sessions: Sequence[ObservedSession]) -> list[ScoredSession]:
         """The worth of some sessions, the next that ended."""
-        self._sessions.extend(sessions)
-        self._unfitted += len(sessions)
-        if not self._models or REFITS * self._unfitted >= len(self._sessions):
-            self._models, self._unfitted = fit_answers(self._sessions, self._config), 0
-        return [self._score(session) for session in sessions]
+        everything = [*self._sessions, *sessions]
+        if not self._models or REFITS * (self._unfitted + len(sessions)) >= len(everything):
+            self._models, self._unfitted = fit_answers(everything, self._config), -len(sessions)
+        return [
+            scored_session(
+                session, {part.name: self._values(part, session) for part in self._config.parts}, self._config
+            )
+            for session in sessions
+        ]
 
-    def _learn(self, session: ObservedSession) -> None:
-        self._sessions.append(session)
-        self._remember(session)
-
-    def _remember(self, session: ObservedSession) -> None:
-        for part in self._estimated:
-            self._records[part.name, session.observation.user].add(session.answers.get(part.name, ()))
-
-    def _score(self, session: ObservedSession) -> ScoredSession:
-        estimates = {part.name: self._values(part, session) for part in self._config.parts}
-        self._remember(session)
-        return scored_session(session, estimates, self._config)
+    def learn(self, sessions: Iterable[ObservedSession]) -> None:
+        """Let some sessions, once they are written down, count for those that come."""
+        for session in sessions:
+            self._sessions.append(session)
+            self._unfitted += 1
+            for part in self._estimated:
+                self._records[part.name, session.observation.user].add(session.answers[part.name])
 
     def _values(self, part: SignalPart, session: ObservedSession) -> PartEstimate:
         if part.name in self._models:

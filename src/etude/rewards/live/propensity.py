@@ -141,7 +141,7 @@ def _fit_part(part: SignalPart, sessions: Sequence[ObservedSession], folds: int)
         fold_of(session.observation.user, folds) for session in sessions for _ in session.answers[part.name]
     ])  # fmt: skip
     models = [_fit_fold(rows_ND[fold_N != fold], answers_N[fold_N != fold], features) for fold in range(folds)]
-    return PartModels(part=part, features=features, folds=models, records=records)
+    return PartModels(part=part, features=features, folds=models)
 
 
 def _rows(
