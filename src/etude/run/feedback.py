@@ -22,9 +22,11 @@ from etude.errors import UserError
 from etude.feedback.follow_up import FollowUpRule
 from etude.feedback.joiner import Joiner, KeptAlone
 from etude.feedback.store import FeedbackStore
+from etude.ledger.ledger import Ledger
 from etude.protocols import JoinedSessions
 from etude.releases.store import ReleaseStore
 from etude.rewards.live.formula import ScoredSession
+from etude.run.erasure import carry_out, expire
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.live_rewards import LiveRewards
@@ -33,6 +35,9 @@ from etude.run.process_name import FEEDBACK
 from etude.run.serving import run_until_signal, tell_person
 from etude.types import JoinedSession
 
+DAY_S = 86_400.0
+RIGHTS_S = 5.0
+"""Pause between two looks for requests for deletion, and for sessions whose time is over."""
 POLL_S = 0.2
 """Pause between two looks for windows that are over."""
 REWARD = "reward"
@@ -50,11 +55,11 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
     with ExitStack() as stack:
         store = stack.enter_context(closing(FeedbackStore.open(folder.feedback, window_s=feedback.window_s)))
+        ledger = stack.enter_context(closing(open_ledger(folder)))
+        releases = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
         sink: JoinedSessions = KeptAlone()
         if config.live.groups_per_step:
             events = stack.enter_context(open_events(folder, config, FEEDBACK, lossy=True))
-            ledger = stack.enter_context(closing(open_ledger(folder)))
-            releases = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
 
             def count(joined: JoinedSession, scored: ScoredSession) -> None:
                 session = joined.session
@@ -64,11 +69,22 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
 
             sink = LiveRewards(config, ledger, events, count)
         rule = cast("FollowUpRule", FOLLOW_UPS.make(feedback.follow_up)) if feedback.follow_up else None
-        joiner = Joiner(store, sink, rule)
+        joiner, due_s = Joiner(store, sink, rule), 0.0
         tell_person(f"feedback of {folder.path}: a session is learnt from {feedback.window_s:g} s after its end")
         while True:
+            if unix_s() >= due_s:
+                keep_records(store, ledger, releases, feedback.keep_days)
+                due_s = unix_s() + RIGHTS_S
             if not joiner.step(unix_s()):  # this process does nothing else, and SQLite stays with its thread
                 await asyncio.sleep(POLL_S)
+
+
+def keep_records(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, keep_days: float) -> None:
+    """Finish requests for deletion that had to wait for a step, and forget the sessions whose time is over."""
+    for request in carry_out(store, ledger, releases, unix_s()):
+        tell_person(f"deletion request {request.request_id} is done: {request.sessions} sessions are gone")
+    while keep_days and expire(store, ledger, releases, keep_days * DAY_S, unix_s()):
+        pass
 
 
 def metrics_of(joined: JoinedSession, scored: ScoredSession) -> dict[str, float]:
