@@ -1,9 +1,9 @@
 """The proof of docs/control.md for two classes: simulated groups, users' sessions, loads of the trainer, a real ledger.
 
-Whatever can happen next happens in any order: admitting, sampling, grading, sessions that begin, go on under new weights
-and are offered late, twice or by a process whose counts are old; training, loading weights in place of a batch,
-publishing, releasing. No trained token may be more than O updates old, every step must be reached, and each way in which
-the rule could be slightly wrong must be noticed.
+Whatever can happen next happens in any order: admitting, sampling, grading, sessions that begin, go on under new
+weights and are offered late, twice or by a process whose counts are old; training, loading weights in place of a batch,
+publishing, releasing. No trained token may be more than O updates old, every step must be reached, and each way in
+which the rule could be slightly wrong must be noticed.
 """
 
 from collections.abc import Callable, Iterator
