@@ -60,7 +60,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 @pytest.fixture
 def events(tmp_path: Path) -> Iterator[EventLog]:
-    with EventLog.open(tmp_path / "events", "feedback") as log:
+    with EventLog(tmp_path, "feedback") as log:
         yield log
 
 
@@ -78,8 +78,9 @@ def test_what_users_said_becomes_advantages_of_the_turns_that_they_said_it_of(le
     groups = ledger.claim_batch(1, 0, 3)
     assert groups is not None
     a, b, c = (group.rollouts[0] for group in groups)
-    assert (a.reward, b.reward, b.turn_rewards) == (1.0, -1.0, (0.0, -2.0))
-    assert c.reward is not None and -1 < c.reward < 1 and c.reward_parts["answered"] == 0.0
+    assert a.reward is not None and b.reward is not None and c.reward is not None
+    assert a.reward >= 1 > c.reward > -1 >= b.reward, "an answer stands for silent ones, too"
+    assert (b.turn_rewards, c.reward_parts["answered"]) == ((0.0, -2.0), 0.0)
     assert a.observation is not None and (a.observation.day, a.observation.prompt_tokens) == (1, 3)
     batch = batch_of(1, groups, {}, CONFIG)
     by_turn = {one.rollout_id: one.advantages[one.loss_mask] for one in batch.trajectories}
@@ -130,4 +131,4 @@ def test_a_capped_user_weighs_less(ledger: Ledger, events: EventLog) -> None:
     sink = LiveRewards(CONFIG, ledger, events)
     sink.take([joined(f"{number}", "one" if number < 4 else f"u{number}") for number in range(6)])
     weights = [group.weight for group in ledger.groups(LIVE)]
-    assert weights[0] < 1.0 == weights[5]
+    assert weights[0] < 0.5 and weights[5] == pytest.approx(1.0)
