@@ -44,12 +44,12 @@ def joined(
         session_id=name, owner="key", name="", user=user, template="chat", region="", consent=True, opened_at=86_400.0,
         ended_at=86_460.0, arm="live", first_version=0, last_version=0, turns=2,
     )  # fmt: skip
-    said = tuple(
+    heard = tuple(
         Signal(event_id=f"{name}.{number}", session_id=name, kind=kind, value=value, turn=about, span=None, user=user,
                sent_at=0.0, received_at=float(number))
         for number, (kind, value, about) in enumerate(signals)
     )  # fmt: skip
-    return JoinedSession(session=session, turns=turns, messages=("", ""), follows=(None, None), signals=said)
+    return JoinedSession(session=session, turns=turns, messages=("", ""), follows=(None, None), signals=heard)
 
 
 @pytest.fixture

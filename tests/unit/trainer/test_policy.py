@@ -331,7 +331,7 @@ def live_session(model: Decoder, name: int, ids: list[int], sampled: int, reward
 @pytest.mark.parametrize("kl_coef", [0.0, 0.5])
 def test_every_loss_learns_from_groups_of_one_held_to_a_reference_or_not(kind: str, kl_coef: float) -> None:
     """A session's advantage comes from the others; what was liked gets likelier."""
-    options = {"aggregation_options": {"sequence_tokens": 4}} if kind == "dr_grpo" else {}
+    options: dict[str, object] = {"aggregation_options": {"sequence_tokens": 4}} if kind == "dr_grpo" else {}
     options |= {"options": {"clip_low": 0.9, "clip_high": 0.9}} if kind == "gspo" else {}
     loss = LossConfig.model_validate({"kind": kind, "baseline": "mean", "kl_coef": kl_coef, **options})
     trainer = make_trainer(loss=loss)
