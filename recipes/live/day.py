@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from live_run import LiveRun
+from measure import ReleaseMove, day_figures, over_seeds, read_truth
+
 from etude.clock import date_utc
 from etude.config.loading import load_recipe
 from etude.run.machine_info import describe_machine, source_commit
-from live_run import LiveRun
-from measure import ReleaseMove, day_figures, over_seeds, read_truth
 
 HERE = Path(__file__).parent
 KEPT = 'name="kept", signal="kept", weight=1.0, range=[0.0, 1.0]'

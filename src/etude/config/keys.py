@@ -128,13 +128,13 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
         for bound, phrase in BOUNDS.items()
         if (limit := getattr(constraint, bound, None)) is not None
     ]
-    kind = _names(field.metadata) or _type(field.annotation)
+    kind = _registered(field.metadata) or _type(field.annotation)
     takes = ", ".join([kind, *bounds])
     default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
     return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
 
 
-def _names(rules: Iterable[object]) -> str | None:
+def _registered(rules: Iterable[object]) -> str | None:
     """The names of a key that takes any of a registry, in words; ``None`` for any other key."""
     names = next((rule.func for rule in rules if isinstance(getattr(rule, "func", None), Registry)), None)
     return None if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
@@ -146,7 +146,7 @@ def _type(annotation: Any) -> str:
         return "any value"
     if get_origin(annotation) is Annotated:
         plain, *rules = get_args(annotation)
-        names = _names(rules)
+        names = _registered(rules)
         return _type(plain) if names is None else names
     if annotation in SCALARS:
         return SCALARS[annotation]
