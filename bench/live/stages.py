@@ -1,6 +1,6 @@
 """The way of a signal to users, stage by stage, read from a live run: in seconds, and in training steps.
 
-    received ─window─▶ joined ─batch full─▶ claimed ─▶ trained ─▶ candidate ─gate─▶ gated ─users─▶ canary ─test─▶ released
+    received ─window─▶ joined ─batch─▶ claimed ─▶ trained ─▶ candidate ─gate─▶ gated ─▶ canary ─test─▶ released
 
 Of each signal the version is found that learnt it first and was released. ``steps`` is how many optimiser steps the
 trainer took from the moment of the signal to that version. Sessions that were stale, quarantined or not yet learnt from
@@ -91,7 +91,7 @@ def _journeys(folder: RunFolder) -> tuple[list[Journey], Counter[str]]:
             "joined": taken_s,
             "claimed": trained_s[step][0],
             "trained": published_s[live],
-            **{state: moved[live][state] for state in ("candidate", "gated", "canary", "released") if state in moved[live]},
+            **{state: at for state, at in moved[live].items() if state in STAGES},
         }
         journeys.append(Journey(steps=live - before, seconds=_between(received_s, at_s)))
     return journeys, others
