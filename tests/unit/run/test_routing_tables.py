@@ -22,11 +22,11 @@ def test_the_newest_table_is_followed_and_of_two_writers_one_wins() -> None:
     for generation in range(2, 30):
         assert mine.write(table(generation))
     assert theirs.newest() == table(29)
-    found = [theirs.after(table(1)) for _ in range(LIST_LOOKS)]
-    assert table(29) in found, "a reader who slept finds the newest although the next number is gone"
+    looks = [theirs.after(table(1)) for _ in range(LIST_LOOKS)]
+    assert table(29) in looks, "a reader who slept finds the newest although the next number is gone"
 
 
-def test_a_table_without_the_key_of_the_run_routes_nobody() -> None:
+def test_a_table_without_the_key_of_the_run_routes_no_user() -> None:
     store = ObjectStore("memory://")
     tables, forger = RoutingTables(store, "key"), RoutingTables(store, "guess")
     tables.write(table(1))
