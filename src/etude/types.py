@@ -763,6 +763,26 @@ class LiveSession:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveAnswer:
+    """The answer to one call of a live session: all that is kept of it."""
+
+    session: LiveSession
+    """Its session, as it was when it was opened."""
+    first: int
+    """Index of the first of its turns in the session."""
+    turns: tuple[Turn, ...]
+    """The replies, more than one with ``n`` > 1; their prompts are the same."""
+    completion: str
+    """Id of the answer, without the prefix of its API."""
+    follows: int | None
+    """Index of the turn whose reply the call continued; ``None``: none."""
+    earlier: Turn | None
+    """The turn of ``follows``."""
+    message: str
+    """The user's message that came with the call; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedSession:
     """A live session whose window is over, with all that was said about it in time."""
 

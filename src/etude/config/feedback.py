@@ -1,15 +1,30 @@
 """``[feedback]``: what users say about live sessions, and what a session is worth by it."""
 
 from math import isfinite
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from etude.config.plugins import Registry
 from etude.config.section import Section
 from etude.types import SignalKind
 
+REDACTORS = Registry(
+    "feedback.redactors",
+    "redactor",
+    {name: f"etude.feedback.redaction:{name}" for name in ("secrets", "emails")},
+)
+"""Redactors by name: each is a :data:`~etude.feedback.redaction.Redactor`."""
 ONLY_WHEN_IT_HAPPENS = (SignalKind.REVERTED, SignalKind.ABANDONED)
 """Kinds that say one thing alone, so that where they say nothing no model can learn what they would have said."""
+
+
+FOLLOW_UPS = Registry("feedback.follow_up", "rule", {"words": "etude.feedback.follow_up:WordRule"})
+"""Rules of follow-up messages by name: each is a :class:`~etude.feedback.follow_up.FollowUpRule`."""
+
+
+def _follow_up(name: str) -> str:
+    return name and FOLLOW_UPS(name)
 
 
 class SignalPart(Section):
@@ -114,8 +129,31 @@ class PoisoningLimits(Section):
 class FeedbackConfig(Section):
     """``[feedback]``: what users say about live sessions."""
 
+    window_s: float = Field(default=0.0, ge=0)
+    """Seconds after the end of a session in which signals about it count; then it is joined with them. 0: no session is
+    recorded, whatever its calls say of consent.
+    """
+    follow_up: Annotated[str, AfterValidator(_follow_up)] = "words"
+    """Judgement of a user's next message, dissatisfied with the reply or not, where no client says: ``words``, a rule
+    of negation, retry and thanks in English; empty, none; or a class of your own.
+    """
+    redactors: tuple[Annotated[str, AfterValidator(REDACTORS)], ...] = ("secrets",)
+    """Finders of what must not be kept: ``secrets`` and ``emails``, by their form, or functions of your own, from a
+    text to the spans of characters. What users and tools said is kept with fillers in place of that; of a session in
+    which the model says such a thing nothing is.
+    """
+    regions: tuple[str, ...] = ()
+    """Regions whose users' sessions are recorded, as the product names them; empty: all, and those that name none."""
+    keep_days: float = Field(default=0.0, ge=0)
+    """Days for which sessions and signals are kept after they ended, trained on or not; 0: until somebody asks."""
     poisoning: PoisoningLimits = PoisoningLimits()
-    """Limits of what one user can do to it."""
-
+    """Limits of what one user can do to what is learnt."""
     reward: SignalReward = SignalReward()
     """Its worth."""
+
+    @model_validator(mode="after")
+    def _recorded(self) -> Self:
+        if not self.window_s:
+            idle = ("follow_up", "redactors", "regions", "keep_days")
+            self.refuse_idle("feedback", idle, "with feedback.window_s = 0, as no session is recorded")
+        return self

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue, PlainValidator
 from pydantic.fields import FieldInfo
@@ -128,17 +128,25 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
         for bound, phrase in BOUNDS.items()
         if (limit := getattr(constraint, bound, None)) is not None
     ]
-    names = next((rule.func for rule in field.metadata if isinstance(getattr(rule, "func", None), Registry)), None)
-    kind = _type(field.annotation) if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
+    kind = _named(field.metadata) or _type(field.annotation)
     takes = ", ".join([kind, *bounds])
     default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
     return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
+
+
+def _named(rules: Iterable[object]) -> str:
+    """The names that a key takes, in words; empty where it takes others than names."""
+    names = next((func for func in (getattr(rule, "func", None) for rule in rules) if isinstance(func, Registry)), None)
+    return "" if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
 
 
 def _type(annotation: Any) -> str:
     """A type in words that a writer of TOML knows."""
     if annotation is JsonValue:
         return "any value"
+    if get_origin(annotation) is Annotated:
+        inner, *rules = get_args(annotation)
+        return _named(rules) or _type(inner)
     if annotation in SCALARS:
         return SCALARS[annotation]
     kind, inner = get_origin(annotation), get_args(annotation)

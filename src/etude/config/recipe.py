@@ -18,6 +18,7 @@ from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
+from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.config.section import Section
@@ -160,6 +161,8 @@ class RunConfig(Section):
     """Signals of users."""
     live: LiveConfig = LiveConfig()
     """Learning from them."""
+    release: ReleaseConfig = ReleaseConfig()
+    """The way of a version to users."""
 
     @model_validator(mode="before")
     @classmethod

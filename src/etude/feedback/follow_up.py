@@ -6,7 +6,8 @@
 
 Owns the rule, which is versioned by its name: a run keeps the one that it began with. A judge of your own takes its
 place by ``feedback.follow_up = "module:Name"``, a class that is called without arguments and is a
-:class:`FollowUpRule`. It is asked once for each follow-up, in the process ``feedback``, when a session's window is over.
+:class:`FollowUpRule`. It is asked once for each follow-up, in the process ``feedback``, when the window of a session is
+over.
 """
 
 import re
@@ -25,8 +26,10 @@ DISSATISFIED = re.compile(
     | (?:try|do)\s+(?:it\s+|that\s+)?(?:again|over)\b
     | (?:please\s+)?(?:redo|retry|fix\s+(?:it|this|that|your))\b
     )
-    | \b(?:that|this|it|you)(?:['’]s|\s+is|['’]re|\s+are)\s+(?:still\s+)?(?:wrong|incorrect|broken|not\s+(?:right|correct|what))\b
-    | \b(?:that|this|it)\s+(?:(?:does|did|do)(?:n['’]t|\s+not)|(?:is|was)n['’]t)\s+(?:work|compile|run|help|right|correct|what)\b
+    | \b(?:that|this|it|you)(?:['’]s|\s+is|['’]re|\s+are)\s+(?:still\s+)?
+      (?:wrong|incorrect|broken|not\s+(?:right|correct|what))\b
+    | \b(?:that|this|it)\s+(?:(?:does|did|do)(?:n['’]t|\s+not)|(?:is|was)n['’]t)\s+
+      (?:work|compile|run|help|right|correct|what)\b
     | \bnot\s+what\s+i\s+(?:asked|wanted|meant|said)\b
     | \bi\s+(?:said|asked\s+(?:you\s+)?(?:for|to)|told\s+you|already\s+(?:said|asked|told))\b
     | \b(?:you\s+(?:broke|ignored|missed|forgot|didn['’]t)|makes?\s+no\s+sense|undo\s+(?:that|this|it))\b
@@ -52,8 +55,8 @@ class FollowUpRule(Protocol):
         ...
 
     def judge(self, reply: Turn, message: str) -> float | None:
-        """1 for a user who is dissatisfied with ``reply``, 0 for one who is satisfied, between for doubt; ``None`` where
-        the message does not tell.
+        """1 for a user who is dissatisfied with ``reply``, 0 for one who is satisfied, between for doubt; ``None``
+        where the message does not tell.
         """
         ...
 

@@ -26,7 +26,7 @@ MAX_SIGNALS = 4096
 """Signals of one session that count, the earliest; a session of 4,096 turns has one for each."""
 
 
-class Outcome(StrEnum):
+class EventResult(StrEnum):
     """Result of one event, as its sender is told."""
 
     ACCEPTED = "accepted"
@@ -45,7 +45,7 @@ UNMATCHED, EXCESS = "unmatched", "excess"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MatchedSession:
     """The session that an event names."""
 
     session_id: str
@@ -69,11 +69,13 @@ class LiveTurn:
     """The user's message that came with its call; empty for none."""
 
 
-def outcome(place: Place | None, received_at: float, window_s: float) -> Outcome:
+def outcome(place: MatchedSession | None, received_at: float, window_s: float) -> EventResult:
     """The outcome of a new event that is received now."""
     if place is None:
-        return Outcome.UNKNOWN_SESSION
-    return Outcome.LATE if place.is_closed or is_late(place.ended_at, received_at, window_s) else Outcome.ACCEPTED
+        return EventResult.UNKNOWN_SESSION
+    return (
+        EventResult.LATE if place.is_closed or is_late(place.ended_at, received_at, window_s) else EventResult.ACCEPTED
+    )
 
 
 def is_late(ended_at: float | None, received_at: float, window_s: float) -> bool:
@@ -97,7 +99,7 @@ def join(
     in_time: list[Signal] = []
     for signal in _first_of_each(signals):
         if is_late(session.ended_at, signal.received_at, window_s):
-            left_out[Outcome.LATE] += 1
+            left_out[EventResult.LATE] += 1
         elif signal.turn is not None and signal.turn >= len(turns):
             left_out[UNMATCHED] += 1
         else:

@@ -146,7 +146,7 @@ def _values(body: bytes) -> list[Json]:
         value: Json = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         lines = [line for line in body.splitlines() if line.strip()]
-        if len(lines) < 2:  # noqa: PLR2004 - one line is not JSON lines
+        if len(lines) < 2:
             raise NoReport(f"the body is not JSON: {error.msg} at {error.pos}") from error
         return [_line(line, number) for number, line in enumerate(lines, 1)]
     return value if isinstance(value, list) else [value]
@@ -200,7 +200,9 @@ def _name(fields: dict[str, Json], field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ValueError(f"{field}={_quote(value)}: expected 1 to 128 letters, digits, dots, colons, hyphens, underscores")
+        raise ValueError(
+            f"{field}={_quote(value)}: expected 1 to 128 letters, digits, dots, colons, hyphens, underscores"
+        )
     return value
 
 

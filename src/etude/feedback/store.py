@@ -19,7 +19,7 @@ The turns of a batch, and its signals, are one JSON array that the database take
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -27,7 +27,8 @@ from typing import Self
 import orjson
 
 from etude.feedback.follow_up import FollowUpRule
-from etude.feedback.join import UNMATCHED, LiveTurn, Outcome, Place, join, outcome
+from etude.feedback.join import UNMATCHED, EventResult, LiveTurn, MatchedSession, join, outcome
+from etude.feedback.privacy import PrivacyRecords, forget_sessions
 from etude.feedback.schema import FEEDBACK
 from etude.feedback.signals import Event
 from etude.feedback.turns import decode_records, encode_turn
@@ -35,40 +36,23 @@ from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.ledger.turns import decode_turns
-from etude.types import JoinedSession, LiveSession, PayloadRef, Signal, SignalKind, Turn
+from etude.types import JoinedSession, Json, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
+REDACTED = "session_redacted"
+"""Count of sessions of which nothing is kept, since the model itself said what must not be."""
 MAX_UNMATCHED = 10_000
 """Signals of one product that may wait for their sessions; beyond, those without a session are not kept."""
 RETRY_TIMEOUT_S = 60.0
 """Longest time for which the database is tried again, as of the ledger."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewTurns:
-    """The turns of one answer, to be kept; ``session`` is what is known of it so far."""
-
-    session: LiveSession
-    first: int
-    """Index of the first of them in its session."""
-    turns: tuple[Turn, ...]
-    """Replies to one call: their prompts are the same."""
-    completion: str
-    """Id of the answer, without prefix."""
-    follows: int | None
-    """Index of the turn whose reply the call continued; ``None``: none."""
-    earlier: Turn | None
-    """That turn."""
-    message: str
-    """The user's message that came with the call; empty for none."""
+Filter = Callable[[LiveAnswer], LiveAnswer | None]
+"""Sees every answer before anything of it is written, and returns what may be; ``None``: nothing of its session."""
 
 
-Filter = Callable[[NewTurns], NewTurns]
-"""Sees every answer before anything of it is written, and returns what may be."""
-
-
-def unchanged(turns: NewTurns) -> NewTurns:
+def unchanged(answer: LiveAnswer) -> LiveAnswer:
     """The filter that changes nothing."""
-    return turns
+    return answer
 
 
 class FeedbackStore(LedgerConnection):
@@ -81,6 +65,8 @@ class FeedbackStore(LedgerConnection):
     def __init__(self, transactions: Transactions, *, window_s: float, keep_filter: Filter = unchanged) -> None:
         super().__init__(transactions)
         self.window_s = window_s
+        self.privacy = PrivacyRecords(transactions)
+        """Requests for deletion, and the audit log."""
         self._filter = keep_filter
 
     @classmethod
@@ -117,13 +103,14 @@ class FeedbackStore(LedgerConnection):
 
     # ── from the gateway
 
-    def keeping(self, turns: NewTurns, gateway: str, now: float) -> "Work":
+    def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> Callable[[Database], None]:
         """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
-        return partial(_keep, self._filter(turns), gateway, now)
+        allowed = self._filter(answer)
+        return partial(_withhold, answer.session) if allowed is None else partial(_keep, allowed, gateway, now)
 
-    def keep(self, turns: NewTurns, gateway: str, now: float) -> None:
+    def keep(self, answer: LiveAnswer, gateway: str, now: float) -> None:
         """Keep an answer, now."""
-        self._db.write(self.keeping(turns, gateway, now))
+        self._db.write(self.keeping(answer, gateway, now))
 
     def end(self, session_ids: Sequence[str], now: float) -> None:
         """End sessions: no turn follows, and their windows begin. Those that ended before stay as they are."""
@@ -131,8 +118,7 @@ class FeedbackStore(LedgerConnection):
 
     def end_all_of(self, gateway: str, now: float) -> int:
         """End the sessions that a gateway of this name left open, and return how many these were."""
-        sql = "UPDATE sessions SET ended_at = ? WHERE gateway = ? AND ended_at IS NULL RETURNING 1"
-        return len(self._db.write(lambda db: db.execute(sql, now, gateway)))
+        return self._db.write(partial(end_all_of, gateway, now))
 
     def end_idle(self, used_before: float, now: float) -> int:
         """End the open sessions without a turn since then: those of gateways that are gone."""
@@ -145,17 +131,25 @@ class FeedbackStore(LedgerConnection):
 
     # ── from products
 
-    def reporting(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> "Work":
+    def reporting(
+        self, owner: str, events: Sequence[Event], clock: Callable[[], float]
+    ) -> Callable[[Database], list[EventResult]]:
         """The work of keeping events of ``owner``, the id of a production key; its result is their outcomes."""
         return partial(_report, owner, events, clock, self.window_s)
 
-    def report(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> list[Outcome]:
+    def report(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> list[EventResult]:
         """Keep events; returns the outcome of each, in order, once they are on the disk."""
         return self._db.write(lambda db: _report(owner, events, clock, self.window_s, db))
 
     def status(self, owner: str, name: str) -> "SessionStatus | None":
         """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""
         return self._db.read(partial(read_status, owner, name, self.window_s))
+
+    def sessions_of_user(self, user: str) -> list[dict[str, Json]]:
+        """All that is kept of a user, by pseudonym, for that person to read: each session with what was said in it by
+        the user, and the signals about it.
+        """
+        return self._db.read(partial(_sessions_of_user, user))
 
     # ── to learning
 
@@ -243,14 +237,19 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
         db.execute("UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", now, session_id)
 
 
-def forget_sessions(session_ids: Sequence[str], db: Database) -> None:
-    """A part of a transaction: nothing of these sessions is left here; their payloads are swept later."""
-    for session_id in session_ids:
-        for table in ("signals", "turns", "sessions"):
-            db.execute(f"DELETE FROM {table} WHERE session_id = ?", session_id)
+def _withhold(session: LiveSession, db: Database) -> None:
+    """Keep nothing of a session."""
+    forget_sessions([session.session_id], db)
+    add_counts(db, {REDACTED: 1})
 
 
-def _keep(new: NewTurns, gateway: str, now: float, db: Database) -> None:
+def end_all_of(gateway: str, now: float, db: Database) -> int:
+    """A part of a transaction: end the sessions that a gateway left open, and return how many these were."""
+    sql = "UPDATE sessions SET ended_at = ? WHERE gateway = ? AND ended_at IS NULL RETURNING 1"
+    return len(db.execute(sql, now, gateway))
+
+
+def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
     session, versions = new.session, [int(one) for turn in new.turns for one in turn.versions]
     oldest, newest = min(versions, default=None), max(versions, default=None)
     if new.first == 0:
@@ -264,12 +263,14 @@ def _keep(new: NewTurns, gateway: str, now: float, db: Database) -> None:
         _match(db, "name = ?", (session.session_id,), session, None)
     else:
         sql = """
-            UPDATE sessions SET used_at = ?, turns = ?, first_version = CASE WHEN first_version < ? THEN first_version
-                ELSE ? END, last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
-            WHERE session_id = ?
+            UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END,
+                first_version = CASE WHEN first_version < ? THEN first_version ELSE ? END,
+                last_version = CASE WHEN last_version > ? THEN last_version ELSE ? END
+            WHERE session_id = ? RETURNING 1
         """
         count = new.first + len(new.turns)
-        db.execute(sql, now, count, oldest, oldest, newest, newest, session.session_id)
+        if not db.execute(sql, now, count, count, oldest, oldest, newest, newest, session.session_id):
+            return  # it was forgotten meanwhile, and stays so
     for index, turn in enumerate(new.turns, new.first):
         record, shared = encode_turn(turn, new.earlier)
         sql = """
@@ -292,15 +293,15 @@ def _match(db: Database, where: str, values: tuple[str, ...], session: LiveSessi
 
 def _report(
     owner: str, events: Sequence[Event], clock: Callable[[], float], window_s: float, db: Database
-) -> list[Outcome]:
+) -> list[EventResult]:
     now = clock()  # behind the lock: no window that is over by it was closed later
     places = _places(db, owner, events)
     found = [places.get(event.completion or event.session) for event in events]
     outcomes = [outcome(place, now, window_s) for place in found]
-    waiting = sum(one is Outcome.UNKNOWN_SESSION for one in outcomes)
+    waiting = sum(one is EventResult.UNKNOWN_SESSION for one in outcomes)
     has_room = not waiting or _unmatched(db, owner) + waiting <= MAX_UNMATCHED
     rows = [
-        _signal_row(owner, event, place, now, late=result is Outcome.LATE)
+        _signal_row(owner, event, place, now, late=result is EventResult.LATE)
         for event, place, result in zip(events, found, outcomes, strict=True)
         if place is not None or has_room
     ]
@@ -309,17 +310,17 @@ def _report(
         if event.event_id in fresh:
             fresh.discard(event.event_id)  # the same id further on is a duplicate
         elif found[index] is not None or has_room:
-            outcomes[index] = Outcome.DUPLICATE
+            outcomes[index] = EventResult.DUPLICATE
     add_counts(db, Counter(outcomes))
     return outcomes
 
 
-def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, Place]:
+def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, MatchedSession]:
     """Name, id or completion, as events have it → its session."""
     events = tuple(events)
     sessions = {event.session for event in events if event.session}
     completions = {event.completion for event in events if event.completion}
-    places: dict[str, Place] = {}
+    places: dict[str, MatchedSession] = {}
     if sessions:
         # A product may use a name again: the newest is meant. An id is the session's own, or the gateway's of a name.
         sql = """
@@ -331,7 +332,9 @@ def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, Plac
             )
         """
         for name, session_id, ended_at, closed_at in db.execute(sql, _rows([[one] for one in sessions]), owner, owner):
-            places[name] = Place(session_id=session_id, turn=None, ended_at=ended_at, is_closed=closed_at is not None)
+            places[name] = MatchedSession(
+                session_id=session_id, turn=None, ended_at=ended_at, is_closed=closed_at is not None
+            )
     if completions:
         sql = """
             SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
@@ -341,7 +344,9 @@ def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, Plac
         for name, session_id, turn, ended_at, closed_at in db.execute(
             sql, _rows([[one] for one in completions]), owner
         ):
-            places[name] = Place(session_id=session_id, turn=turn, ended_at=ended_at, is_closed=closed_at is not None)
+            places[name] = MatchedSession(
+                session_id=session_id, turn=turn, ended_at=ended_at, is_closed=closed_at is not None
+            )
     return places
 
 
@@ -350,7 +355,7 @@ def _unmatched(db: Database, owner: str) -> int:
     return int(count)
 
 
-def _signal_row(owner: str, event: Event, place: Place | None, now: float, *, late: bool) -> list[object]:
+def _signal_row(owner: str, event: Event, place: MatchedSession | None, now: float, *, late: bool) -> list[object]:
     turn = event.turn if place is None or event.turn is not None else place.turn
     start, end = event.span or (None, None)
     return [
@@ -419,6 +424,21 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
     kinds = db.execute("SELECT kind, count(*) FROM signals WHERE session_id = ? GROUP BY kind", session.session_id)
     closes_at = None if session.ended_at is None else session.ended_at + window_s
     return SessionStatus(session=session, closes_at=closes_at, result=result, signals=dict(sorted(kinds)))
+
+
+def _sessions_of_user(user: str, db: Database) -> list[dict[str, Json]]:
+    sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE pseudonym = ? ORDER BY opened_at, session_id"
+    sessions = [_session(row) for row in db.execute(sql, user)]
+    ids = _rows([[session.session_id] for session in sessions])
+    turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
+    return [
+        {
+            **asdict(session),
+            "messages": [one.message for one in turns.get(session.session_id, ())],
+            "signals": [asdict(one) for one in signals.get(session.session_id, ())],
+        }
+        for session in sessions
+    ]
 
 
 def _closed(

@@ -40,6 +40,7 @@ class StoreWriter:
         self._queue: queue.Queue[_Item | None] = queue.Queue(MAX_WAITING)
         self._opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="feedback store", daemon=True)
+        self._store: FeedbackStore | None = None
         self.commits = 0
         """Transactions so far."""
 
@@ -47,6 +48,12 @@ class StoreWriter:
         """Open the store and start. Raises what opening it does."""
         self._thread.start()
         self._opened.result()
+
+    @property
+    def store(self) -> FeedbackStore:
+        """The store, for whoever makes works of it; its connection is the thread's. Once it is started."""
+        assert self._store is not None, "the writer was not started"
+        return self._store
 
     def submit(self, work: Callable[[Database], T]) -> "Future[T]":
         """Have a work done; its result, or what it raises, comes once it is on the disk. Raises :class:`StoreBusy`."""
@@ -64,7 +71,7 @@ class StoreWriter:
 
     def _run(self) -> None:
         try:
-            store = self._open_store()
+            store = self._store = self._open_store()
         except BaseException as error:  # noqa: BLE001 - whoever started it gets it
             self._opened.set_exception(error)
             return

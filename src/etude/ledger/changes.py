@@ -7,6 +7,7 @@ that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of 
 :mod:`etude.ledger.states`'.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,12 +18,16 @@ from etude.ledger.database import Database
 from etude.ledger.leases import Lease
 from etude.ledger.records import encode_rollout, encode_task
 from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
-from etude.types import PayloadRef, Rollout, RolloutStatus, Task
+from etude.types import Json, PayloadRef, Rollout, RolloutStatus, Task
 
 TRAIN = "train"
 """The purpose of simulated groups that are trained on."""
 LIVE = "live"
 """The purpose of users' sessions that are trained on, each a group of one. Any other is the label of an evaluation."""
+LOAD = "trainer.load"
+"""The fact with the weights that the trainer is to go on with, as a JSON object with an ``id`` of its own."""
+LOADED = "trainer.loaded"
+"""The fact with the last of these that a step took, and that ``step``."""
 TRAINER = "trainer"
 """The lease of who may claim batches and commit steps."""
 ANY_WORKER = ""
@@ -234,6 +239,38 @@ def claim_batch(
     for purpose, index in last.items():
         rows.claim_groups(db, step, purpose, index)
     return rows.groups_of_step(db, step)
+
+
+def is_load_due(db: Database, step: int) -> bool:
+    """Return true if a step is one that loads weights, or is to become one: found without stopping any writer."""
+    wish, loaded = _load_fact(db, LOAD), _load_fact(db, LOADED)
+    return wish is not None and (loaded is None or loaded["id"] != wish["id"] or loaded["step"] == step)
+
+
+def claim_load(db: Database, step: int, own_lease: Lease | None) -> dict[str, Json] | None:
+    """Make a step one that loads weights and trains on no group, if that is asked for; return what it loads.
+
+    A step that took a load gets the same one again; ``None`` for one that is, or may become, a step of groups.
+    """
+    loaded = _load_fact(db, LOADED)
+    state = rows.step_state(db, step)
+    if state is StepState.CLAIMED:
+        return loaded if loaded is not None and loaded["step"] == step else None
+    wish = _load_fact(db, LOAD)
+    if wish is None or (loaded is not None and loaded["id"] == wish["id"]):
+        return None
+    _check_trainer(db, own_lease)
+    if why := _why_not(db, step):
+        raise ValueError(f"step {step} cannot load weights: {why}")
+    rows.insert_step(db, step)
+    taken = wish | {"step": step}
+    rows.set_fact(db, LOADED, json.dumps(taken))
+    return taken
+
+
+def _load_fact(db: Database, key: str) -> dict[str, Json] | None:
+    value = rows.get_fact(db, key)
+    return None if value is None else dict(json.loads(value))
 
 
 def commit_step(db: Database, step: int, own_lease: Lease | None) -> None:

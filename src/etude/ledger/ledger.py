@@ -32,7 +32,7 @@ from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
-from etude.types import Group, NamedChecks, ObservedSession, PayloadRef, Rollout, RolloutStatus, Split, Task
+from etude.types import Group, Json, NamedChecks, ObservedSession, PayloadRef, Rollout, RolloutStatus, Split, Task
 
 READ_AT_ONCE = 16
 """Groups that are read together: their turns are on the way at the same time."""
@@ -301,6 +301,17 @@ class Ledger(LedgerConnection):
             return None  # the common answer, found without stopping any writer
         places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
         return None if places is None else self._read_groups(places)
+
+    def claim_load(self, step: int) -> dict[str, Json] | None:
+        """The weights that a step has to load instead of training on groups, as the fact
+        :data:`~etude.ledger.changes.LOAD` has them; ``None`` for a step of groups. A step that took a load before gets
+        the same one again.
+
+        Raises ``ValueError`` for any other step than the one after the last claimed.
+        """
+        if self._db.read(lambda db: changes.is_load_due(db, step)):
+            return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
+        return None
 
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.

@@ -447,8 +447,8 @@ def set_fact(db: Database, key: str, value: str) -> None:
 
 def facts_like(db: Database, prefix: str) -> dict[str, str]:
     """Facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of the key → value."""
-    found = db.execute("SELECT key, value FROM facts WHERE key LIKE ?", f"{prefix}%")
-    return {key.removeprefix(prefix): value for key, value in found}
+    facts = db.execute("SELECT key, value FROM facts WHERE key LIKE ?", f"{prefix}%")
+    return {key.removeprefix(prefix): value for key, value in facts}
 
 
 def remove_fact(db: Database, key: str) -> None:

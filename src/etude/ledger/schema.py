@@ -1,8 +1,8 @@
 """The tables, as the migrations that made them: one schema for every database.
 
-Owns what the columns are and how a ledger of an older étude becomes one of this, or any other set of tables: forward, number by number, each in a
-transaction of its own. Does not own what the rows mean (:mod:`etude.ledger.states`) or who changes them
-(:mod:`etude.ledger.changes`). A migration is never edited once released: the next one corrects it.
+Owns what the columns are and how a ledger of an older étude becomes one of this, or any other set of tables: forward,
+number by number, each in a transaction of its own. Does not own what the rows mean (:mod:`etude.ledger.states`) or who
+changes them (:mod:`etude.ledger.changes`). A migration is never edited once released: the next one corrects it.
 
 Types are SQLite's words: INTEGER of 64 bits, REAL of 64, TEXT, BLOB.
 """
@@ -220,7 +220,8 @@ def check_newest(database: Database, schema: Schema = LEDGER) -> None:
     if version < schema.newest:
         raise RunFolderError(
             f"{database.name!r} is a {schema.noun} of version {version}, which an older étude wrote; this one reads "
-            f"{schema.newest}: look into it with the étude that wrote it, or bring it forward with `etude run --resume RUN`"
+            f"{schema.newest}: look into it with the étude that wrote it, or bring it forward with "
+            f"`etude run --resume RUN`"
         )
 
 

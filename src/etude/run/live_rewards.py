@@ -9,7 +9,7 @@ Wiring only: what a session is worth is decided in :mod:`etude.rewards.live.form
 row's id, so that it is learnt from once, however often it is handed on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -28,6 +28,8 @@ from etude.types import Disposition, JoinedSession, ObservedSession, Rollout, Ro
 REWARD_SECTION = "feedback.reward"
 EMPTY = "empty"
 """Word for a session in which the model said nothing: there is nothing to learn."""
+WATCH_EVERY = 64
+"""Rated sessions between two looks for vandals: pairs of users are compared."""
 SUSPECTED = "user."
 """Prefix of the reason for which a user's sessions are quarantined."""
 
@@ -39,12 +41,22 @@ class LiveRewards:
     sessions comes from the ledger, so a process that takes over goes on as if nothing had happened.
     """
 
-    def __init__(self, config: RunConfig, ledger: Ledger, events: EventLog) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        ledger: Ledger,
+        events: EventLog,
+        count: Callable[[JoinedSession, ScoredSession], None] = lambda joined, scored: None,
+    ) -> None:
+        """``count`` is told of each session of a user who is not suspected, whether it is learnt from or not."""
         formula = config.feedback.reward
         freeze_reward(ledger.facts, formula_spec(formula), REWARD_SECTION)
         self._config = config
         self._ledger = ledger
         self._events = events
+        self._count = count
+        self._suspected: Mapping[str, Suspicion] = {}
+        self._rated, self._rated_then = 0, -WATCH_EVERY
         self._admission = Admission(config.rollouts, steps=config.trainer.steps, live=config.live)
         self._scorer = LiveScorer(formula, ledger.observed(formula.history))
 
@@ -80,12 +92,17 @@ class LiveRewards:
                 value=session.reward + sum(session.turn_rewards),
             )
             for session in everything
-            if any(value is not None for value in chain.from_iterable(session.answers.values()))
+            if _is_rated(session)
         ]
         users = [session.observation.user for session in everything]
-        return capped_weights(users, limits.largest_share), suspicions(rated, limits)
+        self._rated += sum(_is_rated(session) for session in scored)
+        if self._rated - self._rated_then >= WATCH_EVERY:
+            self._suspected, self._rated_then = suspicions(rated, limits), self._rated
+        return capped_weights(users, limits.largest_share), self._suspected
 
     def _offer(self, joined: JoinedSession, scored: ScoredSession, suspicion: Suspicion | None) -> str:
+        if suspicion is None:
+            self._count(joined, scored)
         rollout = live_rollout(joined, scored, suspicion)
         version = oldest_version(joined.turns)
         window = self._admission.window(version, self._ledger.loads(version), LIVE)
@@ -93,6 +110,10 @@ class LiveRewards:
         if outcome is LiveAdmission.READY:
             self._events.write(_closed(rollout, scored.session.observation.template, joined.turns))
         return outcome
+
+
+def _is_rated(session: ObservedSession) -> bool:
+    return any(value is not None for value in chain.from_iterable(session.answers.values()))
 
 
 def live_rollout(joined: JoinedSession, scored: ScoredSession, suspicion: Suspicion | None) -> Rollout:

@@ -117,6 +117,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     tree["midtrain"]["mixture"] = {
         _absolute_source(source): share for source, share in tree["midtrain"]["mixture"].items()
     }
+    for suite in tree["release"]["suites"]:
+        suite["recipe"] = _absolute(suite["recipe"])
     return parse_config(tree, source="run.toml")
 
 

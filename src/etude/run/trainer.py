@@ -7,6 +7,9 @@
 Every arrow is durable and idempotent, and they happen in this order, so that after ``kill -9`` at any point the process
 starts again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same
 digest, a published one is committed. No batch is lost and none is trained on twice.
+
+A step may go on with other weights instead of a batch: with those that users have, after a candidate was taken back, or
+with a checkpoint that was proposed (``trainer.load``). It goes the same way.
 """
 
 import logging
@@ -66,7 +69,7 @@ from etude.trainer.mismatch import (
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
-from etude.types import Batch, Group, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
+from etude.types import Batch, Group, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
@@ -127,6 +130,8 @@ class TrainerProcess(Closing):
         """Train until the recipe's last step is committed."""
         for step in range(self._ledger.progress().steps_done + 1, self.config.trainer.steps + 1):
             groups, wait_s = self._wait_for_batch(step)
+            if groups is None:
+                continue
             started_s = time.perf_counter()
             self._in_use[step] = payload_refs(groups)
             groups = fetch_payloads(groups, self._payloads, self._space)
@@ -243,16 +248,39 @@ class TrainerProcess(Closing):
             self._swept_s = time.monotonic()
             self._sweeping = self._sweeper.submit(sweep_payloads, self._folder)
 
-    def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
+    def _load(self, step: int, load: Mapping[str, Json]) -> None:
+        """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
+
+        It trains on nothing, and is saved, published and committed as any other, so that it is redone whole after
+        ``kill -9`` until its checkpoint is there, and finished after that.
+        """
+        self._commit_published()
+        version, checkpoint = load.get("version"), load.get("checkpoint", "")
+        self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
+        logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
+        self.trainer_group.save(step)
+        self._heartbeat.beat()
+        self.copies.start(step)
+        self._publish(step)
+        self._commit_published()
+
+    def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
+        """The groups of a step; ``None`` for one that loaded weights instead, and is done."""
         started_s = time.perf_counter()
         train, live = self._groups_of(step)
-        while (groups := self._ledger.claim_batch(step, train, live)) is None:
+        while True:
+            load = self._ledger.claim_load(step)
+            if load is not None:
+                self._load(step, load)
+                return None, time.perf_counter() - started_s
+            groups = self._ledger.claim_batch(step, train, live)
+            if groups is not None:
+                return groups, time.perf_counter() - started_s
             if self.publishing.is_visible and self.copies.is_complete:
                 self._commit_published()
             self.trainer_group.idle(time.monotonic())
             self._heartbeat.beat()
             time.sleep(POLL_S)
-        return groups, time.perf_counter() - started_s
 
     def _groups_of(self, step: int) -> tuple[int, int]:
         """Numbers of simulated groups and of live sessions that a step's batch is made of."""
