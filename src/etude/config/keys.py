@@ -147,7 +147,7 @@ def _type(annotation: Any) -> str:
     if get_origin(annotation) is Annotated:
         inner, *rules = get_args(annotation)
         return _named(rules) or _type(inner)
-    if annotation in SCALARS:
+    if get_origin(annotation) is None and annotation in SCALARS:
         return SCALARS[annotation]
     kind, inner = get_origin(annotation), get_args(annotation)
     if kind is Literal:
