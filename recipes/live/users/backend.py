@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import final
 
 import aiohttp
+from population import Outcome
 
 from etude.config.tasks import BugfixOptions
 from etude.errors import AgentFault, OutOfTime
@@ -26,7 +27,6 @@ from etude.protocols import Sandbox, SandboxProvider, Session
 from etude.sandboxes.function_calls import call_function, same_value
 from etude.tasks.bugfix import BugfixFamily
 from etude.types import FunctionChecks, Split, Task
-from population import Outcome
 
 MAX_TURNS, REPLY_TOKENS, REPLY_S = 8, 40, 60.0
 """Limits of a session: turns, sampled tokens of a turn, seconds for a reply with all its retries."""

@@ -3,16 +3,17 @@
 Each carries an id of its own, so that one which is sent again is not counted again.
 """
 
+import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Self, final
-import secrets, time
 
 import aiohttp
-
 from backend import Work
-from etude.errors import EngineUnavailable
 from population import Signal
+
+from etude.errors import EngineUnavailable
 
 
 @final

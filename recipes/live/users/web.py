@@ -16,12 +16,12 @@ from typing import final
 
 import aiohttp
 from aiohttp import web
-
 from backend import Product, Requests, Step, Visitor, Work
-from etude.errors import EtudeError
-from etude.harnesses import tools
 from population import Signal
 from simulation import Reports
+
+from etude.errors import EtudeError
+from etude.harnesses import tools
 
 PAGE = Path(__file__).with_name("page.html")
 CHOICES = 6

@@ -128,16 +128,16 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
         for bound, phrase in BOUNDS.items()
         if (limit := getattr(constraint, bound, None)) is not None
     ]
-    kind = _named(field.metadata) or _type(field.annotation)
+    kind = _registered(field.metadata) or _type(field.annotation)
     takes = ", ".join([kind, *bounds])
     default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
     return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
 
 
-def _named(rules: Iterable[object]) -> str:
-    """The names that a key takes, in words; empty where it takes others than names."""
-    names = next((func for func in (getattr(rule, "func", None) for rule in rules) if isinstance(func, Registry)), None)
-    return "" if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
+def _registered(rules: Iterable[object]) -> str | None:
+    """The names of a key that takes any of a registry, in words; ``None`` for any other key."""
+    names = next((rule.func for rule in rules if isinstance(getattr(rule, "func", None), Registry)), None)
+    return None if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
 
 
 def _type(annotation: Any) -> str:
@@ -145,9 +145,10 @@ def _type(annotation: Any) -> str:
     if annotation is JsonValue:
         return "any value"
     if get_origin(annotation) is Annotated:
-        inner, *rules = get_args(annotation)
-        return _named(rules) or _type(inner)
-    if get_origin(annotation) is None and annotation in SCALARS:
+        plain, *rules = get_args(annotation)
+        names = _registered(rules)
+        return _type(plain) if names is None else names
+    if annotation in SCALARS:
         return SCALARS[annotation]
     kind, inner = get_origin(annotation), get_args(annotation)
     if kind is Literal:
