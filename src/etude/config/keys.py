@@ -148,7 +148,7 @@ def _type(annotation: Any) -> str:
         plain, *rules = get_args(annotation)
         names = _registered(rules)
         return _type(plain) if names is None else names
-    if annotation in SCALARS:
+    if get_origin(annotation) is None and annotation in SCALARS:
         return SCALARS[annotation]
     kind, inner = get_origin(annotation), get_args(annotation)
     if kind is Literal:
