@@ -136,7 +136,8 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
 
 def _registered(rules: Iterable[object]) -> str | None:
     """The names of a key that takes any of a registry, in words; ``None`` for any other key."""
-    names = next((rule.func for rule in rules if isinstance(getattr(rule, "func", None), Registry)), None)
+    functions = (getattr(rule, "func", None) for rule in rules)
+    names = next((function for function in functions if isinstance(function, Registry)), None)
     return None if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
 
 
