@@ -136,7 +136,8 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
 
 def _registered(rules: Iterable[object]) -> str | None:
     """The names of a key that takes any of a registry, in words; ``None`` for any other key."""
-    names = next((rule.func for rule in rules if isinstance(getattr(rule, "func", None), Registry)), None)
+    functions = (getattr(rule, "func", None) for rule in rules)
+    names = next((function for function in functions if isinstance(function, Registry)), None)
     return None if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
 
 
@@ -148,9 +149,9 @@ def _type(annotation: Any) -> str:
         plain, *rules = get_args(annotation)
         names = _registered(rules)
         return _type(plain) if names is None else names
-    kind, inner = get_origin(annotation), get_args(annotation)
-    if kind is None and annotation in SCALARS:
+    if get_origin(annotation) is None and annotation in SCALARS:
         return SCALARS[annotation]
+    kind, inner = get_origin(annotation), get_args(annotation)
     if kind is Literal:
         return _any_of(map(json.dumps, inner))
     if kind in (Union, UnionType):
