@@ -125,8 +125,9 @@ def run_day(out: Path, options: argparse.Namespace) -> dict[str, object]:
         "seconds_to_live": round(to_live_s, 1),
         "seconds_live": round(state.seconds_served, 1),
         **day_figures(read_truth(out / "truth.jsonl"), moves),
-        "moves": [{"at": move.at, "version": move.version, "to": move.to_state, "why": move.reason}
-                  for move in run.moves()],
+        "moves": [
+            {"at": move.at, "version": move.version, "to": move.to_state, "why": move.reason} for move in run.moves()
+        ],
         "config": load_recipe(out / "run" / "run.toml").model_dump(mode="json"),
     }
     (out / "day.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

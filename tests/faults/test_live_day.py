@@ -92,7 +92,9 @@ def _check_what_is_left(run: RunFolder, truth: Path) -> None:
     """Users met released versions and canaries alone; each session was trained on at most once; signals became steps."""
     rows = [orjson.loads(line) for line in truth.read_bytes().splitlines()]
     with closing(ReleaseStore.open(run.ledger)) as store:
-        shown = {move.version for move in store.moves() if move.to_state in (ReleaseState.RELEASED, ReleaseState.CANARY)}
+        shown = {
+            move.version for move in store.moves() if move.to_state in (ReleaseState.RELEASED, ReleaseState.CANARY)
+        }
     assert {int(version) for row in rows for version in row["versions"]} <= shown
     with closing(open_ledger(run)) as ledger:
         sessions = [one.session_id for one in ledger.observed(10_000)]
