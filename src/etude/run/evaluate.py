@@ -25,6 +25,7 @@ from etude.ledger.archive import Archive, RolloutOutcome
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder
 from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
@@ -86,6 +87,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
     ledger.parent.mkdir(exist_ok=True)
     kept.bring()
+    bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
         try:

@@ -18,6 +18,7 @@ from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
+from etude.run.data_copies import LIMIT_GIB, plan_data
 from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
@@ -58,6 +59,10 @@ def run(
     fleet: Annotated[
         Path | None, typer.Option(metavar="FLEET", help="A TOML file with the machines to run on (default: this one).")
     ] = None,
+    copy_limit: Annotated[
+        float,
+        typer.Option(metavar="GIB", help="With --at: data of one key that are larger are not copied there."),
+    ] = LIMIT_GIB,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Run the whole loop of a recipe, on this machine or on a fleet."""
@@ -89,9 +94,10 @@ def run(
 
     if machines is not None and len(machines.regions) > 1:
         _check_home(machines, at)
-    place = out or default_out(config)
+    place, data = out or default_out(config), None
     if at is not None:
         check_place(at, config)
+        data = plan_data(config, copy_limit)
         place = working_path(normal_url(at))
     if machines is None or machines.launcher == "local":
         show_ready(config, place, Console())
@@ -99,7 +105,7 @@ def run(
         plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
     if at is None:
         return start(RunFolder.create(place, config), machines)
-    folder = create_run(at, config)
+    folder = create_run(at, config, data, print)
     print(f"the run is at {folder.url}; its working folder here is {folder.path}")
     return start(folder, machines)
 
