@@ -34,14 +34,14 @@ def change_data(tree: dict[str, Any], change: Callable[[str, str], str]) -> None
 
 def data_of(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """Key and path of all data that a recipe's plain values name."""
-    found: list[tuple[str, str]] = []
+    paths: list[tuple[str, str]] = []
 
     def note(key: str, path: str) -> str:
-        found.append((key, path))
+        paths.append((key, path))
         return path
 
     change_data(tree, note)
-    return found
+    return paths
 
 
 def from_run(path: str, folder: Path) -> str:
@@ -52,8 +52,8 @@ def from_run(path: str, folder: Path) -> str:
 def in_run(path: str, folder: Path) -> str:
     """The inverse of :func:`from_run`."""
     place = Path(path)
-    kept = folder.absolute()
-    return f"@{place.relative_to(kept).as_posix()}" if place.is_relative_to(kept / DATA) else path
+    whole = folder.absolute()
+    return f"@{place.relative_to(whole).as_posix()}" if place.is_relative_to(whole / DATA) else path
 
 
 def _table(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

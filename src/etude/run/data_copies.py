@@ -84,13 +84,13 @@ def plan_data(config: RunConfig, limit_gib: float = LIMIT_GIB) -> DataPlan:
 
     Raises :class:`~etude.errors.ConfigError` for what is missing or cannot be copied.
     """
-    found = []
+    every = []
     for key, path in dict.fromkeys(data_of(config.model_dump(mode="json"))):
         if key != MIXTURE or config.midtrain.tokens:
-            found.append(_measured(key, Path(path).absolute()))
+            every.append(_measured(key, Path(path).absolute()))
     return DataPlan(
-        copied=tuple(data for data in found if data.size_bytes <= limit_gib * GIB),
-        left=tuple(data for data in found if data.size_bytes > limit_gib * GIB),
+        copied=tuple(data for data in every if data.size_bytes <= limit_gib * GIB),
+        left=tuple(data for data in every if data.size_bytes > limit_gib * GIB),
         own=tuple(machine_paths(config)),
     )
 
@@ -131,12 +131,11 @@ def bring_data(folder: RunFolder, *sections: str) -> None:
     if not folder.url:
         return
     config = folder.config()
-    wanted = [
-        (key, Path(path)) for key, path in data_of(config.model_dump(mode="json")) if key.split(".")[0] in sections
-    ]
+    data = [(key, Path(path)) for key, path in data_of(config.model_dump(mode="json"))]
     with exclusive(folder, "data", wait_s=FETCH_S):
-        for key, path in wanted:
-            if path.exists() or (key == MIXTURE and not config.midtrain.tokens):
+        for key, path in data:
+            is_needed = key.split(".")[0] in sections and (key != MIXTURE or config.midtrain.tokens)
+            if path.exists() or not is_needed:
                 continue
             if not path.is_relative_to(folder.path.absolute() / DATA):
                 raise ConfigError(
@@ -180,7 +179,7 @@ def _measured(key: str, path: Path) -> DataPath:
 
 
 def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """What is in a folder: its name below it, and the file or folder whose content that is. Links that lead out of it,
+    """The members of a folder: a name below it, and the file or folder with the content. Links that lead out of it,
     as in a cache of models, are followed; those that stay in it are kept.
 
     Raises :class:`~etude.errors.ConfigError` for what cannot be copied.
@@ -188,14 +187,14 @@ def _members(key: str, folder: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
-            text = os.readlink(path)
+            text = path.readlink()
             inside = os.path.normpath(path.parent / text).startswith(f"{folder}{os.sep}")
-            if not os.path.isabs(text) and inside:
+            if not text.is_absolute() and inside:
                 yield name, path
             elif path.is_file():
                 yield name, path.resolve()
             else:
-                raise ConfigError(f"{key}: the link {path} leads out of the folder, to no file: {text!r}; remove it")
+                raise ConfigError(f"{key}: the link {path} leads out of the folder and to no file: remove it")
         elif path.is_file() or path.is_dir():
             yield name, path
         else:

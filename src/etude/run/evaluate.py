@@ -81,12 +81,12 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-    config, kept = folder.config(), KeptFiles(folder, EVALUATIONS)
+    config, copies = folder.config(), KeptFiles(folder, EVALUATIONS)
     number, parts = request.tasks or config.eval.tasks, config.reward.parts
     version, digest = _identified(folder, request.version)
     ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
     ledger.parent.mkdir(exist_ok=True)
-    kept.bring()
+    copies.bring()
     bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
@@ -95,7 +95,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
                 watch = _Watch(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
-            _keep(kept, ledger)
+            _keep(copies, ledger)
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -109,10 +109,10 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
         )  # fmt: skip
 
 
-def _keep(kept: KeptFiles, ledger: Path) -> None:
+def _keep(copies: KeptFiles, ledger: Path) -> None:
     """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
     try:
-        kept.keep(f"{EVALUATIONS}/{ledger.name}")
+        copies.keep(f"{EVALUATIONS}/{ledger.name}")
     except InfrastructureError as error:
         logger.warning("the tries are in %s only: %s", ledger, error)
 

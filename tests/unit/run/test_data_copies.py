@@ -57,9 +57,9 @@ def config_of(source: Path) -> RunConfig:
 def test_another_machine_has_the_data_that_its_work_reads(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, told = str(tmp_path / "shared" / "run"), list[str]()
-    made = create_run(url, config_of(source), tell=told.append)
-    assert [line.partition(" = ")[0] for line in told] == [
+    url, lines = str(tmp_path / "shared" / "run"), list[str]()
+    made = create_run(url, config_of(source), tell=lines.append)
+    assert [line.partition(" = ")[0] for line in lines] == [
         f"copied: {key}" for key in ("tasks.options.path", "model.checkpoint", "sft.file", "midtrain.mixture")
     ]
     assert str(source) not in made.config_file.read_text() and "@data/" in made.config_file.read_text()
@@ -91,7 +91,7 @@ def test_a_lost_copy_is_named(source: Path, tmp_path: Path) -> None:
 
 
 def test_data_that_are_too_large_stay_and_are_missed_by_name(source: Path, tmp_path: Path) -> None:
-    plan = plan_data(config_of(source), limit_gib=10 / GIB)
+    plan = plan_data(config_of(source), limit_gib=len(ROW) / 2 / GIB)
     assert [data.key for data in plan.left] == ["tasks.options.path"]
     assert any(line.startswith("too large to be copied (--copy-limit)") for line in plan.describe())
     folder = create_run(str(tmp_path / "shared" / "run"), config_of(source), plan)
