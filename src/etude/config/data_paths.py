@@ -5,7 +5,7 @@ copies (:mod:`etude.run.data_copies`), they begin with ``@data/``: below the fol
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def change_data(tree: dict[str, Any], change: Callable[[str, str], str]) -> None
             table[name] = change(key, table[name])
     table, name = _table(tree, MIXTURE)
     if isinstance(table.get(name), dict):
-        table[name] = {_changed_source(source, change): share for source, share in table[name].items()}
+        table[name] = {change_source(source, partial(change, MIXTURE)): share for source, share in table[name].items()}
 
 
 def data_of(tree: dict[str, Any]) -> list[tuple[str, str]]:
@@ -56,12 +56,15 @@ def in_run(path: str, folder: Path) -> str:
     return f"@{place.relative_to(whole).as_posix()}" if place.is_relative_to(whole / DATA) else path
 
 
+def change_source(source: str, change: Callable[[str], str]) -> str:
+    """A source of a mixture with its path changed; one that is no file as it is."""
+    kind = next((kind for kind in FILE_SOURCES if source.startswith(kind)), "")
+    return kind + change(source.removeprefix(kind)) if kind else source
+
+
 def _table(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
     *sections, name = key.split(".")
-    table: Any = reduce(lambda inner, section: inner.get(section) if isinstance(inner, dict) else None, sections, tree)
+    table: Any = tree
+    for section in sections:
+        table = table.get(section) if isinstance(table, dict) else None
     return (table if isinstance(table, dict) else {}), name
-
-
-def _changed_source(source: str, change: Callable[[str, str], str]) -> str:
-    kind = next((kind for kind in FILE_SOURCES if source.startswith(kind)), "")
-    return kind + change(MIXTURE, source.removeprefix(kind)) if kind else source

@@ -12,9 +12,11 @@ from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.objects import ObjectStore
+from etude.run.data_copies import bring_data
 from etude.run.folder import LEDGER_URL, RunFolder
-from etude.run.phase_folders import PhaseFolders
+from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
+from etude.run.processes import DATA_OF
 from etude.run.weight_log import open_log
 from etude.run.working_folder import RECIPE_FILES, WORK_VARIABLE, create_run, keep, open_run_folder
 from etude.tasks.corpora.conversations import Conversations
@@ -90,31 +92,30 @@ def test_phases_go_on_where_another_machine_was(
     (folder.path / LEDGER_URL).write_text(str(tmp_path / "ledger.db"))
     keep(folder, *RECIPE_FILES)
     assert not folder.has_begun
-    run_phase(folder, "midtrain")
+    work_on(folder, "midtrain")
     assert folder.has_begun
-    digest = PhaseFolders(done).record("midtrain").digest  # type: ignore[union-attr]  # it is done
 
     monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "second"))
-    copies = ObjectStore(f"{url}/phases/midtrain/model")
-    manifests = {key: copies.get(key) or b"" for key in copies.list("manifests")}
-    copies.delete(*manifests)
     second = open_run_folder(url)
-    run_phase(second, "midtrain")
-    assert not any(isinstance(event, ImitationProgress) for event in new_events(second, folder)), (
-        "only its end was lost"
-    )
-    assert PhaseFolders(second).record("midtrain").digest == digest  # type: ignore[union-attr]  # it is done
+    work_on(second, "sft")
+    assert not PhaseFolders(second).checkpoints("midtrain").exists(), "it was done"
+    assert pull(open_log(second), 0).digest == pull(open_log(done), 0).digest
 
+    for place, prefix in (("phases/sft/model", "manifests"), ("weights", "")):
+        lost = ObjectStore(f"{url}/{place}")
+        lost.delete(*lost.list(prefix))
     monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "third"))
     third = open_run_folder(url)
-    run_phases(third)
-    assert not PhaseFolders(third).checkpoints("midtrain").exists(), "it was done"
+    work_on(third, "sft")
+    fresh = events_of(third)[len(events_of(second)) :]
+    assert not any(isinstance(event, ImitationProgress) for event in fresh), "its newest checkpoint is its end"
     assert pull(open_log(third), 0).digest == pull(open_log(done), 0).digest
 
 
-def new_events(folder: RunFolder, before: RunFolder) -> list[object]:
-    """The events that a machine added to those that it was brought."""
-    return events_of(folder)[len(events_of(before)) :]
+def work_on(folder: RunFolder, phase: Phase) -> None:
+    """Do as a process of a phase does."""
+    bring_data(folder, *DATA_OF[phase])
+    run_phase(folder, phase)
 
 
 def test_sft_reads_every_conversation_as_often_as_told(done: RunFolder) -> None:
