@@ -60,14 +60,15 @@ def run(
         Path | None, typer.Option(metavar="FLEET", help="A TOML file with the machines to run on (default: this one).")
     ] = None,
     copy_limit: Annotated[
-        float,
-        typer.Option(metavar="GIB", help="With --at: data of one key that are larger are not copied there."),
-    ] = LIMIT_GIB,
+        float | None,
+        typer.Option(metavar="GIB", help=f"With --at: larger data of a key stay here (default: {LIMIT_GIB:g})."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Run the whole loop of a recipe, on this machine or on a fleet."""
     machines = None if fleet is None else load_fleet(fleet)
     decisive = {"recipe": recipe, "seed": seed, "out": out, "at": at, "sandbox": sandbox, "ledger": ledger}
+    decisive |= {"copy-limit": copy_limit}
     if resume is not None:
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
@@ -80,6 +81,8 @@ def run(
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     if at is not None and out is not None:
         raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below {WORK_VARIABLE}")
+    if copy_limit is not None and at is None:
+        raise ConfigError(f"--copy-limit {copy_limit:g} would have no effect without --at: nothing is copied")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     settings += [] if machines is None else [*devices_of(machines), *replicas_of(machines)]
@@ -97,7 +100,7 @@ def run(
     place, data = out or default_out(config), None
     if at is not None:
         check_place(at, config)
-        data = plan_data(config, copy_limit)
+        data = plan_data(config, LIMIT_GIB if copy_limit is None else copy_limit)
         place = working_path(normal_url(at))
     if machines is None or machines.launcher == "local":
         show_ready(config, place, Console())
