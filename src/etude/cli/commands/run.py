@@ -67,8 +67,8 @@ def run(
 ) -> int:
     """Run the whole loop of a recipe, on this machine or on a fleet."""
     machines = None if fleet is None else load_fleet(fleet)
-    decisive = {"recipe": recipe, "seed": seed, "out": out, "at": at, "sandbox": sandbox, "ledger": ledger}
-    decisive |= {"copy-limit": copy_limit}
+    decisive: dict[str, object] = {"recipe": recipe, "seed": seed, "out": out, "at": at, "copy-limit": copy_limit}
+    decisive |= {"sandbox": sandbox, "ledger": ledger}
     if resume is not None:
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
