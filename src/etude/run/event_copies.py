@@ -148,8 +148,8 @@ def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
     Raises :class:`~etude.errors.DamagedError` naming an object that is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for process, segments in _streams(objects, process).items():
-        file = folder / f"{process}.jsonl"
+    for name, segments in _streams(objects, process).items():
+        file = folder / f"{name}.jsonl"
         local = file.read_bytes() if file.exists() else b""
         shipped = [segment for segment in segments if segment.end <= len(local)]
         if shipped and objects.get(shipped[-1].key) != local[shipped[-1].start : shipped[-1].end]:

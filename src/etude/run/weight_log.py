@@ -12,8 +12,8 @@ from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
 
 FAR = StoreOptions(silence_s=3.0, longest_pause_s=0.5, retries=1)
-"""Options of a store that is far away: it is silent for many round trips, and whoever reads it tries again by itself, so
-that a link that is back is used at once.
+"""Options of a store that is far away: it may be silent for many round trips, and who reads it tries again by itself,
+so that a link that is back is used at once.
 """
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 """The environment variable with the secret that signs weight records, and manifests of files at the URL of a run; every

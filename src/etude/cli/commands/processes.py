@@ -6,7 +6,8 @@ import typer
 
 from etude.cli.options import group, process_name
 from etude.run.process_name import TRAINER, ProcessName
-from etude.run.processes import ONE_NODE, Nodes, run_process
+from etude.run.processes import run_process
+from etude.run.ranks import ONE_NODE, Nodes
 from etude.run.working_folder import open_run_folder
 
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
