@@ -78,7 +78,7 @@ objects and none in a cycle; by default the collector would walk through all con
 pauses that are the slowest calls.
 """
 
-DIRECTORY_S = 1.0
+DIRECTORY_S = 0.5
 """Pause between two looks for engines that were started elsewhere."""
 KEYS_S = 1.0
 """Pause between two looks at the key file: a key that was revoked is dead within this time."""
