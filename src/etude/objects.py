@@ -22,7 +22,7 @@ the same clock, so a local clock that jumps deletes nothing.
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -216,7 +216,7 @@ class ObjectStore:
                 answer = obstore.get(self._store, key, options={"range": {"offset": first}})
             except FileNotFoundError:
                 return None
-        return self._parts(key, answer.stream(min_chunk_size=part_bytes))
+        return self._parts(key, map(bytes, iter(answer.stream(min_chunk_size=part_bytes))))
 
     def exists(self, key: str) -> bool:
         """Return true if the object is there."""
@@ -261,9 +261,9 @@ class ObjectStore:
             self._delete_one(key)
         return modified_s
 
-    def _parts(self, key: str, chunks: Iterable[obstore.Bytes]) -> Iterator[bytes]:
+    def _parts(self, key: str, parts: Iterator[bytes]) -> Iterator[bytes]:
         with self._blaming_storage("read", key):
-            yield from map(bytes, chunks)
+            yield from parts
 
     def _require_folder(self) -> None:
         """Raise :class:`~etude.errors.InfrastructureError` where the folder is gone: its objects are not missing, and

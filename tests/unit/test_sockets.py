@@ -29,7 +29,7 @@ async def yes(request: web.Request) -> web.Response:
     return web.Response(body=b"yes")
 
 
-async def held(request: web.Request) -> web.StreamResponse:
+async def endless(request: web.Request) -> web.StreamResponse:
     """An answer whose end does not come before its caller hangs up."""
     answer = web.StreamResponse()
     await answer.prepare(request)
@@ -41,10 +41,10 @@ def test_calls_to_gateways_and_to_engines_notice_that_a_machine_is_gone() -> Non
     async def check() -> None:
         app = web.Application()
         app.router.add_post("/", yes)
-        app.router.add_get("/held", held)
+        app.router.add_get("/endless", endless)
         async with listening(app, 0) as port:
             url = f"http://127.0.0.1:{port}"
-            async with aiohttp.ClientSession(connector=alert_connector()) as http, http.get(f"{url}/held") as answer:
+            async with aiohttp.ClientSession(connector=alert_connector()) as http, http.get(f"{url}/endless") as answer:
                 assert answer.connection is not None and answer.connection.transport is not None
                 assert is_alert(answer.connection.transport.get_extra_info("socket"))
             pool = ConnectionPool(url, connect_s=10.0)

@@ -38,7 +38,7 @@ class Directory:
     objects: Objects
     key: str = field(repr=False)
     """The run's key for entries."""
-    _known: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+    _cache: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
     """Key of an entry → its URL, ``None`` for one that does not count; entries never change."""
 
     def announce(self, name: ProcessName, url: str) -> None:
@@ -57,12 +57,12 @@ class Directory:
     def urls(self, command: str) -> dict[ProcessName, str]:
         """The newest URL of each process of one command; entries that no process of the run made do not count."""
         entries, newest = [*self._entries(command)], dict[ProcessName, str]()
-        for key in self._known.keys() - {key for _, key in entries}:
-            del self._known[key]
+        for key in self._cache.keys() - {key for _, key in entries}:
+            del self._cache[key]
         for name, key in entries:
-            if key not in self._known:
-                self._known[key] = self._read(key)
-            if (url := self._known[key]) is not None:
+            if key not in self._cache:
+                self._cache[key] = self._read(key)
+            if (url := self._cache[key]) is not None:
                 newest[name] = url
         return dict(sorted(newest.items()))
 

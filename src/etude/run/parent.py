@@ -1,4 +1,4 @@
-"""What binds a process of a run to the supervisor that started it: it ends with it, and leaves talking to it.
+"""Ties of a process to the supervisor that started it: it ends with it, and leaves talking to it.
 
 Light, since it is imported wherever processes are started: who starts one waits for it.
 """

@@ -28,16 +28,17 @@ class PackParts:
 
     def __init__(self, region: Objects) -> None:
         self._region = region
-        self._kept: dict[str, list[int]] = {}
+        self._firsts: dict[str, list[int]] = {}
+        """Digest of a pack → first bytes of the parts that are here."""
 
     def look(self) -> None:
         """See what others have left here."""
-        kept: dict[str, list[int]] = {}
+        firsts: dict[str, list[int]] = {}
         for key in self._region.list(FOLDER):
             digest, _, first = key.removeprefix(f"{FOLDER}/").partition("/")
             if first.isdecimal():
-                kept.setdefault(digest, []).append(int(first))
-        self._kept = kept
+                firsts.setdefault(digest, []).append(int(first))
+        self._firsts = firsts
 
     def fetch(self, origin: WeightLog, pack: WeightPack, is_long: Callable[[], bool]) -> bytes:
         """A pack, verified: what is kept of it, and the rest from ``origin``; parts are kept once ``is_long``.
@@ -60,19 +61,19 @@ class PackParts:
 
     def drop(self, pack: WeightPack) -> None:
         """Remove the parts of a pack."""
-        self._region.delete(*(_key(pack, first) for first in self._kept.pop(pack.digest, ())))
+        self._region.delete(*(_key(pack, first) for first in self._firsts.pop(pack.digest, ())))
 
     def _read(self, pack: WeightPack) -> bytearray:
         """The beginning of a pack, as far as it is there without a gap."""
         data = bytearray()
-        for first in sorted(self._kept.get(pack.digest, ())):
+        for first in sorted(self._firsts.get(pack.digest, ())):
             if first == len(data) < pack.size_bytes:
                 data += self._region.get(_key(pack, first)) or b""
         return data[: pack.size_bytes]
 
     def _keep(self, pack: WeightPack, first: int, data: bytes) -> None:
         self._region.put_if_absent(_key(pack, first), data)
-        self._kept.setdefault(pack.digest, []).append(first)
+        self._firsts.setdefault(pack.digest, []).append(first)
 
 
 def _key(pack: WeightPack, first: int) -> str:

@@ -210,14 +210,14 @@ class Relay(Closing):
 
     def _copy_packs(self, packs: Iterable[WeightPack]) -> int:
         """Copy packs, each once, also if they are copied already; returns the bytes of those that were not."""
-        began_s, wanted = time.monotonic(), {pack.digest: pack for pack in packs}
+        began_s, by_digest = time.monotonic(), {pack.digest: pack for pack in packs}
         with self._lock:
-            fresh = wanted.keys() - self._copies.keys()
+            fresh = by_digest.keys() - self._copies.keys()
             if fresh:
                 self._parts.look()
             for digest in fresh:
-                self._copies[digest] = self._threads.submit(self._copy_pack, wanted[digest], began_s)
-            copies = {digest: self._copies[digest] for digest in wanted}
+                self._copies[digest] = self._threads.submit(self._copy_pack, by_digest[digest], began_s)
+            copies = {digest: self._copies[digest] for digest in by_digest}
         wait(copies.values())
         try:
             sizes = {digest: copy.result() for digest, copy in copies.items()}

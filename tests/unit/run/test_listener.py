@@ -1,6 +1,7 @@
 """Servers of a fleet's processes: one that is started again is found where it was."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ def test_a_process_that_is_started_again_has_its_url_again_unless_that_is_taken(
 
     async def urls() -> list[str]:
         with StoreOutages(folder.store, 0.0) as outages:
-            async with run_listener(folder, ENGINE, web.Application, section, outages) as first:
-                async with run_listener(folder, ENGINE, web.Application, section, outages) as while_it_runs:
-                    pass
-            async with run_listener(folder, ENGINE, web.Application, section, outages) as again:
+            listener = partial(run_listener, folder, ENGINE, web.Application, section, outages)
+            async with listener() as first, listener() as while_it_runs:
+                pass
+            async with listener() as again:
                 return [first, while_it_runs, again]
 
     first, while_it_runs, again = asyncio.run(urls())
