@@ -79,11 +79,16 @@ class Reconciliation:
     actions: Actions = field(default_factory=Actions)
 
     def restart(self, unit: Unit) -> None:
-        """Start a unit again: what is left of it is killed, and all of it is placed."""
+        """Start a unit again: what is left of it is killed, and all of it is placed.
+
+        A single process that ended is started where it was: to find it a machine anew takes longer than its start.
+        """
         unit.again_s, unit.placed_s = None, self.now_s
         unit.done.clear()
         unit.absent_s.clear()
-        self.actions.kill += [spec.name for spec in unit.members if spec.name in self.statuses]
+        left = [spec.name for spec in unit.members if spec.name in self.statuses]
+        if len(unit.members) > 1 or any(self.statuses[name].exit_status is None for name in left):
+            self.actions.kill += left
         self.actions.place += unit.members
 
     def drain(self, unit: Unit) -> None:

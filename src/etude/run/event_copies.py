@@ -75,7 +75,7 @@ class EventCopies(Closing):
     def _send(self) -> bool:
         """Send the whole lines that are new; false where another process writes this stream."""
         if self._sent is None:
-            segments = _streams(self._objects).get(self._process, ())
+            segments = _streams(self._objects, self._process).get(self._process, ())
             self._sent = segments[-1].end if segments else 0
             if self._file.stat().st_size < self._sent:
                 logger.warning("%s lacks events that were sent from elsewhere: its own are not copied", self._file)
@@ -114,14 +114,15 @@ class EventDownloads(Closing):
             logger.warning("events from elsewhere are not here yet: %s", error)
 
 
-def fetch_events(objects: Objects, folder: Path) -> None:
-    """Bring the event files in a folder up to what was sent, and leave those alone that have more.
+def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
+    """Bring the event files in a folder up to what was sent, all or that of one process, and leave those alone that
+    have more.
 
     Raises :class:`~etude.errors.DamagedError` naming an object that is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for process, segments in _streams(objects).items():
-        file = folder / f"{process}.jsonl"
+    for name, segments in _streams(objects, process).items():
+        file = folder / f"{name}.jsonl"
         local = file.read_bytes() if file.exists() else b""
         shipped = [segment for segment in segments if segment.end <= len(local)]
         if shipped and objects.get(shipped[-1].key) != local[shipped[-1].start : shipped[-1].end]:
@@ -145,10 +146,10 @@ def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:
         return list(pool.map(read, segments))
 
 
-def _streams(objects: Objects) -> dict[str, list[_EventObject]]:
-    """The objects of each process, in their order."""
+def _streams(objects: Objects, process: str = "") -> dict[str, list[_EventObject]]:
+    """The objects of each process, or of one, in their order."""
     streams: dict[str, list[_EventObject]] = {}
-    for entry in objects.entries(""):
+    for entry in objects.entries(process):
         path = PurePosixPath(entry.key)
         if len(path.parts) == 2 and path.suffix == ".jsonl" and path.stem.isdecimal():
             segment = _EventObject(key=entry.key, start=int(path.stem), size_bytes=entry.size_bytes)

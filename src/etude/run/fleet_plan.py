@@ -103,7 +103,7 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
 
 
 def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
-    """One process a node: each becomes torchrun, which starts the node's ranks."""
+    """One process a node: each starts the node's ranks, or is the one that there is."""
     nodes, ranks = fleet.trainer.nodes, config.parallel.ranks
     if ranks % nodes:
         raise ConfigError(

@@ -18,7 +18,7 @@ from etude.run.placement import place_on
 from etude.run.process_name import ProcessName
 from etude.run.supervision import Supervisor
 
-POLL_S = 1.0
+POLL_S = 0.2
 """Interval at which the processes are looked at."""
 
 

@@ -67,6 +67,7 @@ from etude.run.task_sandboxes import (
 from etude.sandbox_spec import Capability, SandboxSpec
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sockets import alert_connector
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
@@ -232,7 +233,7 @@ async def open_parts(
     """
     config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
         events = stack.enter_context(open_events(folder, config, name))
         if in_one_file:
             lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))

@@ -77,6 +77,14 @@ def test_a_group_restarts_whole_and_others_stay() -> None:
     ]  # fmt: skip
 
 
+def test_a_single_process_that_ended_is_started_where_it_was() -> None:
+    reconciler, machines = begin("serve", "gateway")
+    machines.change("serve", exit_status=-9)
+    actions = reconciler.step(machines.statuses, 10.0)
+    assert not actions.kill, "its machine is there, and keeps its place"
+    assert [each.name for each in actions.place] == ["serve"]
+
+
 def test_a_group_is_done_when_all_of_it_is() -> None:
     reconciler, machines = begin(*NAMES)
     machines.change("train", exit_status=0)
