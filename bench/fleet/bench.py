@@ -25,7 +25,9 @@ from bench.fleet.machines import Fleet
 from bench.fleet.page import CURVE_S, render_page
 from bench.fleet.plan import FaultKind, FleetPlan, short_plan, whole_plan
 from bench.report import Goal, envelope
+from bench.starts import prepared_start
 from bench.tables import results_page
+from etude.config.loading import load_recipe
 from etude.errors import UserError
 from etude.types import Json
 
@@ -92,6 +94,8 @@ def bench_fleet(plan: FleetPlan, *, seed: int = 0, launcher: str = RAY) -> dict[
     if launcher == RAY and (reason := ray_nodes.missing()) is not None:
         raise UserError(f"bench fleet: {reason}")
     variables = ray_nodes.environment() if launcher == RAY else {}
+    start = prepared_start(load_recipe(RECIPE, (*plan.start, f"seed={seed}")))
+    tell("there is a model to start from")
     with tempfile.TemporaryDirectory(prefix="etude-fleet-") as name:
         scratch = Path(name)
         with Fleet(plan, scratch, variables) as fleet:
@@ -99,7 +103,7 @@ def bench_fleet(plan: FleetPlan, *, seed: int = 0, launcher: str = RAY) -> dict[
             if launcher == RAY:
                 ray_nodes.start_nodes(fleet, scratch)
                 tell("a Ray cluster is up in each region")
-            demo = Demo(fleet, scratch, launcher=launcher, seed=seed, deadline_s=DEADLINE_S, tell=tell)
+            demo = Demo(fleet, scratch, launcher=launcher, start=start, seed=seed, deadline_s=DEADLINE_S, tell=tell)
             log = demo.run()
     return envelope("fleet", time.monotonic() - began_s, summary(log, plan) | {"launcher": PLACED[launcher]})
 

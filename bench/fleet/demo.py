@@ -23,6 +23,7 @@ from bench.fleet.namespaces import kill_all
 from bench.fleet.observed import Observed, of_kind
 from bench.fleet.plan import HOME, FaultKind, FleetPlan, PlannedFault
 from bench.fleet.ray_nodes import RESOURCES
+from bench.starts import starting_from
 from etude.errors import InfrastructureError
 from etude.telemetry.events import EngineStats, Logged, StepDone, WeightsPublished
 
@@ -76,17 +77,19 @@ class Demo:
         scratch: Path,
         *,
         launcher: str = MACHINES,
+        start: Path,
         seed: int,
         deadline_s: float,
         tell: Callable[[str], None],
     ) -> None:
-        """``launcher`` is one of :data:`LAUNCHERS`. ``tell`` is given what people want to know at once; the run has
+        """``launcher`` is one of :data:`LAUNCHERS`. ``start`` is the model that RL begins with. ``tell`` is given what people want to know at once; the run has
         until ``deadline_s``.
         """
         self._launcher = launcher
         self._fleet = fleet
         self._plan: FleetPlan = fleet.plan
         self._scratch = scratch
+        self._start = start
         self._seed = seed
         self._deadline_s = deadline_s
         self._tell = tell
@@ -134,8 +137,8 @@ class Demo:
     # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_home(self, toml: Path) -> subprocess.Popen[bytes]:
-        settings = [word for setting in (*self._plan.settings, f"trainer.steps={self._plan.steps}")
-                    for word in ("--set", setting)]  # fmt: skip
+        own = (*starting_from(self._start), *self._plan.settings, f"trainer.steps={self._plan.steps}")
+        settings = [word for setting in own for word in ("--set", setting)]
         where = ["--at", self._fleet.url, "--fleet", str(toml), "--ledger", self._fleet.ledger]
         command = [*etude("run"), str(RECIPE), "--seed", str(self._seed), *where, *settings]
         return self._fleet.start(HOME, command, self._log_file(HOME))

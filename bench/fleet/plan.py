@@ -76,8 +76,10 @@ class FleetPlan:
     steps: int
     home_machines: int
     trainer_nodes: int
+    start: tuple[str, ...] = ()
+    """``SECTION.KEY=VALUE`` over the quickstart's recipe that decide which model the run starts from."""
     settings: tuple[str, ...] = ()
-    """``SECTION.KEY=VALUE`` over the quickstart's recipe."""
+    """All others."""
     is_whole: bool = True
     """True if it trains what the recipe does, so that its pass rate can be compared."""
 
@@ -149,7 +151,8 @@ def short_plan() -> FleetPlan:
         steps=STEPS,
         home_machines=1,
         trainer_nodes=1,
-        settings=TINY,
+        start=TINY,
+        settings=QUICK,
         is_whole=False,
     )
 
@@ -164,13 +167,16 @@ TINY = (
     "model.shape.expert_size=32",
     "midtrain.tokens=60_000",
     "midtrain.batch_tokens=1000",
-    "rollouts.groups_per_step=4",
-    "rollouts.group_size=4",
-    "rollouts.concurrency=32",
-    "tasks.options.kinds=['arith']",
     "midtrain.warmup_steps=5",
     "midtrain.mixture.code=0.34",
     "midtrain.mixture.sessions=0.66",
+)
+"""A model of seconds, which knows the form of a session and solves nothing."""
+QUICK = (
+    "tasks.options.kinds=['arith']",
+    "rollouts.groups_per_step=4",
+    "rollouts.group_size=4",
+    "rollouts.concurrency=32",
     "harness.options.max_turns=4",
     "effort.weight=0.1",
     "effort.prices.call_tokens=1.0",
