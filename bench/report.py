@@ -35,9 +35,7 @@ def so_far() -> Iterator[SoFar]:
         state.interrupted = True
 
 
-def envelope(
-    bench: str, seconds: float, figures: Mapping[str, Json], *, interrupted: bool = False
-) -> dict[str, Json]:
+def envelope(bench: str, seconds: float, figures: Mapping[str, Json], *, interrupted: bool = False) -> dict[str, Json]:
     """The object of ``python -m bench NAME --json``: machine, commit and date, then ``figures``.
 
     ``seconds`` is how long measuring took. ``figures`` have ``results``, one object per row with its ``contestant``,

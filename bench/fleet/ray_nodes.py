@@ -57,8 +57,8 @@ def environment() -> dict[str, str]:
 
 
 def start_nodes(fleet: Fleet, scratch: Path) -> None:
-    """Start the clusters of all regions, :data:`AT_ONCE` of them at a time, all by this thread: what it starts would end
-    with another one.
+    """Start the clusters of all regions, :data:`AT_ONCE` of them at a time, all by this thread: what another one starts
+    would end with it.
 
     Raises :class:`~etude.errors.InfrastructureError`.
     """

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.loop.contestants import ASYNCHRONOUS, STALENESS, SYNCHRONOUS, ContestantRun, LoopOptions, recipe
+from bench.loop.contestants import ASYNCHRONOUS, QUICK, STALENESS, SYNCHRONOUS, ContestantRun, LoopOptions, recipe
 from bench.loop.heldout import Point, measure_marks, measure_start, target_rate, time_to
 from bench.loop.runs import Pins, run_etude, run_midtraining
 from bench.report import Goal, envelope, so_far
-from bench.starts import prepared_start, starting_from
+from bench.starts import prepared_start
 from bench.tables import results_of, results_page
 from etude.run.folder import RunFolder
 from etude.telemetry.events import EngineStats, Logged, StepDone
@@ -55,15 +55,18 @@ PINS: Pins = {"train": 0, "serve": 1}
 """Process → its core; all others take what these leave."""
 SKIPPED = STALENESS + 1
 """Steps at either end that are left out of the busy shares: the pipeline fills, and runs dry."""
+STEPS, MARKS, TASKS = 24, 4, 128
+"""Optimiser steps of each, versions of each that are measured, and held-out tasks on which."""
+SIDES = ("busy_trainer", "busy_engine")
 LEAST_BUSY = Goal(BUSY, "at least", 0.9)
 SPEED_UP = Goal("async_vs_sync", "at least", 1.8)
-_COLUMNS = ("contestant", "busy_trainer", "busy_engine", "waits_trainer", "step_s", "time_to_rate_s")
+_COLUMNS = ("contestant", *SIDES, "waits_trainer", "step_s", "time_to_rate_s")
 
 
-def bench_busy(*, steps: int = 24, marks: int = 4, tasks: int = 128) -> dict[str, Json]:
-    """Run both ways, and return the bench object."""
+def bench_busy(*, steps: int | None = None, marks: int | None = None, quick: bool = False) -> dict[str, Json]:
+    """Run both ways, and return the bench object; what is quick says that it runs."""
     began_s = time.monotonic()
-    options = LoopOptions(contestants=(ASYNCHRONOUS, SYNCHRONOUS), steps=steps, marks=marks, tasks=tasks, recipe=RECIPE)
+    options = busy_options(steps=steps, marks=marks, quick=quick)
     rows: list[ContestantRun] = []
     shares: dict[str, Mapping[str, Json]] = {}
     curves: dict[str, list[Point]] = {}
@@ -78,7 +81,16 @@ def bench_busy(*, steps: int = 24, marks: int = 4, tasks: int = 128) -> dict[str
         first = measure_start(start, options.tasks) if options.marks else None
         for row in rows if first else ():
             curves[row.contestant.name] = measure_marks(row, first, options.tasks)
-    return envelope("loop", time.monotonic() - began_s, figures(rows, shares, curves), interrupted=measured.interrupted)
+    return envelope(BUSY, time.monotonic() - began_s, figures(rows, shares, curves), interrupted=measured.interrupted)
+
+
+def busy_options(*, steps: int | None, marks: int | None, quick: bool) -> LoopOptions:
+    """The options of a call; ``None`` stands for the default."""
+    steps = steps or (2 * SKIPPED + 1 if quick else STEPS)
+    marks = min(MARKS, steps) if marks is None else marks
+    ways = (ASYNCHRONOUS, SYNCHRONOUS)
+    chosen = {**RECIPE, **QUICK} if quick else RECIPE
+    return LoopOptions(contestants=ways, steps=steps, marks=marks, tasks=8 if quick else TASKS, recipe=chosen)
 
 
 def _begin(options: LoopOptions, path: Path) -> tuple[LoopOptions, RunFolder]:
@@ -126,7 +138,7 @@ def figures(
         for row in rows
     ]
     ours = shares.get(ASYNCHRONOUS, {})
-    both = {side: float(str(share)) for side in ("busy_trainer", "busy_engine") if (share := ours.get(side)) is not None}
+    both = {side: float(str(ours[side])) for side in SIDES if ours.get(side) is not None}
     return {
         "rate": None if rate is None else round(rate, 4),
         "shared": "sandboxes, graders, gateway, rollouts and this program take turns with both on the same two cores",

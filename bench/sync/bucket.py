@@ -3,10 +3,10 @@
     GET of an object, LIST ──▶ moto's table of objects, read at once
     all else ────────────────▶ moto's S3
 
-moto keeps the objects and answers whatever changes them; aiohttp serves it. The server that comes with moto closes every
-connection after one request, which no cloud does and which costs each request one more round trip and a new slow start.
-It also takes milliseconds of a core for a read, and eight for a list of forty keys, which the processes of a run do all
-the time: a store must not take the cores of those that are measured.
+moto keeps the objects and answers whatever changes them; aiohttp serves it. The server that comes with moto closes
+every connection after one request, which no cloud does and which costs each request one more round trip and a new slow
+start. It also takes two milliseconds of a core for a read and eight for a list of forty keys, which the processes of a
+run do all the time: a store must not take the cores of those that are measured.
 """
 
 import asyncio

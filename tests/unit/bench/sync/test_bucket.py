@@ -1,4 +1,4 @@
-"""The bucket of the benches, by the S3 client that étude uses: what moto answers and what is read past it fit together."""
+"""The bucket of the benches, by étude's S3 client: what moto answers and what is read past it fit together."""
 
 import asyncio
 import socket
@@ -54,7 +54,9 @@ async def _list() -> None:
             await obstore.put_async(store, name, b"seven b")
         listed = [meta["path"] async for page in obstore.list(store, "run") for meta in page]
         assert listed == sorted(names[:-1])
-        behind = [meta["path"] async for page in obstore.list(store, "run/logs", offset="run/logs/0005") for meta in page]
+        behind = [
+            meta["path"] async for page in obstore.list(store, "run/logs", offset="run/logs/0005") for meta in page
+        ]
         assert behind == names[6:1100]
         below = await obstore.list_with_delimiter_async(store, "run")
         assert sorted(below["common_prefixes"]) == ["run/files", "run/logs"]
