@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = build_parser().parse_args(given[:1]).name
     bench = cast(Bench, import_module(f"bench.{BENCHES[name][0]}"))
     options = options_parser(name, bench).parse_args(given[1:])
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # asyncio takes that well
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # asyncio takes that well
     try:
         result = bench.run(options)
     except EtudeError as error:
@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"bench: {name} was interrupted before anything was measured", file=sys.stderr)
         return ExitCode.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(json.dumps(result, indent=2) if options.json else bench.table(result))
     return ExitCode.INTERRUPTED if result.get("interrupted") else 0
 

@@ -12,8 +12,8 @@ step's weights are served. Taking turns, whichever side is at work can have ever
 the ratio is against the better of the two. TRL has every core, too (``loop_trl_worker.py`` says how it is set up).
 
 What is judged is the time to one held-out pass rate, where both sides reached it, and rollouts per second where not.
-Whether staleness costs quality takes more runs and hours: ``quality.py``. Whether both sides are busy all the time takes
-a larger model: ``busy.py``.
+Whether staleness costs quality takes more runs and hours: ``quality.py``. Whether both sides are busy all the time
+takes a larger model: ``busy.py``.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from bench.loop.quality import table as quality_table
 from bench.loop.runs import run_etude, run_midtraining
 from bench.loop.trl import run_trl
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_of, results_page
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -69,21 +69,19 @@ def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
     """Run all contestants, measure what they learnt, and return the bench object."""
     chosen = options or LoopOptions()
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+    outcomes: list[ContestantRun] = []
+    curves: dict[str, list[Point]] = {}
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, so_far() as measured:
         start = run_midtraining(RunFolder.create(Path(scratch) / "start", recipe(chosen.chosen[0], chosen)))
-        outcomes = [
-            (run_trl if contestant.name == TRL else run_etude)(
-                contestant, chosen, start, Path(scratch) / contestant.name
-            )
-            for contestant in chosen.chosen
-        ]
-        curves: dict[str, list[Point]] = {}
+        for contestant in chosen.chosen:
+            run_one = run_trl if contestant.name == TRL else run_etude
+            outcomes.append(run_one(contestant, chosen, start, Path(scratch) / contestant.name))
         if chosen.marks:
             first = measure_start(start, chosen.tasks)
             for outcome in outcomes:
                 if outcome.folder is not None:
                     curves[outcome.contestant.name] = measure_marks(outcome, first, chosen.tasks)
-    return envelope("loop", time.monotonic() - started_s, figures(outcomes, curves))
+    return envelope("loop", time.monotonic() - started_s, figures(outcomes, curves), interrupted=measured.interrupted)
 
 
 def figures(outcomes: Sequence[ContestantRun], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
