@@ -68,7 +68,7 @@ def bench_busy(*, steps: int | None = None, marks: int | None = None, quick: boo
     began_s = time.monotonic()
     options = busy_options(steps=steps, marks=marks, quick=quick)
     rows: list[ContestantRun] = []
-    shares: dict[str, Mapping[str, Json]] = {}
+    shares: dict[str, dict[str, Json]] = {}
     curves: dict[str, list[Point]] = {}
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, so_far() as measured:
         options, start = _begin(options, Path(scratch) / "start")
@@ -78,9 +78,10 @@ def bench_busy(*, steps: int | None = None, marks: int | None = None, quick: boo
             assert row.folder is not None
             shares[contestant.name] = busy_shares(list(EventReader(row.folder.events).new()))
             sys.stderr.write(f"{contestant.name}: {shares[contestant.name]}\n")
-        first = measure_start(start, options.tasks) if options.marks else None
-        for row in rows if first else ():
-            curves[row.contestant.name] = measure_marks(row, first, options.tasks)
+        if options.marks:
+            first = measure_start(start, options.tasks)
+            for row in rows:
+                curves[row.contestant.name] = measure_marks(row, first, options.tasks)
     return envelope(BUSY, time.monotonic() - began_s, figures(rows, shares, curves), interrupted=measured.interrupted)
 
 
@@ -96,7 +97,7 @@ def busy_options(*, steps: int | None, marks: int | None, quick: bool) -> LoopOp
 def _begin(options: LoopOptions, path: Path) -> tuple[LoopOptions, RunFolder]:
     """The start of all contestants, whose mid-training is done once on a machine, and options that begin with it."""
     model = prepared_start(recipe(options.chosen[0], options))
-    begun = {**options.recipe, "model": {"checkpoint": str(model)}, "midtrain": {"tokens": 0}}
+    begun: Mapping[str, Json] = {**options.recipe, "model": {"checkpoint": str(model)}, "midtrain": {"tokens": 0}}
     options = replace(options, recipe=begun)
     return options, run_midtraining(RunFolder.create(path, recipe(options.chosen[0], options)))
 
@@ -125,7 +126,7 @@ def busy_shares(events: Iterable[Logged]) -> dict[str, Json]:
 
 
 def figures(
-    rows: Sequence[ContestantRun], shares: Mapping[str, Mapping[str, Json]], curves: Mapping[str, Sequence[Point]]
+    rows: Sequence[ContestantRun], shares: Mapping[str, dict[str, Json]], curves: Mapping[str, Sequence[Point]]
 ) -> dict[str, Json]:
     """Rows and goals."""
     rate = target_rate(curves[ASYNCHRONOUS]) if ASYNCHRONOUS in curves else None

@@ -108,8 +108,9 @@ def bench_selection(seeds: Sequence[int], *, real: tuple[Path, Path, Sequence[st
     with so_far() as measured:
         for seed, arm in product(seeds, SIMULATED):
             trials.append(_simulate(arm, seed))
-        for seed in seeds if real is not None else ():
-            trials += _real(*real, seed)
+        if real is not None:
+            for seed in seeds:
+                trials += _real(*real, seed)
     figures: dict[str, Json] = {
         "start": round(statistics.fmean(Learner(seed).heldout_pass() for seed in seeds), 3),
         "results": [_row(trial, trials) for trial in trials],

@@ -40,7 +40,7 @@ async def serve_bucket(
     """Serve one empty bucket in memory until cancelled; ``ready`` is called when it can be used, ``seen`` with each
     request and its answer.
     """
-    from moto.core import DEFAULT_ACCOUNT_ID
+    from moto.core.models import DEFAULT_ACCOUNT_ID
     from moto.moto_server.werkzeug_app import create_backend_app
     from moto.s3.models import s3_backends
     from werkzeug.test import Client
@@ -87,7 +87,7 @@ async def serve_bucket(
         await runner.cleanup()
 
 
-def read(request: web.Request, bucket: str, objects: Mapping[str, Any]) -> web.Response | None:
+def read(request: web.Request, bucket: str, objects: dict[str, Any]) -> web.Response | None:
     """The answer to a plain GET of an object that is there, or to a list; ``None`` for what is moto's to answer.
 
     ``objects`` are moto's by key.
@@ -104,7 +104,7 @@ def read(request: web.Request, bucket: str, objects: Mapping[str, Any]) -> web.R
     return web.Response(body=found.value, headers=headers)
 
 
-def list_page(bucket: str, objects: Mapping[str, Any], query: Mapping[str, str]) -> str:
+def list_page(bucket: str, objects: dict[str, Any], query: Mapping[str, str]) -> str:
     """One page of ``ListObjectsV2``, as S3 writes it."""
     prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
     after = query.get("continuation-token") or query.get("start-after", "")
