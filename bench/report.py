@@ -12,7 +12,8 @@ from etude.run.machine_info import describe_machine, source_commit
 from etude.types import Json
 
 INTERRUPTED = "interrupted: of what was measured by then"
-"""Reason why a goal of an interrupted bench is not met, whatever was reached."""
+UNMEASURED = "interrupted before it was measured"
+"""Reasons why a goal of an interrupted bench is not met, whatever was reached."""
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ def envelope(bench: str, seconds: float, figures: Mapping[str, Json], *, interru
 def _unmet(goal: Json) -> Json:
     """A goal of a bench that was interrupted."""
     assert isinstance(goal, dict)
-    return {"reason": INTERRUPTED} | goal | {"met": False}
+    return goal | {"met": False, "reason": UNMEASURED if goal["value"] is None else INTERRUPTED}
 
 
 def heading(result: Mapping[str, Json], *details: str) -> str:

@@ -17,7 +17,7 @@ from etude.run.folder import RunFolder
 from etude.run.local import run_local
 
 EXPECTED = Path(__file__).with_name("expected.json")
-KEPT = ("date", "commit", "machine", "seed", "steps", "heldout")
+WRITTEN = ("date", "commit", "machine", "seed", "steps", "heldout")
 """Parts of the run's report that are written."""
 
 
@@ -33,8 +33,8 @@ def measure() -> None:
     config = load_recipe(RECIPE, (*starting_from(start), *MEASURED, f"trainer.steps={whole_plan().steps}"))
     with tempfile.TemporaryDirectory(prefix="etude-expected-") as scratch:
         report = run_local(RunFolder.create(Path(scratch) / "run", config), out=sys.stderr)
-    kept = {name: report[name] for name in KEPT}
-    EXPECTED.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    written = {name: report[name] for name in WRITTEN}
+    EXPECTED.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,15 +47,18 @@ RECIPE: Mapping[str, Json] = {
     "midtrain": {"tokens": 250_000, "batch_tokens": 2_000, "threads": 2},
     "optimiser": {"kind": "muon"},
     "tasks": {"options": {"kinds": ["arith", "slice"], "read_first": 0.15}},
-    "rollouts": {"groups_per_step": 8, "group_size": 8, "concurrency": 128},
-    "trainer": {"learning_rate": 2e-4},
+    "rollouts": {"groups_per_step": 16, "group_size": 8, "concurrency": 256},
+    "engine": {"max_running": 6},
+    "trainer": {"learning_rate": 4e-4},
 }
-"""What differs from the loop's recipe."""
+"""What differs from the loop's recipe. The engine decodes so few sequences at a time that a step's sampling takes about
+as long as its training; more of them, and it waits for the trainer half of the time.
+"""
 PINS: Pins = {"train": 0, "serve": 1}
 """Process → its core; all others take what these leave."""
 SKIPPED = STALENESS + 1
 """Steps at either end that are left out of the busy shares: the pipeline fills, and runs dry."""
-STEPS, MARKS, TASKS = 24, 4, 128
+STEPS, MARKS, TASKS = 20, 2, 128
 """Optimiser steps of each, versions of each that are measured, and held-out tasks on which."""
 SIDES = ("busy_trainer", "busy_engine")
 LEAST_BUSY = Goal(BUSY, "at least", 0.9)

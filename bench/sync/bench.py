@@ -26,7 +26,7 @@ from queue import Empty, Queue
 from types import TracebackType
 from typing import Self, final
 
-from bench.report import INTERRUPTED, Goal, envelope, so_far
+from bench.report import Goal, envelope, so_far
 from bench.sync.link_probe import LinkMeasurement, measure_link
 from bench.sync.links import Traffic
 from bench.sync.sites import COMPUTE_S, SitePlan
@@ -380,7 +380,7 @@ def _computed(steps: Sequence[Step], rates: Rates, options: SyncOptions, bits_pe
 
 def _goals(steps: Mapping[str, Sequence[Step]]) -> dict[str, Json]:
     if not {"etude", "xor"} <= steps.keys():
-        return {goal.name: goal.judge(None, INTERRUPTED) for goal in (BLOCKED, PAUSE, COPIES, BYTES)}
+        return {goal.name: goal.judge(None) for goal in (BLOCKED, PAUSE, COPIES, BYTES)}
     ours, xor = steps["etude"], steps["xor"]
     blocked_s = max(step.blocked_s for step in ours)
     pauses = statistics.median(step.reload_s / step.pause_s for step in ours)

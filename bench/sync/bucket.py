@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -48,7 +49,7 @@ async def serve_bucket(
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = create_backend_app("s3")
     thread = ThreadPoolExecutor(1, "moto")  # one: moto's objects are not safe between several
-    asked = Counter[str]()
+    in_moto = Counter[str]()
     """Path → requests that moto is at."""
 
     def ask(method: str, path: str, query: str, headers: list[tuple[str, str]], body: bytes) -> web.Response:
@@ -61,17 +62,17 @@ async def serve_bucket(
 
     async def answer(request: web.Request) -> web.Response:
         url = request.rel_url
-        reply = None if asked[url.path] else read(request, bucket, objects)
+        reply = None if in_moto[url.path] else read(request, bucket, objects)
         if reply is None:
             body = await request.read()
             headers = [(name, value) for name, value in request.headers.items() if name.lower() != "host"]
-            asked[url.path] += 1
+            in_moto[url.path] += 1
             try:
                 reply = await asyncio.get_running_loop().run_in_executor(
                     thread, ask, request.method, url.path, url.raw_query_string, headers, body
                 )
             finally:
-                asked[url.path] -= 1
+                in_moto[url.path] -= 1
         seen(request, reply)
         return reply
 
@@ -97,11 +98,11 @@ def read(request: web.Request, bucket: str, objects: dict[str, Any]) -> web.Resp
     _, _, key = request.rel_url.path.lstrip("/").partition("/")
     if not key and request.query.get("list-type") == "2":
         return web.Response(text=list_page(bucket, objects, request.query), content_type="application/xml")
-    found = None if request.query_string else objects.get(key)
-    if found is None:
+    stored = None if request.query_string else objects.get(key)
+    if stored is None:
         return None
-    headers = {"ETag": found.etag, "Last-Modified": found.last_modified_RFC1123}
-    return web.Response(body=found.value, headers=headers)
+    headers = {"ETag": stored.etag, "Last-Modified": stored.last_modified_RFC1123}
+    return web.Response(body=stored.value, headers=headers)
 
 
 def list_page(bucket: str, objects: dict[str, Any], query: Mapping[str, str]) -> str:
@@ -110,7 +111,7 @@ def list_page(bucket: str, objects: dict[str, Any], query: Mapping[str, str]) ->
     after = query.get("continuation-token") or query.get("start-after", "")
     most = min(int(query.get("max-keys", PAGE_KEYS)), PAGE_KEYS)
     entries = entries_after(sorted(key for key in objects.copy() if key.startswith(prefix)), prefix, delimiter, after)
-    page = [entry for entry, _ in zip(entries, range(most), strict=False)]
+    page = list(islice(entries, most))
     is_cut = next(entries, None) is not None
     parts = ['<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">']
     parts.append(f"<Name>{bucket}</Name><Prefix>{escape(prefix)}</Prefix><MaxKeys>{most}</MaxKeys>")
@@ -120,10 +121,10 @@ def list_page(bucket: str, objects: dict[str, Any], query: Mapping[str, str]) ->
     for entry, is_folder in page:
         if is_folder:
             parts.append(f"<CommonPrefixes><Prefix>{escape(entry)}</Prefix></CommonPrefixes>")
-        elif (found := objects.get(entry)) is not None:  # not removed meanwhile
+        elif (stored := objects.get(entry)) is not None:  # not removed meanwhile
             parts.append(
-                f"<Contents><Key>{escape(entry)}</Key><LastModified>{found.last_modified_ISO8601}</LastModified>"
-                f"<Size>{found.size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+                f"<Contents><Key>{escape(entry)}</Key><LastModified>{stored.last_modified_ISO8601}</LastModified>"
+                f"<Size>{stored.size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
             )
     return "".join([*parts, "</ListBucketResult>"])
 
@@ -132,8 +133,8 @@ def entries_after(keys: list[str], prefix: str, delimiter: str, after: str) -> I
     """Keys and folders behind ``after``, in order: each with whether it is a folder, which stands for all below it."""
     last = ""
     for key in keys:
-        head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-        entry = prefix + head + found if found else key
+        head, cut, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+        entry = prefix + head + cut if cut else key
         if entry > after and entry != last:
-            yield entry, bool(found)
+            yield entry, bool(cut)
             last = entry

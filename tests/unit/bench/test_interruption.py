@@ -8,7 +8,7 @@ import pytest
 
 from bench import report
 from bench.__main__ import main
-from bench.report import INTERRUPTED, Goal, envelope, heading, so_far
+from bench.report import INTERRUPTED, UNMEASURED, Goal, envelope, heading, so_far
 from bench.templates import bench as templates
 from etude.types import Json
 
@@ -29,7 +29,7 @@ def test_what_was_measured_is_gone_on_with_and_meets_no_goal() -> None:
     assert result["interrupted"] is True and "INTERRUPTED" in heading(result)
     judged = result["goals"]
     assert judged["fast"] == {"reason": INTERRUPTED, "value": 2.0, "goal": 1.0, "sense": "at least", "met": False}  # type: ignore[index,call-overload]
-    assert judged["none"]["reason"] == "x"  # type: ignore[index,call-overload]
+    assert judged["none"]["reason"] == UNMEASURED  # type: ignore[index,call-overload]
 
 
 def test_sigterm_is_an_interruption(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,7 @@ def test_lists_have_every_key_once_in_order() -> None:
 
 
 async def _list() -> None:
-    names = [f"run/logs/{number:04}" for number in range(1100)] + ["run/x&y", "run/files/one", "other"]
+    names = [f"run/logs/{number:04}" for number in range(999)] + ["run/x&y", "run/files/one", "other"]
     async with _store("runs-two") as store:
         for name in names:
             await obstore.put_async(store, name, b"seven b")
@@ -57,9 +57,9 @@ async def _list() -> None:
         behind = [
             meta["path"] async for page in obstore.list(store, "run/logs", offset="run/logs/0005") for meta in page
         ]
-        assert behind == names[6:1100]
+        assert behind == names[6:999]
         below = await obstore.list_with_delimiter_async(store, "run")
         assert sorted(below["common_prefixes"]) == ["run/files", "run/logs"]
         assert [(meta["path"], meta["size"]) for meta in below["objects"]] == [("run/x&y", 7)]
-        await obstore.delete_async(store, names[:1000])
-        assert [meta["path"] async for page in obstore.list(store, "run/logs") for meta in page] == names[1000:1100]
+        await obstore.delete_async(store, names[:900])
+        assert [meta["path"] async for page in obstore.list(store, "run/logs") for meta in page] == names[900:999]
