@@ -41,7 +41,7 @@ from bench.faults.machine import Machine, compile_preload, missing
 from bench.faults.schedule import Extent, FaultSchedule, Kind, plan
 from bench.faults.verdicts import Verdict, VerdictStore
 from bench.programs import environment
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
@@ -184,12 +184,12 @@ def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
     began_s = time.monotonic()
     schedules = plan(chosen.seed, chosen.extent)
     with tempfile.TemporaryDirectory(prefix="etude-faults-", dir=_memory()) as scratch:
-        verdicts = []
-        with Campaign(Path(scratch), chosen) as campaign:
+        verdicts: list[Verdict] = []
+        with Campaign(Path(scratch), chosen) as campaign, so_far() as measured:
             for schedule in schedules:
                 verdicts.append(campaign.verdict(schedule))
                 sys.stderr.write(progress_line(verdicts, len(schedules)))
-    return envelope("faults", time.monotonic() - began_s, summary(verdicts, chosen))
+    return envelope("faults", time.monotonic() - began_s, summary(verdicts, chosen), interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:
