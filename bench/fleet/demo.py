@@ -7,7 +7,6 @@
 Owns processes, time and the record of each fault. What a fault means is :mod:`bench.fleet.figures`'s.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import final
 
 from bench import programs
+from bench.fleet.audit import audit_at_home
 from bench.fleet.figures import FaultRecord, recovery
 from bench.fleet.machines import Fleet, store_url
 from bench.fleet.namespaces import kill_all
@@ -212,23 +212,15 @@ class Demo:
 
     def _kill(self, region: str, word: str, most: int = sys.maxsize) -> None:
         """``kill -9`` processes of a command in a region."""
-        pids = [pid for site in self._sites(region) for pid in self._running(site, word)]
+        pids = [pid for site in self._fleet.living(region) for pid in self._fleet.processes(site, word)]
         kill_all(sorted(pids)[:most])
 
     def _machine_of(self, region: str, word: str, avoid: str = "") -> str:
         """The machine that runs a command, not ``avoid``. Raises ``InfrastructureError`` for none."""
-        for site in self._sites(region):
-            if site != avoid and self._running(site, word):
+        for site in self._fleet.living(region):
+            if site != avoid and self._fleet.processes(site, word):
                 return site
         raise InfrastructureError(f"bench fleet: no machine of {region} runs {word}")
-
-    def _running(self, site: str, word: str) -> list[int]:
-        """Processes of étude's on a machine whose command is ``word``."""
-        own = {pid: words for pid, words in self._fleet.running(site).items() if "etude" in words}
-        return [pid for pid, words in own.items() if word in words[words.index("etude") :][:3]]
-
-    def _sites(self, region: str) -> list[str]:
-        return [site for site, name in self._plan.region_of.items() if name == region and self._fleet.lives(site)]
 
     # ── what it came to ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,16 +233,7 @@ class Demo:
         }
         self._log.link_bytes = {region.name: self._fleet.traffic_bytes(region.name) for region in self._plan.regions}
         if self._log.status is not None:
-            self._log.findings = self._audit()
-
-    def _audit(self) -> Mapping[str, Sequence[str]]:
-        """What the auditor of the fault campaign finds, on the machine that has the ledger."""
-        out, log = self._scratch / "audit.json", self._scratch / "audit.log"
-        command = [sys.executable, "-m", "bench.fleet.audit", self._fleet.url, str(out)]
-        if self._fleet.start(HOME, command, log).wait():
-            raise InfrastructureError(f"bench fleet: the run cannot be audited: {log.read_text()[-600:]}")
-        findings: Mapping[str, Sequence[str]] = json.loads(out.read_text(encoding="utf-8"))
-        return findings
+            self._log.findings = audit_at_home(self._fleet, self._scratch)
 
 
 def etude(*words: str) -> list[str]:
