@@ -141,7 +141,7 @@ def fault_options(
 
 
 def options_of(folder: Path) -> FaultOptions:
-    """The options of a campaign that is kept in a folder. Raises :class:`~etude.errors.UserError` where there is none."""
+    """The options of a campaign that is kept in a folder. Raises :class:`~etude.errors.UserError` for another one."""
     try:
         told = orjson.loads((folder / CAMPAIGN).read_bytes())
         return fault_options(told["faults"], seed=told["seed"], kinds=told["kinds"], out=folder)

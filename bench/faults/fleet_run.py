@@ -119,7 +119,7 @@ class FleetSupervisors:
         self._region.wait()
 
     def _start_region(self) -> subprocess.Popen[bytes]:
-        command = ["fleet", "run", str(self._fleet_file), "--run", self._fleet.url, "--region", FAR.name]
+        command = ["fleet", "run", "--run", self._fleet.url, "--region", FAR.name]
         log = self._scratch / f"supervisor-{FAR.name}.log"
         return self._fleet.start(FAR.name, [sys.executable, "-m", "etude", *command], log)
 

@@ -108,7 +108,7 @@ class Demo:
             self._observed.update()
             self._tell_steps()
             if of_kind(self._observed.events, WeightsPublished):
-                self._keep_regions(toml)
+                self._keep_regions()
             self._close_faults()
             if self._is_due():
                 self._strike(self._due.pop(0))
@@ -140,7 +140,7 @@ class Demo:
         command = [*etude("run"), str(RECIPE), "--seed", str(self._seed), *where, *settings]
         return self._fleet.start(HOME, command, self._log_file(HOME))
 
-    def _keep_regions(self, toml: Path) -> None:
+    def _keep_regions(self) -> None:
         """Start the supervisor of each region, and start it again when it ended."""
         for region in self._plan.regions:
             supervisor = self._regions.get(region.name)
@@ -149,7 +149,7 @@ class Demo:
             if supervisor is not None:
                 self._tell(f"the supervisor of {region.name} ended and is started again: {self.tail(region.name)}")
                 time.sleep(REGION_S)
-            command = [*etude("fleet", "run"), str(toml), "--run", self._fleet.url, "--region", region.name]
+            command = [*etude("fleet", "run"), "--run", self._fleet.url, "--region", region.name]
             self._regions[region.name] = self._fleet.start(region.name, command, self._log_file(region.name))
 
     def _log_file(self, site: str) -> Path:
