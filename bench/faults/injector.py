@@ -11,7 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, final
@@ -84,8 +84,6 @@ class Site:
     """By the process behind each."""
     database: Database | None
     """The server of its ledger; ``None`` where that is a file."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its processes."""
 
 
 class NoVictim(Exception):

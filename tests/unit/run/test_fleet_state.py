@@ -42,7 +42,7 @@ def test_what_is_written_is_read_again() -> None:
     assert Desired.parse(wanted.dump()) == wanted
     assert Observed.parse(SEEN.dump()) == SEEN
     for parse in (Desired.parse, Observed.parse):
-        with pytest.raises(ValueError, match="no (desired|observed) state"):
+        with pytest.raises(ValueError, match=r"no (desired|observed) state"):
             parse(b"{}")
 
 
@@ -53,7 +53,7 @@ def test_a_state_is_declared_once_and_counts_only_if_the_run_signed_it() -> None
     assert home.desired(2) == desired(101)
     objects(store, "another key").copy(3, desired(102))
     region = FleetState(objects(), home)
-    with pytest.raises(RunFolderError, match="fleet|memory.*00000003 is not signed with the key of this run"):
+    with pytest.raises(RunFolderError, match="00000003 is not signed with the key of this run"):
         region.follow_desired()
     assert region.changed() is None
 

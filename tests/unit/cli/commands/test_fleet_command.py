@@ -8,8 +8,8 @@ from etude.cli.main import main
 from etude.config.fleet import FleetConfig
 from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
-from etude.fleet.specs import ProcessSpec, ProcessStatus
 from etude.errors import ConfigError
+from etude.fleet.specs import ProcessSpec, ProcessStatus
 from etude.fleet.state import Observed
 from etude.run.folder import RunFolder
 from etude.run.placement import (
