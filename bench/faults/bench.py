@@ -409,7 +409,7 @@ def summary(verdicts: Sequence[Verdict], options: FaultOptions, noted: int = 0) 
         "planned": sum(verdict.planned for verdict in verdicts),
         "injected": sum(len(verdict.faults) for verdict in verdicts),
         "noted": noted,
-        "commits": sorted({verdict.commit for verdict in verdicts}),
+        "commits": list(dict.fromkeys(verdict.commit for verdict in verdicts)),
         "left_out": [kind.value for kind in options.kinds if kind not in options.extent.kinds],
         "runs": len(verdicts),
         "resumes": sum(verdict.resumes for verdict in verdicts),

@@ -123,7 +123,7 @@ def _choose(spec: ProcessSpec, there: Mapping[Machine, Mapping[str, ProcessStatu
         mates = sum(spec.group is not None and name.partition("-")[0] == spec.group.name for name in running)
         return mates, len(running)
 
-    return min(reversed(there), key=load)
+    return min(reversed(list(there)), key=load)
 
 
 def _ask(machine: Machine, verb: str, *arguments: object) -> Any:

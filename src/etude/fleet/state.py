@@ -6,7 +6,7 @@ Owns the two nouns and their JSON. Where the objects lie, and who reads them whe
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 import orjson
@@ -47,6 +47,8 @@ class Observed:
     host: str
     """Its machine."""
     statuses: Mapping[str, ProcessStatus]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Program → its version there: étude, Python, torch."""
 
     @property
     def shape(self) -> tuple[object, ...]:

@@ -30,6 +30,7 @@ from etude.errors import InfrastructureError, RunFolderError
 from etude.fleet.specs import ProcessStatus
 from etude.fleet.state import Desired, Observed
 from etude.objects import Objects
+from etude.run.machine_info import versions
 
 FLEET_FOLDER = "fleet"
 """Folder of a store with the state of the fleet."""
@@ -133,6 +134,7 @@ class FleetState(Closing):
         self._taken = 0
         self._seen: Observed | None = None
         self._written: Observed | None = None
+        self._versions = versions()
         self._age_s = 0.0
         self._closed = Signal()
         self._threads = [self._thread("near", self.follow_near), self._thread("desired", self.follow_desired)]
@@ -157,7 +159,8 @@ class FleetState(Closing):
 
     def report(self, statuses: Mapping[str, ProcessStatus]) -> None:
         """Let people know what is seen."""
-        self._seen = Observed(generation=self._taken, host=os.uname().nodename, statuses=statuses)
+        host = os.uname().nodename
+        self._seen = Observed(generation=self._taken, host=host, statuses=statuses, versions=self._versions)
 
     def follow_near(self) -> None:
         """Read and write what lies in the region's own store, once. Raises as that does."""
