@@ -143,8 +143,8 @@ def fault_options(
 def options_of(folder: Path) -> FaultOptions:
     """The options of a campaign that is kept in a folder. Raises :class:`~etude.errors.UserError` for another one."""
     try:
-        told = orjson.loads((folder / CAMPAIGN).read_bytes())
-        return fault_options(told["faults"], seed=told["seed"], kinds=told["kinds"], out=folder)
+        described = orjson.loads((folder / CAMPAIGN).read_bytes())
+        return fault_options(described["faults"], seed=described["seed"], kinds=described["kinds"], out=folder)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"--resume {folder}: no campaign can be read there: {error}") from error
 
@@ -338,8 +338,8 @@ class Campaign:
                 note = self._note(schedule)
                 run_log = ChaosRun(schedule, folder, supervisors, injector, FLEET_BOUNDS, note).run()
                 if run_log.finished:
-                    found = audit_at_home(fleet, scratch)
-                    run_log.findings += [Finding(Wrong(wrong), what) for wrong, all_ in found.items() for what in all_]
+                    for wrong, findings in audit_at_home(fleet, scratch).items():
+                        run_log.findings += [Finding(Wrong(wrong), what) for what in findings]
                 return self._judge(schedule, run_log, folder, *scratch.glob("*.log"), *scratch.glob("disks/*/logs/*"))
 
     def _note(self, schedule: FaultSchedule) -> Callable[[FaultRecord], None]:

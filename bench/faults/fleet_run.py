@@ -22,7 +22,7 @@ import tomli_w
 
 from bench.faults.injector import Damage, picked
 from bench.faults.schedule import Fault, Kind
-from bench.fleet.machines import Fleet, store_url
+from bench.fleet.machines import Fleet, living, processes, store_url
 from bench.fleet.namespaces import kill_all
 from bench.fleet.plan import EAST, HOME, FleetPlan, Region
 from etude.config.loading import load_recipe
@@ -163,15 +163,15 @@ class FleetInjector:
 
     @contextmanager
     def _relay_killed(self, pick: float) -> Iterator[None]:
-        sites = self._fleet.living(FAR.name)
-        kill_all([picked([pid for site in sites for pid in self._fleet.processes(site, "relay")], pick)])
+        sites = living(self._fleet, FAR.name)
+        kill_all([picked([pid for site in sites for pid in processes(self._fleet, site, "relay")], pick)])
         yield
 
     @contextmanager
     def _machine_lost(self, region: str, word: str, pick: float) -> Iterator[None]:
         """Lose a machine that runs a command, but never the first one of a region."""
-        others = [site for site in self._fleet.living(region) if site != region]
-        site = picked([each for each in others if self._fleet.processes(each, word)], pick)
+        others = [site for site in living(self._fleet, region) if site != region]
+        site = picked([each for each in others if processes(self._fleet, each, word)], pick)
         self._fleet.kill_machine(site)
         yield
         self._fleet.revive(site, is_empty=region != HOME)

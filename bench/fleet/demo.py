@@ -18,7 +18,7 @@ from typing import final
 from bench import programs
 from bench.fleet.audit import audit_at_home
 from bench.fleet.figures import FaultRecord, recovery
-from bench.fleet.machines import Fleet, store_url
+from bench.fleet.machines import Fleet, living, processes, store_url
 from bench.fleet.namespaces import kill_all
 from bench.fleet.observed import Observed, of_kind
 from bench.fleet.plan import HOME, FaultKind, FleetPlan, PlannedFault
@@ -212,13 +212,13 @@ class Demo:
 
     def _kill(self, region: str, word: str, most: int = sys.maxsize) -> None:
         """``kill -9`` processes of a command in a region."""
-        pids = [pid for site in self._fleet.living(region) for pid in self._fleet.processes(site, word)]
+        pids = [pid for site in living(self._fleet, region) for pid in processes(self._fleet, site, word)]
         kill_all(sorted(pids)[:most])
 
     def _machine_of(self, region: str, word: str, avoid: str = "") -> str:
         """The machine that runs a command, not ``avoid``. Raises ``InfrastructureError`` for none."""
-        for site in self._fleet.living(region):
-            if site != avoid and self._fleet.processes(site, word):
+        for site in living(self._fleet, region):
+            if site != avoid and processes(self._fleet, site, word):
                 return site
         raise InfrastructureError(f"bench fleet: no machine of {region} runs {word}")
 

@@ -172,15 +172,6 @@ class Fleet:
     def _sites(self, region: str) -> list[str]:
         return [site for site, name in self.plan.region_of.items() if name == region]
 
-    def processes(self, site: str, word: str) -> list[int]:
-        """Processes of étude's on a machine whose command is ``word``."""
-        own = {pid: words for pid, words in self.running(site).items() if "etude" in words}
-        return sorted(pid for pid, words in own.items() if word in words[words.index("etude") :][:3])
-
-    def living(self, region: str) -> list[str]:
-        """The machines of a region that live."""
-        return [site for site in self._sites(region) if self.lives(site)]
-
     def _boot(self, site: str) -> subprocess.Popen[bytes]:
         """Start the first process of a machine."""
         place = self._place(site)
@@ -232,6 +223,17 @@ class Fleet:
 
     def _counts(self, region: str) -> Path:
         return self._scratch / f"store-{region}.json"
+
+
+def living(fleet: Fleet, region: str) -> list[str]:
+    """The machines of a region that live."""
+    return [site for site, name in fleet.plan.region_of.items() if name == region and fleet.lives(site)]
+
+
+def processes(fleet: Fleet, site: str, word: str) -> list[int]:
+    """Processes of étude's on a machine whose command is ``word``."""
+    own = {pid: words for pid, words in fleet.running(site).items() if "etude" in words}
+    return sorted(pid for pid, words in own.items() if word in words[words.index("etude") :][:3])
 
 
 def store_url(region: str) -> str:

@@ -122,9 +122,9 @@ class Reconciler:
         before = {unit.members[0].unit: unit for unit in self._units}
         self._units = []
         for name, its in members.items():
-            known = before.get(name)
-            unit = known if known is not None and known.members == tuple(its) else Unit(its)
-            if known is not None and unit is not known:
+            old = before.get(name)
+            unit = old if old is not None and old.members == tuple(its) else Unit(its)
+            if old is not None and unit is not old:
                 unit.is_changed = True
             self._units.append(unit)
         self._names = {spec.name for spec in specs}

@@ -17,19 +17,19 @@ from etude.fleet.specs import GroupMember, ProcessSpec, ProcessStatus, Resources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """What is to run in all regions."""
+    """The processes that are to run in all regions."""
 
     fleet: FleetConfig
     specs: tuple[ProcessSpec, ...]
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """Write it as JSON."""
         specs = [asdict(spec) for spec in self.specs]
         return orjson.dumps({"fleet": self.fleet.model_dump(mode="json"), "specs": specs})
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """What :meth:`dump` gave. Raises ``ValueError`` for anything else."""
+        """Read the JSON of :meth:`dump`. Raises ``ValueError`` for anything else."""
         try:
             tree = orjson.loads(data)
             fleet = FleetConfig.model_validate_json(orjson.dumps(tree["fleet"]))
@@ -40,10 +40,10 @@ class Desired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What a supervisor saw last."""
+    """The processes as a supervisor saw them last."""
 
     generation: int
-    """Of the desired state that it compares with."""
+    """Generation of the desired state that it compares with."""
     host: str
     """Its machine."""
     statuses: Mapping[str, ProcessStatus]
@@ -60,12 +60,12 @@ class Observed:
         return self.generation, self.host, states
 
     def dump(self) -> bytes:
-        """As JSON."""
+        """Write it as JSON."""
         return orjson.dumps({**asdict(self), "statuses": {name: asdict(each) for name, each in self.statuses.items()}})
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """What :meth:`dump` gave. Raises ``ValueError`` for anything else."""
+        """Read the JSON of :meth:`dump`. Raises ``ValueError`` for anything else."""
         try:
             tree = orjson.loads(data)
             statuses = {name: ProcessStatus(**fields) for name, fields in tree["statuses"].items()}

@@ -112,13 +112,13 @@ def _look_at_versions(fleet: FleetConfig, folder: RunFolder) -> MachineFinding:
     sites, silent = {"here": versions()}, []
     for region in fleet.regions:
         try:
-            found = fleet_objects(folder, "" if region.name == fleet.home else region.name).observed()
+            newest = fleet_objects(folder, "" if region.name == fleet.home else region.name).observed()
         except EtudeError:
-            found = None
-        if found is None or not found[0].versions:
+            newest = None
+        if newest is None or not newest[0].versions:
             silent.append(region.name)
         else:
-            sites[region.name] = dict(found[0].versions)
+            sites[region.name] = dict(newest[0].versions)
     return MachineFinding(name="versions", works=is_alike(sites), words=compare_versions(sites, silent))
 
 
@@ -128,7 +128,7 @@ def is_alike(sites: Mapping[str, Mapping[str, str]]) -> bool:
 
 
 def compare_versions(sites: Mapping[str, Mapping[str, str]], silent: Sequence[str] = ()) -> str:
-    """What all sites share, and site by site what they do not: ``torch differs: 2.4 (here, eu); 2.5 (ap)``. Of the
+    """Tell what all sites share, and site by site what they do not: ``torch differs: 2.4 (here, eu); 2.5 (ap)``. Of the
     ``silent`` ones nothing is known.
     """
     parts = []

@@ -53,7 +53,6 @@ def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
             events,
             notify,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
-            follows=True,
         )
         try:
             while True:

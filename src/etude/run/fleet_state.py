@@ -103,7 +103,7 @@ class FleetObjects:
             self.objects.delete(*older)
 
     def observed(self) -> tuple[Observed, float] | None:
-        """What was seen last, and how long ago in seconds, by the storage's clock; ``None`` before anything was."""
+        """The newest observation, and its age in seconds by the storage's clock; ``None`` before there is any."""
         entries = self.objects.entries(OBSERVED)
         data = self.objects.get(entries[-1].key) if entries else None
         if data is None:

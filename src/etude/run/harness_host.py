@@ -1,4 +1,4 @@
-"""What a sandbox host gives to the external harness of a run on a fleet: its files, and the run's gateways.
+"""Permissions of the external harness of a run on a fleet, on a sandbox host: its files, and the run's gateways.
 
     directories of the regions ──every FOLLOW_S──▶ RunGateways ──may be reached──▶ clients of the host
 

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -105,18 +106,19 @@ def _play(
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
     lineage, run, fleet = PhaseFolders(folder), placement.run_words(folder), placement.fleet
+    before = replace(placement, state=None)  # phases are no part of what the fleet is to run
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None
     if is_fresh:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
-            _keep_alive(plan_phase(phase, fleet, run), folder, config, placement, events, progress)
+            _keep_alive(plan_phase(phase, fleet, run), folder, config, before, events, progress)
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
     if config.engine.kind == "native" and not is_taken_over:  # those that run have passed it
-        _keep_alive(plan_phase("parity", fleet, run), folder, config, placement, events, progress)
-    _keep_alive(loop, folder, config, placement, events, progress, follows=True)
+        _keep_alive(plan_phase("parity", fleet, run), folder, config, before, events, progress)
+    _keep_alive(loop, folder, config, placement, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
@@ -143,12 +145,8 @@ def _keep_alive(
     placement: RunPlacement,
     events: EventLog,
     progress: ProgressDisplay,
-    *,
-    follows: bool = False,
 ) -> None:
-    """Run processes until those of them that have an end have reached it; then stop the others. Those that ``follows``
-    tells of change with the fleet's desired state.
-    """
+    """Run processes until those of them that have an end have reached it; then stop the others."""
     supervisor = Supervisor(
         specs,
         placement,
@@ -156,7 +154,6 @@ def _keep_alive(
         events,
         progress.notice,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        follows=follows,
     )
     memory_s = time.monotonic()
     try:

@@ -83,7 +83,7 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
 
 
 def desired_of(folder: RunFolder, fleet: FleetConfig) -> Desired:
-    """What is to run of a run on a fleet. Raises :class:`~etude.errors.ConfigError` as a plan does."""
+    """The desired state of a run on a fleet. Raises :class:`~etude.errors.ConfigError` as a plan does."""
     return Desired(fleet=fleet, specs=plan_loop(folder.config(), fleet, words_of(folder)))
 
 

@@ -38,10 +38,9 @@ class Supervisor:
         notify: Callable[[str], None] = lambda _: None,
         *,
         heartbeat_timeout_s: float,
-        follows: bool = False,
     ) -> None:
-        """Take over what runs already; the first :meth:`check` places the rest. One that ``follows`` changes with the
-        desired state of the fleet.
+        """Take over what runs already; the first :meth:`check` places the rest. On a fleet, whose state ``placement``
+        has, it changes with the desired state.
 
         ``notify`` tells people, at once and also when nothing can be written, what happens to processes.
         """
@@ -52,7 +51,6 @@ class Supervisor:
         self._notify = notify
         self._state = placement.state
         self._specs_of = placement.specs_of
-        self._follows = follows
         self._reconciler = Reconciler(specs, heartbeat_timeout_s=heartbeat_timeout_s)
         self._incarnations: dict[str, set[str]] = {spec.name: set() for spec in specs}
         self._unreachable_s: float | None = None
@@ -64,7 +62,7 @@ class Supervisor:
 
         Raises :class:`~etude.errors.EtudeError` where a restart would not help.
         """
-        if self._follows and self._state is not None and (desired := self._state.changed()) is not None:
+        if self._state is not None and (desired := self._state.changed()) is not None:
             self._follow(self._specs_of(desired))
         try:
             self._reconcile()

@@ -170,20 +170,20 @@ class Supervision(RuleBasedStateMachine):
         super().__init__()
         self.machines, self.now_s = Machines(), 0.0
         self.drained: set[str] = set()
-        self.wanted = {name: spec(name) for name in NAMES}
+        self.specs = {name: spec(name) for name in NAMES}
         self.successor()
 
     @rule()
     def successor(self) -> None:
-        self.reconciler = Reconciler(list(self.wanted.values()), heartbeat_timeout_s=1e9)
+        self.reconciler = Reconciler(list(self.specs.values()), heartbeat_timeout_s=1e9)
 
     @rule(name=st.sampled_from(NAMES[:3]), gpus=st.integers(0, 2))
     def change_the_fleet(self, name: str, gpus: int) -> None:
         if gpus:
-            self.wanted[name] = replace(spec(name), resources=Resources(gpus=gpus))
+            self.specs[name] = replace(spec(name), resources=Resources(gpus=gpus))
         else:
-            self.wanted.pop(name, None)
-        self.reconciler.follow(list(self.wanted.values()))
+            self.specs.pop(name, None)
+        self.reconciler.follow(list(self.specs.values()))
 
     @rule(name=st.sampled_from(NAMES), status=st.sampled_from([-9, 1, int(ExitCode.DISK_FULL)]))
     def die(self, name: str, status: int) -> None:
@@ -210,7 +210,7 @@ class Supervision(RuleBasedStateMachine):
         statuses: Mapping[str, ProcessStatus] = dict(self.machines.statuses)
         for _ in range(20):
             self.step(max(LOST_S, REGISTERED_S) + 1.0)
-        assert self.machines.running == self.wanted.keys() - self.drained, statuses
+        assert self.machines.running == self.specs.keys() - self.drained, statuses
 
 
 TestSupervision = Supervision.TestCase

@@ -37,9 +37,9 @@ def objects(store: FaultyStore | None = None, key: str = "key") -> FleetObjects:
 
 
 def test_what_is_written_is_read_again() -> None:
-    wanted = desired(100)
-    assert len(wanted.specs) > 500
-    assert Desired.parse(wanted.dump()) == wanted
+    state = desired(100)
+    assert len(state.specs) > 500
+    assert Desired.parse(state.dump()) == state
     assert Observed.parse(SEEN.dump()) == SEEN
     for parse in (Desired.parse, Observed.parse):
         with pytest.raises(ValueError, match=r"no (desired|observed) state"):

@@ -138,15 +138,15 @@ def _run_url(fleet: FleetConfig, file: Path) -> str:
 
 
 def _look(folder: RunFolder, region: str, generation: int) -> tuple[Mapping[str, ProcessStatus], frozenset[str], str]:
-    """What is seen in a region, what is drained there, and a remark on it where there is one."""
+    """Statuses of a region's processes, names of drained ones, and a remark where there is one to make."""
     try:
         objects = fleet_objects(folder, region)
-        drained, found = objects.drained(), objects.observed()
+        drained, newest = objects.drained(), objects.observed()
     except EtudeError as error:
         return {}, frozenset(), f"its store does not answer: {error}"
-    if found is None:
+    if newest is None:
         return {}, drained, "nobody has looked yet"
-    observed, age_s = found
+    observed, age_s = newest
     if age_s > LATE_S:
         return observed.statuses, drained, f"nobody has looked for {age_s:.0f} s: is its supervisor running?"
     is_behind = observed.generation < generation
