@@ -78,6 +78,8 @@ MIDTRAIN_TOKENS = 60_000
 """For a model that knows the words of the tools, and hardly more."""
 SILENT_S = 10.0
 """Longest silence of its processes: much more than a step takes, and less than a process is frozen for."""
+FLEET_SILENT_S = 60.0
+"""On a fleet, which no fault is about: its many processes share the cores of one machine."""
 START_S = 600.0
 """How long either part of it may take; some seconds where nobody else is at work."""
 MEMORY = Path("/dev/shm")
@@ -164,17 +166,18 @@ def steps_of(faults: int, rollouts_per_fault: int = ROLLOUTS_PER_FAULT) -> int:
     return max(3, -(-faults * rollouts_per_fault // (GROUPS * GROUP_SIZE)))
 
 
-def recipe(seed: int, steps: int, ledger: str = "", ranks: int = 1) -> RunConfig:
+def recipe(seed: int, steps: int, ledger: str = "", *, ranks: int = 1, silent_s: float = SILENT_S) -> RunConfig:
     """The smallest run that has everything that can be lost, with deadlines that a campaign can wait for.
 
-    ``ledger`` is the URL of its ledger's server; empty: it is a file. ``ranks`` train together.
+    ``ledger`` is the URL of its ledger's server; empty: it is a file. ``ranks`` train together; a process may be silent
+    for ``silent_s``.
     """
     return parse_config(
         {
             "parallel": {"dp": ranks},
             "name": "faults",
             "seed": seed,
-            "heartbeat_timeout_s": SILENT_S,
+            "heartbeat_timeout_s": silent_s,
             "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
                 "shape": {
@@ -330,7 +333,8 @@ class Campaign:
         with tempfile.TemporaryDirectory(prefix="etude-fleet-") as place:
             scratch = Path(place)
             with machines.Fleet(PLAN, scratch) as fleet:
-                config = recipe(1 + schedule.number, self._steps(schedule), fleet.ledger, PLAN.trainer_nodes)
+                seed, steps = 1 + schedule.number, self._steps(schedule)
+                config = recipe(seed, steps, fleet.ledger, ranks=PLAN.trainer_nodes, silent_s=FLEET_SILENT_S)
                 (scratch / "recipe.toml").write_text(dump_toml(config), encoding="utf-8")
                 folder = begin_run(fleet, self._start(scratch / "start"), scratch / "recipe.toml", scratch)
                 supervisors = FleetSupervisors(fleet, scratch)

@@ -10,6 +10,7 @@ never lost. Time and records are :mod:`bench.faults.chaos_run`'s.
     python -m bench.faults.fleet_run START URL CONFIG      begin a run from a start; on a machine of home
 """
 
+import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +28,8 @@ from bench.fleet.namespaces import kill_all
 from bench.fleet.plan import EAST, HOME, FleetPlan, Region
 from etude.config.loading import load_recipe
 from etude.errors import InfrastructureError
-from etude.run.folder import RunFolder, start_from
+from etude.objects import ObjectStore
+from etude.run.folder import LOG_ID, RunFolder
 from etude.run.working_folder import MODEL, RECIPE_FILES, create_run, keep, working_path
 
 FAR = Region(name=EAST.name, rtt_s=EAST.rtt_s, machines=3)
@@ -201,6 +203,10 @@ def begin_run(fleet: Fleet, start: RunFolder, recipe: Path, scratch: Path) -> Ru
 
 
 if __name__ == "__main__":
-    begun = create_run(sys.argv[2], load_recipe(Path(sys.argv[3])))
-    start_from(RunFolder.open(Path(sys.argv[1])), begun)
+    start, begun = RunFolder.open(Path(sys.argv[1])), create_run(sys.argv[2], load_recipe(Path(sys.argv[3])))
+    shutil.copytree(start.model, begun.model)
+    shutil.copy(start.path / LOG_ID, begun.path)
+    versions, place = ObjectStore(start.store), ObjectStore(begun.store)
+    for key in versions.list(""):
+        place.put_if_absent(key, versions.get(key) or b"")
     keep(begun, *RECIPE_FILES, *MODEL)
