@@ -7,7 +7,6 @@
 Owns processes, time and the record of each fault. What a fault means is :mod:`bench.fleet.figures`'s.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import final
 
 from bench import programs
+from bench.fleet.audit import audit_at_home
 from bench.fleet.figures import FaultRecord, recovery
-from bench.fleet.machines import Fleet, store_url
+from bench.fleet.machines import Fleet, living, processes, store_url
 from bench.fleet.namespaces import kill_all
 from bench.fleet.observed import Observed, of_kind
 from bench.fleet.plan import HOME, FaultKind, FleetPlan, PlannedFault
@@ -111,7 +111,7 @@ class Demo:
         toml.write_text(fleet_toml(self._plan, self._launcher), encoding="utf-8")
         self._home = self._start_home(toml)
         with so_far() as measured:
-            self._watch(toml)
+            self._watch()
         self._log.interrupted = measured.interrupted
         self._observed.update()
         self._close_faults()
@@ -124,14 +124,14 @@ class Demo:
         self._measure()
         return self._log
 
-    def _watch(self, toml: Path) -> None:
+    def _watch(self) -> None:
         """Until the run ends or is late: keep the regions' supervisors, let faults happen, undo them."""
         assert self._home is not None
         while self._home.poll() is None and not self._is_late:
             self._observed.update()
             self._tell_steps()
             if of_kind(self._observed.events, WeightsPublished):
-                self._keep_regions(toml)
+                self._keep_regions()
             self._close_faults()
             while self._is_due():
                 self._strike(self._due.pop(0))
@@ -154,7 +154,7 @@ class Demo:
         command = [*etude("run"), str(RECIPE), "--seed", str(self._seed), *where, *settings]
         return self._fleet.start(HOME, command, self._log_file(HOME))
 
-    def _keep_regions(self, toml: Path) -> None:
+    def _keep_regions(self) -> None:
         """Start the supervisor of each region, and start it again when it ended."""
         for region in self._plan.regions:
             supervisor = self._regions.get(region.name)
@@ -163,7 +163,7 @@ class Demo:
             if supervisor is not None:
                 self._tell(f"the supervisor of {region.name} ended and is started again: {self.tail(region.name)}")
                 time.sleep(REGION_S)
-            command = [*etude("fleet", "run"), str(toml), "--run", self._fleet.url, "--region", region.name]
+            command = [*etude("fleet", "run"), "--run", self._fleet.url, "--region", region.name]
             self._regions[region.name] = self._fleet.start(region.name, command, self._log_file(region.name))
 
     def _log_file(self, site: str) -> Path:
@@ -234,23 +234,15 @@ class Demo:
 
     def _kill(self, region: str, word: str, most: int = sys.maxsize) -> None:
         """``kill -9`` processes of a command in a region."""
-        pids = [pid for site in self._sites(region) for pid in self._running(site, word)]
+        pids = [pid for site in living(self._fleet, region) for pid in processes(self._fleet, site, word)]
         kill_all(sorted(pids)[:most])
 
     def _machine_of(self, region: str, word: str, avoid: str = "") -> str:
         """The machine that runs a command, not ``avoid``. Raises ``InfrastructureError`` for none."""
-        for site in self._sites(region):
-            if site != avoid and self._running(site, word):
+        for site in living(self._fleet, region):
+            if site != avoid and processes(self._fleet, site, word):
                 return site
         raise InfrastructureError(f"bench fleet: no machine of {region} runs {word}")
-
-    def _running(self, site: str, word: str) -> list[int]:
-        """Processes of étude's on a machine whose command is ``word``."""
-        own = {pid: words for pid, words in self._fleet.running(site).items() if "etude" in words}
-        return [pid for pid, words in own.items() if word in words[words.index("etude") :][:3]]
-
-    def _sites(self, region: str) -> list[str]:
-        return [site for site, name in self._plan.region_of.items() if name == region and self._fleet.lives(site)]
 
     # ── what it came to ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -263,16 +255,7 @@ class Demo:
         }
         self._log.link_bytes = {region.name: self._fleet.traffic_bytes(region.name) for region in self._plan.regions}
         if self._log.status is not None:
-            self._log.findings = self._audit()
-
-    def _audit(self) -> Mapping[str, Sequence[str]]:
-        """What the auditor of the fault campaign finds, on the machine that has the ledger."""
-        out, log = self._scratch / "audit.json", self._scratch / "audit.log"
-        command = [sys.executable, "-m", "bench.fleet.audit", self._fleet.url, str(out)]
-        if self._fleet.start(HOME, command, log).wait():
-            raise InfrastructureError(f"bench fleet: the run cannot be audited: {log.read_text()[-600:]}")
-        findings: Mapping[str, Sequence[str]] = json.loads(out.read_text(encoding="utf-8"))
-        return findings
+            self._log.findings = audit_at_home(self._fleet, self._scratch)
 
 
 def etude(*words: str) -> list[str]:
