@@ -265,7 +265,7 @@ class TrainerProcess(Closing):
         """The groups of a step; ``None`` for one that loaded weights instead, and is done."""
         started_s = time.perf_counter()
         while True:
-            load = self._ledger.claim_load(step)
+            load = self._ledger.loads.claim(step)
             if load is not None:
                 self._load(step, load)
                 return None, time.perf_counter() - started_s
