@@ -6,7 +6,7 @@ beforehand, by number, so that every run with the same calls fails in the same p
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from threading import Lock
 from typing import TypeVar, final
@@ -77,6 +77,10 @@ class FaultyStore:
     def get(self, key: str) -> bytes | None:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("get", key, lambda: self._inner.get(key))
+
+    def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        return self._call("stream", key, lambda: self._inner.stream(key, first, part_bytes))
 
     def exists(self, key: str) -> bool:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""

@@ -112,6 +112,7 @@ class Ledger(LedgerConnection):
         self.name = transactions.name
         """Name in messages; it has no secrets."""
         self.facts = Facts(transactions)
+        self.loads = Loads(transactions)
         self.leases = Leases(transactions, term_s=term_s, clock=clock)
         self.turns = StoredTurns(transactions, payloads)
         self.live = LiveGroups(transactions, self.turns)
@@ -240,17 +241,6 @@ class Ledger(LedgerConnection):
         places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
         return None if places is None else self.turns.read_groups(places)
 
-    def claim_load(self, step: int) -> dict[str, Json] | None:
-        """The weights that a step has to load instead of training on groups, as the fact
-        :data:`~etude.ledger.changes.LOAD` has them; ``None`` for a step of groups. A step that took a load before gets
-        the same one again.
-
-        Raises ``ValueError`` for any other step than the one after the last claimed.
-        """
-        if self._db.read(lambda db: changes.is_load_due(db, step)):
-            return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
-        return None
-
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
 
@@ -309,6 +299,23 @@ class Facts:
     def get(self, key: str) -> str | None:
         """The fact that was last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
+
+
+class Loads:
+    """Weights that the trainer is asked to go on with (the fact :data:`~etude.ledger.changes.LOAD`)."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._db = transactions
+
+    def claim(self, step: int) -> dict[str, Json] | None:
+        """The load that a step does instead of training on groups; ``None`` for a step of groups. A step that took one
+        before gets the same one again.
+
+        Raises ``ValueError`` for any other step than the one after the last claimed.
+        """
+        if self._db.read(lambda db: changes.is_load_due(db, step)):
+            return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
+        return None
 
 
 class Leases:

@@ -22,10 +22,11 @@ from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.listener import run_listener
 from etude.run.numerics import largest_state, load_published, serving_model
+from etude.run.parent import tell_person
 from etude.run.process_name import ENGINE, PRODUCTION, ProcessName
 from etude.run.region_stores import open_region_log, weights_url
 from etude.run.routing_tables import RoutingTables
-from etude.run.serving import run_until_signal, tell_person
+from etude.run.serving import run_until_signal
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
 from etude.weights.log import WeightLog

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CommandOptions
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
 from etude.run.phase_folders import phases_of
@@ -102,19 +103,21 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
             resources=resources_of("relay", fleet),
             secrets=STORE_SECRETS,
         )
+    is_external = isinstance(config.harness.options, CommandOptions)
+    reach, keys = (("--run", run), (RUN_KEY, *STORE_SECRETS)) if is_external else ((), ())
     for replica in range(region.sandbox_hosts):
         yield ProcessSpec(
             name=str(ProcessName(command="sandboxes", replica=replica, region=where)),
-            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT)),
+            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT), *reach),
             region=region.name,
             resources=resources_of("sandboxes", fleet),
-            secrets=(SANDBOXES_KEY,),
+            secrets=(SANDBOXES_KEY, *keys),
             port=SANDBOXES_PORT,
         )
 
 
 def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
-    """One process a node: each becomes torchrun, which starts the node's ranks."""
+    """One process a node: each starts the node's ranks, or is the one that there is."""
     nodes, ranks = fleet.trainer.nodes, config.parallel.ranks
     if ranks % nodes:
         raise ConfigError(

@@ -54,12 +54,13 @@ from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
 from etude.run.listener import run_listener
 from etude.run.live_sessions import open_live_sessions
+from etude.run.parent import tell_person
 from etude.run.payload_store import open_payloads
 from etude.run.placement import fleet_of
 from etude.run.process_name import ENGINE, PRODUCT, PRODUCTION, ProcessName
 from etude.run.region_stores import open_directory, open_region_log, weights_url
 from etude.run.routing_tables import RoutingTables
-from etude.run.serving import STOP_S, listening, run_until_signal, tell_person, tls_context
+from etude.run.serving import STOP_S, listening, run_until_signal, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
@@ -82,7 +83,7 @@ objects and none in a cycle; by default the collector would walk through all con
 pauses that are the slowest calls.
 """
 
-DIRECTORY_S = 1.0
+DIRECTORY_S = 0.5
 """Pause between two looks for engines that were started elsewhere."""
 KEYS_S = 1.0
 """Pause between two looks at the key file: a key that was revoked is dead within this time."""

@@ -4,7 +4,8 @@
                                                  ├─▶ product   serves users, and reports what they say
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
                                                  ├─▶ directory signs where processes listen
-                                                 └─▶ users     makes pseudonyms of a product's users
+                                                 ├─▶ users     makes pseudonyms of a product's users
+                                                 └─▶ fleet     signs what is to run
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
 variables, never on a command line.
@@ -47,6 +48,8 @@ class KeyRole(StrEnum):
     """Signatures of routing tables."""
     USERS = "users"
     """Pseudonyms of a product's users."""
+    FLEET = "fleet"
+    """Signatures of what is to run."""
 
 
 def derive_key(run_key: str, role: KeyRole) -> str:

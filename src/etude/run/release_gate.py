@@ -25,7 +25,7 @@ from etude.releases.gate import Against, GateFacts, Interval
 from etude.releases.states import Release
 from etude.run.evaluate import EVALUATIONS, EvalRequest, evaluate, read_evaluation
 from etude.run.folder import RunFolder
-from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
+from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 
 ATTEMPTS = 3
 """Times that an evaluation is made which does not come to its end."""

@@ -269,7 +269,7 @@ class TrainerProcess(Closing):
         started_s = time.perf_counter()
         train, live = self._groups_of(step)
         while True:
-            load = self._ledger.claim_load(step)
+            load = self._ledger.loads.claim(step)
             if load is not None:
                 self._load(step, load)
                 return None, time.perf_counter() - started_s

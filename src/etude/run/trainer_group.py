@@ -8,7 +8,7 @@ order, and a batch with it; everything else is the same on all ranks because it 
 JSON and batches safetensors: nothing is unpickled. One process is a group of one, which sends nothing.
 
 Rank 0 waits for batches; so that the others' wait has a deadline all the same, it says ``IDLE`` now and then. When a
-rank dies the others' next act fails, ``torchrun`` ends them all, and the next start goes on from the checkpoint.
+rank dies the others' next act fails, all of them are ended, and the next start goes on from the checkpoint.
 """
 
 import json

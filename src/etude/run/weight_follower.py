@@ -71,8 +71,8 @@ class WeightFollower:
         """
         while True:
             stage_s, pause_s = await self.update(updater)
-            await asyncio.to_thread(updater.settle)
             events.write(WeightsSwapped(version=updater.version, stage_ms=1e3 * stage_s, pause_ms=1e3 * pause_s))
+            await asyncio.to_thread(updater.settle)
 
     async def update(self, updater: WeightUpdater) -> tuple[float, float]:
         """Move an engine to the newest version, or the one that is named, once that is another than what it serves.

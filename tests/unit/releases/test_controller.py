@@ -117,7 +117,7 @@ def test_a_shadow_that_fails_or_is_slow_meets_no_user() -> None:
     good = ShadowFacts(calls=10, failures=0, seconds=10.0, live_seconds=9.0)
     assert decide(way, shadow=replace(good, calls=9)) is None
     assert states(decide(way, shadow=good)) == [(4, ReleaseState.CANARY)]
-    for bad in (replace(good, failures=1), replace(good, seconds=19.0)):
+    for bad in (replace(good, failures=1), replace(good, seconds=37.0)):
         assert states(decide(way, shadow=bad)) == [(4, ReleaseState.REJECTED)]
 
 

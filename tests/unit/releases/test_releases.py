@@ -132,15 +132,15 @@ def test_sessions_are_counted_once_by_arm_and_user(tmp_path: Path) -> None:
 
 def test_a_load_is_taken_by_one_step_and_handed_out_again(tmp_path: Path) -> None:
     with closing(ReleaseStore.open(tmp_path / "ledger.db")) as store, Ledger.open(tmp_path / "ledger.db") as ledger:
-        assert ledger.claim_load(1) is None
+        assert ledger.loads.claim(1) is None
         store.load_checkpoint(1, "folder")
-        taken = ledger.claim_load(1)
+        taken = ledger.loads.claim(1)
         assert taken == {"id": "proposal-1", "checkpoint": "folder", "step": 1}
-        assert ledger.claim_load(1) == taken
+        assert ledger.loads.claim(1) == taken
         assert store.loads().version is None, "it is no version yet"
         ledger.commit_step(1)
         assert (store.loads().pending, store.loads().version, store.loads().checkpoint) == (False, 1, "folder")
-        assert ledger.claim_load(2) is None
+        assert ledger.loads.claim(2) is None
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_version_goes_to_users_and_back_though_the_process_dies_all_the_time(
     publish(run, 2)
     assert states(run).get(2) is None, "it descends from what was taken back"
     with Ledger.open(run.ledger) as ledger:
-        ledger.claim_load(1)
+        ledger.loads.claim(1)
         ledger.commit_step(1)
     with closing(ReleaseStore.open(run.ledger)) as store:
         assert store.loads() == LoadFacts(version=1)
@@ -154,7 +154,7 @@ def test_a_proposal_is_checked_copied_and_loaded_by_the_trainer(
     assert main(["release", "propose", str(run.path), str(run.model)]) == 0
     look(run)
     with Ledger.open(run.ledger) as ledger:
-        load = ledger.claim_load(1)
+        load = ledger.loads.claim(1)
     assert load is not None
     assert (Path(str(load["checkpoint"])) / "model.safetensors").is_file()
     assert main(["release", "propose", str(run.path), str(tmp_path)]) == 2

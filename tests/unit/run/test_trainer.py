@@ -15,7 +15,7 @@ from etude.config.loading import default_recipe
 from etude.config.training import DualClippedOptions, LossConfig
 from etude.errors import DamagedError, UserError
 from etude.ledger.changes import LOAD
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN, Ledger, Loads
 from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
@@ -248,19 +248,20 @@ class Killed(Exception):
     """Stands for ``kill -9``: nothing that comes after it happens."""
 
 
-class DyingLedger(Ledger):
-    """Dies where it is told to, behind what it has written or before it."""
+class DyingLoads(Loads):
+    """Dies behind what it has written."""
 
-    dies_at = ""
-
-    def claim_load(self, step: int) -> dict[str, Json] | None:
-        load = super().claim_load(step)
-        if load is not None and self.dies_at == "claimed":
+    def claim(self, step: int) -> dict[str, Json] | None:
+        if super().claim(step) is not None:
             raise Killed
-        return load
+        return None
+
+
+class DyingLedger(Ledger):
+    """Dies before it commits a step that loads."""
 
     def commit_step(self, step: int) -> None:
-        if self.claim_load(step) is not None and self.dies_at == "published":
+        if self.loads.claim(step) is not None:
             raise Killed
         super().commit_step(step)
 
@@ -272,8 +273,10 @@ def test_a_step_that_loads_released_weights_trains_on_nothing_and_survives_a_kil
     train_until(run, 2)
     with Ledger.open(run.ledger) as ledger:
         ledger.facts.set(LOAD, json.dumps({"id": "a", "version": 1}))
-    with DyingLedger.open(run.ledger) as ledger, EventLog(run.events, "test") as events:
-        ledger.dies_at = dies_at
+    kind = DyingLedger if dies_at == "published" else Ledger
+    with kind.open(run.ledger) as ledger, EventLog(run.events, "test") as events:
+        if dies_at == "claimed":
+            ledger.loads = DyingLoads(ledger._db)
         process = TrainerProcess(run, events, ledger, None, StoreOutages(run.store, 0.0))
         with contextlib.suppress(Killed), process.publishing, process.copies, process.trainer_group:
             process.run()

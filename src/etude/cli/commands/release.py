@@ -39,7 +39,7 @@ def process(
     if context.invoked_subcommand is None:
         if not run:
             raise ConfigError("etude release needs a command, such as `etude release status RUN`, or --run RUN")
-        run_process(RELEASE, open_run_folder(run))
+        run_process(RELEASE, open_run_folder(run, process=RELEASE))
 
 
 @app.command()

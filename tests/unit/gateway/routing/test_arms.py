@@ -117,7 +117,7 @@ def test_an_engine_with_the_newest_unreleased_version_gets_no_call_of_a_user() -
     asyncio.run(run())
 
 
-def test_tokens_of_weights_that_were_swapped_behind_a_report_are_given_to_nobody() -> None:
+def test_tokens_of_weights_that_were_swapped_behind_a_report_are_given_to_no_one() -> None:
     async def run() -> None:
         liar, good = Chain(mark=1, sampled=9), Chain(mark=1)
         async with served(liar=liar, good=good) as users:
@@ -155,7 +155,7 @@ def test_users_go_to_their_arm_then_to_the_live_one_and_back_with_the_table() ->
     asyncio.run(run())
 
 
-def test_a_shadow_samples_what_users_ask_and_nobody_sees_it() -> None:
+def test_a_shadow_samples_what_users_ask_and_no_user_sees_it() -> None:
     async def run() -> None:
         old, new = Chain(mark=1), Chain(mark=2)
         async with served(old=old, new=new) as users:
