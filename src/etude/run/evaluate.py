@@ -27,6 +27,7 @@ from etude.ledger.archive import Archive, RolloutOutcome
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder
 from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
@@ -84,11 +85,12 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-    kept = KeptFiles(folder, EVALUATIONS)
+    copies = KeptFiles(folder, EVALUATIONS)
     version, digest = identified(folder, request.version)
     ledger, number = _place(folder, request, version, digest)
     ledger.parent.mkdir(exist_ok=True)
-    kept.bring()
+    copies.bring()
+    bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
         tasks = None if request.suite is None else load_recipe(Path(request.suite.recipe)).tasks
@@ -97,7 +99,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
                 watch = _Watch(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
-            _keep(kept, ledger)
+            _keep(copies, ledger)
     return read_evaluation(folder, request, version, digest)
 
 
@@ -125,10 +127,10 @@ def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -
     return folder.path / EVALUATIONS / f"{name}.db", number
 
 
-def _keep(kept: KeptFiles, ledger: Path) -> None:
+def _keep(copies: KeptFiles, ledger: Path) -> None:
     """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
     try:
-        kept.keep(f"{EVALUATIONS}/{ledger.name}")
+        copies.keep(f"{EVALUATIONS}/{ledger.name}")
     except InfrastructureError as error:
         logger.warning("the tries are in %s only: %s", ledger, error)
 
