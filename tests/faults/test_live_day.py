@@ -97,7 +97,7 @@ def _check_what_is_left(run: RunFolder, truth: Path) -> None:
         }
     assert {int(version) for row in rows for version in row["versions"]} <= shown
     with closing(open_ledger(run)) as ledger:
-        sessions = [one.session_id for one in ledger.observed(10_000)]
+        sessions = [one.session_id for one in ledger.live.observed(10_000)]
     assert len(sessions) == len(set(sessions)) > 0
     measured = measure_signal_to_live(run.path)
     assert isinstance(measured["signals"], int)

@@ -106,17 +106,16 @@ def test_a_session_that_no_batch_is_early_enough_for_is_stale(ledger: Ledger, ev
     assert sink.take([joined("fresh", "x", [1, 1]), joined("begun before", "y", [0, 1])]) == ["ready", "stale"]
 
 
-def test_one_user_weighs_no_more_than_a_share_and_a_program_takes_no_place(ledger: Ledger, events: EventLog) -> None:
+def test_a_program_takes_no_place_that_people_might_have(ledger: Ledger, events: EventLog) -> None:
     limits = PoisoningLimits(largest_share=0.25, per_hour=4)
     config = CONFIG.model_copy(update={"feedback": CONFIG.feedback.model_copy(update={"poisoning": limits})})
     sink = LiveRewards(config, ledger, events)
-    assert sink.take([joined(f"q{n}", "quiet", None, (SignalKind.THUMBS, 1, None)) for n in range(3)]) == ["ready"] * 3
     thumbs = (SignalKind.THUMBS, -1.0, None)
     words = sink.take([joined(f"m{number}", "machine", None, thumbs) for number in range(6)])
     assert set(words) == {"quarantined"}
-    others = sink.take([joined(f"o{number}", f"o{number}") for number in range(3)])
-    assert others == ["ready"] * 3
-    assert ledger.progress(LIVE).dropped == 6
+    assert sink.take([joined(f"o{number}", f"o{number}", None, thumbs) for number in range(6)]) == ["ready"] * 6
+    assert sink.take([joined("m again", "machine")]) == ["quarantined"]
+    assert ledger.progress(LIVE).dropped == 7
 
 
 def test_another_formula_in_the_middle_of_a_run_is_refused_by_name(ledger: Ledger, events: EventLog) -> None:
