@@ -6,7 +6,7 @@
 The policy is a table: in each of 12 templates it chooses one of 4 ways to answer, with logits of its own, and the worth
 of each is known, so that the gradient of the expected reward is a sum and no estimate. What else moves a reward has
 nothing to do with the choice: how hard the template is, the user's taste, the day, the length of the prompt, chance.
-All contestants see the same sessions, batch by batch. Two worlds:
+All contestants see the same sessions, batch by batch. Two cases:
 
 - *steady*: earlier sessions are of the same policy and the same mood;
 - *moving*: earlier steps' policies were worse, by the same for all templates and by more for some, and every day has a
@@ -34,7 +34,7 @@ TEMPLATES, ACTIONS, USERS = 12, 4, 150
 BATCH, EARLIER = 64, 512
 """Sessions of a step, and of the steps before it."""
 BATCHES = 200
-WORLDS = ("steady", "moving")
+CASES = ("steady", "moving")
 NOISE = 0.25
 """Standard deviation of what is chance alone."""
 PER_DAY = 64
@@ -52,16 +52,16 @@ class Population:
     """What each way to answer adds."""
     policy_TA: Array
     taste_U: Array
-    visits_U: Array
+    frequency_U: Array
     """How often each user comes."""
     decline_T: Array
     """By how much earlier policies were worse, for the whole of the sessions before."""
 
     @classmethod
     def draw(cls, rng: Rng, *, moving: bool) -> "Population":
-        """One population of a world."""
+        """One population of a case."""
         logits_TA = rng.normal(0, 0.7, (TEMPLATES, ACTIONS))
-        visits_U = rng.pareto(1.5, USERS) + 0.1
+        frequency_U = rng.pareto(1.5, USERS) + 0.1
         shares_T = 1 / np.arange(1, TEMPLATES + 1)
         return cls(
             shares_T=shares_T / shares_T.sum(),
@@ -69,7 +69,7 @@ class Population:
             worth_TA=rng.normal(0, 0.25, (TEMPLATES, ACTIONS)),
             policy_TA=np.exp(logits_TA) / np.exp(logits_TA).sum(axis=1, keepdims=True),
             taste_U=rng.normal(0, 0.25, USERS),
-            visits_U=visits_U / visits_U.sum(),
+            frequency_U=frequency_U / frequency_U.sum(),
             decline_T=(0.3 + rng.normal(0, 0.2, TEMPLATES)) * moving,
         )
 
@@ -82,7 +82,7 @@ class Population:
     def sessions(self, count: int, rng: Rng, *, moods: Array, age: Array) -> tuple[list[ValuedSession], Array]:
         """Some sessions, and the score [T, A] of each; ``age`` [count] from 1, the oldest, to 0, the present."""
         templates = rng.choice(TEMPLATES, count, p=self.shares_T)
-        users = rng.choice(USERS, count, p=self.visits_U)
+        users = rng.choice(USERS, count, p=self.frequency_U)
         draws = [rng.choice(ACTIONS, p=self.policy_TA[template]) for template in templates]
         actions = np.array(draws, np.int64)
         lengths = rng.lognormal(5 + 0.3 * self.hardness_T[templates], 0.6)
@@ -108,17 +108,17 @@ class Population:
 
 
 def measure_baselines(batches: int = BATCHES, seed: int = 0) -> dict[str, Json]:
-    """Noise and bias of the gradient by every built-in baseline, in both worlds; the fewest sessions first."""
+    """Noise and bias of the gradient by every built-in baseline, in both cases; the fewest sessions first."""
     started_s = time.perf_counter()
     rows: list[Json] = []
-    for world in WORLDS:
-        estimates, truth = _estimates(world, batches, seed)
+    for case in CASES:
+        estimates, truth = _estimates(case, batches, seed)
         plain = _noise(estimates["none"], truth)
         measured = [(name, _noise(gradients, truth), _bias(gradients, truth)) for name, gradients in estimates.items()]
         rows += [
             {
                 "contestant": name,
-                "world": world,
+                "case": case,
                 "noise": round(noise, 2),
                 "ratio": round(noise / plain, 3),
                 "bias": round(bias, 2),
@@ -134,9 +134,9 @@ def measure_baselines(batches: int = BATCHES, seed: int = 0) -> dict[str, Json]:
     }
 
 
-def _estimates(world: str, batches: int, seed: int) -> tuple[dict[str, Array], Array]:
+def _estimates(case: str, batches: int, seed: int) -> tuple[dict[str, Array], Array]:
     """Baseline → [batches, T · A] estimates, and the truth [T · A]: one population, another batch each time."""
-    moving = world == "moving"
+    moving = case == "moving"
     population = Population.draw(np.random.default_rng((seed, 0)), moving=moving)
     estimates: dict[str, list[Array]] = {name: [] for name in LIVE_BASELINES.builtins}
     for batch in range(batches):

@@ -43,12 +43,12 @@ def test_a_session_is_ready_at_once_comes_back_whole_and_is_admitted_once(ledger
     assert ledger.admit_live(mine, observed, version=1, kept_below=MANY) is LiveAdmission.DUPLICATE
     (group,) = ledger.groups(LIVE)
     assert (group.is_live, group.weight, group.task.task_id, group.task.template) == (True, 0.5, "a", "t")
-    (kept,) = group.rollouts
-    assert (kept.observation, kept.reward, kept.rollout_id) == (mine.observation, 0.25, "a")
+    (mine_again,) = group.rollouts
+    assert (mine_again.observation, mine_again.reward, mine_again.rollout_id) == (mine.observation, 0.25, "a")
     assert ledger.observed(10) == [observed]
 
 
-def test_what_is_beyond_its_window_is_dropped_and_counted_and_makes_room_for_nobody(ledger: Ledger) -> None:
+def test_what_is_beyond_its_window_is_dropped_and_counted_and_takes_no_place(ledger: Ledger) -> None:
     outcomes = [offer(ledger, name, kept_below=2) for name in "abcd"]
     assert Counter(outcomes) == {LiveAdmission.READY: 2, LiveAdmission.STALE: 2}
     assert (ledger.progress(LIVE).ready, ledger.progress(LIVE).dropped) == (2, 2)
@@ -102,21 +102,21 @@ def test_killed_while_it_offers_sessions_a_process_lost_none_that_it_told_of_and
     place: str,
 ) -> None:
     """Three processes die one after the other, each in the middle; each begins again from the first session."""
-    told = 0
+    newest = 0
     for number in (15, 40, 90):
         code = OFFERING.format(place=place, paths=[str(Path(__file__).parent), *sys.path])
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                told = max(told, int(line))
-                if told >= number:
+                newest = max(newest, int(line))
+                if newest >= number:
                     process.kill()
                     break
     with Ledger.open(place) as ledger:
-        for session_id in range(told + 1):
+        for session_id in range(newest + 1):
             assert offer(ledger, str(session_id), MANY) is LiveAdmission.DUPLICATE
-        kept, dropped = ledger.progress(LIVE).ready, ledger.progress(LIVE).dropped
-        assert kept == 60 and kept + dropped in (told + 1, told + 2)
+        ready, dropped = ledger.progress(LIVE).ready, ledger.progress(LIVE).dropped
+        assert ready == 60 and ready + dropped in (newest + 1, newest + 2)
         assert [group.task.task_id for group in ledger.groups(LIVE)][:60] == [str(number) for number in range(60)]
         assert {len(group.rollouts) for group in ledger.groups(LIVE)} == {0, 1}
 
@@ -128,6 +128,6 @@ def test_people_find_live_sessions_as_any_others(place: str) -> None:
     with Archive.open(place) as archive:
         (census,) = archive.census()
         assert (census.purpose, sum(census.groups.values()), census.mean_reward) == (LIVE, 2, 0.25)
-        (found,) = archive.find(Search(purpose=LIVE))
-        assert archive.rollout(found.rollout_id)[1].observation is not None
+        (match,) = archive.find(Search(purpose=LIVE))
+        assert archive.rollout(match.rollout_id)[1].observation is not None
         assert archive.group(LIVE, 1).rollouts == ()

@@ -26,6 +26,7 @@ SETTINGS = (
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
+@pytest.mark.heavy("a minute")
 def test_ten_lines_and_a_file_train_a_model(tmp_path: Path) -> None:
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     out = tmp_path / "run"

@@ -249,6 +249,7 @@ def check_no_secret_is_told(folder: RunFolder, output: str) -> None:
     assert not any(secret in output for secret in secrets)
 
 
+@pytest.mark.heavy("a minute or two")
 def test_a_frozen_process_is_noticed_and_replaced(start: RunFolder, tmp_path: Path) -> None:
     folder = fresh(start, tmp_path / "run", config(heartbeat_timeout_s=8.0))
     with running(folder) as run:
@@ -265,6 +266,7 @@ def test_a_frozen_process_is_noticed_and_replaced(start: RunFolder, tmp_path: Pa
     check_nothing_lost_or_doubled(folder)
 
 
+@pytest.mark.heavy("a minute or two")
 def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
     with running(folder) as run, replicas(folder, 1, 2) as (doomed, other):
         wait_in(folder, lambda: graded_by(folder, "rollouts-1") > 0, "the first helper has done nothing")
@@ -376,6 +378,7 @@ def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:
     assert etude("weights", "verify", folder.path).returncode == 2
 
 
+@pytest.mark.heavy("a minute or two")
 def test_a_python_program_follows_a_run_stops_it_and_goes_on(folder: RunFolder) -> None:
     run = open_run(folder.path)
     with train(run) as training:

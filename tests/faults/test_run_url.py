@@ -124,6 +124,7 @@ def lose(disks: Path) -> None:
     shutil.rmtree(disks)
 
 
+@pytest.mark.heavy("a minute")
 def test_a_trainer_whose_disk_is_lost_goes_on_to_the_same_bits(bucket: Path, tmp_path: Path) -> None:
     whole = make_run(tmp_path / "whole")
     admit(whole.ledger, *range(STEPS))

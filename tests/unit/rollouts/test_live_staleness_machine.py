@@ -1,14 +1,14 @@
 """The proof of docs/control.md for two classes: simulated groups, users' sessions, loads of the trainer, a real ledger.
 
-Whatever can happen next happens in any order: admitting, sampling, grading, sessions that begin, go on under new weights
-and are offered late, twice or by a process whose counts are old; training, loading weights in place of a batch,
-publishing, releasing. No trained token may be more than O updates old, every step must be reached, and each way in which
-the rule could be slightly wrong must be noticed.
+Whatever can happen next happens in any order: admitting, sampling, grading, sessions that begin, go on under new
+weights and are offered late, twice or by a process whose counts are old; training, loading weights in place of a batch,
+publishing, releasing. No trained token may be more than O updates old, every step must be reached, and each way in
+which the rule could be slightly wrong must be noticed.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -157,9 +157,7 @@ class Product:
     def grade(self, slot: OpenSlot) -> None:
         self.slots.remove(slot)
         rollout = self.rollout(f"{slot.group_index}.{slot.slot}", [slot.admitted_version, self.published])
-        self.ledger.record(
-            Rollout(**{**fields(rollout), "group_index": slot.group_index, "slot": slot.slot}), TRAIN
-        )  # fmt: skip
+        self.ledger.record(replace(rollout, group_index=slot.group_index, slot=slot.slot), TRAIN)
 
     def begin(self) -> None:
         self.sessions[f"s{self.number}"] = [self.released]
@@ -186,7 +184,7 @@ class Product:
             below = self.admission.groups_needed(0, LIVE)
         observation = Observation(user="u", day=0, template="", arm="", prompt_tokens=1)
         observed = ObservedSession(session_id=name, observation=observation, ended_at=0.0, sampled_tokens=(1,))
-        rollout = Rollout(**{**fields(self.rollout(name, versions)), "observation": observation})
+        rollout = replace(self.rollout(name, versions), observation=observation)
         outcome = self.ledger.admit_live(rollout, observed, version=version, kept_below=below)
         self.stale += outcome is LiveAdmission.STALE
         return outcome
@@ -200,10 +198,6 @@ class Product:
         return Rollout(
             rollout_id=name, group_index=0, slot=0, attempt=0, status=RolloutStatus.GRADED, reward=1.0, turns=(turn,)
         )
-
-
-def fields(rollout: Rollout) -> dict[str, object]:
-    return {name: getattr(rollout, name) for name in Rollout.__slots__}
 
 
 def draw(position: int) -> TaskDraw:

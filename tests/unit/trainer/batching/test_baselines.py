@@ -117,7 +117,7 @@ def test_a_session_weighs_what_its_observation_says_in_advantages_and_in_what_th
     assert capped.num_loss_tokens + capped.num_lost_tokens == pytest.approx(0.25 * 3 + 3)
 
 
-def test_a_quarantined_session_teaches_nothing_and_is_compared_with_nobody() -> None:
+def test_a_quarantined_session_teaches_nothing_and_is_no_comparison() -> None:
     verdict = Verdict(disposition=Disposition.QUARANTINE, reason="user.pace", graded=9.0)
     suspect = session(2, 9.0)
     suspect = replace(suspect, rollouts=(replace(suspect.rollouts[0], verdict=verdict),))
