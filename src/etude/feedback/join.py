@@ -69,13 +69,12 @@ class LiveTurn:
     """The user's message that came with its call; empty for none."""
 
 
-def outcome(place: MatchedSession | None, received_at: float, window_s: float) -> EventResult:
-    """The outcome of a new event that is received now."""
+def result_of(place: MatchedSession | None, received_at: float, window_s: float) -> EventResult:
+    """The result of a new event that is received now."""
     if place is None:
         return EventResult.UNKNOWN_SESSION
-    return (
-        EventResult.LATE if place.is_closed or is_late(place.ended_at, received_at, window_s) else EventResult.ACCEPTED
-    )
+    late = place.is_closed or is_late(place.ended_at, received_at, window_s)
+    return EventResult.LATE if late else EventResult.ACCEPTED
 
 
 def is_late(ended_at: float | None, received_at: float, window_s: float) -> bool:
@@ -127,7 +126,7 @@ def _first_of_each(signals: Iterable[Signal]) -> list[Signal]:
 def _judged(
     session: LiveSession, turns: Sequence[LiveTurn], signals: Sequence[Signal], follow_up: FollowUpRule | None
 ) -> list[Signal]:
-    """What ``follow_up`` says of each turn that the user followed up with words; of the latest, if with several."""
+    """The verdicts of ``follow_up`` on turns that the user followed up with words; on the latest, if with several."""
     if follow_up is None:
         return []
     reported = {one.turn for one in signals if one.kind is SignalKind.FOLLOW_UP}

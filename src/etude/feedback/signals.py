@@ -132,8 +132,8 @@ def read_event(value: Json, pseudonym: Pseudonym) -> Event | RefusedEvent:
     try:
         return _event(value, pseudonym)
     except ValueError as error:
-        known = event_id if isinstance(event_id, str) and NAME.fullmatch(event_id) else ""
-        return RefusedEvent(event_id=known, reason=str(error))
+        usable_id = event_id if isinstance(event_id, str) and NAME.fullmatch(event_id) else ""
+        return RefusedEvent(event_id=usable_id, reason=str(error))
 
 
 def completion_id(text: str) -> str:

@@ -18,7 +18,7 @@ The turns of a batch, and its signals, are one JSON array that the database take
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from typing import Self
 import orjson
 
 from etude.feedback.follow_up import FollowUpRule
-from etude.feedback.join import UNMATCHED, EventResult, LiveTurn, MatchedSession, join, outcome
+from etude.feedback.join import UNMATCHED, EventResult, LiveTurn, MatchedSession, join, result_of
 from etude.feedback.privacy import PrivacyRecords, forget_sessions
 from etude.feedback.schema import FEEDBACK
 from etude.feedback.signals import Event
@@ -296,58 +296,55 @@ def _report(
 ) -> list[EventResult]:
     now = clock()  # behind the lock: no window that is over by it was closed later
     places = _places(db, owner, events)
-    found = [places.get(event.completion or event.session) for event in events]
-    outcomes = [outcome(place, now, window_s) for place in found]
+    matches = [places.get(event.completion or event.session) for event in events]
+    outcomes = [result_of(place, now, window_s) for place in matches]
     waiting = sum(one is EventResult.UNKNOWN_SESSION for one in outcomes)
     has_room = not waiting or _unmatched(db, owner) + waiting <= MAX_UNMATCHED
     rows = [
         _signal_row(owner, event, place, now, late=result is EventResult.LATE)
-        for event, place, result in zip(events, found, outcomes, strict=True)
+        for event, place, result in zip(events, matches, outcomes, strict=True)
         if place is not None or has_room
     ]
     fresh = _insert_signals(db, rows)
     for index, event in enumerate(events):
         if event.event_id in fresh:
             fresh.discard(event.event_id)  # the same id further on is a duplicate
-        elif found[index] is not None or has_room:
+        elif matches[index] is not None or has_room:
             outcomes[index] = EventResult.DUPLICATE
     add_counts(db, Counter(outcomes))
     return outcomes
 
 
-def _places(db: Database, owner: str, events: Iterable[Event]) -> dict[str, MatchedSession]:
+NO_ROWS = "[]"
+SESSIONS_NAMED = """
+    SELECT r.value->>0, s.session_id, NULL, s.ended_at, s.closed_at FROM json_each(?) AS r JOIN sessions AS s
+    ON s.session_id = coalesce(
+        (SELECT session_id FROM sessions WHERE session_id = r.value->>0 AND owner = ?),
+        (SELECT session_id FROM sessions WHERE owner = ? AND name = r.value->>0
+         ORDER BY opened_at DESC, session_id LIMIT 1)
+    )
+"""
+"""Of sessions with one name, which a product may use again, the newest is meant; an id comes before a name."""
+TURNS_ANSWERED = """
+    SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
+    JOIN turns AS t ON t.completion = r.value->>0 JOIN sessions AS s ON s.session_id = t.session_id
+    WHERE s.owner = ? ORDER BY t.turn DESC
+"""
+"""Of several replies in an answer the first one is meant, which comes last and counts."""
+
+
+def _places(db: Database, owner: str, events: Sequence[Event]) -> dict[str, MatchedSession]:
     """Name, id or completion, as events have it → its session."""
-    events = tuple(events)
-    sessions = {event.session for event in events if event.session}
-    completions = {event.completion for event in events if event.completion}
-    places: dict[str, MatchedSession] = {}
-    if sessions:
-        # A product may use a name again: the newest is meant. An id is the session's own, or the gateway's of a name.
-        sql = """
-            SELECT r.value->>0, s.session_id, s.ended_at, s.closed_at FROM json_each(?) AS r JOIN sessions AS s
-            ON s.session_id = coalesce(
-                (SELECT session_id FROM sessions WHERE session_id = r.value->>0 AND owner = ?),
-                (SELECT session_id FROM sessions WHERE owner = ? AND name = r.value->>0
-                 ORDER BY opened_at DESC, session_id LIMIT 1)
-            )
-        """
-        for name, session_id, ended_at, closed_at in db.execute(sql, _rows([[one] for one in sessions]), owner, owner):
-            places[name] = MatchedSession(
-                session_id=session_id, turn=None, ended_at=ended_at, is_closed=closed_at is not None
-            )
-    if completions:
-        sql = """
-            SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
-            JOIN turns AS t ON t.completion = r.value->>0 JOIN sessions AS s ON s.session_id = t.session_id
-            WHERE s.owner = ? ORDER BY t.turn DESC
-        """
-        for name, session_id, turn, ended_at, closed_at in db.execute(
-            sql, _rows([[one] for one in completions]), owner
-        ):
-            places[name] = MatchedSession(
-                session_id=session_id, turn=turn, ended_at=ended_at, is_closed=closed_at is not None
-            )
-    return places
+    sessions = _rows([[one] for one in {event.session for event in events if event.session}])
+    completions = _rows([[one] for one in {event.completion for event in events if event.completion}])
+    rows = [
+        *(db.execute(SESSIONS_NAMED, sessions, owner, owner) if sessions != NO_ROWS else ()),
+        *(db.execute(TURNS_ANSWERED, completions, owner) if completions != NO_ROWS else ()),
+    ]
+    return {
+        name: MatchedSession(session_id=session_id, turn=turn, ended_at=ended_at, is_closed=closed_at is not None)
+        for name, session_id, turn, ended_at, closed_at in rows
+    }
 
 
 def _unmatched(db: Database, owner: str) -> int:

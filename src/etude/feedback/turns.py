@@ -18,7 +18,9 @@ from etude.types import Ids, Turn
 
 
 def encode_turn(turn: Turn, earlier: Turn | None) -> tuple[bytes, int]:
-    """The record of a turn, and the tokens of ``earlier``, the one that it continues, that it goes without: all or 0."""
+    """The record of a turn, and the number of tokens that it goes without: all of ``earlier``, the turn that it
+    continues, or 0.
+    """
     shared = earlier.length if earlier is not None and turn.continues(earlier) else 0
     return encode_turns([replace(turn, prompt_ids=turn.prompt_ids[shared:])]), shared
 

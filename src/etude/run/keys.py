@@ -27,7 +27,7 @@ ENGINE_KEY_VARIABLE = "ETUDE_ENGINE_KEY"
 OLD_FILE = "admin.key"
 """The secret of runs of an older étude."""
 PSEUDONYM_DIGITS = 32
-"""As many as let no two users meet."""
+"""128 bits: no two users get the same one."""
 SHORTEST = 32
 """Fewest characters of a run key: as many as make guessing hopeless."""
 

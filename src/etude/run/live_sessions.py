@@ -135,7 +135,6 @@ class FeedbackRoutes:
     async def _report(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         key = self._auth.key(request.headers, Permission.REPORT, self._clock.now())
         record.key_id = key.key_id
-        self._auth.charge_request(key, self._clock.now())
         body = await read_body(request, record)
         if len(body) > MAX_REPORT_BYTES:
             raise ApiError(413, "request_too_large", f"the body is larger than {MAX_REPORT_BYTES} bytes: send less")
@@ -143,8 +142,8 @@ class FeedbackRoutes:
             events = self._api.read(body)
         except NoReport as error:
             raise ApiError(400, "invalid_request", str(error)) from error
-        if len(events) > 1:  # an event costs what a request does, however they come
-            self._auth.charge_request(key, self._clock.now(), len(events) - 1)
+        # An event costs what a request does, however many come at a time.
+        self._auth.charge_request(key, self._clock.now(), max(1, len(events)))
         return respond(record, await _in_reach(self._api.report(key.product, events)), status=202, headers=ANY_ORIGIN)
 
     async def _preflight(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
@@ -163,7 +162,7 @@ class FeedbackRoutes:
 
 
 async def _in_reach(answer: Coroutine[None, None, T]) -> T:
-    """Answer of the store. Raises :class:`~etude.gateway.api.calls.ApiError` where it is out of reach."""
+    """The answer of the store. Raises :class:`~etude.gateway.api.calls.ApiError` where it is out of reach."""
     try:
         return await answer
     except (TimeoutError, InfrastructureError) as error:

@@ -161,7 +161,7 @@ class LiveRecorder:
         if live is None:
             return
         placed = conversation.placement(answer)
-        kept = LiveAnswer(
+        live_answer = LiveAnswer(
             session=live,
             first=placed.first,
             turns=placed.turns,
@@ -172,7 +172,7 @@ class LiveRecorder:
         )
         try:
             async with asyncio.timeout(KEEP_S):
-                await self._journal.keep(kept)
+                await self._journal.keep(live_answer)
         except (TimeoutError, InfrastructureError):
             if conversation.live is not None:
                 self.unkept += 1
