@@ -24,7 +24,7 @@ from etude.ledger import rows
 from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
 from etude.ledger.open import open_database
-from etude.ledger.payloads import Payloads, at_once
+from etude.ledger.payloads import Payloads
 from etude.ledger.records import decode_rollout, decode_task
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
@@ -253,10 +253,10 @@ def read_group(db: Database, purpose: str, index: int) -> StoredGroup:
 def whole_groups(stored: Sequence[StoredGroup], payloads: Payloads | None) -> list[Group]:
     """Some groups with their graded rollouts. Raises as :func:`whole_rollout` does."""
     of_all = [row for each in stored for row in each.rollouts]
-    if all(row.turns is None for row in of_all):  # nothing to wait for
-        rollouts = iter([whole_rollout(row, payloads) for row in of_all])
+    if payloads is None:
+        rollouts = iter([whole_rollout(row, None) for row in of_all])
     else:
-        rollouts = iter(at_once(lambda row: whole_rollout(row, payloads), of_all))
+        rollouts = iter(payloads.at_once(lambda row: whole_rollout(row, payloads), of_all))
     return [
         Group(
             index=group.group_index,

@@ -1,4 +1,4 @@
-"""What is bulky of a rollout, as objects beside the ledger: files, or in a bucket.
+"""Bulky parts of rollouts, as objects beside the ledger: files, or in a bucket.
 
     payloads/turns/81/81d0…7e.safetensors   the turns of a rollout (:mod:`etude.ledger.turns`); metadata: its id
     payloads/3f/3f9a…c2.safetensors         routes and sampling mask of one turn; metadata: the session it is from
@@ -51,16 +51,8 @@ TURNS = "turns"
 """Folder of the objects with turns."""
 _READERS, _ALONE = 16, 4
 """Payloads that are read at a time, and the fewest for which threads are started."""
-_Asked = TypeVar("_Asked")
+_Question = TypeVar("_Question")
 _Answer = TypeVar("_Answer")
-
-
-def at_once(read: Callable[[_Asked], _Answer], asked: Sequence[_Asked]) -> list[_Answer]:
-    """The answers of ``read``, several of which are waited for at a time: of a bucket each takes a round trip."""
-    if len(asked) < _ALONE:
-        return [read(one) for one in asked]
-    with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(read, asked))
 
 
 class Payloads:
@@ -71,6 +63,13 @@ class Payloads:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+
+    def at_once(self, read: Callable[[_Question], _Answer], questions: Sequence[_Question]) -> list[_Answer]:
+        """The answers of ``read``, several of which are waited for at a time where each takes a round trip."""
+        if len(questions) < _ALONE or "://" not in self._objects.url:
+            return [read(one) for one in questions]
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(read, questions))
 
     def stow(self, turn: Turn, session: str, stored: int = 0, *, sampled_only: bool = False) -> Turn:
         """The same turn with a reference in place of its routes and sampling mask, which are stored.
@@ -107,7 +106,7 @@ class Payloads:
 
         Raises :class:`~etude.errors.DamagedError` naming the object.
         """
-        payloads = at_once(self._read, [turn.payload for turn in turns])
+        payloads = self.at_once(self._read, [turn.payload for turn in turns])
         sampled_only = any(SAMPLED_ROUTES in arrays for arrays in payloads)
         fresh = [arrays.get(SAMPLED_ROUTES if sampled_only else ROUTES) for arrays in payloads]
         routes = _joined(turns, fresh, sampled_only=sampled_only)

@@ -27,6 +27,7 @@ from etude.ledger.archive import Archive, RolloutOutcome
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder
 from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
@@ -84,11 +85,19 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
+<<<<<<< HEAD
     kept = KeptFiles(folder, EVALUATIONS)
     version, digest = identified(folder, request.version)
     ledger, number = _place(folder, request, version, digest)
+=======
+    config, copies = folder.config(), KeptFiles(folder, EVALUATIONS)
+    number, parts = request.tasks or config.eval.tasks, config.reward.parts
+    version, digest = _identified(folder, request.version)
+    ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
+>>>>>>> storeall
     ledger.parent.mkdir(exist_ok=True)
-    kept.bring()
+    copies.bring()
+    bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
         tasks = None if request.suite is None else load_recipe(Path(request.suite.recipe)).tasks
@@ -97,6 +106,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
                 watch = _Watch(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
+<<<<<<< HEAD
             _keep(kept, ledger)
     return read_evaluation(folder, request, version, digest)
 
@@ -105,6 +115,9 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
     """The tries of an evaluation so far; none is made. Raises as :meth:`Archive.open` does."""
     ledger, number = _place(folder, request, version, digest)
     parts = folder.config().reward.parts
+=======
+            _keep(copies, ledger)
+>>>>>>> storeall
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -118,6 +131,7 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
         )  # fmt: skip
 
 
+<<<<<<< HEAD
 def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:
     """The ledger of an evaluation, and its number of tasks."""
     name = f"v{version:06}-{digest[:12]}" + (f"-{request.suite.name}" if request.suite else "")
@@ -126,9 +140,12 @@ def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -
 
 
 def _keep(kept: KeptFiles, ledger: Path) -> None:
+=======
+def _keep(copies: KeptFiles, ledger: Path) -> None:
+>>>>>>> storeall
     """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
     try:
-        kept.keep(f"{EVALUATIONS}/{ledger.name}")
+        copies.keep(f"{EVALUATIONS}/{ledger.name}")
     except InfrastructureError as error:
         logger.warning("the tries are in %s only: %s", ledger, error)
 

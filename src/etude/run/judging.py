@@ -97,12 +97,12 @@ def kept_judge(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
 
     Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
     """
-    kept = KeptFiles(folder, f"judge/{memory.worker_id}")
-    kept.bring()
+    files = KeptFiles(folder, f"judge/{memory.worker_id}")
+    files.bring()
 
     def copy() -> None:
         try:
-            kept.keep(*memory.files, whole=True)
+            files.keep(*memory.files, whole=True)
         except (EtudeError, OSError, sqlite3.Error) as error:
             logger.warning("votes of the judge are not copied yet: %s", error)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from etude.errors import ConfigError
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder, exclusive
 from etude.run.process_name import ProcessName
 from etude.run.resolve import Role, check_devices
@@ -31,6 +32,12 @@ DEVICES: Mapping[str, Role] = {
     "production": "engine",
 }
 """Command → the section whose device its process computes on."""
+DATA_OF: Mapping[str, tuple[str, ...]] = {
+    "midtrain": ("tasks", "midtrain", "sft", "model"),  # SFT's file is checked before mid-training
+    "sft": ("tasks", "midtrain", "sft", "model"),
+    "rollouts": ("tasks",),
+}
+"""Command → the sections whose data its process reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +100,7 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
     if command == "train":
         name = ProcessName(command=command, replica=int(rank or 0))
     with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
+        bring_data(folder, *DATA_OF.get(command, ()))
         _run(name, folder)
 
 

@@ -9,11 +9,14 @@ folder has; files are fetched whole and by their digest. It lies below ``ETUDE_W
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+from etude.config.data_paths import DATA
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.objects import check_put_if_absent
+from etude.run.data_copies import DataPlan, plan_data, send_data
 from etude.run.event_copies import fetch_events
 from etude.run.folder import FLEET_FILE, LEDGER_URL, LOG_ID, RunFolder, exclusive
 from etude.run.kept_files import KeptFiles
@@ -59,12 +62,17 @@ def open_run_folder(run: Path | str, *, writes: bool = True, may_be_old: bool = 
     return RunFolder.open(folder.path, writes=writes)
 
 
-def create_run(url: str, config: RunConfig) -> RunFolder:
-    """Make a new run at a URL, and its working folder. Raises as :func:`check_place` and
-    :meth:`RunFolder.create` do.
+def create_run(
+    url: str, config: RunConfig, data: DataPlan | None = None, tell: Callable[[str], None] = lambda line: None
+) -> RunFolder:
+    """Make a new run at a URL, with copies of the data that its recipe names, and its working folder; ``tell`` is told
+    what is copied.
+
+    Raises as :func:`check_place`, :func:`~etude.run.data_copies.plan_data` and :meth:`RunFolder.create` do.
     """
     url = normal_url(url)
     check_place(url, config)
+    config = send_data(url, config, data or plan_data(config), working_path(url), tell)
     folder = RunFolder.create(working_path(url), config, at=url)
     keep(folder, *RECIPE_FILES)
     return folder
@@ -94,7 +102,7 @@ def check_place(url: str, config: RunConfig) -> None:
 
 def forget(folder: RunFolder) -> None:
     """Remove a run that has not begun from its URL; does nothing for one without."""
-    for name in (FILES, EVENTS) if folder.url else ():
+    for name in (FILES, EVENTS, DATA) if folder.url else ():
         place = open_place(folder.url, name)
         place.delete(*place.list(""))
 
