@@ -85,16 +85,9 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-<<<<<<< HEAD
-    kept = KeptFiles(folder, EVALUATIONS)
+    copies = KeptFiles(folder, EVALUATIONS)
     version, digest = identified(folder, request.version)
     ledger, number = _place(folder, request, version, digest)
-=======
-    config, copies = folder.config(), KeptFiles(folder, EVALUATIONS)
-    number, parts = request.tasks or config.eval.tasks, config.reward.parts
-    version, digest = _identified(folder, request.version)
-    ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
->>>>>>> storeall
     ledger.parent.mkdir(exist_ok=True)
     copies.bring()
     bring_data(folder, "tasks")
@@ -106,8 +99,7 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
                 watch = _Watch(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
-<<<<<<< HEAD
-            _keep(kept, ledger)
+            _keep(copies, ledger)
     return read_evaluation(folder, request, version, digest)
 
 
@@ -115,9 +107,6 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
     """The tries of an evaluation so far; none is made. Raises as :meth:`Archive.open` does."""
     ledger, number = _place(folder, request, version, digest)
     parts = folder.config().reward.parts
-=======
-            _keep(copies, ledger)
->>>>>>> storeall
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -131,7 +120,6 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
         )  # fmt: skip
 
 
-<<<<<<< HEAD
 def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:
     """The ledger of an evaluation, and its number of tasks."""
     name = f"v{version:06}-{digest[:12]}" + (f"-{request.suite.name}" if request.suite else "")
@@ -139,10 +127,7 @@ def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -
     return folder.path / EVALUATIONS / f"{name}.db", number
 
 
-def _keep(kept: KeptFiles, ledger: Path) -> None:
-=======
 def _keep(copies: KeptFiles, ledger: Path) -> None:
->>>>>>> storeall
     """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
     try:
         copies.keep(f"{EVALUATIONS}/{ledger.name}")

@@ -11,13 +11,9 @@
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
-<<<<<<< HEAD
     feedback.db       live sessions and signals, unless the ledger is elsewhere
-    run.url           where the run is, if elsewhere: then weights and payloads are there, and copies of the rest
-=======
     data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
                       (etude.run.data_copies)                         payloads are there, and copies of the rest
->>>>>>> storeall
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """

@@ -116,14 +116,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     options = tree["harness"]["options"]
     if "mounts" in options:
         options["mounts"] = [_absolute(folder) for folder in options["mounts"]]
-<<<<<<< HEAD
-    tree["midtrain"]["mixture"] = {
-        _absolute_source(source): share for source, share in tree["midtrain"]["mixture"].items()
-    }
     for suite in tree["release"]["suites"]:
         suite["recipe"] = _absolute(suite["recipe"])
-=======
->>>>>>> storeall
     return parse_config(tree, source="run.toml")
 
 
