@@ -6,8 +6,8 @@ Two kinds of experiment, each of which can only end wrongly in either direction:
 
 - **A/A**: both arms are one version, and a release asks for proof that it is better. A promotion is false, and so is a
   rollback because a metric became worse or because shares do not fit.
-- **A/B at the margin**: the candidate is worse by exactly the margin, the hardest case of the hypothesis that it is worse
-  by at least that, and of the one that it is not worse than that. Again both are false.
+- **A/B at the margin**: the candidate is worse by exactly the margin, the hardest case of the hypothesis that it is
+  worse by at least that, and of the one that it is not worse than that. Again both are false.
 
 Users differ, and each has an own mean; a few have most of the sessions. The metric that decides is normal, a rate or
 heavy-tailed (lognormal, σ = 1.5), in turn; the guardrails are a rate and a latency with a heavy tail. What becomes of
@@ -33,7 +33,7 @@ Rng = np.random.Generator
 
 USERS = 800
 """People who may come; some never do."""
-BATCH = 40
+BATCH = 80
 """Sessions between two looks."""
 TESTS = 1000
 """Experiments whose truth forbids both decisions."""
@@ -137,7 +137,7 @@ class _Population:
         often = rng.pareto(1.2, USERS) + 0.2
         self._often = often / often.sum()
         self._mean = rng.normal(0.0, 1.0, USERS)
-        self._patience = np.exp(rng.normal(0.0, 1.0, USERS))
+        self._waits = np.exp(rng.normal(0.0, 1.0, USERS))
         self.spread = {"normal": 1.0, "rate": 0.2, "heavy tail": 2.0}[shape]
 
     def sessions(self, effect: float) -> tuple[npt.NDArray[np.intp], dict[str, tuple[Floats, float]]]:
@@ -145,7 +145,7 @@ class _Population:
         users = self._rng.choice(USERS, BATCH, p=self._often)
         noise, mean = self._rng.normal(0.0, 1.0, BATCH), self._mean[users]
         follow_up = (self._rng.random(BATCH) < 0.3).astype(np.float64)
-        latency = self._patience[users] * np.exp(TAIL * self._rng.normal(0.0, 1.0, BATCH))
+        latency = self._waits[users] * np.exp(TAIL * self._rng.normal(0.0, 1.0, BATCH))
         match self._shape:
             case "normal":
                 reward = mean + noise
@@ -185,8 +185,3 @@ class _Arms:
             for name, totals in self._totals_U.items()
         }
         return CanaryFacts(control=counts[0], treatment=counts[1], sums=sums)
-
-
-if __name__ == "__main__":
-    for name, value in measure_ab().items():
-        print(name, value)

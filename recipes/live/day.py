@@ -22,17 +22,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from etude.clock import date_utc
-from etude.config.loading import load_recipe
-from etude.run.machine_info import describe_machine, source_commit
 from live_run import LiveRun
 from measure import ReleaseMove, day_figures, over_seeds, read_truth
 
+from etude.clock import date_utc
+from etude.config.loading import load_recipe
+from etude.run.machine_info import describe_machine, source_commit
+
 HERE = Path(__file__).parent
+KEPT = 'name="kept", signal="kept", weight=1.0, range=[0.0, 1.0]'
+"""The part of the recipe's formula."""
 VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "live": (),
-        "no-propensity": ("feedback.reward.max_inverse=1.0",),
+        "no-propensity": (f"feedback.reward.parts=[{{{KEPT}, missing=0.5}}]",),
         "window8": ("rollouts.max_staleness=8", "release.every_steps=8"),
         "below-the-bar": ("live.after_steps=1", "release.minimum_bar=0.0"),
     }

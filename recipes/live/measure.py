@@ -97,7 +97,7 @@ def day_figures(rows: Sequence[TruthRow], moves: Sequence[ReleaseMove]) -> dict[
 
 
 def at_go_live(rows: Sequence[TruthRow], moves: Sequence[ReleaseMove]) -> Sequence[TruthRow]:
-    """Sessions that the first release alone served; where it was never replaced, those of the first fifth of the day."""
+    """Sessions that the first release alone served; where it was never replaced, the first fifth of the day's."""
     released = [move.version for move in moves if move.to == "released"]
     first = [row for row in rows if released and row.versions == (released[0],)]
     return first if len(set(released)) > 1 and first else rows[: max(1, int((1 - EVENING) * len(rows)))]

@@ -93,8 +93,13 @@ class RoutingTable:
         try:
             fields = json.loads(data)
             arms = tuple(Arm(**arm) for arm in fields.pop("arms"))
-            others = {name: fields.pop(name) for name in (SHADOW, FALLBACK)}
-            return cls(arms=arms, **{name: arm and Arm(**arm) for name, arm in others.items()}, **fields)
+            shadow, fallback = fields.pop(SHADOW), fields.pop(FALLBACK)
+            return cls(
+                arms=arms,
+                shadow=None if shadow is None else Arm(**shadow),
+                fallback=None if fallback is None else Arm(**fallback),
+                **fields,
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no routing table: {error!r}") from error
 
@@ -102,4 +107,4 @@ class RoutingTable:
 def bucket(salt: str, user: str) -> float:
     """The place of a user in [0, 1), the same everywhere: SHA-256 over salt and user."""
     digest = hashlib.sha256(f"{salt}\0{user}".encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:BUCKET_BYTES]) / 2 ** (8 * BUCKET_BYTES)
+    return float(int.from_bytes(digest[:BUCKET_BYTES]) / (1 << (8 * BUCKET_BYTES)))

@@ -80,7 +80,7 @@ def offer(ledger: Ledger, session_id: str, user: str, turn: Turn) -> LiveAdmissi
         observation=observation,
     )
     observed = ObservedSession(session_id=session_id, observation=observation, ended_at=3.0, sampled_tokens=(2,))
-    return ledger.admit_live(rollout, observed, version=1, kept_below=100)
+    return ledger.live.admit(rollout, observed, version=1, kept_below=100)
 
 
 def bytes_of(place: str, folder: Path) -> bytes:
@@ -113,7 +113,7 @@ def test_a_user_is_gone_from_everywhere_and_trained_versions_are_named(
     left = [rollout.rollout_id for group in ledger.groups(LIVE) for rollout in group.rollouts]
     assert sorted(left) == ["other", "others"]
     assert ledger.progress(LIVE).ready == 1
-    assert ledger.sessions_of_user(USER) == []
+    assert ledger.live.of_user(USER) == []
     assert releases.counts("live").sessions == 1
     assert [entry.action for entry in store.privacy.audit_log()] == ["delete", "deleted"]
     assert (

@@ -34,18 +34,18 @@ def session(name: str, weight: float = 1.0) -> tuple[Rollout, ObservedSession]:
 
 
 def offer(ledger: Ledger, name: str, kept_below: int = MANY) -> LiveAdmission:
-    return ledger.admit_live(*session(name), version=1, kept_below=kept_below)
+    return ledger.live.admit(*session(name), version=1, kept_below=kept_below)
 
 
 def test_a_session_is_ready_at_once_comes_back_whole_and_is_admitted_once(ledger: Ledger) -> None:
     mine, observed = session("a", weight=0.5)
-    assert ledger.admit_live(mine, observed, version=1, kept_below=1) is LiveAdmission.READY
-    assert ledger.admit_live(mine, observed, version=1, kept_below=MANY) is LiveAdmission.DUPLICATE
+    assert ledger.live.admit(mine, observed, version=1, kept_below=1) is LiveAdmission.READY
+    assert ledger.live.admit(mine, observed, version=1, kept_below=MANY) is LiveAdmission.DUPLICATE
     (group,) = ledger.groups(LIVE)
     assert (group.is_live, group.weight, group.task.task_id, group.task.template) == (True, 0.5, "a", "t")
     (mine_again,) = group.rollouts
     assert (mine_again.observation, mine_again.reward, mine_again.rollout_id) == (mine.observation, 0.25, "a")
-    assert ledger.observed(10) == [observed]
+    assert ledger.live.observed(10) == [observed]
 
 
 def test_what_is_beyond_its_window_is_dropped_and_counted_and_takes_no_place(ledger: Ledger) -> None:
@@ -53,14 +53,14 @@ def test_what_is_beyond_its_window_is_dropped_and_counted_and_takes_no_place(led
     assert Counter(outcomes) == {LiveAdmission.READY: 2, LiveAdmission.STALE: 2}
     assert (ledger.progress(LIVE).ready, ledger.progress(LIVE).dropped) == (2, 2)
     assert offer(ledger, "d") is LiveAdmission.DUPLICATE
-    assert [one.session_id for one in ledger.observed(10)] == list("abcd")
+    assert [one.session_id for one in ledger.live.observed(10)] == list("abcd")
 
 
 def test_a_suspect_takes_no_place_in_a_batch(ledger: Ledger) -> None:
     mine, observed = session("a")
     verdict = Verdict(disposition=Disposition.QUARANTINE, reason="user.pace", graded=1.0)
     suspect = replace(mine, verdict=verdict)
-    assert ledger.admit_live(suspect, observed, version=1, kept_below=MANY) is LiveAdmission.QUARANTINED
+    assert ledger.live.admit(suspect, observed, version=1, kept_below=MANY) is LiveAdmission.QUARANTINED
     assert ledger.claim_batch(1, 0, 1) is None
 
 
@@ -72,10 +72,10 @@ def test_a_batch_has_so_many_of_each_class_each_in_its_own_order(ledger: Ledger)
         offer(ledger, name)
     first = ledger.claim_batch(1, 1, 2)
     assert first is not None and [group.task.task_id for group in first] == ["t", "a", "b"]
-    assert ledger.observed(10, before_step=1) == []
+    assert ledger.live.observed(10, before_step=1) == []
     assert [group.task.task_id for group in ledger.claim_batch(1, 1, 2) or []] == ["t", "a", "b"]
     assert [group.task.task_id for group in ledger.claim_batch(2, 0, 1) or []] == ["c"]
-    assert [one.session_id for one in ledger.observed(10, before_step=2)] == ["a", "b"]
+    assert [one.session_id for one in ledger.live.observed(10, before_step=2)] == ["a", "b"]
     ledger.commit_step(1)
     assert (ledger.progress(LIVE).consumed, ledger.progress(TRAIN).consumed) == (2, 1)
     assert ledger.loads(2) == 0

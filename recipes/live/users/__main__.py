@@ -13,14 +13,14 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
-
 from backend import Product, Requests
-from etude.errors import EtudeError
-from etude.sandboxes.local.provider import LocalSandboxes
 from population import draw_population
 from reports import FeedbackReports
 from simulation import DayPlan, Simulation, Truth, run_day
 from web import Page
+
+from etude.errors import EtudeError
+from etude.sandboxes.local.provider import LocalSandboxes
 
 KEY = "ETUDE_PRODUCT_KEY"
 """Environment variable with the product's key."""

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import final
 
 import aiohttp
+from population import Outcome
 
 from etude.config.tasks import BugfixOptions
 from etude.errors import AgentFault, OutOfTime
@@ -26,7 +27,6 @@ from etude.protocols import Sandbox, SandboxProvider, Session
 from etude.sandboxes.function_calls import call_function, same_value
 from etude.tasks.bugfix import BugfixFamily
 from etude.types import FunctionChecks, Split, Task
-from population import Outcome
 
 MAX_TURNS, REPLY_TOKENS, REPLY_S = 8, 40, 60.0
 """Limits of a session: turns, sampled tokens of a turn, seconds for a reply with all its retries."""
@@ -155,7 +155,7 @@ class Product:
             yield step
 
     async def _end(self, work: Work, http: aiohttp.ClientSession) -> None:
-        """Tell the gateway that no call follows: from now on it waits for signals. It would find out by itself, later."""
+        """Tell the gateway that no call follows, and the time for signals begins; it would find out by itself, later."""
         url = f"{self._url}/sessions/{work.session_id}"
         with suppress(aiohttp.ClientError):
             async with http.delete(url, headers={"Authorization": f"Bearer {self._key}"}):

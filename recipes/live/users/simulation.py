@@ -17,11 +17,11 @@ from random import Random
 from typing import Protocol, final
 
 import aiohttp
-
 from backend import Product, Requests, Visitor, Work
+from population import Person, Signal, population_satisfaction
+
 from etude.aio import background_task
 from etude.errors import EtudeError
-from population import Person, Signal, population_satisfaction
 
 LATENCY = "latency"
 """Kind of the signal that the product itself reports with every session: seconds that a turn took on average."""

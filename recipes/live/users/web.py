@@ -2,8 +2,8 @@
 
     GET  /                         the page
     GET  /api/requests             some requests to choose from, with the file as it is
-    POST /api/sessions             {"request", "user", "consent"} → the agent's turns as server-sent events, then its work
-    POST /api/sessions/ID/signals  {"kind", "value", "turn"}      → sent to the product's POST /feedback, as simulated ones
+    POST /api/sessions             {"request", "user", "consent"} → the agent's turns as events, then its work
+    POST /api/sessions/ID/signals  {"kind", "value", "turn"}      → sent to POST /feedback, as simulated ones
 
 What a person on this page thinks is known to nobody, so nothing of it is in the file of truth.
 """
@@ -16,12 +16,12 @@ from typing import final
 
 import aiohttp
 from aiohttp import web
-
 from backend import Product, Requests, Step, Visitor, Work
-from etude.errors import EtudeError
-from etude.harnesses import tools
 from population import Signal
 from simulation import Reports
+
+from etude.errors import EtudeError
+from etude.harnesses import tools
 
 PAGE = Path(__file__).with_name("page.html")
 CHOICES = 6

@@ -10,7 +10,7 @@ weight versions that were trained on something of it, and every later one descen
 The audit log says who did what when. It has ids and pseudonyms, no content, and outlives what it speaks of.
 
 Owns these rows of the feedback store. Does not own what the ledger keeps:
-:meth:`~etude.ledger.ledger.Ledger.erase_live`.
+:meth:`~etude.ledger.live.LiveGroups.erase`.
 """
 
 from collections.abc import Sequence

@@ -13,31 +13,30 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from etude.clock import SystemClock
 from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, leases, rows
-from etude.ledger.archive import StoredGroup, read_group, whole_groups
-from etude.ledger.changes import ANY_WORKER, ErasedSession, LiveAdmission, NotAdmitted
+from etude.ledger.changes import ANY_WORKER, NotAdmitted
 from etude.ledger.changes import LIVE as LIVE
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease, LeaseWatch
+from etude.ledger.live import LiveGroups
 from etude.ledger.open import open_database
 from etude.ledger.payloads import Payloads
-from etude.ledger.records import decode_observed, decode_task, encode_observed, encode_rollout
+from etude.ledger.records import decode_task, encode_rollout
 from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
+from etude.ledger.stored_turns import StoredTurns, few
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
-from etude.types import Group, Json, NamedChecks, ObservedSession, PayloadRef, Rollout, RolloutStatus, Split, Task
+from etude.types import Group, Json, PayloadRef, Rollout, RolloutStatus, Split, Task
 
 READ_AT_ONCE = 16
 """Groups that are read together: their turns are on the way at the same time."""
-ASKED_AT_ONCE = 500
-"""Digests of one question."""
 MAX_REPEATS = 10_000
 """Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
 
@@ -110,11 +109,12 @@ class Ledger(LedgerConnection):
         self, transactions: Transactions, *, term_s: float, clock: Clock, payloads: Payloads | None = None
     ) -> None:
         super().__init__(transactions)
-        self._payloads = payloads
         self.name = transactions.name
         """Name in messages; it has no secrets."""
         self.facts = Facts(transactions)
         self.leases = Leases(transactions, term_s=term_s, clock=clock)
+        self.turns = StoredTurns(transactions, payloads)
+        self.live = LiveGroups(transactions, self.turns)
 
     @classmethod
     def open(
@@ -190,33 +190,18 @@ class Ledger(LedgerConnection):
                 self._db.write(lambda db: changes.take_over(db, purpose, silent, worker))
         return self._db.read(lambda db: _open_slots(db, purpose, worker))
 
-    def stow(self, rollout: Rollout) -> PayloadRef | None:
-        """Store the turns of a rollout that is about to be recorded; ``None`` where the row will have them.
-
-        The one method that any thread may call: it knows no database, and may wait for a storage far away. Raises as
-        :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
-        """
-        if self._payloads is None or not rollout.turns:
-            return None
-        return self._payloads.stow_turns(rollout.turns, rollout.rollout_id)
-
-    @property
-    def stows(self) -> bool:
-        """True if turns are kept apart."""
-        return self._payloads is not None
-
     def record(
         self, rollout: Rollout, purpose: str, turns: PayloadRef | None = None, *, max_resamples: int = 0
     ) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
-        ``turns`` are what :meth:`stow` made of its turns, which is called here otherwise: what a row names is there.
+        ``turns`` are what ``turns.stow`` made of its turns, which is called here otherwise: what a row names is there.
         With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
         most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
         same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
         that is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
-        turns = turns or self.stow(rollout)
+        turns = turns or self.turns.stow(rollout)
         row = rows.RolloutRow(encode_rollout(rollout, with_turns=turns is None), turns)
         worker = self.leases.worker
         return self._db.write(lambda db: changes.record(db, rollout, purpose, row, worker, max_resamples))
@@ -234,53 +219,6 @@ class Ledger(LedgerConnection):
     def drop_group(self, purpose: str, index: int, reason: str) -> None:
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
-
-    def admit_live(
-        self, rollout: Rollout, observed: ObservedSession, *, version: int, kept_below: int
-    ) -> LiveAdmission:
-        """Offer a live session whose reward is known: its group is ready at once, or dropped: as stale, or quarantined.
-
-        One transaction finds that the session is new, compares ``kept_below`` with the live groups that are kept, and
-        writes group, rollout and observation. So a session is trained on at most once, whoever offers it how often,
-        and whoever dies meanwhile. ``version`` is the oldest that sampled a token of it.
-        """
-        observation = observed.observation
-        task = live_task(observed.session_id, observation.template)
-        group = changes.new_group(task, 1, version, ANY_WORKER)._replace(weight=observation.weight)
-        turns, encoded = self.stow(rollout), encode_observed(observed)
-        return self._db.write(lambda db: changes.admit_live(db, group, rollout, turns, encoded, kept_below))
-
-    def observed(self, limit: int, *, before_step: int | None = None) -> list[ObservedSession]:
-        """The newest live sessions, the oldest of them first; with ``before_step`` those that earlier steps claimed."""
-        records = self._db.read(lambda db: rows.observed_records(db, limit, before_step)) if limit else []
-        return [decode_observed(record) for record in records]
-
-    def erase_live(self, session_id: str) -> ErasedSession:
-        """Remove what a live session left here, its turns in the payloads included, whoever dies meanwhile; see
-        :func:`~etude.ledger.changes.erase_live`. To be called again while a step computes with it.
-
-        Routes and masks of its turns went when the step that learnt from it was committed, or are removed now.
-        """
-        bulky = self._bulky_of(session_id)
-        erased = self._db.write(lambda db: changes.erase_live(db, session_id))
-        if self._payloads is not None and not erased.is_busy:
-            self._payloads.drop(bulky)
-            for digest in self._db.read(lambda db: rows.facts_like(db, changes.ERASED_TURNS)):
-                self._payloads.delete(digest, self.named_turns)
-                self._db.write(partial(_forget_fact, f"{changes.ERASED_TURNS}{digest}"))
-        return erased
-
-    def sessions_of_user(self, user: str) -> list[str]:
-        """Ids of the live sessions of a user, by pseudonym, that were offered."""
-        return self._db.read(lambda db: rows.sessions_of_user(db, user))
-
-    def _bulky_of(self, session_id: str) -> list[PayloadRef]:
-        """The routes and masks that the turns of a live session refer to."""
-        placed = self._db.read(lambda db: rows.live_group(db, session_id))
-        if placed is None or placed[0].state is not GroupState.READY:
-            return []
-        rollouts = self.group(LIVE, placed[0].group_index).rollouts
-        return [turn.payload for rollout in rollouts for turn in rollout.turns if turn.payload is not None]
 
     def loads(self, version: int) -> int:
         """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
@@ -300,7 +238,7 @@ class Ledger(LedgerConnection):
         if self._db.read(lambda db: changes.is_waiting(db, step, batch)):
             return None  # the common answer, found without stopping any writer
         places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
-        return None if places is None else self._read_groups(places)
+        return None if places is None else self.turns.read_groups(places)
 
     def claim_load(self, step: int) -> dict[str, Json] | None:
         """The weights that a step has to load instead of training on groups, as the fact
@@ -341,7 +279,7 @@ class Ledger(LedgerConnection):
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        (group,) = self._read_groups([(purpose, index)])
+        (group,) = self.turns.read_groups([(purpose, index)])
         return group
 
     def groups(self, purpose: str, states: Collection[GroupState] = tuple(GroupState)) -> Iterator[Group]:
@@ -349,22 +287,13 @@ class Ledger(LedgerConnection):
         indices = self._db.read(lambda db: rows.group_indices(db, purpose, states))
         return (
             group
-            for some in _few(indices, READ_AT_ONCE)
-            for group in self._read_groups([(purpose, index) for index in some])
+            for some in few(indices, READ_AT_ONCE)
+            for group in self.turns.read_groups([(purpose, index) for index in some])
         )
 
     def rewards(self, purpose: str) -> list[float]:
         """The reward of every graded rollout of a purpose, by group and slot."""
         return self._db.read(lambda db: rows.rewards(db, purpose))
-
-    def named_turns(self, digests: Sequence[str]) -> set[str]:
-        """Those of some objects with turns that a rollout refers to."""
-        some = _few(digests, ASKED_AT_ONCE)
-        return {digest for few in some for digest in self._db.read(partial(_named_turns, few))}
-
-    def _read_groups(self, places: Sequence[tuple[str, int]]) -> list[Group]:
-        stored = [self._db.read(partial(_read_group, purpose, index)) for purpose, index in places]
-        return whole_groups(stored, self._payloads)
 
 
 class Facts:
@@ -428,33 +357,6 @@ class Leases:
         seen = [self.look(name) for name in names if name != ANY_WORKER]
         silent = self._others.silent(seen, self._clock.now())
         return [lease for lease in seen if lease.name in silent]
-
-
-def live_task(session_id: str, template: str) -> Task:
-    """The task of a live session: what was asked is in its turns, and no grader will be called."""
-    checks = NamedChecks(grader=LIVE)
-    return Task(
-        task_id=session_id, family=LIVE, template=template, split=Split.TRAIN, prompt="", files={}, checks=checks
-    )
-
-
-_Item = TypeVar("_Item")
-
-
-def _few(items: Sequence[_Item], most: int) -> Iterator[Sequence[_Item]]:
-    return (items[start : start + most] for start in range(0, len(items), most))
-
-
-def _read_group(purpose: str, index: int, db: Database) -> StoredGroup:
-    return read_group(db, purpose, index)
-
-
-def _forget_fact(key: str, db: Database) -> None:
-    rows.remove_fact(db, key)
-
-
-def _named_turns(digests: Sequence[str], db: Database) -> set[str]:
-    return rows.named_turns(db, digests)
 
 
 def _take(db: Database, seen: Lease, holder: str, *, silent: bool) -> Lease | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import final
 
 from etude.config.release import MetricConfig, ReleaseConfig
-from etude.releases.experiment import ArmCounts, Difference, Experiment, UserSums, mismatch_p_value
+from etude.releases.experiment import ArmCounts, ArmDifference, Experiment, UserSums, mismatch_p_value
 from etude.releases.gate import GateFacts, checks, evidence_of
 from etude.releases.states import (
     ON_THE_WAY,
@@ -90,7 +90,7 @@ class ReleaseFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class ReleaseMove:
     """One move of a release, to be recorded with its evidence."""
 
     release: Release
@@ -106,10 +106,10 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class ReleaseDecision:
     """Moves that happen together."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[ReleaseMove, ...]
     load: int | None = None
     """Version that the trainer goes back to."""
 
@@ -125,7 +125,7 @@ class ReleaseController:
         self._harm = Experiment(alpha=config.alpha / tests, tuned_users=users)
         self._proof = Experiment(alpha=config.alpha, tuned_users=users)
 
-    def decide(self, facts: ReleaseFacts) -> Decision | None:
+    def decide(self, facts: ReleaseFacts) -> ReleaseDecision | None:
         """The next decision; ``None`` while there is nothing to decide."""
         way = next((release for release in facts.releases if release.state in ON_THE_WAY), None)
         live = live_release(facts.releases)
@@ -143,7 +143,7 @@ class ReleaseController:
             case _:
                 return self._look_at_canary(facts, way, live)
 
-    def _next_candidate(self, facts: ReleaseFacts, live: Release | None) -> Decision | None:
+    def _next_candidate(self, facts: ReleaseFacts, live: Release | None) -> ReleaseDecision | None:
         """The newest version that is due; a copy of what users have takes its place without a look, as it is the same.
 
         While a load is pending nothing is: what the trainer publishes meanwhile descends from what was rejected.
@@ -175,9 +175,11 @@ class ReleaseController:
             replaces=None if live is None else live.version,
             loaded=loads.checkpoint if version == proposed else "",
         )
-        return Decision(moves=(Move(release=candidate, to=ReleaseState.CANDIDATE, reason="due", is_new=True),))
+        return ReleaseDecision(
+            moves=(ReleaseMove(release=candidate, to=ReleaseState.CANDIDATE, reason="due", is_new=True),)
+        )
 
-    def _gate(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
+    def _gate(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
         if facts.gate_failure:
             return self._take_back(way, ReleaseState.REJECTED, facts.gate_failure, {}, live)
         if facts.gate is None:
@@ -187,20 +189,24 @@ class ReleaseController:
         if failed:
             reason = "; ".join(f"{check.name}: {check.says}" for check in failed)
             return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
-        return Decision(moves=(Move(release=way, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),))
+        return ReleaseDecision(
+            moves=(ReleaseMove(release=way, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),)
+        )
 
-    def _admit(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
+    def _admit(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
         """From the gate to users, once enough people agree."""
         if len(facts.approved_by) < self._config.approvals:
             return None
-        evidence: dict[str, Json] = {"approved_by": sorted(facts.approved_by)}
+        evidence: dict[str, Json] = {"approved_by": [*sorted(facts.approved_by)]}
         if live is None:
             reason = "the first release: there is nobody to compare it with"
-            return Decision(moves=(Move(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),))
+            return ReleaseDecision(
+                moves=(ReleaseMove(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),)
+            )
         to = ReleaseState.SHADOW if self._config.shadow_sessions else ReleaseState.CANARY
-        return Decision(moves=(Move(release=way, to=to, reason="approved", evidence=evidence),))
+        return ReleaseDecision(moves=(ReleaseMove(release=way, to=to, reason="approved", evidence=evidence),))
 
-    def _look_at_shadow(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
+    def _look_at_shadow(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
         shadow, config = facts.shadow, self._config
         if shadow is None or shadow.calls < config.shadow_sessions:
             return None
@@ -212,9 +218,11 @@ class ReleaseController:
         if shadow.seconds > config.max_latency_ratio * shadow.live_seconds:
             reason = f"shadow: {shadow.seconds:.1f} s where users waited {shadow.live_seconds:.1f} s"
             return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
-        return Decision(moves=(Move(release=way, to=ReleaseState.CANARY, reason="shadow passed", evidence=evidence),))
+        return ReleaseDecision(
+            moves=(ReleaseMove(release=way, to=ReleaseState.CANARY, reason="shadow passed", evidence=evidence),)
+        )
 
-    def _look_at_canary(self, facts: ReleaseFacts, way: Release, live: Release | None) -> Decision | None:
+    def _look_at_canary(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
         config, canary = self._config, facts.canary
         assert live is not None, "a canary is compared with what users have"
         if canary is None:
@@ -243,27 +251,31 @@ class ReleaseController:
             return None
         if way.stage + 1 < len(config.canary_shares):
             reason = f"no harm at {share:.0%}"
-            move = Move(release=way, to=ReleaseState.CANARY, reason=reason, evidence=evidence, stage=way.stage + 1)
-            return Decision(moves=(move,))
+            move = ReleaseMove(
+                release=way, to=ReleaseState.CANARY, reason=reason, evidence=evidence, stage=way.stage + 1
+            )
+            return ReleaseDecision(moves=(move,))
         return self._conclude(canary, way, live, evidence)
 
-    def _conclude(self, canary: CanaryFacts, way: Release, live: Release, evidence: dict[str, Json]) -> Decision | None:
+    def _conclude(
+        self, canary: CanaryFacts, way: Release, live: Release, evidence: dict[str, Json]
+    ) -> ReleaseDecision | None:
         """Promote with proof, take back without it when sessions are used up."""
         metric, most = self._config.metric, self._config.max_sessions
         difference = self._proof.difference(*canary.sums[metric.name])
         evidence["proof"] = None if difference is None else asdict(difference)
         if difference is not None and self._counts(difference) and gain(difference, metric)[0] > -metric.margin:
             reason = f"{metric.name}: {_words(difference)}, must be above {-metric.margin:g}"
-            return Decision(moves=(
-                Move(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),
-                Move(release=live, to=ReleaseState.SUPERSEDED, reason=f"version {way.version} was released"),
+            return ReleaseDecision(moves=(
+                ReleaseMove(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),
+                ReleaseMove(release=live, to=ReleaseState.SUPERSEDED, reason=f"version {way.version} was released"),
             ))  # fmt: skip
         if canary.treatment.sessions >= most:
             reason = f"inconclusive: {metric.name} was proven neither way in {canary.treatment.sessions} sessions"
             return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
         return None
 
-    def _go_back(self, facts: ReleaseFacts, way: Release | None, live: Release | None) -> Decision | None:
+    def _go_back(self, facts: ReleaseFacts, way: Release | None, live: Release | None) -> ReleaseDecision | None:
         """A person's rollback: of what is on its way, else of what is released."""
         by = facts.rollback_by
         if way is not None:
@@ -272,10 +284,12 @@ class ReleaseController:
         former = former_release(facts.releases)
         if live is None or former is None:
             return None
-        return Decision(
+        return ReleaseDecision(
             moves=(
-                Move(release=live, to=ReleaseState.ROLLED_BACK, reason="a person went back", by=by),
-                Move(release=former, to=ReleaseState.RELEASED, reason=f"instead of version {live.version}", by=by),
+                ReleaseMove(release=live, to=ReleaseState.ROLLED_BACK, reason="a person went back", by=by),
+                ReleaseMove(
+                    release=former, to=ReleaseState.RELEASED, reason=f"instead of version {live.version}", by=by
+                ),
             ),
             load=former.version if self._config.revert else None,
         )
@@ -288,12 +302,12 @@ class ReleaseController:
         evidence: Mapping[str, Json],
         live: Release | None,
         by: str = "",
-    ) -> Decision:
+    ) -> ReleaseDecision:
         assert to in TAKEN_BACK
-        move = Move(release=way, to=to, reason=reason, evidence=evidence, stage=way.stage, by=by)
-        return Decision(moves=(move,), load=live.version if live is not None and self._config.revert else None)
+        move = ReleaseMove(release=way, to=to, reason=reason, evidence=evidence, stage=way.stage, by=by)
+        return ReleaseDecision(moves=(move,), load=live.version if live is not None and self._config.revert else None)
 
-    def _counts(self, difference: Difference) -> bool:
+    def _counts(self, difference: ArmDifference) -> bool:
         return min(difference.users) >= self._config.min_users
 
     @property
@@ -301,35 +315,35 @@ class ReleaseController:
         return (self._config.metric, *self._config.guardrails)
 
 
-def gain(difference: Difference, metric: MetricConfig) -> tuple[float, float]:
+def gain(difference: ArmDifference, metric: MetricConfig) -> tuple[float, float]:
     """The interval of what the treatment gains, in the metric's better direction."""
     low, high = difference.low, difference.high
     return (low, high) if metric.direction == "up" else (-high, -low)
 
 
-def check_moves(decision: Decision) -> None:
+def check_moves(decision: ReleaseDecision) -> None:
     """Raise ``ValueError`` for a move that the table of states does not have."""
     for move in decision.moves:
         if not move.is_new:
             move_release(move.release.state, move.to)
 
 
-def _renumbered(copy: Release, live: Release) -> Decision:
+def _renumbered(copy: Release, live: Release) -> ReleaseDecision:
     """The same weights under a newer version: so what users say is of a version that the trainer counts as recent."""
     reason = f"the weights of version {live.version}, loaded again"
     steps = (ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.RELEASED)
     before = (copy.state, *steps[:-1])
     rises = [
-        Move(release=_at(copy, state), to=to, reason=reason, is_new=to is ReleaseState.CANDIDATE)
+        ReleaseMove(release=_at(copy, state), to=to, reason=reason, is_new=to is ReleaseState.CANDIDATE)
         for state, to in zip(before, steps, strict=True)
     ]
-    return Decision(moves=(*rises, Move(release=live, to=ReleaseState.SUPERSEDED, reason=reason)))
+    return ReleaseDecision(moves=(*rises, ReleaseMove(release=live, to=ReleaseState.SUPERSEDED, reason=reason)))
 
 
 def _at(release: Release, state: ReleaseState) -> Release:
     return Release(version=release.version, digest=release.digest, state=state, replaces=release.replaces)
 
 
-def _words(difference: Difference) -> str:
+def _words(difference: ArmDifference) -> str:
     users = sum(difference.users)
     return f"{difference.value:+.4g} [{difference.low:+.4g}, {difference.high:+.4g}] over {users} users"

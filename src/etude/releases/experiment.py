@@ -90,7 +90,7 @@ class ArmMetrics(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class ArmDifference:
     """The mean of users of one arm less that of another, with its confidence sequence."""
 
     value: float
@@ -109,7 +109,7 @@ class Experiment:
     tuned_users: int
     """Users, of both arms, at which sequences are narrowest."""
 
-    def difference(self, control: UserSums, treatment: UserSums) -> Difference | None:
+    def difference(self, control: UserSums, treatment: UserSums) -> ArmDifference | None:
         """Treatment less control; ``None`` with fewer than two users in one of them."""
         users = len(control.totals_U), len(treatment.totals_U)
         if min(users) < 2:
@@ -118,7 +118,7 @@ class Experiment:
         value = float(values[1].mean() - values[0].mean())
         variance = sum(float(one.var(ddof=1)) / len(one) for one in values)
         half = self.half_width(variance, sum(users)) if variance > LEAST_SPREAD else math.inf
-        return Difference(value=value, low=value - half, high=value + half, users=users)
+        return ArmDifference(value=value, low=value - half, high=value + half, users=users)
 
     def half_width(self, variance: float, users: int) -> float:
         """Half the width of the sequence: the distance at which Λ = 1/α."""

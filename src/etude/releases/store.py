@@ -26,7 +26,7 @@ from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.states import StepState
 from etude.ledger.transactions import LedgerConnection, Transactions
-from etude.releases.controller import Decision, LoadFacts, Move
+from etude.releases.controller import LoadFacts, ReleaseDecision, ReleaseMove
 from etude.releases.experiment import ArmCounts, UserSums
 from etude.releases.states import Release, ReleaseState, move_release
 from etude.types import Json
@@ -88,7 +88,7 @@ class RequestKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ReleaseRequest:
     """A person's request."""
 
     kind: RequestKind
@@ -141,7 +141,7 @@ class ReleaseStore(LedgerConnection):
         selected = self._db.read(lambda db: db.execute(f"SELECT {names} FROM release_moves ORDER BY number"))
         return tuple(_move(row) for row in selected if version in (None, row[0]))
 
-    def apply(self, decision: Decision, at: float, request: int | None = None) -> None:
+    def apply(self, decision: ReleaseDecision, at: float, request: int | None = None) -> None:
         """Record the moves of a decision, ask for its load, and close the ``request`` that it answers, all or nothing.
 
         A decision that was made from other states than there are is refused: ``ValueError``.
@@ -161,7 +161,7 @@ class ReleaseStore(LedgerConnection):
         self._db.write(lambda db: db.execute("DELETE FROM arm_sessions WHERE session_id = ?", session_id))
 
     def counts(self, label: str) -> ArmCounts:
-        """Users and ended sessions of a label: of :class:`~etude.releases.experiment.ArmMetrics`, as is :meth:`sums`."""
+        """Users and ended sessions of a label: the protocol :class:`~etude.releases.experiment.ArmMetrics`."""
         sql = "SELECT count(DISTINCT pseudonym), count(*) FROM arm_sessions WHERE label = ?"
         ((users, sessions),) = self._db.read(lambda db: db.execute(sql, label))
         return ArmCounts(users=users, sessions=sessions)
@@ -181,11 +181,11 @@ class ReleaseStore(LedgerConnection):
             sessions_U=np.array([sessions[user] for user in users], np.float64),
         )
 
-    def ask(self, request: Request) -> int:
+    def ask(self, request: ReleaseRequest) -> int:
         """Keep a person's request; returns its number."""
         return self._db.write(lambda db: _ask(db, request))
 
-    def requests(self, *, is_open: bool = False) -> tuple[Request, ...]:
+    def requests(self, *, is_open: bool = False) -> tuple[ReleaseRequest, ...]:
         """All requests in their order, or those that are open."""
         names = "number, kind, version, checkpoint, asked_by, asked_at, outcome"
         selected = self._db.read(lambda db: db.execute(f"SELECT {names} FROM release_requests ORDER BY number"))
@@ -214,7 +214,7 @@ def _make_tables(db: Database) -> None:
         db.execute(table)
 
 
-def _apply(db: Database, decision: Decision, at: float, request: int | None) -> None:
+def _apply(db: Database, decision: ReleaseDecision, at: float, request: int | None) -> None:
     if request is not None:
         _close(db, request, "; ".join(f"version {move.release.version} is {move.to!s}" for move in decision.moves))
     for move in decision.moves:
@@ -248,7 +248,7 @@ def _put(db: Database, release: Release) -> None:
     )
 
 
-def _record(db: Database, move: Move, at: float) -> None:
+def _record(db: Database, move: ReleaseMove, at: float) -> None:
     db.execute(
         "INSERT INTO release_moves (number, version, from_state, to_state, stage, moved_at, moved_by, reason, evidence)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -264,7 +264,7 @@ def _record(db: Database, move: Move, at: float) -> None:
     )
 
 
-def _ask(db: Database, request: Request) -> int:
+def _ask(db: Database, request: ReleaseRequest) -> int:
     number = _next(db, "release_requests")
     db.execute(
         "INSERT INTO release_requests (number, kind, version, checkpoint, asked_by, asked_at, outcome)"
@@ -327,9 +327,9 @@ def _move(row: Row) -> RecordedMove:
     )
 
 
-def _request(row: Row) -> Request:
+def _request(row: Row) -> ReleaseRequest:
     number, kind, version, checkpoint, by, at, outcome = row
-    return Request(
+    return ReleaseRequest(
         number=number,
         kind=RequestKind(kind),
         version=version,

@@ -30,7 +30,7 @@ def carry_out(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, now:
 def expire(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, keep_s: float, now: float) -> int:
     """Erase sessions that ended longer than ``keep_s`` ago, some at a time; returns how many went."""
     sessions = store.privacy.expired(now - keep_s, AT_ONCE)
-    gone = [session for session in sessions if not ledger.erase_live(session).is_busy]
+    gone = [session for session in sessions if not ledger.live.erase(session).is_busy]
     for session in gone:
         releases.forget_session(session)
         store.privacy.forget_expired(session, now)
@@ -43,7 +43,7 @@ def _erase_all(
     request: DeletionRequest, store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, now: float
 ) -> bool:
     """Erase the sessions of a request; true if none is left."""
-    offered = ledger.sessions_of_user(request.user) if request.user else []
+    offered = ledger.live.of_user(request.user) if request.user else []
     sessions = dict.fromkeys([*offered, *store.privacy.sessions_of(request)])
     left = [session for session in sessions if not _erase(session, request, store, ledger, releases)]
     if not left:
@@ -54,7 +54,7 @@ def _erase_all(
 def _erase(
     session_id: str, request: DeletionRequest, store: FeedbackStore, ledger: Ledger, releases: ReleaseStore
 ) -> bool:
-    erased = ledger.erase_live(session_id)
+    erased = ledger.live.erase(session_id)
     if not erased.is_busy:
         releases.forget_session(session_id)
         store.privacy.session_is_gone(request, session_id, erased.step)

@@ -45,7 +45,10 @@ REWARD = "reward"
 
 
 def run_feedback(folder: RunFolder) -> None:
-    """Join and hand on live sessions until a stop signal. Raises :class:`~etude.errors.UserError` where none are kept."""
+    """Join and hand on live sessions until a stop signal.
+
+    Raises :class:`~etude.errors.UserError` where none are kept.
+    """
     run_until_signal(_serve(folder, folder.config()))
 
 

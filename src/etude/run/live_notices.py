@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 
 from etude.config.recipe import RunConfig
-from etude.errors import EtudeError
+from etude.errors import EtudeError, UserError
 from etude.releases.states import ReleaseState
 from etude.releases.store import RecordedMove, ReleaseStore
 from etude.run.folder import RunFolder
@@ -30,7 +30,7 @@ class LiveNotices:
         self._looked_s = 0.0
 
     def lines(self) -> list[str]:
-        """The new lines; most times none."""
+        """The new lines; most times none. Raises :class:`~etude.errors.UserError` where nothing can ever be released."""
         now_s = time.monotonic()
         if not self._config.release.enabled or now_s - self._looked_s < LOOK_S:
             return []
@@ -40,8 +40,22 @@ class LiveNotices:
                 moves = store.moves()
         except EtudeError:
             return []  # it is told by those who need the database
+        self._check_bar(moves)
         new, self._told = moves[self._told :], len(moves)
         return [line for move in new for line in self._words(move, is_first=move is self._first_release(moves))]
+
+    def _check_bar(self, moves: tuple[RecordedMove, ...]) -> None:
+        """Raise where no user will ever be served: the trainer waits for them, and its last version was rejected."""
+        after, states = self._config.live.after_steps, {move.version: move for move in moves}
+        last = states.get(max(states, default=-1))
+        if last is None or any(move.to_state == ReleaseState.RELEASED for move in moves):
+            return
+        if last.to_state == ReleaseState.REJECTED and last.version + self._config.release.every_steps > after:
+            raise UserError(
+                f"no version was good enough for users, so that there are none to learn from: version {last.version} "
+                f"is rejected ({last.reason}). Continue with more simulated steps, --set live.after_steps="
+                f"{2 * after or 32} and as many more trainer.steps, or lower release.minimum_bar in a new run"
+            )
 
     def _words(self, move: RecordedMove, *, is_first: bool) -> list[str]:
         line = f"version {move.version} is {move.to_state}: {move.reason}" + (f" ({move.by})" if move.by else "")

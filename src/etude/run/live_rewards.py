@@ -58,7 +58,7 @@ class LiveRewards:
         self._suspected: Mapping[str, Suspicion] = {}
         self._rated, self._rated_then = 0, -WATCH_EVERY
         self._admission = Admission(config.rollouts, steps=config.trainer.steps, live=config.live)
-        self._scorer = LiveScorer(formula, ledger.observed(formula.history))
+        self._scorer = LiveScorer(formula, ledger.live.observed(formula.history))
 
     def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
         """Score and offer some sessions; what became of each, by :class:`~etude.ledger.changes.LiveAdmission`, or
@@ -106,7 +106,7 @@ class LiveRewards:
         rollout = live_rollout(joined, scored, suspicion)
         version = oldest_version(joined.turns)
         window = self._admission.window(version, self._ledger.loads(version), LIVE)
-        outcome = self._ledger.admit_live(rollout, scored.session, version=version, kept_below=window)
+        outcome = self._ledger.live.admit(rollout, scored.session, version=version, kept_below=window)
         if outcome is LiveAdmission.READY:
             self._events.write(_closed(rollout, scored.session.observation.template, joined.turns))
         return outcome

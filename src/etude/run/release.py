@@ -2,7 +2,7 @@
 
     ledger: releases, requests, sessions by arm ─┐                       ┌─▶ ledger: moves with evidence, trainer.load
     weight log: versions ────────────────────────┼──▶ ReleaseController ─┤
-    evaluations, in a process of their own ──────┘                       └─▶ routing table ──▶ gateway, engines for users
+    evaluations, in a process of their own ──────┘                       └─▶ routing table ──▶ gateway, engines
 
     consumes: all on the left, by polling      waits for: nothing; a gate is measured beside
     produces: moves, tables                    on shutdown: cancelled between two looks; a measurement is ended
@@ -13,20 +13,27 @@ may die at any point: its successor finds in the ledger what was decided, and in
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack, closing
-from typing import final
+from typing import TypeAlias, final
 
 from etude.clock import unix_s
 from etude.config.recipe import RunConfig
 from etude.errors import UserError
 from etude.gateway.routing.shadow import ShadowCall
-from etude.releases.controller import CanaryFacts, Decision, LoadFacts, ReleaseController, ReleaseFacts, ShadowFacts
+from etude.releases.controller import (
+    CanaryFacts,
+    LoadFacts,
+    ReleaseController,
+    ReleaseDecision,
+    ReleaseFacts,
+    ShadowFacts,
+)
 from etude.releases.experiment import ArmMetrics
 from etude.releases.gate import GateFacts
 from etude.releases.routing import routing_table
 from etude.releases.states import ON_THE_WAY, Release, ReleaseState, live_release
-from etude.releases.store import ReleaseStore, Request, RequestKind
+from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.release_gate import GateMeasurements
@@ -38,6 +45,9 @@ from etude.weights.log import WeightLog
 
 POLL_S = 0.2
 """Pause between two looks: a part of the time in which a rollback reaches users."""
+
+Measure: TypeAlias = Callable[[Release, Release | None], Awaitable[GateFacts]]
+"""Measures a candidate, beside the release that users have; raises :class:`~etude.errors.UserError` if it cannot."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +64,8 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         store = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
         outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s))
         log = await asyncio.to_thread(open_log, folder, outages)
-        process = ReleaseProcess(folder, config, store, log, store)
+        gate = GateMeasurements(folder, config.release)
+        process = ReleaseProcess(folder, store, log, store, gate.measure)
         tell_person(f"releases of {folder.path}: every {config.release.every_steps} steps a candidate")
         try:
             while True:
@@ -69,16 +80,17 @@ class ReleaseProcess:
     """Gathers facts, asks the controller and acts; each :meth:`look` makes one decision at most."""
 
     def __init__(
-        self, folder: RunFolder, config: RunConfig, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics
+        self, folder: RunFolder, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics, measure: Measure
     ) -> None:
+        config = folder.config()
         self._config = config.release
         self._first = config.live.after_steps
         self._store = store
         self._log = log
         self._metrics = metrics
         self._tables = RoutingTables.open(folder)
-        self._controller = ReleaseController(config.release)
-        self._measurements = GateMeasurements(folder, config.release)
+        self._controller = ReleaseController(self._config)
+        self._measure = measure
         self._gate: tuple[int, asyncio.Task[GateFacts]] | None = None
         self._table: RoutingTable | None = None
         self._shadow_calls: dict[str, ShadowCall] = {}
@@ -115,7 +127,7 @@ class ReleaseProcess:
         else:
             self._table = self._tables.newest()
 
-    def _requests(self) -> Request | None:
+    def _requests(self) -> ReleaseRequest | None:
         """Answer what people ask for; a rollback is the controller's to answer."""
         for request in self._store.requests(is_open=True):
             if request.kind is RequestKind.ROLLBACK:
@@ -126,7 +138,7 @@ class ReleaseProcess:
                 self._store.load_checkpoint(request.number, request.checkpoint)
         return None
 
-    async def _facts(self, releases: tuple[Release, ...], rollback: Request | None) -> ReleaseFacts:
+    async def _facts(self, releases: tuple[Release, ...], rollback: ReleaseRequest | None) -> ReleaseFacts:
         way, loads = self._on_the_way(releases), self._store.loads()
         gate, failure = await self._measured(way, live_release(releases))
         return ReleaseFacts(
@@ -149,7 +161,7 @@ class ReleaseProcess:
             return None, ""
         if self._gate is None or self._gate[0] != way.version:
             await self.close()
-            self._gate = way.version, asyncio.create_task(self._measurements.measure(way, live))
+            self._gate = way.version, asyncio.create_task(_awaited(self._measure(way, live)))
         _, task = self._gate
         if not task.done():
             return None, ""
@@ -206,7 +218,11 @@ class ReleaseProcess:
         return next((release for release in releases if release.state in ON_THE_WAY), None)
 
 
-def _tell(decision: Decision) -> None:
+async def _awaited(facts: Awaitable[GateFacts]) -> GateFacts:
+    return await facts
+
+
+def _tell(decision: ReleaseDecision) -> None:
     for move in decision.moves:
         logger.warning("version %d is %s: %s", move.release.version, move.to, move.reason)
     if decision.load is not None:

@@ -71,26 +71,31 @@ class GateMeasurements:
                 yield Measurement(release=release, suite=suite)
 
     async def _make(self, measurement: Measurement) -> None:
-        version, suite = measurement.key
+        log = self.folder.logs / "release-gate.log"
         for _ in range(ATTEMPTS):
             if measurement.key in self._done:
                 return
-            program = (sys.executable, "-m", MODULE, str(self.folder.path), str(version), suite)
-            log = self.folder.logs / "release-gate.log"
-            # It is our own child, not the supervisor's.
-            environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
-            with log.open("ab") as out:
-                child = await asyncio.create_subprocess_exec(*program, stdout=out, stderr=out, env=environment)
-                try:
-                    async with asyncio.timeout(self.config.gate_timeout_s):
-                        if await child.wait() == 0:
-                            self._done.add(measurement.key)
-                except TimeoutError:
-                    pass
-                finally:
-                    await _end(child)
+            if await self._attempt(measurement, log):
+                self._done.add(measurement.key)
         if measurement.key not in self._done:
+            version, _ = measurement.key
             raise UserError(f"the gate could not measure version {version} in {ATTEMPTS} attempts: see {log}")
+
+    async def _attempt(self, measurement: Measurement, log: Path) -> bool:
+        """Make an evaluation in a process of its own; true if it came to its end in time."""
+        version, suite = measurement.key
+        program = (sys.executable, "-m", MODULE, str(self.folder.path), str(version), suite)
+        # It is our own child, not the supervisor's.
+        environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
+        with log.open("ab") as out:
+            child = await asyncio.create_subprocess_exec(*program, stdout=out, stderr=out, env=environment)
+        try:
+            async with asyncio.timeout(self.config.gate_timeout_s):
+                return await child.wait() == 0
+        except TimeoutError:
+            return False
+        finally:
+            await _end(child)
 
     def _facts(self, candidate: Release, live: Release | None) -> GateFacts:
         own = {suite: self._tries(candidate, suite) for suite in (None, *self.config.suites)}

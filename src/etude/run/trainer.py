@@ -290,7 +290,7 @@ class TrainerProcess(Closing):
     def _earlier(self, step: int) -> list[ObservedSession]:
         """Live sessions of the steps before, that baselines learn from."""
         live = self.config.live
-        return self._ledger.observed(live.history, before_step=step) if live.groups_per_step else []
+        return self._ledger.live.observed(live.history, before_step=step) if live.groups_per_step else []
 
     def _selection_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """The metrics of the choice of tasks, where they were chosen."""
@@ -484,7 +484,7 @@ def sweep_payloads(folder: RunFolder) -> None:
         with open_ledger(folder) as ledger:
             open_payloads(folder).sweep(
                 lambda: payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED)),
-                ledger.named_turns,
+                ledger.turns.named,
                 older_than_s=LONGEST_ROLLOUT_S,
             )
     except EtudeError as error:

@@ -185,7 +185,7 @@ class Product:
         observation = Observation(user="u", day=0, template="", arm="", prompt_tokens=1)
         observed = ObservedSession(session_id=name, observation=observation, ended_at=0.0, sampled_tokens=(1,))
         rollout = replace(self.rollout(name, versions), observation=observation)
-        outcome = self.ledger.admit_live(rollout, observed, version=version, kept_below=below)
+        outcome = self.ledger.live.admit(rollout, observed, version=version, kept_below=below)
         self.stale += outcome is LiveAdmission.STALE
         return outcome
 

@@ -95,7 +95,7 @@ def test_handed_on_again_after_a_crash_a_session_is_a_duplicate_and_the_next_pro
     successor = LiveRewards(CONFIG, ledger, events)
     assert set(successor.take(sessions)) == {"duplicate"}
     assert ledger.progress(LIVE).ready == 5
-    assert [one.session_id for one in ledger.observed(9)] == list("01234")
+    assert [one.session_id for one in ledger.live.observed(9)] == list("01234")
 
 
 def test_a_session_that_no_batch_is_early_enough_for_is_stale(ledger: Ledger, events: EventLog) -> None:

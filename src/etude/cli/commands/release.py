@@ -15,7 +15,7 @@ from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec
 from etude.releases.states import ON_THE_WAY
-from etude.releases.store import ReleaseStore, Request, RequestKind
+from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.run.folder import RunFolder
 from etude.run.numerics import unfilled_model
 from etude.run.process_name import RELEASE
@@ -78,7 +78,7 @@ def approve(
         if not any(one.version == version and one.state in ON_THE_WAY for one in store.releases()):
             raise UserError(f"version {version} is no candidate now: see `etude release status {run}`")
         name = by or getpass.getuser()
-        store.ask(Request(kind=RequestKind.APPROVE, by=name, at=unix_s(), version=version))
+        store.ask(ReleaseRequest(kind=RequestKind.APPROVE, by=name, at=unix_s(), version=version))
     print(f"{name} agrees with version {version}; {needed} different people must")
 
 
@@ -86,7 +86,7 @@ def approve(
 def rollback(run: RunPath, *, by: By = "") -> None:
     """Take back what is on its way to users, or else go back to the release before."""
     with closing(_store(open_run_folder(run))) as store:
-        store.ask(Request(kind=RequestKind.ROLLBACK, by=by or getpass.getuser(), at=unix_s()))
+        store.ask(ReleaseRequest(kind=RequestKind.ROLLBACK, by=by or getpass.getuser(), at=unix_s()))
     print(f"asked for; what becomes of it: etude release status {run}")
 
 
@@ -107,7 +107,7 @@ def propose(
         copy = folder.path / PROPOSALS / f"{int(unix_s() * 1e6)}"
         shutil.copytree(checkpoint, copy)
         name = by or getpass.getuser()
-        store.ask(Request(kind=RequestKind.PROPOSE, by=name, at=unix_s(), checkpoint=str(copy.absolute())))
+        store.ask(ReleaseRequest(kind=RequestKind.PROPOSE, by=name, at=unix_s(), checkpoint=str(copy.absolute())))
     print(f"proposed; what becomes of it: etude release status {run}")
 
 
