@@ -25,6 +25,7 @@ from etude.storage import FIXES, FULL, fullest, storage_errno
 COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "run": ("run", "Run the whole loop of a recipe, on this machine or on a fleet."),
+        "live": ("live", "Serve users and learn from what they do: `etude run` of a recipe with releases."),
         "check": ("check", "See if a recipe can run here: what `etude run` checks first."),
         "midtrain": ("processes", "One process of a run: mid-training."),
         "sft": ("processes", "One process of a run: supervised fine-tuning, if the recipe has it."),
@@ -45,6 +46,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fleet": ("fleet", "Run on many machines: files for their clusters, status, drain."),
         "config": ("config", "Explain the keys of a recipe."),
         "judge": ("judge", "Try the model that grades aspects, and compare it with people."),
+        "feedback": ("feedback", "See and delete what is kept of a product's users; one process of a run."),
         "keys": ("keys", "Manage the keys of a gateway; print those of a run."),
         "weights": ("weights", "Look into a weight store, verify it, repair it, take versions out."),
         "tasks": ("tasks", "Make tasks of a repository, verify tasks, list them, export them."),

@@ -30,6 +30,7 @@ from etude.clock import unix_s
 from etude.errors import CaptureError, EngineUnavailable, VersionPending
 from etude.gateway.api.calls import Answer, ApiError, Call, EventEncoder, FinishReason, Reply, new_id
 from etude.gateway.capture.conversations import Conversation, Prompt, SessionFull
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import PRIORITIES, AdmissionQueue, TrafficClass
 from etude.gateway.routing.arms import CallArm
@@ -108,11 +109,14 @@ class GenerationRequest:
 
 @final
 class CallService:
-    """Answers calls. ``max_length`` is the engines' limit on prompt and completion, in tokens."""
+    """Answers calls. ``max_length`` is the engines' limit on prompt and completion, in tokens; ``live`` records live
+    sessions, if there are any.
+    """
 
-    def __init__(self, sampler: "ReplySampler", *, max_length: int) -> None:
+    def __init__(self, sampler: "ReplySampler", *, max_length: int, live: LiveRecorder | None = None) -> None:
         self._sampler = sampler
         self._max_length = max_length
+        self._live = live
 
     def count(self, call: Call, conversation: Conversation) -> int:
         """The number of tokens of a call's prompt. Raises :class:`~etude.gateway.api.calls.ApiError`."""
@@ -128,6 +132,7 @@ class CallService:
             request = self._request(call, caller, record)
             replies = await self._sampler.sample(request)
             answer = self._record(request, replies, new_id(), int(unix_s()))
+        await self._keep(caller, answer)
         _note(answer, record)
         return answer
 
@@ -140,6 +145,7 @@ class CallService:
         """
         earlier = _earlier_answer(call, caller)
         if earlier is not None:
+            await self._keep(caller, earlier)
             _note(earlier, record)
             yield _replayed(earlier, events)
             return
@@ -158,6 +164,7 @@ class CallService:
                     yield data
         ordered = [replies[index] for index in sorted(replies)]
         answer = self._record(request, ordered, answer_id, created)
+        await self._keep(caller, answer)
         _note(answer, record)
         if answer.answer_id != answer_id:
             raise ApiError(409, "answered_meanwhile", "another attempt of this request was answered: ask for it again")
@@ -189,6 +196,13 @@ class CallService:
         return GenerationRequest(
             call=call, caller=caller, prompt=prompt, params=self._sampler.recorder.params(params), record=record
         )
+
+    async def _keep(self, caller: Caller, answer: Answer) -> None:
+        """Return once the answer is on the disk, if its session is recorded; again for one that was answered before, as
+        its caller may ask while it is still being written.
+        """
+        if self._live is not None:
+            await self._live.keep(caller.conversation, answer)
 
     def _record(self, request: GenerationRequest, replies: Sequence[Reply], answer_id: str, created: int) -> Answer:
         answer = Answer(

@@ -1,7 +1,7 @@
 """The states of groups, their slots and steps, as tables.
 
-                 ┌──▶ dropped
-    group   open ┴──▶ ready ──▶ claimed ──▶ consumed          step   claimed ──▶ done
+                 ┌──▶ dropped ◀─┐ only where its user asks for deletion
+    group   open ┴──▶ ready ────┴▶ claimed ──▶ consumed          step   claimed ──▶ done
 
 A group's slots each end as graded or lost. With the last of them it is ready, or dropped when too few are graded. An
 evaluation's groups end as ready or dropped. Pure: how rollouts ended goes
@@ -44,7 +44,7 @@ class StepState(StrEnum):
 
 GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.OPEN: frozenset({GroupState.READY, GroupState.DROPPED}),
-    GroupState.READY: frozenset({GroupState.CLAIMED}),
+    GroupState.READY: frozenset({GroupState.CLAIMED, GroupState.DROPPED}),
     GroupState.CLAIMED: frozenset({GroupState.CONSUMED}),
     GroupState.CONSUMED: frozenset(),
     GroupState.DROPPED: frozenset(),

@@ -156,6 +156,10 @@ class ReleaseStore(LedgerConnection):
         )
         self._db.write(lambda db: db.execute(sql, session_id, label, user or session_id, json.dumps(dict(metrics))))
 
+    def forget_session(self, session_id: str) -> None:
+        """Forget what tests counted of a session."""
+        self._db.write(lambda db: db.execute("DELETE FROM arm_sessions WHERE session_id = ?", session_id))
+
     def counts(self, label: str) -> ArmCounts:
         """Users and ended sessions of a label: the protocol :class:`~etude.releases.experiment.ArmMetrics`."""
         sql = "SELECT count(DISTINCT pseudonym), count(*) FROM arm_sessions WHERE label = ?"

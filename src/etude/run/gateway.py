@@ -32,9 +32,10 @@ from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError, InfrastructureError, UserError
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, SessionStore
 from etude.gateway.http.admin_api import AdminApi
-from etude.gateway.http.app import Gateway, GatewayState, http_server
+from etude.gateway.http.app import Gateway, GatewayState, RouteTable, http_server
 from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.request_log import AccessLog
@@ -52,6 +53,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
 from etude.run.listener import run_listener
+from etude.run.live_sessions import open_live_sessions
 from etude.run.parent import tell_person
 from etude.run.payload_store import open_payloads
 from etude.run.placement import fleet_of
@@ -135,7 +137,7 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
             sampled_only=config.numerics.replay == "completion",
         ),
         engines=tuple(EngineEntry(name=str(one), url=url, region=one.region) for one, url in engines.items()),
-        keys=(admin,),
+        keys=(admin, *_product_keys(folder, is_product)),
         health=HealthLimits(
             healthy_poll_s=FRESH_S,
             suspect_poll_s=FRESH_S,
@@ -151,6 +153,9 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         tables = RoutingTables.open(folder)
         if spec.shadow_share:
             spec = replace(spec, receive_shadow=partial(_keep_shadow, tables))
+        if config.feedback.window_s and (is_product or not config.release.enabled):
+            live = await stack.enter_async_context(open_live_sessions(folder, config.feedback, name))
+            spec = replace(spec, live=live.recorder, more_routes=live.routes)
         parts = await stack.enter_async_context(_connected(spec, config.gateway, folder.key(KeyRole.ENGINE)))
         events = stack.enter_context(open_events(folder, config, name, lossy=True))
         outages = stack.enter_context(
@@ -195,6 +200,14 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
+
+
+def _product_keys(folder: RunFolder, is_product: bool) -> tuple[Key, ...]:
+    """The key of the run's own product, which a gateway for users knows from the start."""
+    if not is_product:
+        return ()
+    digest = digest_of(folder.key(KeyRole.PRODUCT))
+    return (Key(key_id="product", digest=digest, scope=Scope.PRODUCTION, created=date_utc(), label="the product"),)
 
 
 def _session_limits(config: GatewayConfig) -> SessionLimits:
@@ -356,6 +369,10 @@ class GatewaySpec:
     """Share of users' calls that a shadow is asked, too."""
     receive_shadow: Callable[[ShadowCall], None] = lambda call: None
     """Takes what came of each."""
+    live: LiveRecorder | None = None
+    """Recorder of the sessions of users who consent; ``None``: none are recorded."""
+    more_routes: Callable[[GatewayState], RouteTable] = lambda state: {}
+    """Requests that it answers beside its own."""
 
 
 @final
@@ -409,8 +426,10 @@ async def open_gateway(
         log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
         if log is not None:
             stack.callback(log.close)
-        admin, service = AdminApi(state, key_file), CallService(sampler, max_length=spec.max_length)
-        gateway = Gateway(service, state, config, admin=admin.routes(), metrics=admin.metrics, access_log=log)
+        admin = AdminApi(state, key_file, spec.live)
+        service = CallService(sampler, max_length=spec.max_length, live=spec.live)
+        others = {**admin.routes(), **spec.more_routes(state)}
+        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log, live=spec.live)
         background: dict[str, Work] = {
             "engine polls": pool.watch,
             "session expiry": partial(_expire, state.auth, clock),

@@ -55,5 +55,7 @@ PRODUCT = ProcessName(command="product")
 """The gateway for users."""
 RELEASE = ProcessName(command="release")
 """The process that releases versions."""
+FEEDBACK = ProcessName(command="feedback")
+"""The process that joins signals and sessions of users."""
 TRAINER = ProcessName(command="train")
 """The trainer, or its rank 0."""

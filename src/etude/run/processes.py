@@ -96,6 +96,10 @@ def _run(name: ProcessName, folder: RunFolder) -> None:
             from etude.run.gateway import run_gateway
 
             run_gateway(folder, name)
+        case "feedback":
+            from etude.run.feedback import run_feedback
+
+            run_feedback(folder)
         case "release":
             from etude.run.release import run_release
 

@@ -83,7 +83,9 @@ class ReleaseProcess:
     def __init__(
         self, folder: RunFolder, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics, measure: Measure
     ) -> None:
-        self._config = folder.config().release
+        config = folder.config()
+        self._config = config.release
+        self._first = config.live.after_steps
         self._store = store
         self._log = log
         self._metrics = metrics
@@ -175,7 +177,7 @@ class ReleaseProcess:
         if latest is None:
             return {}
         due = latest - latest % self._config.every_steps
-        numbers = {due, *(() if loads.version is None else (loads.version,))}
+        numbers = {*((due,) if due >= self._first else ()), *(() if loads.version is None else (loads.version,))}
         records = {number: self._log.read(number) for number in numbers if number <= latest}
         return {number: record.digest for number, record in records.items() if record is not None}
 
