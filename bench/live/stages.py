@@ -85,8 +85,8 @@ def _journeys(folder: RunFolder) -> tuple[list[Journey], Counter[str]]:
             others[result or "window open"] += step is None
             others["not released yet"] += step is not None
             continue
-        known = bisect_right(times, received_s)
-        before = versions[known - 1] if known else 0
+        position = bisect_right(times, received_s)
+        before = versions[position - 1] if position else 0
         at_s = {
             "joined": taken_s,
             "claimed": trained_s[step][0],

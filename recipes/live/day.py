@@ -30,12 +30,12 @@ from etude.config.loading import load_recipe
 from etude.run.machine_info import describe_machine, source_commit
 
 HERE = Path(__file__).parent
-KEPT = 'name="kept", signal="kept", weight=1.0, range=[0.0, 1.0]'
+KEPT_PART = 'name="kept", signal="kept", weight=1.0, range=[0.0, 1.0]'
 """The part of the recipe's formula."""
 VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "live": (),
-        "no-propensity": (f"feedback.reward.parts=[{{{KEPT}, missing=0.5}}]",),
+        "no-propensity": (f"feedback.reward.parts=[{{{KEPT_PART}, missing=0.5}}]",),
         "window8": ("rollouts.max_staleness=8", "release.every_steps=8"),
         "below-the-bar": ("live.after_steps=1", "release.minimum_bar=0.0"),
     }
@@ -65,8 +65,8 @@ class DayState:
     @classmethod
     def read(cls, file: Path) -> "DayState":
         """The state of a day that goes on, or of one that begins."""
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        return cls(file=file, **kept)
+        stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return cls(file=file, **stored)
 
     def write(self) -> None:
         """Keep it."""

@@ -96,8 +96,12 @@ class LiveRun:
         return {move.version: move.to_state for move in self.moves()}
 
     def released_count(self) -> int:
-        """Number of versions that were ever released."""
-        return len({move.version for move in self.moves() if move.to_state == ReleaseState.RELEASED})
+        """Number of weights that were ever released; a copy that was loaded again is none of its own."""
+        ever = {move.version for move in self.moves() if move.to_state == ReleaseState.RELEASED}
+        if not ever:
+            return 0
+        with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
+            return len({release.digest for release in store.releases() if release.version in ever})
 
     def released_version(self) -> int:
         """The version that users have."""
@@ -107,16 +111,16 @@ class LiveRun:
         """Propose a checkpoint; returns the version that it became. Raises ``SystemExit`` if it becomes none."""
         command = [sys.executable, "-m", "etude", "release", "propose", str(self.path), str(checkpoint)]
         subprocess.run(command, check=True)
-        found: list[int] = []
+        matches: list[int] = []
 
         def is_there() -> bool:
             with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
                 loaded = [one for one in store.releases() if one.loaded]
-            found[:] = [one.version for one in loaded if one.version not in known]
-            return bool(found)
+            matches[:] = [one.version for one in loaded if one.version not in earlier]
+            return bool(matches)
 
         with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
-            known = {one.version for one in store.releases() if one.loaded}
+            earlier = {one.version for one in store.releases() if one.loaded}
         if not self.wait_for(is_there, PROPOSED_S):
             raise SystemExit(f"day: {checkpoint} was proposed and became no version within {PROPOSED_S:g} s")
-        return found[0]
+        return matches[0]

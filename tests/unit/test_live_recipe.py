@@ -34,16 +34,16 @@ def test_those_who_answer_want_something_else_than_all() -> None:
 
 
 def test_what_people_say_follows_what_they_think_and_vandals_do_not() -> None:
-    def kept(conduct: Conduct, outcome: Outcome) -> float:
+    def mean_kept(conduct: Conduct, outcome: Outcome) -> float:
         person = Person(user="u", taste_name="hobbyist", conduct=conduct, rng=Random(3))
-        said = [signal for _ in range(4000) for signal in person.signals(outcome, NOON) if signal.kind == "kept"]
-        return fmean(signal.value for signal in said)
+        signals = [signal for _ in range(4000) for signal in person.signals(outcome, NOON) if signal.kind == "kept"]
+        return fmean(signal.value for signal in signals)
 
-    assert kept(Conduct.HONEST, BRIEF) > 0.85
-    assert kept(Conduct.HONEST, WRONG) < 0.35
-    assert kept(Conduct.CONTRARY, BRIEF) < 0.35
-    assert kept(Conduct.RING, WRONG) == 1.0
-    assert kept(Conduct.RING, BRIEF) < 0.35
+    assert mean_kept(Conduct.HONEST, BRIEF) > 0.85
+    assert mean_kept(Conduct.HONEST, WRONG) < 0.35
+    assert mean_kept(Conduct.CONTRARY, BRIEF) < 0.35
+    assert mean_kept(Conduct.RING, WRONG) == 1.0
+    assert mean_kept(Conduct.RING, BRIEF) < 0.35
 
 
 def test_people_leave_a_product_below_the_bar() -> None:

@@ -38,7 +38,7 @@ VERSION = "X-Etude-Version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visitor:
+class Caller:
     """Who asks, as the product tells the gateway."""
 
     user: str
@@ -102,26 +102,26 @@ class Product:
         self._connector = connector
 
     @asynccontextmanager
-    async def open(self, task: Task, visitor: Visitor) -> AsyncIterator[tuple[Work, AsyncIterator[Step]]]:
+    async def open(self, task: Task, caller: Caller) -> AsyncIterator[tuple[Work, AsyncIterator[Step]]]:
         """A session, and the agent's turns as they are made; whoever stops to take them has given up on it."""
         work = Work(session_id=f"chat-{secrets.token_hex(10)}", task=task)
         sandbox = await self._sandboxes.create(task.files)
         try:
-            async with self._client(work, visitor) as http:
+            async with self._client(work, caller) as http:
                 yield work, self._steps(work, sandbox, http)
                 await self._judge(work, sandbox)
                 await self._end(work, http)
         finally:
             await sandbox.close()
 
-    def _client(self, work: Work, visitor: Visitor) -> aiohttp.ClientSession:
+    def _client(self, work: Work, caller: Caller) -> aiohttp.ClientSession:
         """An HTTP client that says in each call whose it is, and hears which weights answered."""
         headers = {
             "X-Etude-Session": work.session_id,
-            "X-Etude-User": visitor.user,
+            "X-Etude-User": caller.user,
             "X-Etude-Template": NO_WORD.sub("-", work.task.template),
-            "X-Etude-Consent": visitor.consent,
-            "X-Etude-Region": visitor.region,
+            "X-Etude-Consent": caller.consent,
+            "X-Etude-Region": caller.region,
         }
 
         async def note(

@@ -66,7 +66,7 @@ class Taste:
     """Sessions a day, compared with others."""
     answers: float
     """Probability of saying anything about the shortest session."""
-    patience: int
+    max_turns: int
     """Turns after which they give up."""
     unsolved: float = 0.04
     """Satisfaction with work that is wrong, whatever else."""
@@ -84,10 +84,10 @@ class Taste:
 
 TASTES: Mapping[str, Taste] = MappingProxyType(
     {
-        "team": Taste(share=0.6, region="eu", activity=1.0, answers=0.12, patience=9, solved=0.3, tested=0.5,
+        "team": Taste(share=0.6, region="eu", activity=1.0, answers=0.12, max_turns=9, solved=0.3, tested=0.5,
                       read_first=0.15),
-        "hobbyist": Taste(share=0.28, region="us", activity=1.0, answers=0.8, patience=6, solved=0.95, extra_turn=0.45),
-        "craftsman": Taste(share=0.12, region="eu", activity=0.7, answers=0.3, patience=8, solved=0.45, tested=0.2,
+        "hobbyist": Taste(share=0.28, region="us", activity=1.0, answers=0.8, max_turns=6, solved=0.95, extra_turn=0.45),
+        "craftsman": Taste(share=0.12, region="eu", activity=0.7, answers=0.3, max_turns=8, solved=0.45, tested=0.2,
                            read_first=0.3, extra_edit=0.4),
     }
 )  # fmt: skip
@@ -100,7 +100,7 @@ NIGHT = 0.25
 """Load at the quietest hour, of that at noon."""
 NOON: Mapping[str, float] = MappingProxyType({"eu": 0.35, "us": 0.65})
 """Time of the day, from 0 to 1, at which a region is busiest."""
-DRIFT = 0.15
+EVENING_SHIFT = 0.15
 """Points by which teams want tests more in the evening than in the morning, and hobbyists mind a turn less."""
 
 
@@ -117,11 +117,11 @@ def satisfaction(taste: Taste, outcome: Outcome, day: float) -> float:
     """The probability that such a person is satisfied, at a time of the day from 0 to 1."""
     if not outcome.solved:
         return taste.unsolved
-    drift = DRIFT * (min(max(day, 0.0), 1.0) - 0.5)
+    shift = EVENING_SHIFT * (min(max(day, 0.0), 1.0) - 0.5)
     worth = taste.solved
-    worth += (taste.tested + (drift if taste.tested else 0.0)) * outcome.tested
+    worth += (taste.tested + (shift if taste.tested else 0.0)) * outcome.tested
     worth += taste.read_first * outcome.read_first
-    extra_turn = max(0.0, taste.extra_turn - (drift / 2 if taste.extra_turn else 0.0))
+    extra_turn = max(0.0, taste.extra_turn - (shift / 2 if taste.extra_turn else 0.0))
     worth -= extra_turn * max(0, outcome.turns - FEWEST_TURNS)
     worth -= taste.extra_edit * max(0, outcome.edits - 1)
     return min(max(worth, taste.unsolved), 0.98)

@@ -17,7 +17,7 @@ from random import Random
 from typing import Protocol, final
 
 import aiohttp
-from backend import Product, Requests, Visitor, Work
+from backend import Product, Requests, Caller, Work
 from population import Person, Signal, population_satisfaction
 
 from etude.aio import background_task
@@ -26,7 +26,7 @@ from etude.errors import EtudeError
 LATENCY = "latency"
 """Kind of the signal that the product itself reports with every session: seconds that a turn took on average."""
 ABANDONED = "abandoned"
-NOBODY_S = 1.0
+IDLE_S = 1.0
 """Pause while nobody wants anything."""
 LAST_S = 10.0
 """Longest time of the day's last sessions beyond it."""
@@ -55,7 +55,7 @@ class Reports(Protocol):
     """The way of signals to the product."""
 
     async def send(self, work: Work, user: str, signals: Sequence[Signal]) -> None:
-        """Report what a user said about a session. Raises :class:`~etude.errors.EtudeError` where nobody takes it."""
+        """Report what a user signals about a session. Raises :class:`~etude.errors.EtudeError` where nobody takes it."""
         ...
 
 
@@ -66,7 +66,7 @@ class Truth:
     def __init__(self, file: Path) -> None:
         self._file = file.open("a", encoding="utf-8", buffering=1)
 
-    def write(self, person: Person, work: Work, day: float, *, said: Sequence[Signal], abandoned: bool) -> float:
+    def write(self, person: Person, work: Work, day: float, *, signals: Sequence[Signal], abandoned: bool) -> float:
         """Note one session; returns how satisfied the person is."""
         outcome = work.outcome
         satisfied = person.satisfaction(outcome, day)
@@ -83,7 +83,7 @@ class Truth:
             "abandoned": abandoned,
             "satisfied": round(satisfied, 4),
             "population_satisfied": round(population_satisfaction(outcome), 4),
-            "said": {signal.kind: signal.value for signal in said},
+            "signals": {signal.kind: signal.value for signal in signals},
         }
         self._file.write(json.dumps(row) + "\n")
         return satisfied
@@ -140,11 +140,11 @@ class Simulation:
                 while self.day < 1.0:
                     person = self._draw()
                     if person is None:
-                        await asyncio.sleep(NOBODY_S)
+                        await asyncio.sleep(IDLE_S)
                         continue
                     await places.acquire()
                     self._busy.add(person.user)
-                    group.create_task(self._visit(person, places))
+                    group.create_task(self._serve(person, places))
                     await asyncio.sleep(self._rng.expovariate(self._arrival_rate()))
 
     def _arrival_rate(self) -> float:
@@ -158,7 +158,7 @@ class Simulation:
         weights = [person.load(self.day % 1.0) for person in free]
         return self._rng.choices(free, weights)[0] if free and sum(weights) > 0 else None
 
-    async def _visit(self, person: Person, places: asyncio.Semaphore) -> None:
+    async def _serve(self, person: Person, places: asyncio.Semaphore) -> None:
         try:
             await self._use(person)
             self.sessions += 1
@@ -173,20 +173,20 @@ class Simulation:
         """One session of one person, to the signals."""
         self._next += 1
         consents = Random(f"consent|{person.user}").random() < self._plan.consent
-        visitor = Visitor(user=person.user, region=person.taste.region, consent="train" if consents else "none")
+        caller = Caller(user=person.user, region=person.taste.region, consent="train" if consents else "none")
         began_s, abandoned = time.monotonic(), False
-        async with self._product.open(self._requests.draw(self._next), visitor) as (work, steps):
+        async with self._product.open(self._requests.draw(self._next), caller) as (work, steps):
             async for _ in steps:
-                if len(work.steps) >= person.taste.patience and not work.submitted:
+                if len(work.steps) >= person.taste.max_turns and not work.submitted:
                     abandoned = True
                     break
         day, outcome = self.day, work.outcome
         seconds = (time.monotonic() - began_s) / max(1, outcome.turns)
-        said = [] if abandoned else list(person.signals(outcome, day))
-        satisfied = self._truth.write(person, work, day, said=said, abandoned=abandoned)
+        signals = [] if abandoned else list(person.signals(outcome, day))
+        satisfied = self._truth.write(person, work, day, signals=signals, abandoned=abandoned)
         person.experience(satisfied)
         self.satisfied += satisfied
-        events = [*said, Signal(kind=LATENCY, value=round(seconds, 4))]
+        events = [*signals, Signal(kind=LATENCY, value=round(seconds, 4))]
         if abandoned:
             events.append(Signal(kind=ABANDONED, value=1.0))
         await self._reports.send(work, person.user, events)

@@ -16,7 +16,7 @@ from typing import final
 
 import aiohttp
 from aiohttp import web
-from backend import Product, Requests, Step, Visitor, Work
+from backend import Product, Requests, Step, Caller, Work
 from population import Signal
 from simulation import Reports
 
@@ -72,20 +72,20 @@ class Page:
 
     async def _work(self, request: web.Request) -> web.StreamResponse:
         """Let the agent work, and show each turn as it is made."""
-        wanted = await _read(request)
-        number, user = wanted.get("request"), str(wanted.get("user") or "")[:LONGEST_NAME]
+        fields = await _read(request)
+        number, user = fields.get("request"), str(fields.get("user") or "")[:LONGEST_NAME]
         if not isinstance(number, int) or not 0 <= number < REQUESTS or not user.isascii() or not user:
             raise web.HTTPBadRequest(text="expected a request's number and a name of ASCII letters")
-        consent = "train" if wanted.get("consent") else "none"
-        visitor = Visitor(user=f"page:{user}", region=REGION, consent=consent)
+        consent = "train" if fields.get("consent") else "none"
+        caller = Caller(user=f"page:{user}", region=REGION, consent=consent)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         await response.prepare(request)
         try:
-            async with self._product.open(self._requests.draw(number), visitor) as (work, steps):
+            async with self._product.open(self._requests.draw(number), caller) as (work, steps):
                 await _send(response, {"session": work.session_id})
                 async for step in steps:
                     await _send(response, _shown(step))
-            self._remember(work, visitor.user)
+            self._remember(work, caller.user)
             path, before = next(iter(work.task.files.items()))
             await _send(
                 response,
@@ -98,14 +98,14 @@ class Page:
 
     async def _signal(self, request: web.Request) -> web.StreamResponse:
         """Send what a person said, once for each click."""
-        known = self._sessions.get(request.match_info["id"])
-        if known is None:
+        remembered = self._sessions.get(request.match_info["id"])
+        if remembered is None:
             raise web.HTTPNotFound(text="no such session is remembered")
-        said = await _read(request)
-        kind, value = said.get("kind"), said.get("value")
+        fields = await _read(request)
+        kind, value = fields.get("kind"), fields.get("value")
         if kind not in KINDS or not isinstance(value, int | float) or not -1 <= value <= 1:
             raise web.HTTPBadRequest(text=f"kind: expected one of {', '.join(KINDS)}, with a value from -1 to 1")
-        work, user = known
+        work, user = remembered
         try:
             await self._reports.send(work, user, [Signal(kind=str(kind), value=float(value))])
         except EtudeError as error:

@@ -1,4 +1,4 @@
-"""What a person is told while users are served: where, and what becomes of each release.
+"""Notices for a person while users are served: where, and what becomes of each release.
 
     releases of the ledger ──▶ lines, once each: going live with the product's URL and key; every move with its reason
 
@@ -26,7 +26,7 @@ class LiveNotices:
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
         self._folder = folder
         self._config = config
-        self._told = 0
+        self._shown = 0
         self._looked_s = 0.0
 
     def lines(self) -> list[str]:
@@ -41,7 +41,7 @@ class LiveNotices:
         except EtudeError:
             return []  # it is told by those who need the database
         self._check_bar(moves)
-        new, self._told = moves[self._told :], len(moves)
+        new, self._shown = moves[self._shown :], len(moves)
         return [line for move in new for line in self._words(move, is_first=move is self._first_release(moves))]
 
     def _check_bar(self, moves: tuple[RecordedMove, ...]) -> None:
