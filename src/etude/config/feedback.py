@@ -107,6 +107,11 @@ class SignalReward(Section):
         return self
 
 
+def _each_redactor(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that each can be found. Raises ``ValueError`` for one that cannot."""
+    return tuple(map(REDACTORS, names))
+
+
 class PoisoningLimits(Section):
     """``[feedback.poisoning]``: limits of what one user, or a ring of them, can do to what is learnt."""
 
@@ -137,7 +142,7 @@ class FeedbackConfig(Section):
     """Judgement of a user's next message, dissatisfied with the reply or not, where no client says: ``words``, a rule
     of negation, retry and thanks in English; empty, none; or a class of your own.
     """
-    redactors: tuple[Annotated[str, AfterValidator(REDACTORS)], ...] = ("secrets",)
+    redactors: Annotated[tuple[str, ...], AfterValidator(_each_redactor)] = ("secrets",)
     """Finders of what must not be kept: ``secrets`` and ``emails``, by their form, or functions of your own, from a
     text to the spans of characters. What users and tools said is kept with fillers in place of that; of a session in
     which the model says such a thing nothing is.

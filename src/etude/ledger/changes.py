@@ -17,7 +17,7 @@ from etude.ledger import leases, rows
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease
 from etude.ledger.records import encode_rollout, encode_task
-from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
+from etude.ledger.states import ERASURE_MOVES, STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
 from etude.types import Json, PayloadRef, Rollout, RolloutStatus, Task
 
 TRAIN = "train"
@@ -152,7 +152,7 @@ def erase_live(db: Database, session_id: str) -> ErasedSession:
         return ErasedSession(existed=True, is_busy=True, step=step)
     turns = rows.erase_rollout(db, session_id)
     if group.state is GroupState.READY:
-        rows.move_group(db, LIVE, group, GroupState.DROPPED, DELETED)
+        rows.move_group(db, LIVE, group, GroupState.DROPPED, DELETED, ERASURE_MOVES)
     if turns is not None:
         rows.set_fact(db, f"{ERASED_TURNS}{turns}", session_id)
     return ErasedSession(existed=True, step=step)

@@ -4,7 +4,7 @@ Owns how rows are found and written. Each function is one statement, or two, on 
 together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from etude.ledger.database import Database, Row
@@ -172,9 +172,16 @@ def steps_without_groups(db: Database, last: int) -> int:
     return int(count)
 
 
-def move_group(db: Database, purpose: str, group: GroupRow, to: GroupState, reason: str = "") -> None:
-    """Move a group to another state, noting why it is dropped; ``ValueError`` if it may not go there."""
-    state = move(GROUP_MOVES, group.state, to)
+def move_group(
+    db: Database,
+    purpose: str,
+    group: GroupRow,
+    to: GroupState,
+    reason: str = "",
+    moves: Mapping[GroupState, frozenset[GroupState]] = GROUP_MOVES,
+) -> None:
+    """Move a group to another state, noting why it is dropped; ``ValueError`` if ``moves`` has no such move."""
+    state = move(moves, group.state, to)
     sql = "UPDATE groups SET state = ?, reason = ? WHERE purpose = ? AND group_index = ?"
     db.execute(sql, state, reason, purpose, group.group_index)
 

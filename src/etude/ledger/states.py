@@ -44,12 +44,17 @@ class StepState(StrEnum):
 
 GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.OPEN: frozenset({GroupState.READY, GroupState.DROPPED}),
-    GroupState.READY: frozenset({GroupState.CLAIMED, GroupState.DROPPED}),
+    GroupState.READY: frozenset({GroupState.CLAIMED}),
     GroupState.CLAIMED: frozenset({GroupState.CONSUMED}),
     GroupState.CONSUMED: frozenset(),
     GroupState.DROPPED: frozenset(),
 }
 """State of a group → where it may go."""
+
+ERASURE_MOVES: Mapping[GroupState, frozenset[GroupState]] = {GroupState.READY: frozenset({GroupState.DROPPED})}
+"""The move of a live session whose user asks for deletion, or whose time is over, before a batch has it. Nothing else may
+drop what is ready, since what is dropped could then depend on rewards.
+"""
 
 UNSETTLED = (GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
 """States in which a group may still be trained on."""
