@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 
@@ -72,15 +73,20 @@ def joined(folder: RunFolder) -> list[JoinedSession]:
         return store.closed(100, WordRule())[0]
 
 
-async def ask(caller: Caller, name: str, messages: Json = QUESTION, **headers: str) -> Json:
+@dataclass(frozen=True)
+class Answered:
+    completion: str
+    session: str
+    """Id of the live session; empty where none is recorded."""
+    reply: Json
+
+
+async def ask(caller: Caller, name: str, messages: Json = QUESTION, **headers: str) -> Answered:
     body: Json = {"messages": messages, "max_tokens": 6}
     answer = await caller.send("POST", CHAT, PRODUCT_KEY, body, X_Etude_Session=name, **headers)
     assert answer.status == 200, answer.raw
-    return {
-        "id": answer.at("id"),
-        "session": answer.headers.get("X-Etude-Session-Id", ""),
-        "reply": answer.at("choices", 0, "message"),
-    }
+    session = answer.headers.get("X-Etude-Session-Id", "")
+    return Answered(str(answer.at("id")), session, answer.at("choices", 0, "message"))
 
 
 async def report(caller: Caller, *events: Json, key: str = BROWSER_KEY) -> list[str]:
@@ -95,11 +101,17 @@ async def report(caller: Caller, *events: Json, key: str = BROWSER_KEY) -> list[
 async def test_a_session_with_consent_is_kept_token_for_token_with_what_was_said_of_it(folder: RunFolder) -> None:
     async with product(folder) as caller:
         first = await ask(caller, "chat-1", **ABOUT)
-        follow_up = [*QUESTION, first["reply"], {"role": "user", "content": "no, that is wrong"}]  # type: ignore[index, misc]
+        follow_up: list[Json] = [*QUESTION, first.reply, {"role": "user", "content": "no, that is wrong"}]
         second = await ask(caller, "chat-1", follow_up, **ABOUT)
-        assert first["session"] == second["session"] != ""  # type: ignore[index]
-        about = {"completion": second["id"], "kind": "edited", "value": 0.5, "span": [0, 3], "user": "bob"}  # type: ignore[index]
-        thumb = {"event_id": "a", "session": "chat-1", "kind": "thumbs", "value": -1, "sent_at": 1e9}
+        assert first.session == second.session != ""
+        about: dict[str, Json] = {
+            "completion": second.completion,
+            "kind": "edited",
+            "value": 0.5,
+            "span": [0, 3],
+            "user": "bob",
+        }
+        thumb: Json = {"event_id": "a", "session": "chat-1", "kind": "thumbs", "value": -1, "sent_at": 1e9}
         assert await report(caller, thumb, {"event_id": "b", **about}, thumb) == ["accepted", "accepted", "duplicate"]
         status = await caller.send("GET", "/feedback/sessions/chat-1", PRODUCT_KEY)
         assert (status.at("turns"), status.at("signals"), status.at("ended_at")) == (
@@ -136,7 +148,7 @@ async def test_nothing_is_kept_without_consent_and_nothing_more_once_it_is_withd
         await ask(caller, "withdrawn", **CONSENT)
         assert await report(caller, {"event_id": "a", "session": "withdrawn", "kind": "kept"}) == ["accepted"]
         gone = await ask(caller, "withdrawn", X_Etude_Consent="none")
-        assert {one["session"] for one in (silent, no, late, gone)} == {""}  # type: ignore[index]
+        assert {one.session for one in (silent, no, late, gone)} == {""}
         assert await report(caller, {"event_id": "b", "session": "withdrawn", "kind": "kept"}) == ["unknown_session"]
         assert len(await caller.close("withdrawn", PRODUCT_KEY)) == 2, "the product has its own session as ever"
     assert joined(folder) == []
@@ -170,8 +182,8 @@ async def test_idle_sessions_end_and_a_name_that_is_used_again_is_another_sessio
         first = await ask(caller, "chat", **CONSENT)
         await asyncio.sleep(0.1)
         second = await ask(caller, "chat", **CONSENT)
-        assert first["session"] != second["session"]  # type: ignore[index]
-        ended = await caller.send("GET", f"/feedback/sessions/{first['session']}", PRODUCT_KEY)  # type: ignore[index]
+        assert first.session != second.session
+        ended = await caller.send("GET", f"/feedback/sessions/{first.session}", PRODUCT_KEY)
         assert ended.at("ended_at") is not None
     async with product(folder):
         assert len(joined(folder)) == 2, "a gateway that starts again ends the sessions that it left open"
@@ -255,7 +267,7 @@ async def test_users_are_served_while_the_store_is_away_and_the_session_ends_the
         async with gateway(Setting(fake_engine(), live=live)) as caller:
             first = await ask(caller, "chat", **CONSENT)
             second = await ask(caller, "chat", **CONSENT)
-            assert (recorder.unkept, journal.ended, second["session"]) == (1, [first["session"]], "")  # type: ignore[index]
+            assert (recorder.unkept, journal.ended, second.session) == (1, [first.session], "")
 
 
 @in_a_loop
