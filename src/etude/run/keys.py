@@ -4,8 +4,8 @@
                                                  ├─▶ product   serves users, and reports what they say
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
                                                  ├─▶ directory signs where processes listen
-                                                 ├─▶ users     makes pseudonyms of a product's users
-                                                 └─▶ fleet     signs what is to run
+                                                 ├─▶ fleet     signs what is to run
+                                                 └─▶ users     makes pseudonyms of a product's users
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
 variables, never on a command line.
@@ -46,10 +46,10 @@ class KeyRole(StrEnum):
     """Signatures of the entries that say where processes listen."""
     ROUTING = "routing"
     """Signatures of routing tables."""
-    USERS = "users"
-    """Pseudonyms of a product's users."""
     FLEET = "fleet"
     """Signatures of what is to run."""
+    USERS = "users"
+    """Pseudonyms of a product's users."""
 
 
 def derive_key(run_key: str, role: KeyRole) -> str:
