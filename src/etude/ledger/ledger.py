@@ -221,10 +221,6 @@ class Ledger(LedgerConnection):
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
-    def loads(self, version: int) -> int:
-        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
-        return self._db.read(lambda db: rows.steps_without_groups(db, version))
-
     def claim_batch(self, step: int, num_groups: int, live_groups: int = 0) -> list[Group] | None:
         """The groups of an optimiser step: the first ``num_groups`` unused ones and the first ``live_groups`` of users'
         sessions, or ``None`` while one is unfinished.
@@ -316,6 +312,10 @@ class Loads:
         if self._db.read(lambda db: changes.is_load_due(db, step)):
             return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
         return None
+
+    def count(self, version: int) -> int:
+        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        return self._db.read(lambda db: rows.steps_without_groups(db, version))
 
 
 class Leases:
