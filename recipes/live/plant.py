@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import torch
 
 from etude.api.run import export
@@ -90,7 +89,7 @@ def teach_habit(model: Decoder, chat: ChatFormat, folder: RunFolder, seed: int) 
         sessions = [spoken(demonstrations.session(rng)) for _ in range(SESSIONS)]
         documents = [conversation(chat, session, context_weight=0.0) for session in sessions]
         losses_P, weights_P, _ = predict(model, documents)
-        loss = (losses_P * weights_P).sum() / np.float32(weights_P.sum())
+        loss = (losses_P * weights_P).sum() / weights_P.sum()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

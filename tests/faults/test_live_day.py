@@ -72,7 +72,7 @@ def test_signals_of_a_dozen_users_become_releases_and_one_is_taken_back(tmp_path
 
         wait_until(is_up, timeout_s=DEADLINE_S)
         url, key = run.endpoints.url(PRODUCT), run.key(KeyRole.PRODUCT)
-        command = (sys.executable, str(USERS), "--url", url, "--truth", str(truth), "--people", "12")
+        command = (sys.executable, str(USERS), "--url", url, "--truth", str(truth), "--people", "12", "--loyal")
         more = ("--rate", "4", "--day-s", str(DEADLINE_S), "--kinds", "arith")
         with running(*command, *more, ETUDE_PRODUCT_KEY=key):
             wait_until(lambda: len(set(released(run))) >= 3, timeout_s=DEADLINE_S)

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--begun-s", type=float, default=0.0, help="seconds of the day that are over already")
     parser.add_argument("--rate", type=float, default=12.0, help="sessions a second at noon")
     parser.add_argument("--people", type=int, default=300, help="accounts; 0: only the page is served")
+    parser.add_argument("--loyal", action="store_true", help="people stay, however bad the product is")
     parser.add_argument("--at-once", type=int, default=48, help="sessions at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="arith,slice", help="kinds of request: tasks.options.kinds of the recipe")
@@ -77,7 +78,7 @@ async def _run(options: argparse.Namespace, key: str) -> None:
             at_once=options.at_once,
             seed=options.seed,
         )
-        people = draw_population(options.people, options.seed)
+        people = draw_population(options.people, options.seed, loyal=options.loyal)
         truth = stack.enter_context(closing(Truth(options.truth)))
         await run_day(Simulation(people, plan, product, requests, reports, truth), every_s=options.every_s)
 

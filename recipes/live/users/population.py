@@ -147,6 +147,8 @@ class Person:
     rng: Random = field(repr=False)
     mood: float = FIRST_MOOD
     sessions: int = 0
+    loyal: bool = False
+    """True if they stay, whatever happens."""
     left: bool = False
     """True once they have had enough of the product."""
 
@@ -171,7 +173,8 @@ class Person:
         """Take a session in: good ones bring people back, and after enough bad ones they leave for good."""
         self.sessions += 1
         self.mood += MOOD_STEP * (satisfied - self.mood)
-        if self.conduct is Conduct.HONEST and self.sessions >= GIVES_A_CHANCE and self.mood < LEAVES_BELOW:
+        is_tired = self.conduct is Conduct.HONEST and not self.loyal
+        if is_tired and self.sessions >= GIVES_A_CHANCE and self.mood < LEAVES_BELOW:
             self.left = True
 
     def answer_propensity(self, outcome: Outcome, day: float) -> float:
@@ -221,7 +224,7 @@ def daylight(region: str, day: float) -> float:
     return NIGHT + (1 - NIGHT) * (0.5 + 0.5 * math.cos(2 * math.pi * (day - NOON[region])))
 
 
-def draw_population(count: int, seed: int) -> list[Person]:
+def draw_population(count: int, seed: int, *, loyal: bool = False) -> list[Person]:
     """``count`` accounts, by the shares of :data:`TASTES` and :data:`VANDALS`; the same for the same seed."""
     rng = Random(f"population|{seed}")
     conducts = [conduct for conduct, share in VANDALS.items() for _ in range(round(share * count))]
@@ -232,6 +235,6 @@ def draw_population(count: int, seed: int) -> list[Person]:
     rng.shuffle(names)
     return [
         Person(user=f"user-{number:04}", taste_name=names[number], conduct=conduct,
-               rng=Random(f"person|{seed}|{number}"))
+               loyal=loyal, rng=Random(f"person|{seed}|{number}"))
         for number, conduct in enumerate(conducts)
     ]  # fmt: skip
