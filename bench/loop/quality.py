@@ -24,8 +24,8 @@ from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import number_at
-from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 from etude.types import Json
 
 QUALITY = "loop-quality"
@@ -86,7 +86,7 @@ def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[s
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
     report = report_of(folder, config)
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         rewards = {way: task_rewards(ledger, f"after-{way}") for way in WAYS}
     return Trial(
         seed=seed,

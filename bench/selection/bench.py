@@ -32,6 +32,7 @@ from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 from etude.types import Json
 
 IN_ORDER = "in order"
@@ -158,7 +159,7 @@ def _real(recipe: Path, out: Path, overrides: Sequence[str], seed: int) -> Itera
         steps = reached(curve, target)
         steps_of = [step for step in _rows(report, "curve") if steps is None or int(str(step["step"])) <= steps]
         signal = statistics.fmean(float(str(step["signal_share"])) for step in steps_of)
-        with Ledger.open(folder.ledger) as ledger:
+        with open_ledger(folder) as ledger:
             rollouts = None if steps is None else _rollouts_until(ledger, steps, config.rollouts.groups_per_step)
         yield TrialFigures(
             arm=arm, seed=seed, simulated=False, steps=steps, rollouts=rollouts, signal=signal, target=target

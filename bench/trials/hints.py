@@ -32,9 +32,9 @@ from etude.dashboard.formatting import number_at
 from etude.dashboard.statistics import mean_over_seeds
 from etude.errors import UserError
 from etude.ledger.changes import TRAIN
-from etude.ledger.ledger import Ledger
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 from etude.tasks.corpora.transcripts import REMINDER
 from etude.types import Group, Json, Rollout
 
@@ -146,7 +146,7 @@ def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequenc
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, weight: float) -> Trial:
     report = report_of(folder, config)
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         batches = _batches(ledger.groups(TRAIN, [GroupState.CONSUMED]), config.rollouts.groups_per_step)
         steps = tuple(step_figures(batch) for batch in islice(batches, config.trainer.steps))
     return Trial(

@@ -34,6 +34,7 @@ from etude.models.checkpoint import load_checkpoint, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
+from etude.run.payload_store import open_ledger
 from etude.run.publishing import WeightPublishing
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
@@ -137,7 +138,7 @@ def _prepared(path: Path, config: RunConfig, start: RunFolder) -> RunFolder:
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, experts: str) -> Trial:
     report = report_of(folder, config)
-    ledger = Ledger.open(folder.ledger)
+    ledger = open_ledger(folder)
     try:
         rewards = {way: task_rewards(ledger, f"after-{way}") for way in WAYS}
     finally:

@@ -20,11 +20,12 @@ from etude.api.training import train
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN
 from etude.ledger.states import quorum
 from etude.run.folder import RunFolder, exclusive, start_from
 from etude.run.keys import KeyRole
 from etude.run.launchers.host_process import THREADING
+from etude.run.payload_store import open_ledger
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
@@ -148,7 +149,7 @@ def graded_by(folder: RunFolder, writer: str) -> int:
 
 
 def steps_done(folder: RunFolder) -> int:
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         return ledger.progress().steps_done
 
 
@@ -176,7 +177,7 @@ def read_logs(folder: RunFolder) -> str:
 
 def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
     """Every step done once, on groups of its own, from fully graded rollouts, and every version bit-sound."""
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         progress = ledger.progress()
         assert progress.steps_done == STEPS
         assert progress.consumed == STEPS * GROUPS

@@ -10,7 +10,7 @@ class FakeClockStore:
         inner = ObjectStore("memory://")
         self.url = inner.url
         self.get, self.stream, self.exists, self.list = inner.get, inner.stream, inner.exists, inner.list
-        self.delete = inner.delete
+        self.delete, self.remove_partial = inner.delete, inner.remove_partial
         self.now_s = now_s
         self._inner = inner
         self._written_s: dict[str, float] = {}

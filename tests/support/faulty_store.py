@@ -98,6 +98,10 @@ class FaultyStore:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""
         self._call("delete", " ".join(keys), lambda: self._inner.delete(*keys))
 
+    def remove_partial(self, older_than_s: float) -> int:
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        return self._call("remove_partial", "", lambda: self._inner.remove_partial(older_than_s))
+
     def now(self) -> float:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("now", "", self._inner.now)

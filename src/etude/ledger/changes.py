@@ -68,14 +68,14 @@ def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow
 
 
 def record(
-    db: Database, rollout: Rollout, purpose: str, encoded: bytes, worker: str, max_resamples: int = 0
+    db: Database, rollout: Rollout, purpose: str, row: rows.RolloutRow, worker: str, max_resamples: int = 0
 ) -> int | None:
     """Add an ended rollout, unless it is there; the attempt that its slot needs next, if any."""
     group = _mine(db, purpose, rollout.group_index, worker)
     slots = rows.slots(db, purpose, group)
     if not slots.has(rollout.rollout_id):
         _check_fits(rollout, group, slots)
-        rows.insert_rollout(db, purpose, rollout, encoded)
+        rows.insert_rollout(db, purpose, rollout, row)
         slots = slots.after(EndedAttempt(rollout.slot, rollout.attempt, rollout.status, rollout.rollout_id))
     if group.state is not GroupState.OPEN:
         return None

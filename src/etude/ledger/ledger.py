@@ -13,25 +13,30 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from etude.clock import SystemClock
 from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, leases, rows
-from etude.ledger.archive import read_group
+from etude.ledger.archive import StoredGroup, read_group, whole_groups
 from etude.ledger.changes import ANY_WORKER, NotAdmitted
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease, LeaseWatch
 from etude.ledger.open import open_database
+from etude.ledger.payloads import Payloads
 from etude.ledger.records import decode_task, encode_rollout
 from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
-from etude.types import Group, Rollout, RolloutStatus, Split, Task
+from etude.types import Group, PayloadRef, Rollout, RolloutStatus, Split, Task
 
+READ_AT_ONCE = 16
+"""Groups that are read together: their turns are on the way at the same time."""
+ASKED_AT_ONCE = 500
+"""Digests of one question."""
 MAX_REPEATS = 10_000
 """Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
 
@@ -100,23 +105,36 @@ class Ledger(LedgerConnection):
     that another process has now.
     """
 
-    def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
+    def __init__(
+        self, transactions: Transactions, *, term_s: float, clock: Clock, payloads: Payloads | None = None
+    ) -> None:
         super().__init__(transactions)
+        self._payloads = payloads
         self.name = transactions.name
         """Name in messages; it has no secrets."""
         self.facts = Facts(transactions)
         self.leases = Leases(transactions, term_s=term_s, clock=clock)
 
     @classmethod
-    def open(cls, place: Path | str, config: LedgerConfig | None = None, clock: Clock | None = None) -> Self:
+    def open(
+        cls,
+        place: Path | str,
+        config: LedgerConfig | None = None,
+        clock: Clock | None = None,
+        *,
+        payloads: Payloads | None = None,
+    ) -> Self:
         """Open the ledger at a path or URL (:mod:`etude.ledger.open`), making it when there is none.
+
+        Turns of rollouts are kept in ``payloads`` and read from there; without these they are kept in the rows, so that
+        a ledger is one file. Those that are in rows are read in either case.
 
         Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
         """
         config = config or LedgerConfig()
         database = open_database(place, retry_timeout_s=config.retry_timeout_s)
         transactions = Transactions(database, retry_timeout_s=config.retry_timeout_s)
-        return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock())
+        return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock(), payloads=payloads)
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:
         """Open a group of ``size`` slots and return its index; ``None`` if the task was admitted for training before.
@@ -171,16 +189,36 @@ class Ledger(LedgerConnection):
                 self._db.write(lambda db: changes.take_over(db, purpose, silent, worker))
         return self._db.read(lambda db: _open_slots(db, purpose, worker))
 
-    def record(self, rollout: Rollout, purpose: str, *, max_resamples: int = 0) -> int | None:
+    def stow(self, rollout: Rollout) -> PayloadRef | None:
+        """Store the turns of a rollout that is about to be recorded; ``None`` where the row will have them.
+
+        The one method that any thread may call: it knows no database, and may wait for a storage far away. Raises as
+        :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
+        """
+        if self._payloads is None or not rollout.turns:
+            return None
+        return self._payloads.stow_turns(rollout.turns, rollout.rollout_id)
+
+    @property
+    def stows(self) -> bool:
+        """True if turns are kept apart."""
+        return self._payloads is not None
+
+    def record(
+        self, rollout: Rollout, purpose: str, turns: PayloadRef | None = None, *, max_resamples: int = 0
+    ) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
+        ``turns`` are what :meth:`stow` made of its turns, which is called here otherwise: what a row names is there.
         With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
         most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
         same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
         that is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
-        encoded, worker = encode_rollout(rollout), self.leases.worker
-        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, worker, max_resamples))
+        turns = turns or self.stow(rollout)
+        row = rows.RolloutRow(encode_rollout(rollout, with_turns=turns is None), turns)
+        worker = self.leases.worker
+        return self._db.write(lambda db: changes.record(db, rollout, purpose, row, worker, max_resamples))
 
     def lose_slot(self, purpose: str, index: int, slot: int, reason: str, *, max_resamples: int = 0) -> GroupState:
         """Give up a slot whose attempts are used up; return what its group is now.
@@ -206,7 +244,7 @@ class Ledger(LedgerConnection):
         if self._db.read(lambda db: changes.is_waiting(db, step, num_groups)):
             return None  # the common answer, found without stopping any writer
         indices = self._db.write(lambda db: changes.claim_batch(db, step, num_groups, self._db.lease))
-        return None if indices is None else [self.group(TRAIN, index) for index in indices]
+        return None if indices is None else self._read_groups(TRAIN, indices)
 
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
@@ -236,16 +274,26 @@ class Ledger(LedgerConnection):
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        return self._db.read(lambda db: read_group(db, purpose, index))
+        (group,) = self._read_groups(purpose, [index])
+        return group
 
     def groups(self, purpose: str, states: Collection[GroupState] = tuple(GroupState)) -> Iterator[Group]:
-        """Every group of a purpose that is in one of ``states``, in admission order, read one at a time."""
+        """Every group of a purpose that is in one of ``states``, in admission order, read a few at a time."""
         indices = self._db.read(lambda db: rows.group_indices(db, purpose, states))
-        return (self.group(purpose, index) for index in indices)
+        return (group for some in _few(indices, READ_AT_ONCE) for group in self._read_groups(purpose, some))
 
     def rewards(self, purpose: str) -> list[float]:
         """The reward of every graded rollout of a purpose, by group and slot."""
         return self._db.read(lambda db: rows.rewards(db, purpose))
+
+    def named_turns(self, digests: Sequence[str]) -> set[str]:
+        """Those of some objects with turns that a rollout refers to."""
+        some = _few(digests, ASKED_AT_ONCE)
+        return {digest for few in some for digest in self._db.read(partial(_named_turns, few))}
+
+    def _read_groups(self, purpose: str, indices: Sequence[int]) -> list[Group]:
+        stored = [self._db.read(partial(_read_group, purpose, index)) for index in indices]
+        return whole_groups(stored, self._payloads)
 
 
 class Facts:
@@ -309,6 +357,21 @@ class Leases:
         seen = [self.look(name) for name in names if name != ANY_WORKER]
         silent = self._others.silent(seen, self._clock.now())
         return [lease for lease in seen if lease.name in silent]
+
+
+_Item = TypeVar("_Item")
+
+
+def _few(items: Sequence[_Item], most: int) -> Iterator[Sequence[_Item]]:
+    return (items[start : start + most] for start in range(0, len(items), most))
+
+
+def _read_group(purpose: str, index: int, db: Database) -> StoredGroup:
+    return read_group(db, purpose, index)
+
+
+def _named_turns(digests: Sequence[str], db: Database) -> set[str]:
+    return rows.named_turns(db, digests)
 
 
 def _take(db: Database, seen: Lease, holder: str, *, silent: bool) -> Lease | None:

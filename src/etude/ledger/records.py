@@ -7,8 +7,8 @@ A rollout is a header and its turns:
     │ uint32      │ JSON   │ as :mod:`etude.ledger.turns` has them │
     └─────────────┴────────┴───────────────────────────────────────┘
 
-Routes and sampling masks of a turn are not in here but in a file that the turn refers to
-(:mod:`etude.ledger.payloads`).
+Turns that lie in an object beside the ledger (:mod:`etude.ledger.payloads`) are not in here: nothing comes after the
+header then, and the row has the digest. Nor are routes and sampling masks, which a turn refers to.
 
 In a record of the first form the header lists the turns, and behind it lie the raw arrays of all of them, end to end,
 little-endian: prompt ids int32 [ΣP], completion ids int32 [ΣC], logprobs float32 [ΣC], versions int32 [ΣC]. It is still
@@ -46,8 +46,8 @@ KIND = "kind"
 """Field that names the noun of an object, where there is a choice."""
 
 
-def encode_rollout(rollout: Rollout) -> bytes:
-    """A rollout with all its turns; the size is that of their blob plus a few hundred bytes.
+def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
+    """A rollout with all its turns, or without; the size is that of their blob plus a few hundred bytes.
 
     Raises ``ValueError`` for a turn whose routes or kept sets were not written to a file before.
     """
@@ -68,11 +68,12 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "branch": None if rollout.branch is None else asdict(rollout.branch),
     }
     text = json.dumps(header).encode()
-    return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns)))
+    return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))
 
 
-def decode_rollout(data: bytes) -> Rollout:
-    """The rollout that :func:`encode_rollout` was given; its arrays are read-only and share memory.
+def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollout:
+    """The rollout that :func:`encode_rollout` was given, with ``turns`` where these were left out; arrays are read-only
+    and share memory.
 
     Raises :class:`~etude.errors.DamagedError`.
     """
@@ -81,7 +82,8 @@ def decode_rollout(data: bytes) -> Rollout:
         body = HEADER_SIZE.size + size
         header = json.loads(data[HEADER_SIZE.size : body])
         listed = header.pop("turns", None)
-        turns = decode_turns(data[body:]) if listed is None else _listed_turns(listed, data, body)
+        if turns is None:
+            turns = decode_turns(data[body:]) if listed is None else _listed_turns(listed, data, body)
         branch = header.pop("branch", None)
         return Rollout(
             status=RolloutStatus(header.pop("status")),

@@ -4,13 +4,13 @@ Owns how rows are found and written. Each function is one statement, or two, on 
 together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from etude.ledger.database import Database, Row
 from etude.ledger.leases import Lease
 from etude.ledger.states import GROUP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
-from etude.types import Rollout, RolloutStatus, TurnKind
+from etude.types import PayloadRef, Rollout, RolloutStatus, TurnKind
 
 
 class GroupRow(NamedTuple):
@@ -29,6 +29,15 @@ class GroupRow(NamedTuple):
     """Time, from 1, that its task is admitted; 1 of an evaluation."""
     weight: float = 1.0
     """Importance weight of its task."""
+
+
+class RolloutRow(NamedTuple):
+    """A rollout as a row has it."""
+
+    record: bytes
+    """Encoded (:mod:`etude.ledger.records`)."""
+    turns: PayloadRef | None
+    """The object with its turns; ``None`` where they are in the record."""
 
 
 class TaskOutcome(NamedTuple):
@@ -55,6 +64,7 @@ class DataCursor(NamedTuple):
 
 
 GROUP_COLUMNS = "group_index, task, size, admitted_version, state, seat, position, epoch, weight"
+RECORD_COLUMNS = "record, turns_digest, turns_bytes"
 COMPARED = "status = 'graded' AND (disposition IS NULL OR disposition <> 'quarantine')"
 """Rollouts that are compared with each other, of a catalogue."""
 
@@ -135,11 +145,11 @@ def consume_groups(db: Database, step: int) -> None:
     db.execute("UPDATE groups SET state = ? WHERE step = ? AND state = 'claimed'", state, step)
 
 
-def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) -> None:
+def insert_rollout(db: Database, purpose: str, rollout: Rollout, row: RolloutRow) -> None:
     """Add an ended rollout."""
     db.execute(
-        "INSERT INTO rollouts (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, record)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO rollouts (rollout_id, purpose, group_index, slot, attempt, status, reward, reason, record,"
+        " turns_digest, turns_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         rollout.rollout_id,
         purpose,
         rollout.group_index,
@@ -148,7 +158,9 @@ def insert_rollout(db: Database, purpose: str, rollout: Rollout, record: bytes) 
         rollout.status,
         rollout.reward,
         rollout.reason,
-        record,
+        row.record,
+        None if row.turns is None else row.turns.digest,
+        None if row.turns is None else row.turns.size_bytes,
     )
     _catalogue(db, purpose, rollout)
 
@@ -199,10 +211,25 @@ def slots(db: Database, purpose: str, group: GroupRow) -> GroupSlots:
     )
 
 
-def graded_records(db: Database, purpose: str, index: int) -> list[bytes]:
-    """The encoded graded rollouts of a group, by slot."""
-    sql = "SELECT record FROM rollouts WHERE purpose = ? AND group_index = ? AND status = 'graded' ORDER BY slot"
-    return [record for (record,) in db.execute(sql, purpose, index)]
+def graded_rollouts(db: Database, purpose: str, index: int) -> list[RolloutRow]:
+    """The graded rollouts of a group, by slot."""
+    sql = (
+        f"SELECT {RECORD_COLUMNS} FROM rollouts"
+        " WHERE purpose = ? AND group_index = ? AND status = 'graded' ORDER BY slot"
+    )
+    return [rollout_row(row) for row in db.execute(sql, purpose, index)]
+
+
+def rollout_row(row: Row) -> RolloutRow:
+    """The selected ``RECORD_COLUMNS`` of a rollout."""
+    record, digest, size_bytes = row
+    return RolloutRow(record, None if digest is None else PayloadRef(digest=digest, size_bytes=size_bytes))
+
+
+def named_turns(db: Database, digests: Sequence[str]) -> set[str]:
+    """Those of some objects with turns that a rollout refers to."""
+    sql = f"SELECT DISTINCT turns_digest FROM rollouts WHERE turns_digest IN ({', '.join('?' * len(digests))})"
+    return {digest for (digest,) in db.execute(sql, *digests)} if digests else set()
 
 
 def insert_lost_slot(db: Database, purpose: str, index: int, slot: int, reason: str) -> None:

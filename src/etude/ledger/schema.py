@@ -141,6 +141,11 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
     8: (  # tasks are not all as likely to be drawn: what a group counts for, so that the estimate stays what it was
         "ALTER TABLE groups ADD COLUMN weight REAL NOT NULL DEFAULT 1",
     ),
+    9: (  # turns are objects beside the ledger; NULL where they are in the record
+        "ALTER TABLE rollouts ADD COLUMN turns_digest TEXT",
+        "ALTER TABLE rollouts ADD COLUMN turns_bytes INTEGER",
+        "CREATE INDEX rollouts_by_turns ON rollouts (turns_digest) WHERE turns_digest IS NOT NULL",
+    ),
 }
 """Version → the statements that make it from the one before."""
 

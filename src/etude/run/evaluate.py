@@ -4,12 +4,14 @@
                                                                 └─ nothing ────────────────────────────────────▲
 
 The version is served from a scratch run folder; what is kept is a ledger of its own beside the run's, which is only
-read. Each pass over the tasks is a purpose in it, so whatever was tried is not tried again: an evaluation that was
-interrupted goes on, more passes or more tasks cost only themselves. A try that failed by infrastructure was repeated as
-in a run; one that failed every time is missing, and gets one more round with the next evaluation.
+read. Of a run at a URL it is kept there as well, so that any machine goes on with it. Each pass over the tasks is a
+purpose in it, so whatever was tried is not tried again: an evaluation that was interrupted goes on, more passes or more
+tasks cost only themselves. A try that failed by infrastructure was repeated as in a run; one that failed every time is
+missing, and gets one more round with the next evaluation.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +20,14 @@ from pathlib import Path
 
 from etude.aio import background_task, gather_or_cancel
 from etude.dashboard.evaluation import Evaluation, Try, Way
-from etude.errors import ConfigError, RunFolderError
+from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive, RolloutOutcome
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder
+from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
@@ -39,6 +43,8 @@ EVALUATIONS = "evaluations"
 """Folder with the ledgers of tries, in the run folder."""
 ENGINE_S = "engine-s"
 """The fact in which a ledger of tries has its engine's busy time."""
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Is told how many tries have ended, of how many."""
@@ -75,16 +81,21 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-    config = folder.config()
+    config, copies = folder.config(), KeptFiles(folder, EVALUATIONS)
     number, parts = request.tasks or config.eval.tasks, config.reward.parts
     version, digest = _identified(folder, request.version)
     ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
     ledger.parent.mkdir(exist_ok=True)
+    copies.bring()
+    bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
-        with serving_version(folder, version, ledger=ledger) as served:
-            watch = _Watch(ledger, labels, number, progress)
-            asyncio.run(_evaluate(served, request, number, watch))
+        try:
+            with serving_version(folder, version, ledger=ledger) as served:
+                watch = _Watch(ledger, labels, number, progress)
+                asyncio.run(_evaluate(served, request, number, watch))
+        finally:
+            _keep(copies, ledger)
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -96,6 +107,14 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
             engine_s=float(facts or 0.0),
             parts=(GRADER, *(part.name for part in parts)) if parts else (),
         )  # fmt: skip
+
+
+def _keep(copies: KeptFiles, ledger: Path) -> None:
+    """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
+    try:
+        copies.keep(f"{EVALUATIONS}/{ledger.name}")
+    except InfrastructureError as error:
+        logger.warning("the tries are in %s only: %s", ledger, error)
 
 
 def _identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
@@ -131,7 +150,7 @@ async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: 
 
 
 async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
-    async with open_parts(served.folder) as parts:
+    async with open_parts(served.folder, in_one_file=True) as parts:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
         places = asyncio.Semaphore(AT_ONCE)

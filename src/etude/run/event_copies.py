@@ -10,23 +10,19 @@ them to be sent, but a trainer that is about to commit a step. Owns sending and 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from threading import Event as Signal
-from threading import Lock, Thread
+from threading import Lock
 from typing import final
 from uuid import uuid4
 
 from etude.closing import Closing
 from etude.errors import DamagedError, EtudeError
 from etude.objects import Objects
+from etude.run.rounds import Rounds
 
-FIRST_S, LONGEST_S, GROWTH = 2.0, 60.0, 1.05
-"""The first pause, the longest, and how pauses grow: a long run has not too many objects."""
-CLOSE_S = 5.0
-"""Time for the last events of a process that ends."""
 MOST_BYTES = 4 << 20
 """Bytes of one object, but for a longer line."""
 AT_A_TIME = 16
@@ -62,7 +58,7 @@ class EventCopies(Closing):
         self._is_sound = True
         """False once another process was found to write this stream."""
         self._lock = Lock()
-        self._rounds = _Rounds(f"copies of {self._file.name}", self.catch_up)
+        self._rounds = Rounds(f"copies of {self._file.name}", self.catch_up)
 
     def close(self) -> None:
         """Send the last ones, if that can be done soon."""
@@ -105,7 +101,7 @@ class EventDownloads(Closing):
     def __init__(self, objects: Objects, folder: Path) -> None:
         self._objects = objects
         self._folder = folder
-        self._rounds = _Rounds("downloads of events", self._fetch)
+        self._rounds = Rounds("downloads of events", self._fetch)
 
     def close(self) -> None:
         """Fetch the last ones, if that can be done soon."""
@@ -116,29 +112,6 @@ class EventDownloads(Closing):
             fetch_events(self._objects, self._folder)
         except (EtudeError, OSError) as error:
             logger.warning("events from elsewhere are not here yet: %s", error)
-
-
-@final
-class _Rounds(Closing):
-    """Calls ``turn`` again and again, on a thread of its own, in pauses that grow; once more when it is closed."""
-
-    def __init__(self, name: str, turn: Callable[[], None]) -> None:
-        self._turn = turn
-        self._closed = Signal()
-        self._thread = Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End with a last turn, which is waited for as long as :data:`CLOSE_S`."""
-        self._closed.set()
-        self._thread.join(CLOSE_S)
-
-    def _work(self) -> None:
-        pause_s, is_last = FIRST_S, False
-        while not is_last:
-            is_last = self._closed.wait(pause_s)
-            pause_s = min(LONGEST_S, pause_s * GROWTH)
-            self._turn()
 
 
 def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:

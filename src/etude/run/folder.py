@@ -5,13 +5,14 @@
                       from                         phases/       what it descends from (etude.run.phase_folders)
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
-    payloads/         routes, sampling masks of turns   report.json, report.html
+    payloads/         turns, their routes and masks     report.json, report.html
     evaluations/      ledgers of `etude eval`      run.key       secret of the run (etude.run.keys)
     weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
-    run.url           where the run is, if elsewhere: then weights and payloads are there, and copies of the rest
+    data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
+                      (etude.run.data_copies)                         payloads are there, and copies of the rest
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
@@ -102,7 +103,7 @@ class RunFolder:
     @property
     def has_begun(self) -> bool:
         """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
-        if self.url and ObjectStore(self.store).list("commits"):
+        if self.url and (ObjectStore(self.store).list("commits") or ObjectStore(f"{self.url}/phases").list("")):
             return True
         places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
         return any(next(self.path.glob(pattern), None) is not None for pattern in places)
@@ -148,7 +149,7 @@ class RunFolder:
 
     @property
     def payloads(self) -> str:
-        """Place of the routes and sampling masks of turns."""
+        """Place of the turns of rollouts, and of their routes and sampling masks."""
         return f"{self.url or self.path.absolute()}/payloads"
 
     @property

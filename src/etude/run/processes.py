@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder, exclusive
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.process_name import ProcessName
@@ -29,6 +30,12 @@ DEVICES: Mapping[str, Role] = {
     "serve": "engine",
 }
 """Command → the section whose device its process computes on."""
+DATA_OF: Mapping[str, tuple[str, ...]] = {
+    "midtrain": ("tasks", "midtrain", "sft", "model"),  # SFT's file is checked before mid-training
+    "sft": ("tasks", "midtrain", "sft", "model"),
+    "rollouts": ("tasks",),
+}
+"""Command → the sections whose data its process reads."""
 
 
 def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -> None:
@@ -58,6 +65,7 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
     if command == "train":
         name = ProcessName(command=command, replica=int(rank or 0))
     with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
+        bring_data(folder, *DATA_OF.get(command, ()))
         _run(name, folder)
 
 

@@ -27,7 +27,7 @@ from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
 from etude.harnesses.single_turn import SingleTurnHarness
-from etude.ledger.archive import Archive, RolloutOutcome, Search
+from etude.ledger.archive import RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger, TaskDraw
 from etude.protocols import Grader, GraderContext, Harness, SandboxProvider, TaskFamily
@@ -48,8 +48,9 @@ from etude.rollouts.worker import RolloutContext, SessionOpener, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
-from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.judging import JudgeState, judge_fingerprints, kept_judge, open_judge
 from etude.run.keys import KeyRole
+from etude.run.payload_store import leased_ledger, open_archive
 from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
@@ -211,7 +212,7 @@ def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estima
 
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
     """The error of an evaluation whose every rollout used up its attempts, with the last failure."""
-    with Archive.open(folder.ledger, folder.config().ledger) as archive:
+    with open_archive(folder) as archive:
         failed = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.FAILED, limit=1))
     reason = failed[0].reason if failed else "its attempts were used up"
     return UserError(
@@ -222,17 +223,23 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
 
 
 @contextlib.asynccontextmanager
-async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIterator[RolloutParts]:
+async def open_parts(
+    folder: RunFolder, name: ProcessName = ROLLOUTS, *, in_one_file: bool = False
+) -> AsyncIterator[RolloutParts]:
     """Connect to a run's gateways and ledger and start its sandboxes, while the context is open.
 
-    ``name`` is also that of the lease under which this process fills slots.
+    ``name`` is also that of the lease under which this process fills slots. Turns are payloads of the run, or in the
+    ledger where all shall be ``in_one_file``.
     """
     config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
-        lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
-        ledger = stack.enter_context(lease)
         events = stack.enter_context(open_events(folder, config, name))
+        if in_one_file:
+            lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
+        else:
+            lease = leased_ledger(folder, config, name, events)
+        ledger = stack.enter_context(lease)
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
         sessions = await stack.enter_async_context(_open_sessions(folder, config, http, events))
         served = sessions.served
@@ -412,6 +419,8 @@ async def _rollout_context(
             stack, config, http, folder=folder.path, gateway_urls=sessions.urls
         )
         memory = JudgeState(folder.path, name.replica)
+        if config.judge.kind != "none":
+            stack.enter_context(kept_judge(folder, memory))
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(

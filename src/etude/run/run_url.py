@@ -2,7 +2,9 @@
 
     files/          run.toml, model/, plugins/, weights.id, ledger.url, the report: sets of files, the newest counts
     weights/        the weight log                      checkpoints/    copies of the newest checkpoints
-    payloads/       routes, sampling masks of turns     events/         copies of each process's events
+    payloads/       turns, their routes and masks       events/         copies of each process's events
+    data/           copies of the recipe's data         phases/         copies of mid-training's and SFT's checkpoints
+    evaluations/    ledgers of `etude eval`             judge/          votes of judges and their costs
 
 ``s3://bucket/runs/NAME``, ``gs://``, ``az://``, or a folder that all machines see. The run key is never there, nor what
 only a machine needs: logs, locks, ports. Whatever is made of it on a machine lies in a working folder

@@ -13,17 +13,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from statistics import pstdev
 
 from torch import Tensor
 
+from etude.closing import Closing
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import cut_short
-from etude.errors import DamagedError, MismatchError, UserError
+from etude.errors import DamagedError, EtudeError, MismatchError, UserError
 from etude.ledger.changes import TRAIN
 from etude.ledger.changes import TRAINER as TRAINER_LEASE
-from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
@@ -34,10 +35,10 @@ from etude.rewards.shaping.parts import mean_parts
 from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.distillation import DistillationBatcher
 from etude.run.events import open_events
-from etude.run.folder import RunFolder, holder
+from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
-from etude.run.payload_store import open_payloads
+from etude.run.payload_store import leased_ledger, open_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
@@ -81,7 +82,7 @@ MAX_EMPTY_STEPS = 3
 logger = logging.getLogger(__name__)
 
 
-class TrainerProcess:
+class TrainerProcess(Closing):
     """The resources of the trainer's loop, opened from a run folder."""
 
     def __init__(
@@ -106,12 +107,18 @@ class TrainerProcess:
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
         """Step → the payloads of its batch, until it is committed."""
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="payload sweep")
+        self._sweeping: Future[None] | None = None
         self._swept_s = 0.0
         self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
         self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._recover()
+
+    def close(self) -> None:
+        """Wait for the sweep of payloads under way."""
+        self._sweeper.shutdown()
 
     def run(self) -> None:
         """Train until the recipe's last step is committed."""
@@ -228,13 +235,10 @@ class TrainerProcess:
                 self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the payloads that nothing will be learnt from: of evaluations, of tries that failed, of whoever else
-        called, of a process before this one.
-        """
-        self._swept_s = time.monotonic()
-        self._payloads.sweep(
-            lambda: payload_refs(self._ledger.groups(TRAIN, UNSETTLED)), older_than_s=LONGEST_ROLLOUT_S
-        )
+        """Begin to remove the payloads that nothing refers to, beside the step: a long run has many to look through."""
+        if self._sweeping is None or self._sweeping.done():
+            self._swept_s = time.monotonic()
+            self._sweeping = self._sweeper.submit(sweep_payloads, self._folder)
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
         started_s = time.perf_counter()
@@ -405,15 +409,35 @@ def run_trainer(folder: RunFolder) -> None:
 def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
     config = folder.config()
-    lease = leased(folder.ledger, config.ledger, name=TRAINER_LEASE, holder=holder(folder, TRAINER))
     with (
         open_events(folder, config, TRAINER) as events,
-        lease as ledger,
+        leased_ledger(folder, config, TRAINER, events, lease=TRAINER_LEASE) as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         process = TrainerProcess(folder, events, ledger, grid, outages)
-        with process.publishing, process.copies, process.trainer_group, outages:  # first of all nothing waits any more
+        with (
+            process,
+            process.publishing,
+            process.copies,
+            process.trainer_group,
+            outages,
+        ):  # first of all nothing waits any more
             process.run()
+
+
+def sweep_payloads(folder: RunFolder) -> None:
+    """Remove old payloads that nothing refers to: routes and masks of evaluations, of tries that failed, of whoever
+    else called; turns whose rollout was never recorded. What fails is done the next time.
+    """
+    try:
+        with open_ledger(folder) as ledger:
+            open_payloads(folder).sweep(
+                lambda: payload_refs(ledger.groups(TRAIN, UNSETTLED)),
+                ledger.named_turns,
+                older_than_s=LONGEST_ROLLOUT_S,
+            )
+    except EtudeError as error:
+        logger.warning("payloads that nothing refers to are not removed yet: %s", error)
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
