@@ -18,12 +18,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 from bench.loop.runs import begin_from
 from bench.options import add_trials, trial_arguments
-from bench.report import Goal, envelope, heading
+from bench.report import Goal, envelope, heading, so_far
 from bench.tables import draw, page, results_of
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
@@ -112,12 +112,16 @@ def bench_hints(
     """
     if not weight > 0:
         raise UserError(f"bench hints: a weight of {weight:g} teaches nothing; it must be above 0")
-    trials = [_trial(recipe, out, seed, chosen, overrides) for seed in seeds for chosen in (0.0, weight)]
+    trials: list[Trial] = []
+    with so_far() as measured:
+        for seed, chosen in product(seeds, (0.0, weight)):
+            trials.append(_trial(recipe, out, seed, chosen, overrides))
     figures: dict[str, Json] = {
         "results": [row for trial in trials for row in _rows(trial)],
         "goals": {"habit_steps_vs_reward_alone": judged(trials)},
     }
-    return envelope("hints", sum(trial.seconds for trial in trials), figures)
+    seconds = sum(trial.seconds for trial in trials)
+    return envelope("hints", seconds, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:

@@ -299,16 +299,16 @@ class ObjectStore:
             self._delete_one(key)
         return modified_s
 
-    def _parts(self, key: str, parts: Iterator[bytes]) -> Iterator[bytes]:
-        with self._blaming_storage("read", key):
-            yield from parts
-
     def _sync(self, file: Path) -> None:
         try:
             sync(file)
             sync(file.parent)
         except OSError as error:
             raise InfrastructureError(f"object store {self.url}: cannot sync {file}: {error}") from error
+
+    def _parts(self, key: str, parts: Iterator[bytes]) -> Iterator[bytes]:
+        with self._blaming_storage("read", key):
+            yield from parts
 
     def _require_folder(self) -> None:
         """Raise :class:`~etude.errors.InfrastructureError` where the folder is gone: its objects are not missing, and

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from threading import Lock
-from typing import final
+from typing import BinaryIO, final
 from uuid import uuid4
 
 from etude.closing import Closing
@@ -81,17 +81,21 @@ class EventCopies(Closing):
                 logger.warning("%s lacks events that were sent from elsewhere: its own are not copied", self._file)
                 return False
         with self._file.open("rb") as stream:
-            stream.seek(self._sent)
-            while lines := stream.readlines(MOST_BYTES):
-                data = b"".join(line for line in lines if line.endswith(b"\n"))
+            while data := self._whole_lines(stream):
                 key = f"{self._process}/{self._sent:012d}.jsonl"
-                if data and not (self._objects.put_if_absent(key, data) or self._objects.get(key) == data):
-                    logger.warning("%s/%s is another process's: its events are not copied", self._objects.url, key)
-                    return False
+                if not self._objects.put_if_absent(key, data):
+                    there = self._objects.get(key) or b""
+                    if not there or not data.startswith(there):
+                        logger.warning("%s/%s is another process's: its events are not copied", self._objects.url, key)
+                        return False
+                    data = there  # sent before, when the answer was lost; the file has grown since
                 self._sent += len(data)
-                if not lines[-1].endswith(b"\n"):
-                    break
         return True
+
+    def _whole_lines(self, stream: BinaryIO) -> bytes:
+        """The lines behind what is sent, without one that is being written."""
+        stream.seek(self._sent or 0)
+        return b"".join(line for line in stream.readlines(MOST_BYTES) if line.endswith(b"\n"))
 
 
 @final

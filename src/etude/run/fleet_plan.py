@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CommandOptions
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
 from etude.run.phase_folders import phases_of
@@ -91,13 +92,15 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
             resources=resources_of("relay", fleet),
             secrets=STORE_SECRETS,
         )
+    is_external = isinstance(config.harness.options, CommandOptions)
+    reach, keys = (("--run", run), (RUN_KEY, *STORE_SECRETS)) if is_external else ((), ())
     for replica in range(region.sandbox_hosts):
         yield ProcessSpec(
             name=str(ProcessName(command="sandboxes", replica=replica, region=where)),
-            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT)),
+            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT), *reach),
             region=region.name,
             resources=resources_of("sandboxes", fleet),
-            secrets=(SANDBOXES_KEY,),
+            secrets=(SANDBOXES_KEY, *keys),
             port=SANDBOXES_PORT,
         )
 

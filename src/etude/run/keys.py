@@ -2,7 +2,8 @@
 
     run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
-                                 └─▶ directory signs where processes listen
+                                                 ├─▶ directory signs where processes listen
+                                                 └─▶ fleet     signs what is to run
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
 variables, never on a command line.
@@ -37,6 +38,8 @@ class KeyRole(StrEnum):
     """Sessions and the administration of the run's gateways."""
     DIRECTORY = "directory"
     """Signatures of the entries that say where processes listen."""
+    FLEET = "fleet"
+    """Signatures of what is to run."""
 
 
 def derive_key(run_key: str, role: KeyRole) -> str:

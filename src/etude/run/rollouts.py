@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -64,7 +63,7 @@ from etude.run.task_sandboxes import (
     image_store,
     open_provider,
 )
-from etude.sandbox_spec import Capability, SandboxSpec
+from etude.sandbox_spec import Capability
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.sockets import alert_connector
@@ -364,6 +363,11 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
             f"programs the model writes could read your files. Enable them, or set "
             f"sandboxes.options.allow_unconfined = true"
         )
+    if isinstance(config.harness.options, CommandOptions) and Capability.ALLOW_LIST not in granted:
+        raise ConfigError(
+            f"harness.kind = {config.harness.kind!r} calls the model from inside of its sandbox, and sandboxes.kind = "
+            f"{config.sandboxes.kind!r} cannot let it reach the gateway alone: choose another kind"
+        )
     if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
         raise ConfigError(
             f"credit.options.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
@@ -387,11 +391,6 @@ async def _open_sessions(
 ) -> AsyncIterator[_Sessions]:
     """Follow the gateways of a run, while the context is open."""
     if fleet_of(folder) is not None:
-        if isinstance(config.harness.options, CommandOptions):
-            raise ConfigError(
-                f"harness.kind = {config.harness.kind!r}: an external harness may reach gateways that are known before "
-                f"it starts, and those of a fleet come and go: run it on one machine"
-            )
         async with open_regions(folder, config, http, events) as (opener, regions):
             yield _Sessions(opener=opener, served=regions, urls=())
         return
@@ -447,7 +446,8 @@ async def open_stage(
     gateway_urls: Sequence[str],
 ) -> tuple[TaskSandboxes, Grader, Harness]:
     """Open sandboxes of tasks, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
-    are written into ``folder``, and it may reach nothing but the gateways.
+    are written into ``folder``, and each of its sandboxes may reach nothing but the gateway of its session.
+    ``gateway_urls`` are those that are known by now; that a sandbox may reach one is tried.
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
@@ -468,13 +468,13 @@ async def open_stage(
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
     external = config.harness.options
-    beside = _beside_tasks(folder, gateway_urls, external) if isinstance(external, CommandOptions) else SandboxSpec()
-    provider = open_provider(sandboxes, base_store(sandboxes))
-    task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
+    beside = mounts_beside(folder, external) if isinstance(external, CommandOptions) else {}
+    provider, images = open_provider(sandboxes, base_store(sandboxes)), image_store(sandboxes, config.tasks)
+    task_sandboxes = EnvironmentTaskSandboxes(provider, images, beside=beside, reaches=bool(beside))
     stack.push_async_callback(task_sandboxes.close)
     await check_sandboxes(task_sandboxes.sandboxes, config)
     if isinstance(harness, CommandHarness):
-        probe = await task_sandboxes.open_empty()
+        probe = await task_sandboxes.open_empty(next(iter(gateway_urls), ""))
         await harness.check(probe)
         await probe.close()
     grader = task_sandboxes.grader(config.rollouts.grading_timeout_s, answers, config.tasks.graders)
@@ -486,10 +486,9 @@ def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
     return cast("Harness", HARNESSES.make(config.harness.kind, config.harness.options, context))
 
 
-def _beside_tasks(folder: Path, gateway_urls: Sequence[str], harness: CommandOptions) -> SandboxSpec:
-    """Mounts of another team's harness, and all that it may reach: the gateways."""
-    mounts = harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
-    return SandboxSpec(mounts=mounts, allow=tuple(urlsplit(url).netloc for url in gateway_urls))
+def mounts_beside(folder: Path, harness: CommandOptions) -> dict[str, Path]:
+    """Mounts of another team's harness, whose files are written into ``folder``."""
+    return harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
 
 
 def write_harness(folder: Path, files: Mapping[str, str]) -> Path:

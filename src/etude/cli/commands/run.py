@@ -102,7 +102,7 @@ def run(
         check_place(at, config)
         data = plan_data(config, LIMIT_GIB if copy_limit is None else copy_limit)
         place = working_path(normal_url(at))
-    if machines is None or machines.launcher == "local":
+    if machines is None or (machines.launcher == "local" and not any(each.sandbox_hosts for each in machines.regions)):
         show_ready(config, place, Console())
     else:
         plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
