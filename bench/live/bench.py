@@ -65,7 +65,9 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     started_s = time.perf_counter()
     measured = {part: _measure(part, options) for part in names(options.parts) or tuple(PARTS)}
     results: list[Json] = [{"contestant": part, **figures} for part, figures in measured.items()]
-    goals = {name: _judge(goal, measured.get(part), figure) for name, (part, figure, goal) in GOALS.items()}
+    goals: dict[str, Json] = {
+        name: _judge(goal, measured.get(part), figure) for name, (part, figure, goal) in GOALS.items()
+    }
     return envelope("live", time.perf_counter() - started_s, {"results": results, "goals": goals})
 
 

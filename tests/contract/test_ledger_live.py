@@ -78,7 +78,7 @@ def test_a_batch_has_so_many_of_each_class_each_in_its_own_order(ledger: Ledger)
     assert [one.session_id for one in ledger.live.observed(10, before_step=2)] == ["a", "b"]
     ledger.commit_step(1)
     assert (ledger.progress(LIVE).consumed, ledger.progress(TRAIN).consumed) == (2, 1)
-    assert ledger.loads(2) == 0
+    assert ledger.loads.count(2) == 0
 
 
 def test_a_step_without_a_group_of_either_class_is_refused(ledger: Ledger) -> None:

@@ -221,10 +221,6 @@ class Ledger(LedgerConnection):
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
-    def loads(self, version: int) -> int:
-        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
-        return self._db.read(lambda db: rows.steps_without_groups(db, version))
-
     def claim_batch(self, step: int, num_groups: int, live_groups: int = 0) -> list[Group] | None:
         """The groups of an optimiser step: the first ``num_groups`` unused ones and the first ``live_groups`` of users'
         sessions, or ``None`` while one is unfinished.
@@ -306,6 +302,10 @@ class Loads:
 
     def __init__(self, transactions: Transactions) -> None:
         self._db = transactions
+
+    def count(self, version: int) -> int:
+        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        return self._db.read(lambda db: rows.steps_without_groups(db, version))
 
     def claim(self, step: int) -> dict[str, Json] | None:
         """The load that a step does instead of training on groups; ``None`` for a step of groups. A step that took one

@@ -52,8 +52,8 @@ GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
 """State of a group → where it may go."""
 
 ERASURE_MOVES: Mapping[GroupState, frozenset[GroupState]] = {GroupState.READY: frozenset({GroupState.DROPPED})}
-"""The move of a live session whose user asks for deletion, or whose time is over, before a batch has it. Nothing else may
-drop what is ready, since what is dropped could then depend on rewards.
+"""The move of a live session whose user asks for deletion, or whose time is over, before a batch has it. Nothing else
+may drop what is ready, since what is dropped could then depend on rewards.
 """
 
 UNSETTLED = (GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)

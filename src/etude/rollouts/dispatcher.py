@@ -70,7 +70,7 @@ class Dispatcher:
                     runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
                 if self._serving_version() != version:
                     version = self._serving_version()
-                    loads = self._ledger.loads(version)
+                    loads = self._ledger.loads.count(version)
                 self._admit(admission, runner, admitted=progress.usable, version=version, loads=loads)
                 while not await runner.turn(POLL_S):
                     if self._serving_version() != version or self._context.clock.now() >= look_s:

@@ -421,15 +421,16 @@ async def open_gateway(
         inflight=InflightCalls(),
         clock=clock,
         arms=spec.arms,
+        live=spec.live,
     )
     with contextlib.ExitStack() as stack:
         log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
         if log is not None:
             stack.callback(log.close)
-        admin = AdminApi(state, key_file, spec.live)
+        admin = AdminApi(state, key_file)
         service = CallService(sampler, max_length=spec.max_length, live=spec.live)
         others = {**admin.routes(), **spec.more_routes(state)}
-        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log, live=spec.live)
+        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log)
         background: dict[str, Work] = {
             "engine polls": pool.watch,
             "session expiry": partial(_expire, state.auth, clock),

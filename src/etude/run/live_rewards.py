@@ -105,7 +105,7 @@ class LiveRewards:
             self._count(joined, scored)
         rollout = live_rollout(joined, scored, suspicion)
         version = oldest_version(joined.turns)
-        window = self._admission.window(version, self._ledger.loads(version), LIVE)
+        window = self._admission.window(version, self._ledger.loads.count(version), LIVE)
         outcome = self._ledger.live.admit(rollout, scored.session, version=version, kept_below=window)
         if outcome is LiveAdmission.READY:
             self._events.write(_closed(rollout, scored.session.observation.template, joined.turns))

@@ -284,7 +284,7 @@ class TrainerProcess(Closing):
 
     def _groups_of(self, step: int) -> tuple[int, int]:
         """Numbers of simulated groups and of live sessions that a step's batch is made of."""
-        batch = step - 1 - self._ledger.loads(step - 1)
+        batch = step - 1 - self._ledger.loads.count(step - 1)
         return self._plan.groups(TRAIN, batch), self._plan.groups(LIVE, batch)
 
     def _earlier(self, step: int) -> list[ObservedSession]:

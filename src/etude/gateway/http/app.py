@@ -120,14 +120,13 @@ class GatewayState:
     clock: Clock
     arms: ReleasedArms | None = None
     """The weights that users may meet; ``None``: whatever engines have."""
+    live: LiveRecorder | None = None
+    """Recorder of the sessions of users who consent; ``None``: none are recorded."""
 
 
 @final
 class Gateway:
-    """Answers requests: model calls itself, all others by the handlers of ``others``; counts them in ``metrics``.
-
-    ``live`` records the sessions of users who consent.
-    """
+    """Answers requests: model calls itself, all others by the handlers of ``others``; counts them in ``metrics``."""
 
     def __init__(
         self,
@@ -138,7 +137,6 @@ class Gateway:
         others: "RouteTable",
         metrics: Metrics,
         access_log: AccessLog | None = None,
-        live: LiveRecorder | None = None,
     ) -> None:
         self._service = service
         self._auth = state.auth
@@ -149,7 +147,7 @@ class Gateway:
         self._summary_mark = config.summary_mark
         self._access_log = access_log
         self._metrics = metrics
-        self._live = live
+        self._live = state.live
         calls = {path: {"POST": self._call} for path in PROTOCOLS} | {
             messages.COUNT_PATH: {"POST": self._count},
             "/v1/models": {"GET": self._models},
