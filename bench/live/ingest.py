@@ -3,10 +3,10 @@
 Speed: one process, one connection. Events are read from JSON as clients send them, reported in batches, and joined once
 their windows are over, into a sink that does nothing; five events a session of one turn.
 
-Loss: a gateway with a fake engine and the feedback process, both real, both killed with SIGKILL every second or so and
-started again. Users call the model over HTTP and report on what they got: every event twice, in any order, some before
-their session. Then the sink is compared with what users were told. *Lost* is a turn whose answer a user got, or an event
-that was acknowledged in time, that no joined session has; *doubled* is one that the sink has twice.
+Loss: a gateway with a fake engine and the feedback process, both real, both killed with SIGKILL every second or so
+and started again. Users call the model over HTTP and report on what they got: every event twice, in any order, some before
+their session. Then the sink is compared with what users were told. *Lost* is a turn whose answer a user got, or an
+event that was acknowledged in time, that no joined session has; *doubled* is one that the sink has twice.
 """
 
 import asyncio
@@ -294,7 +294,3 @@ def _compared(path: Path, told: Told) -> dict[str, Json]:
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)) as db:
         yield db
-
-
-if __name__ == "__main__":
-    print(orjson.dumps(measure_ingest(), option=orjson.OPT_INDENT_2).decode())

@@ -155,7 +155,7 @@ class Product:
             yield step
 
     async def _end(self, work: Work, http: aiohttp.ClientSession) -> None:
-        """Tell the gateway that no call follows, and the time for signals begins; it would find out by itself, later."""
+        """Tell the gateway that no call follows, and the time for signals begins; it would find out later."""
         url = f"{self._url}/sessions/{work.session_id}"
         with suppress(aiohttp.ClientError):
             async with http.delete(url, headers={"Authorization": f"Bearer {self._key}"}):

@@ -86,7 +86,9 @@ TASTES: Mapping[str, Taste] = MappingProxyType(
     {
         "team": Taste(share=0.6, region="eu", activity=1.0, answers=0.12, max_turns=9, solved=0.3, tested=0.5,
                       read_first=0.15),
-        "hobbyist": Taste(share=0.28, region="us", activity=1.0, answers=0.8, max_turns=6, solved=0.95, extra_turn=0.45),
+        "hobbyist": Taste(
+            share=0.28, region="us", activity=1.0, answers=0.8, max_turns=6, solved=0.95, extra_turn=0.45
+        ),
         "craftsman": Taste(share=0.12, region="eu", activity=0.7, answers=0.3, max_turns=8, solved=0.45, tested=0.2,
                            read_first=0.3, extra_edit=0.4),
     }

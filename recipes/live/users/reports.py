@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from typing import Self, final
 
 import aiohttp
-
 from backend import Work
-from etude.errors import EngineUnavailable
 from population import Signal
+
+from etude.errors import EngineUnavailable
 
 TRIES, PAUSE_S = 4, 1.0
 """Times that a report is sent, and the pause between two of them."""

@@ -17,7 +17,7 @@ from random import Random
 from typing import Protocol, final
 
 import aiohttp
-from backend import Product, Requests, Caller, Work
+from backend import Caller, Product, Requests, Work
 from population import Person, Signal, population_satisfaction
 
 from etude.aio import background_task
@@ -55,7 +55,7 @@ class Reports(Protocol):
     """The way of signals to the product."""
 
     async def send(self, work: Work, user: str, signals: Sequence[Signal]) -> None:
-        """Report what a user signals about a session. Raises :class:`~etude.errors.EtudeError` where nobody takes it."""
+        """Report signals of a user about a session. Raises :class:`~etude.errors.EtudeError` where nobody takes it."""
         ...
 
 

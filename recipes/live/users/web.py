@@ -16,7 +16,7 @@ from typing import final
 
 import aiohttp
 from aiohttp import web
-from backend import Product, Requests, Step, Caller, Work
+from backend import Caller, Product, Requests, Step, Work
 from population import Signal
 from simulation import Reports
 

@@ -30,9 +30,10 @@ from etude.run.erasure import carry_out, expire
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, feedback_place
 from etude.run.live_rewards import LiveRewards
+from etude.run.parent import tell_person
 from etude.run.payload_store import open_ledger
 from etude.run.process_name import FEEDBACK
-from etude.run.serving import run_until_signal, tell_person
+from etude.run.serving import run_until_signal
 from etude.types import JoinedSession
 
 DAY_S = 86_400.0

@@ -30,7 +30,7 @@ class LiveNotices:
         self._looked_s = 0.0
 
     def lines(self) -> list[str]:
-        """The new lines, mostly none. Raises :class:`~etude.errors.UserError` where nothing can ever be released."""
+        """The new lines; mostly none. Raises :class:`~etude.errors.UserError` where nothing can ever be released."""
         now_s = time.monotonic()
         if not self._config.release.enabled or now_s - self._looked_s < LOOK_S:
             return []

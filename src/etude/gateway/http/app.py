@@ -121,7 +121,7 @@ class GatewayState:
     arms: ReleasedArms | None = None
     """The weights that users may meet; ``None``: whatever engines have."""
     live: LiveRecorder | None = None
-    """Recorder of the sessions of users who consent; ``None``: none are recorded."""
+    """Records the sessions of users who consent; ``None``: none are recorded."""
 
 
 @final
