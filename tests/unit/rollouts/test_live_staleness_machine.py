@@ -144,12 +144,12 @@ class Product:
         self.released = min(self.published, self.released + 1 + self.number % 2)
 
     def window(self, version: int, purpose: str) -> int:
-        loads = self.ledger.loads(version) if self.rules.counts_loads else 0
+        loads = self.ledger.loads.count(version) if self.rules.counts_loads else 0
         return self.admission.window(version, loads, purpose)
 
     def admit(self) -> None:
         version = self.published
-        loads = self.ledger.loads(version)
+        loads = self.ledger.loads.count(version)
         self.slots += self.ledger.admit_next(
             draw, size=2, version=version, kept_below=self.admission.window(version, loads)
         ) or []  # fmt: skip
