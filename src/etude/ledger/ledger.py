@@ -317,6 +317,10 @@ class Loads:
             return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
         return None
 
+    def count(self, version: int) -> int:
+        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        return self._db.read(lambda db: rows.steps_without_groups(db, version))
+
 
 class Leases:
     """The leases of a ledger, as one connection sees them; it holds at most one itself."""
