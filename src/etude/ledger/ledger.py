@@ -303,10 +303,6 @@ class Loads:
     def __init__(self, transactions: Transactions) -> None:
         self._db = transactions
 
-    def count(self, version: int) -> int:
-        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
-        return self._db.read(lambda db: rows.steps_without_groups(db, version))
-
     def claim(self, step: int) -> dict[str, Json] | None:
         """The load that a step does instead of training on groups; ``None`` for a step of groups. A step that took one
         before gets the same one again.
