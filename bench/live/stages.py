@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import RunFolderError
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.telemetry.events import StepDone, WeightsPublished
 from etude.telemetry.log import EventReader
 from etude.types import Json
@@ -66,7 +66,7 @@ def _journeys(folder: RunFolder) -> tuple[list[Journey], Counter[str]]:
     with closing(_read(folder.ledger)) as ledger:
         step_of = dict(ledger.execute("SELECT task_id, step FROM groups WHERE purpose = 'live' AND step IS NOT NULL"))
         moves = ledger.execute("SELECT version, to_state, moved_at FROM release_moves ORDER BY number").fetchall()
-    with closing(_read(folder.feedback)) as feedback:
+    with closing(_read(feedback_place(folder))) as feedback:
         signals = feedback.execute(
             "SELECT g.session_id, g.received_at, s.taken_at, s.result FROM signals AS g JOIN sessions AS s "
             "ON s.session_id = g.session_id WHERE g.late = 0"

@@ -23,12 +23,13 @@ from etude.run.keys import RUN_KEY_VARIABLE
 from etude.run.region_stores import ADDRESS_VARIABLE
 from etude.run.working_folder import WORK_VARIABLE, open_run_folder
 from etude.sandboxes.providers import KEY_VARIABLE
-from etude.telemetry.events import ProcessStarted, RegionServed, StepDone
+from etude.telemetry.events import ProcessStarted, RegionServed, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from tiny_runs import SHAPE
 
-STEPS = 4
+STEPS = 8
+ROLLOUTS_PER_KILL = 8
 DEADLINE_S = 1_500.0
 ENDS = (ExitCode.DONE, ExitCode.NOTHING_LEARNT)
 KILLED = "gateway@far"
@@ -94,7 +95,8 @@ def test_an_external_harness_trains_on_two_regions_though_a_gateway_dies(
     assert ends[RolloutStatus.GRADED] >= STEPS * 8
     assert ends[RolloutStatus.FAILED_INFRA] > 0, "those whose gateway died"
     assert all((rollout.reward is None) == (rollout.status is not RolloutStatus.GRADED) for rollout in rollouts)
-    assert {rollout.reason for rollout in rollouts if rollout.status is RolloutStatus.GRADED} == {"submit"}
+    reasons = Counter(rollout.reason for rollout in rollouts if rollout.status is RolloutStatus.GRADED)
+    assert reasons["submit"] > ends[RolloutStatus.GRADED] / 2, reasons
     seen = [logged.event for logged in EventReader(folder.events).new()]
     used = Counter[str]()
     for event in seen:
@@ -105,14 +107,17 @@ def test_an_external_harness_trains_on_two_regions_though_a_gateway_dies(
 
 
 def watch(run: "subprocess.Popen[bytes]", place: Path) -> None:
-    """Kill the far region's gateway once a step is done: agents are at work then."""
-    deadline_s = time.monotonic() + DEADLINE_S
+    """Kill the far region's gateway, again where no agent was at work there, until a rollout has failed for it."""
+    deadline_s, killed = time.monotonic() + DEADLINE_S, set[int]()
     while True:
         assert time.monotonic() < deadline_s and run.poll() is None, (place / "out").read_text()
         folders = list((place / "work").glob("*/events"))
         seen = [logged.event for folder in folders for logged in EventReader(folder).new()]
-        if any(isinstance(event, StepDone) for event in seen):
-            break
+        closed = [event for event in seen if isinstance(event, RolloutClosed)]
+        if any(event.status == RolloutStatus.FAILED_INFRA for event in closed):
+            return
+        pids = [event.pid for event in seen if isinstance(event, ProcessStarted) and event.process == KILLED]
+        if len(closed) > ROLLOUTS_PER_KILL * len(killed) and pids and pids[-1] not in killed:
+            killed.add(pids[-1])
+            os.kill(pids[-1], signal.SIGKILL)
         time.sleep(0.5)
-    pid = [event.pid for event in seen if isinstance(event, ProcessStarted) and event.process == KILLED][-1]
-    os.kill(pid, signal.SIGKILL)

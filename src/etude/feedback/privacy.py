@@ -152,8 +152,8 @@ def _request(user: str, session_id: str, actor: str, now: float, db: Database) -
 
 def _gone(request_id: int, session_id: str, version: int | None, db: Database) -> None:
     forget_sessions([session_id], db)
-    ((known,),) = db.execute("SELECT versions FROM deletions WHERE request_id = ?", request_id)
-    versions = sorted({*map(int, known.split()), *([] if version is None else [version])})
+    ((text,),) = db.execute("SELECT versions FROM deletions WHERE request_id = ?", request_id)
+    versions = sorted({*map(int, text.split()), *([] if version is None else [version])})
     sql = "UPDATE deletions SET sessions = sessions + 1, versions = ? WHERE request_id = ?"
     db.execute(sql, " ".join(map(str, versions)), request_id)
 

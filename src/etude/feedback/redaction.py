@@ -62,7 +62,7 @@ class Redaction:
         self._filler = filler
 
     def __call__(self, answer: LiveAnswer) -> LiveAnswer | None:
-        """What may be kept of an answer; ``None``: nothing of its session may be."""
+        """An answer as it may be kept; ``None``: nothing of its session may be."""
         if any(self._hidden(turn.completion_ids).any() for turn in answer.turns):
             return None
         message = answer.message
@@ -71,12 +71,12 @@ class Redaction:
         if not answer.turns:
             return replace(answer, message=message)
         first, earlier = answer.turns[0], answer.earlier
-        kept = earlier.length if earlier is not None and first.continues(earlier) else 0
-        hidden = self._hidden(first.prompt_ids[kept:])
+        shared = earlier.length if earlier is not None and first.continues(earlier) else 0
+        hidden = self._hidden(first.prompt_ids[shared:])
         if not hidden.any():
             return replace(answer, message=message)
         prompt_ids = first.prompt_ids.copy()
-        prompt_ids[kept:][hidden] = self._filler
+        prompt_ids[shared:][hidden] = self._filler
         turns = tuple(replace(turn, prompt_ids=prompt_ids) for turn in answer.turns)
         return replace(answer, turns=turns, message=message)
 

@@ -203,7 +203,7 @@ class SessionStatus:
     closes_at: float | None
     """When its window is over; ``None`` while it is open."""
     result: str
-    """What became of it once its window was over; empty before."""
+    """Outcome once its window was over; empty before."""
     signals: Mapping[str, int]
     """Kind → number of signals."""
 
@@ -324,13 +324,13 @@ SESSIONS_NAMED = """
          ORDER BY opened_at DESC, session_id LIMIT 1)
     )
 """
-"""Of sessions with one name, which a product may use again, the newest is meant; an id comes before a name."""
+"""The newest of the sessions with one name, which a product may use again; an id comes before a name."""
 TURNS_ANSWERED = """
     SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
     JOIN turns AS t ON t.completion = r.value->>0 JOIN sessions AS s ON s.session_id = t.session_id
     WHERE s.owner = ? ORDER BY t.turn DESC
 """
-"""Of several replies in an answer the first one is meant, which comes last and counts."""
+"""The first of several replies in an answer, which comes last and counts."""
 
 
 def _places(db: Database, owner: str, events: Sequence[Event]) -> dict[str, MatchedSession]:

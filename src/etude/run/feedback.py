@@ -28,7 +28,7 @@ from etude.releases.store import ReleaseStore
 from etude.rewards.live.formula import ScoredSession
 from etude.run.erasure import carry_out, expire
 from etude.run.events import open_events
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.live_rewards import LiveRewards
 from etude.run.parent import tell_person
 from etude.run.payload_store import open_ledger
@@ -58,7 +58,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
     if not feedback.window_s:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
     with ExitStack() as stack:
-        store = stack.enter_context(closing(FeedbackStore.open(folder.feedback, window_s=feedback.window_s)))
+        store = stack.enter_context(closing(FeedbackStore.open(feedback_place(folder), window_s=feedback.window_s)))
         ledger = stack.enter_context(closing(open_ledger(folder)))
         releases = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
         sink: JoinedSessions = KeptAlone()

@@ -2,7 +2,7 @@
 
     consumes   desired state at the run's URL; the run's recipe; what a launcher sees
     produces   observed state in the region's store
-    waits for  the first desired state, which `etude run --fleet` writes
+    waits for  the first desired state, which `etude run --fleet` writes when the phases before the loop are over
     on stop    the region's processes are stopped; where this dies they go on, and its successor takes them over
 
 A region that is cut off goes on with what it has: nobody calls anybody across regions to place something.
@@ -30,14 +30,14 @@ def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
 
     Raises :class:`~etude.errors.ConfigError` for home, or for no region at all.
     """
-    folder = _placed_run(run, notify)
+    name = ProcessName(command="supervisor", region=region)
+    folder = _placed_run(run, name, notify)
     fleet = fleet_of(folder)
     assert fleet is not None, "it was waited for"
     if region == fleet.home:
         raise ConfigError(f"--region {region} is home, whose processes `etude run --fleet` supervises")
     config, placement = folder.config(), place_on(fleet, folder, region=region)
     assert placement.state is not None, "it is on a fleet"
-    name = ProcessName(command="supervisor", region=region)
     with (
         exclusive(folder, str(name)),
         open_events(folder, config, name, lossy=True) as events,
@@ -62,13 +62,13 @@ def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
             supervisor.stop()
 
 
-def _placed_run(run: str, notify: Callable[[str], None]) -> RunFolder:
+def _placed_run(run: str, name: ProcessName, notify: Callable[[str], None]) -> RunFolder:
     """The working folder of a run, once home has placed it on a fleet; while home is away, the one that is here."""
     is_told = False
     while True:
         folder = None
         try:
-            folder = open_run_folder(run, may_be_old=True)
+            folder = open_run_folder(run, process=name)
             reason = "it has no fleet yet"
         except RunFolderError as error:
             reason = str(error)

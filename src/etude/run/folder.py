@@ -138,12 +138,6 @@ class RunFolder:
         return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
 
     @property
-    def feedback(self) -> str:
-        """Path or URL of the live sessions and signals of the run: beside the ledger, in a schema of its own."""
-        ledger = self.ledger
-        return f"{ledger}_live" if is_url(ledger) else str(self.path / "feedback.db")
-
-    @property
     def name(self) -> str:
         """The words by which a person opens the run: its URL, or its folder."""
         return self.url or str(self.path)
@@ -202,6 +196,12 @@ class RunFolder:
     def endpoints(self) -> Endpoints:
         """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
+
+
+def feedback_place(folder: RunFolder) -> str:
+    """Path or URL of the live sessions and signals of a run: beside its ledger, in a schema of its own."""
+    ledger = folder.ledger
+    return f"{ledger}_live" if is_url(ledger) else str(folder.path / "feedback.db")
 
 
 def make_key(folder: RunFolder) -> None:

@@ -427,7 +427,7 @@ async def open_gateway(
         log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
         if log is not None:
             stack.callback(log.close)
-        admin = AdminApi(state, key_file, spec.live)
+        admin = AdminApi(state, key_file)
         service = CallService(sampler, max_length=spec.max_length, live=spec.live)
         others = {**admin.routes(), **spec.more_routes(state)}
         gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log)

@@ -31,7 +31,7 @@ from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.http.app import GatewayState, Handler, Headers, Route, RouteTable, read_body, respond
 from etude.gateway.http.auth import Permission, retry_after
 from etude.gateway.request_log import RequestRecord
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import KeyRole, pseudonym
 from etude.run.process_name import ProcessName
 from etude.tokens.chat import read_tokenizer
@@ -74,7 +74,9 @@ async def open_live_sessions(
     """Record the live sessions of the gateway of that name; those that its predecessor left open have ended."""
     users = partial(pseudonym, folder.key(KeyRole.USERS))
     redaction = _redaction(folder, config)
-    writer = StoreWriter(partial(FeedbackStore.open, folder.feedback, window_s=config.window_s, keep_filter=redaction))
+    writer = StoreWriter(
+        partial(FeedbackStore.open, feedback_place(folder), window_s=config.window_s, keep_filter=redaction)
+    )
     await asyncio.to_thread(writer.start)
     try:
         await asyncio.wrap_future(writer.submit(partial(end_all_of, str(name), unix_s())))

@@ -77,9 +77,6 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
-        if placement.state is not None:
-            placement.state.own.declare(desired_of(folder, placement.fleet))
-            stack.enter_context(placement.state).start()
         try:
             with _event_downloads(folder), ProgressDisplay(folder.events, config, out) as progress:
                 _play(folder, config, placement, events, progress)
@@ -119,7 +116,11 @@ def _play(
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
     if config.engine.kind == "native" and not is_taken_over:  # those that run have passed it
         _keep_alive(plan_phase("parity", fleet, run), folder, config, before, events, progress)
-    _keep_alive(loop, folder, config, placement, events, progress)
+    with contextlib.ExitStack() as stack:
+        if placement.state is not None:  # not sooner: a region's processes read what phases leave
+            placement.state.own.declare(desired_of(folder, fleet))
+            stack.enter_context(placement.state).start()
+        _keep_alive(loop, folder, config, placement, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:

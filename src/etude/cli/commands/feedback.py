@@ -21,7 +21,7 @@ from etude.feedback.privacy import AuditEntry, DeletionRequest
 from etude.feedback.store import FeedbackStore
 from etude.releases.store import ReleaseStore
 from etude.run.erasure import carry_out
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import PSEUDONYM_DIGITS, KeyRole, pseudonym
 from etude.run.payload_store import open_ledger
 from etude.run.process_name import FEEDBACK
@@ -112,7 +112,7 @@ def _store(folder: RunFolder) -> FeedbackStore:
     window_s = folder.config().feedback.window_s
     if not window_s:
         raise UserError(f"{folder.path} records no sessions of users: its recipe has no feedback.window_s")
-    return FeedbackStore.open(folder.feedback, window_s=window_s)
+    return FeedbackStore.open(feedback_place(folder), window_s=window_s)
 
 
 def open_releases(folder: RunFolder) -> ReleaseStore:

@@ -64,10 +64,12 @@ def apply(fleet: FleetPath, *, run: Run) -> None:
     """Change what is to run: numbers and resources of a fleet's processes; each region follows within seconds."""
     machines, folder = load_fleet(fleet), open_run_folder(run)
     check_change(folder, machines)
-    desired = desired_of(folder, machines)
+    desired, objects = desired_of(folder, machines), fleet_objects(folder)
+    if not objects.generation():
+        raise ConfigError(f"{folder.name} is not that far: its regions begin when mid-training is over, try again then")
     remember_fleet(folder, machines)
     keep(folder, FLEET_FILE)
-    generation = fleet_objects(folder).declare(desired)
+    generation = objects.declare(desired)
     print(f"generation {generation} of the fleet: {len(desired.specs)} processes in {len(machines.regions)} regions")
 
 
@@ -77,7 +79,7 @@ def status(*, run: Run) -> None:
     folder = open_run_folder(run, writes=False)
     home = fleet_objects(folder)
     if not (generation := home.generation()):
-        raise ConfigError(f"{folder.name} is not on a fleet: `etude run` shows its processes")
+        raise ConfigError(f"{folder.name} is not on a fleet, or not that far: `etude run` shows its processes")
     desired = home.desired(generation)
     table = light_table("name", "region", "machine", ">pid", ">MB", "state")
     for region in desired.fleet.regions:

@@ -14,6 +14,7 @@ from etude.fleet.state import Observed
 from etude.run.folder import RunFolder
 from etude.run.placement import (
     RunPlacement,
+    desired_of,
     fleet_objects,
     fleet_of,
     open_state,
@@ -88,7 +89,11 @@ def test_a_change_of_the_fleet_is_applied_and_shown(tmp_path: Path, capsys: pyte
     text = 'home = "here"\n[[regions]]\nname = "here"\nengines = 1\n'
     assert main(["fleet", "status", "--run", str(folder.path)]) == 2
     assert "is not on a fleet" in capsys.readouterr().err
-    remember_fleet(folder, write_fleet(tmp_path, text))
+    one = write_fleet(tmp_path, text)
+    remember_fleet(folder, one)
+    assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 2
+    assert "is not that far" in capsys.readouterr().err
+    fleet_objects(folder).declare(desired_of(folder, one))
     assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 0
     more = write_fleet(tmp_path, text.replace("engines = 1", "engines = 2"))
     assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 0

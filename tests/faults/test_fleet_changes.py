@@ -1,4 +1,4 @@
-"""The keeper of a region: it waits for home, places what home's desired state says, and follows when that changes."""
+"""The supervisor of a region: it waits for home, places what the desired state says, and follows when that changes."""
 
 import os
 import secrets
@@ -23,7 +23,7 @@ from waiting import wait_until
 
 DEADLINE_S = 1_200.0
 RECIPE = {
-    "name": "keeper",
+    "name": "supervisor",
     "tasks": {"options": {"kinds": ["arith"]}},
     "midtrain": {"tokens": 20_000, "batch_tokens": 1_000, "warmup_steps": 5},
     "rollouts": {"groups_per_step": 2, "group_size": 2, "max_staleness": 1, "concurrency": 4},
@@ -33,7 +33,7 @@ RECIPE = {
     "eval": {"enabled": False},
 }
 
-pytestmark = [pytest.mark.timeout(DEADLINE_S * 1.2), pytest.mark.heavy("minutes and PostgreSQL")]
+pytestmark = pytest.mark.timeout(DEADLINE_S * 1.2)
 
 
 def write_fleet(place: Path, engines: int) -> Path:
@@ -60,6 +60,7 @@ def etude(place: Path, site: str, *arguments: str) -> Iterator["subprocess.Popen
                 process.terminate()
 
 
+@pytest.mark.heavy("minutes and PostgreSQL")
 def test_a_region_follows_the_fleet_without_a_restart(
     tmp_path: Path, postgresql: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,7 +71,7 @@ def test_a_region_follows_the_fleet_without_a_restart(
     settings = [word for line in SHAPE for word in ("--set", f"model.shape.{line}")]
 
     def running() -> dict[str, ProcessStatus]:
-        """The processes of the far region, as its keeper wrote it into the region's store."""
+        """The processes of the far region, as its supervisor wrote it into the region's store."""
         folder = RunFolder(working_path(url, tmp_path / "work-home"))
         if not (folder.path / "fleet.toml").exists():
             return {}
@@ -79,7 +80,7 @@ def test_a_region_follows_the_fleet_without_a_restart(
 
     def until_runs(*names: str) -> dict[str, ProcessStatus]:
         def settled() -> bool:
-            assert keeper.poll() is None and home.poll() is None, "\n".join(
+            assert supervisor.poll() is None and home.poll() is None, "\n".join(
                 (tmp_path / f"{site}.out").read_text() for site in ("home", "far")
             )
             return set(running()) == set(names)
@@ -89,7 +90,7 @@ def test_a_region_follows_the_fleet_without_a_restart(
 
     with ExitStack() as stack:
         server = stack.enter_context(temporary_server())
-        keeper = stack.enter_context(etude(tmp_path, "far", "fleet", "run", "--run", url, "--region", "far"))
+        supervisor = stack.enter_context(etude(tmp_path, "far", "fleet", "run", "--run", url, "--region", "far"))
         where = ["--at", url, "--ledger", server.url, "--fleet", str(write_fleet(tmp_path, 1))]
         home = stack.enter_context(etude(tmp_path, "home", "run", str(recipe), *where, *settings))
         before = until_runs("serve@far", "gateway@far", "relay@far")
