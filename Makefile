@@ -6,8 +6,8 @@ ARGS ?=
 WORKERS ?= 3
 NAME ?= loop
 # On two cores of an AMD EPYC virtual machine.
-TEST_MINUTES := 12
-REST_MINUTES := 18
+TEST_MINUTES := 10
+REST_MINUTES := 22
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -6,6 +6,7 @@ object (:func:`bench.report.envelope`), ``table`` draws that object for people.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -36,6 +37,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "grading": ("grading.bench", "attacks on graders, and honest solutions: what is accepted"),
         "templates": ("templates.bench", "chat templates of llama.cpp, vLLM and TRL: tool calls that are read back"),
         "fleet": ("fleet.bench", "one run over five regions, and six things that go wrong while it trains"),
+        "live": ("live.bench", "from a signal to released weights: stages, losses, false decisions, rollback"),
         "faults": ("faults.bench", "a thousand faults in short runs: what is lost, doubled or wrongly scored"),
     }
 )
@@ -61,13 +63,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = build_parser().parse_args(given[:1]).name
     bench = cast(Bench, import_module(f"bench.{BENCHES[name][0]}"))
     options = options_parser(name, bench).parse_args(given[1:])
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # asyncio takes that well
     try:
         result = bench.run(options)
     except EtudeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return ExitCode.FAILED if isinstance(error, InfrastructureError) else ExitCode.USER_ERROR
+    except KeyboardInterrupt:
+        print(f"bench: {name} was interrupted before anything was measured", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(json.dumps(result, indent=2) if options.json else bench.table(result))
-    return 0
+    return ExitCode.INTERRUPTED if result.get("interrupted") else 0
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,7 +1,8 @@
 """What every bench prints around its own figures: where and when it was measured, and how its goals are judged."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,14 +11,39 @@ from etude.dashboard.statistics import mean_over_seeds
 from etude.run.machine_info import describe_machine, source_commit
 from etude.types import Json
 
+INTERRUPTED = "interrupted: of what was measured by then"
+UNMEASURED = "interrupted before it was measured"
+"""Reasons why a goal of an interrupted bench is not met, whatever was reached."""
 
-def envelope(bench: str, seconds: float, figures: Mapping[str, Json]) -> dict[str, Json]:
+
+@dataclass(slots=True)
+class SoFar:
+    """Whether measuring was interrupted."""
+
+    interrupted: bool = False
+
+
+@contextmanager
+def so_far() -> Iterator[SoFar]:
+    """Measure until all is measured or somebody interrupts (Ctrl-C, SIGTERM); what there is by then is gone on with.
+
+    What is measured inside must be kept outside, row by row. A second interruption is not caught.
+    """
+    state = SoFar()
+    try:
+        yield state
+    except KeyboardInterrupt:
+        state.interrupted = True
+
+
+def envelope(bench: str, seconds: float, figures: Mapping[str, Json], *, interrupted: bool = False) -> dict[str, Json]:
     """The object of ``python -m bench NAME --json``: machine, commit and date, then ``figures``.
 
     ``seconds`` is how long measuring took. ``figures`` have ``results``, one object per row with its ``contestant``,
-    and ``goals``, by name, each with what was reached and whether that is ``met``.
+    and ``goals``, by name, each with what was reached and whether that is ``met``: of a bench that was interrupted none
+    is, since what was not measured might be worse.
     """
-    return {
+    whole: dict[str, Json] = {
         "bench": bench,
         "machine": describe_machine(),
         "commit": source_commit(),
@@ -25,11 +51,23 @@ def envelope(bench: str, seconds: float, figures: Mapping[str, Json]) -> dict[st
         "seconds": round(seconds, 1),
         **figures,
     }
+    if interrupted:
+        goals = figures["goals"]
+        assert isinstance(goals, dict)
+        whole |= {"interrupted": True, "goals": {name: _unmet(goal) for name, goal in goals.items()}}
+    return whole
+
+
+def _unmet(goal: Json) -> Json:
+    """A goal of a bench that was interrupted."""
+    assert isinstance(goal, dict)
+    return goal | {"met": False, "reason": UNMEASURED if goal["value"] is None else INTERRUPTED}
 
 
 def heading(result: Mapping[str, Json], *details: str) -> str:
     """The title of a table: which bench, ``details``, when and of what."""
-    return " · ".join((f"bench {result['bench']}", *details, str(result["date"]), str(result["commit"])))
+    words = [*details, "INTERRUPTED"] if result.get("interrupted") else details
+    return " · ".join((f"bench {result['bench']}", *words, str(result["date"]), str(result["commit"])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from bench.engine.models import BenchModel, write_model
 from bench.engine.options import NATIVE, EngineOptions, engine_options
 from bench.engine.worker import Load, Timing, Worker, available_cores
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope, heading
+from bench.report import Goal, envelope, heading, so_far
 from bench.tables import draw, page, results_of
 from etude.errors import InfrastructureError
 from etude.types import Json
@@ -132,7 +132,9 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
     started_s = time.monotonic()
     settings: dict[str, Json] = {}
     rows: dict[tuple[str, Cell], Row] = {}
-    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+    swaps: Sequence[engine_swaps.Swap] = ()
+    reuse: sessions.Reuse | None = None
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, so_far() as measured:
         for model in chosen.models:
             folder = Path(scratch) / model.name
             write_model(model, folder, seed=0)
@@ -140,7 +142,8 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
                 for row in _rows(model, folder, dtype, chosen, settings):
                     rows[row.contestant, row.cell] = row
         swaps = engine_swaps.measure(chosen.models[0].spec, Path(scratch), chosen.threads, chosen.swaps)
-    reuse = sessions.measure(chosen.models[0].spec, chosen.threads)
+        reuse = sessions.measure(chosen.models[0].spec, chosen.threads)
+    is_whole = not measured.interrupted
     figures: dict[str, Json] = {
         "threads": chosen.threads,
         "prompt_tokens": chosen.prompt_tokens,
@@ -149,15 +152,15 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
         "contestants": settings,
         "results": [row.to_json() for row in rows.values()],
         "swaps": [swap.to_json() for swap in swaps],
-        "sessions": reuse.to_json(),
-        "card": engine_card.measure(chosen.models[0].spec) if torch.cuda.is_available() else None,
+        "sessions": None if reuse is None else reuse.to_json(),
+        "card": engine_card.measure(chosen.models[0].spec) if is_whole and torch.cuda.is_available() else None,
         "goals": native_goals(rows)
         | {
             SWAP_VS_RELOAD.name: _swap_goal(swaps),
-            PREFIX_REUSE.name: PREFIX_REUSE.judge_worst({"later turns": reuse.share}),
+            PREFIX_REUSE.name: PREFIX_REUSE.judge_worst({} if reuse is None else {"later turns": reuse.share}),
         },
     }
-    return envelope("engine", time.monotonic() - started_s, figures)
+    return envelope("engine", time.monotonic() - started_s, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:

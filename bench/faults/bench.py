@@ -8,7 +8,8 @@ judged by what it left. Every run's verdict is written down when it is over, so 
 where it was. Goals: ``lost``, ``double_trained``, ``infra_scored_zero`` and ``unbounded_waits`` are 0.
 
 Every other run keeps its ledger in a PostgreSQL of the campaign's own, where that is installed, and is at a URL, so
-that its machine can be lost with all that its disk had.
+that its machine can be lost with all that its disk had. Some run on a fleet, where there can be one: two regions, each
+of machines that are lost, cut off and left without a supervisor.
 
 Not among the faults: bytes changed inside the committed frames of SQLite's log. Its checksums end the log there, as
 after a loss of power, and no reader can tell that there was more.
@@ -25,25 +26,31 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import orjson
+
 from bench.faults.audit import Finding, Wrong, audit
-from bench.faults.chaos_run import ChaosRun
+from bench.faults.chaos_run import Bounds, ChaosRun, FaultRecord, RunLog
 from bench.faults.database import Database, programs
 from bench.faults.evidence import read_evidence
-from bench.faults.injector import Site
+from bench.faults.fleet_run import PLAN, FleetInjector, FleetSupervisors, begin_run
+from bench.faults.injector import Injector, Site
 from bench.faults.link import Link
 from bench.faults.machine import Machine, compile_preload, missing
-from bench.faults.schedule import Extent, FaultSchedule, Kind, plan
-from bench.faults.verdicts import Verdict, VerdictStore
+from bench.faults.schedule import Extent, FaultSchedule, Kind, Place, RunSize, plan
+from bench.faults.supervisor import Supervisor
+from bench.faults.verdicts import CAMPAIGN, Verdict, VerdictStore
+from bench.fleet import machines
+from bench.fleet.audit import audit_at_home
 from bench.programs import environment
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
-from etude.config.loading import parse_config
+from etude.config.loading import dump_toml, parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.run.folder import RunFolder, start_from
@@ -56,17 +63,23 @@ from etude.types import Json
 
 GROUPS, GROUP_SIZE = 2, 4
 """Per step: small batches, so that many steps and many claims are under way while things go wrong."""
-ROLLOUTS_PER_FAULT = 4
-"""A run grades this many for each of its faults: enough to get on between two of them."""
+ROLLOUTS_PER_FAULT, ROLLOUTS_PER_FLEET_FAULT = 4, 16
+"""A run grades this many for each of its faults: enough to get on between two of them; a fleet's take longer to get
+over.
+"""
 FAULTS = 1000
 QUICK_FAULTS = 50
 """Of a quick campaign: every kind at least once."""
-PER_RUN = 25
+PER_RUN, PER_FLEET_RUN = 25, 10
 """Faults of one run: the start of its processes is paid for by many."""
+FLEET_BOUNDS = Bounds(still_s=600.0)
+"""A fleet has twice the processes, and deadlines for long distances."""
 MIDTRAIN_TOKENS = 60_000
 """For a model that knows the words of the tools, and hardly more."""
 SILENT_S = 10.0
 """Longest silence of its processes: much more than a step takes, and less than a process is frozen for."""
+FLEET_SILENT_S = 60.0
+"""On a fleet, which no fault is about: its many processes share the cores of one machine."""
 START_S = 600.0
 """How long either part of it may take; some seconds where nobody else is at work."""
 MEMORY = Path("/dev/shm")
@@ -82,8 +95,10 @@ class FaultOptions:
 
     faults: int = FAULTS
     seed: int = 0
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    """What may happen."""
     out: Path | None = None
-    """Keeps the verdicts of runs, and the runs in which something was wrong; ``None`` keeps nothing."""
+    """Keeps what happens, the verdicts of runs, and those in which something was wrong; ``None`` keeps nothing."""
 
     def __post_init__(self) -> None:
         if self.faults < 1 or self.seed < 0:
@@ -94,34 +109,75 @@ class FaultOptions:
     @property
     def extent(self) -> Extent:
         """The size of the plan."""
-        per_run = min(PER_RUN, self.faults)
-        rollouts = steps_of(per_run) * GROUPS * GROUP_SIZE
-        return Extent(faults=self.faults, per_run=per_run, rollouts=rollouts, server=programs() is not None)
+        return Extent(
+            faults=self.faults,
+            size=run_size(min(PER_RUN, self.faults), ROLLOUTS_PER_FAULT),
+            fleet_size=None
+            if fleets_missing() is not None
+            else run_size(min(PER_FLEET_RUN, self.faults), ROLLOUTS_PER_FLEET_FAULT),
+            server=programs() is not None,
+            only=frozenset(self.kinds),
+        )
+
+    @property
+    def described(self) -> dict[str, Json]:
+        """What makes it the campaign that it is."""
+        return {"faults": self.faults, "seed": self.seed, "kinds": [kind.value for kind in self.kinds]}
 
 
 def fault_options(
-    faults: int | None = None, *, seed: int = 0, out: Path | None = None, quick: bool = False
+    faults: int | None = None,
+    *,
+    seed: int = 0,
+    kinds: Sequence[str] = (),
+    out: Path | None = None,
+    quick: bool = False,
 ) -> FaultOptions:
     """The options of a call; a campaign is kept in ``runs`` unless ``out`` says where. Raises like the options."""
     chosen = faults if faults is not None else QUICK_FAULTS if quick else FAULTS
-    return FaultOptions(faults=chosen, seed=seed, out=out or Path("runs") / f"bench-faults-s{seed}-{chosen}")
+    if unknown := sorted(set(kinds) - set(Kind)):
+        raise UserError(f"bench faults: --kinds {unknown[0]}: expected some of {', '.join(Kind)}")
+    only = tuple(kind for kind in Kind if kind in (kinds or Kind))
+    name = f"bench-faults-s{seed}-{chosen}{'-some' if kinds else ''}"
+    return FaultOptions(faults=chosen, seed=seed, kinds=only, out=out or Path("runs") / name)
 
 
-def steps_of(faults: int) -> int:
+def options_of(folder: Path) -> FaultOptions:
+    """The options of a campaign that is kept in a folder. Raises :class:`~etude.errors.UserError` for another one."""
+    try:
+        described = orjson.loads((folder / CAMPAIGN).read_bytes())
+        return fault_options(described["faults"], seed=described["seed"], kinds=described["kinds"], out=folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--resume {folder}: no campaign can be read there: {error}") from error
+
+
+def fleets_missing() -> str | None:
+    """Why no run can be on a fleet here; ``None`` where it can."""
+    return machines.missing()
+
+
+def run_size(faults: int, rollouts_per_fault: int) -> RunSize:
+    """The size of a run with that many faults."""
+    return RunSize(faults=faults, rollouts=steps_of(faults, rollouts_per_fault) * GROUPS * GROUP_SIZE)
+
+
+def steps_of(faults: int, rollouts_per_fault: int = ROLLOUTS_PER_FAULT) -> int:
     """Optimiser steps of a run with that many faults."""
-    return max(3, -(-faults * ROLLOUTS_PER_FAULT // (GROUPS * GROUP_SIZE)))
+    return max(3, -(-faults * rollouts_per_fault // (GROUPS * GROUP_SIZE)))
 
 
-def recipe(seed: int, steps: int, ledger: str = "") -> RunConfig:
+def recipe(seed: int, steps: int, ledger: str = "", *, ranks: int = 1, silent_s: float = SILENT_S) -> RunConfig:
     """The smallest run that has everything that can be lost, with deadlines that a campaign can wait for.
 
-    ``ledger`` is the URL of its ledger's server; empty: it is a file.
+    ``ledger`` is the URL of its ledger's server; empty: it is a file. ``ranks`` train together; a process may be silent
+    for ``silent_s``.
     """
     return parse_config(
         {
+            "parallel": {"dp": ranks},
             "name": "faults",
             "seed": seed,
-            "heartbeat_timeout_s": SILENT_S,
+            "heartbeat_timeout_s": silent_s,
             "tasks": {"options": {"kinds": ["arith"]}},
             "model": {
                 "shape": {
@@ -164,13 +220,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
     parser.add_argument("--faults", type=int, help="how many (default: 1000, or 50 with --quick)")
     parser.add_argument("--seed", type=int, default=0, help="of what goes wrong and when")
-    parser.add_argument("--out", type=Path, help="keeps each run's verdict; goes on (default: runs/bench-faults-…)")
+    parser.add_argument("--kinds", nargs="+", default=[], metavar="KIND", help="what may happen (default: all)")
+    parser.add_argument("--out", type=Path, help="keeps what happens (default: runs/bench-faults-…)")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with the campaign that is kept there")
     parser.add_argument("--quick", action="store_true", help="see that it runs, in minutes")
 
 
 def run(options: argparse.Namespace) -> dict[str, Json]:
     """Measure with the options of the command line."""
-    return bench_faults(fault_options(options.faults, seed=options.seed, out=options.out, quick=options.quick))
+    if options.resume is not None:
+        if options.faults is not None or options.seed or options.kinds or options.out is not None or options.quick:
+            raise UserError("bench faults: --resume goes alone: a campaign keeps its faults, seed, kinds and place")
+        return bench_faults(options_of(options.resume))
+    kinds, quick = options.kinds, options.quick
+    return bench_faults(fault_options(options.faults, seed=options.seed, kinds=kinds, out=options.out, quick=quick))
 
 
 def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
@@ -182,14 +245,18 @@ def bench_faults(options: FaultOptions | None = None) -> dict[str, Json]:
     if (reason := missing()) is not None:
         raise UserError(f"bench faults: {reason}")
     began_s = time.monotonic()
+    if not chosen.extent.kinds:
+        raise UserError(f"bench faults: nothing of --kinds can happen here: {fleets_missing() or 'no PostgreSQL'}")
     schedules = plan(chosen.seed, chosen.extent)
     with tempfile.TemporaryDirectory(prefix="etude-faults-", dir=_memory()) as scratch:
-        verdicts = []
-        with Campaign(Path(scratch), chosen) as campaign:
+        verdicts: list[Verdict] = []
+        with Campaign(Path(scratch), chosen) as campaign, so_far() as measured:
             for schedule in schedules:
                 verdicts.append(campaign.verdict(schedule))
                 sys.stderr.write(progress_line(verdicts, len(schedules)))
-    return envelope("faults", time.monotonic() - began_s, summary(verdicts, chosen))
+            noted = campaign.noted
+    figures = summary(verdicts, chosen, noted)
+    return envelope("faults", time.monotonic() - began_s, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:
@@ -198,7 +265,7 @@ def table(result: dict[str, Json]) -> str:
     assert isinstance(endings, dict) and isinstance(findings, list)
     notes = [f"endings: {times} × {text}" for text, times in endings.items()]
     notes += [f"findings: {finding}" for finding in findings]
-    played = f"{result['injected']} of {result['planned']} faults"
+    played = f"{result['injected']} of {result['planned']} faults, {result['noted']} with those of runs begun again"
     return results_page(result, _COLUMNS, f"seed {result['seed']}", played, notes=notes)
 
 
@@ -209,14 +276,14 @@ class Campaign:
         """Raises :class:`~etude.errors.UserError` when ``options.out`` holds another campaign."""
         self._scratch = scratch
         self._options = options
-        described: dict[str, Json] = {"faults": options.faults, "seed": options.seed, "commit": source_commit()}
-        self._store = VerdictStore(options.out or scratch / "verdicts", described)
+        self._commit = source_commit()
+        self._store = VerdictStore(options.out or scratch / "verdicts", options.described)
         self._library: Path | None = None
         self._model: RunFolder | None = None
         self._database: Database | None = None
         self._servers = ExitStack()
         self._key = secrets.token_hex(32)
-        self._work, self._place = scratch / "work", scratch / "place"
+        self._work, self._url = scratch / "work", scratch / "place"
         scratch.chmod(0o711)  # the server has a user of its own
 
     def __enter__(self) -> Self:
@@ -225,12 +292,21 @@ class Campaign:
     def __exit__(self, *_: object) -> None:
         self._servers.close()
 
+    @property
+    def noted(self) -> int:
+        """Faults that were got over so far, those of runs that were stopped included."""
+        return self._store.noted
+
     def verdict(self, schedule: FaultSchedule) -> Verdict:
         """What a run comes to: read from the store, or found out now."""
         if (stored := self._store.find(schedule.number)) is not None:
             return stored
-        database = self._served() if schedule.served else None
-        folder = self._fresh(schedule.number, "" if database is None else database.url)
+        return (self._on_fleet if schedule.place is Place.FLEET else self._here)(schedule)
+
+    def _here(self, schedule: FaultSchedule) -> Verdict:
+        """A run on this machine."""
+        database = self._served() if schedule.place is Place.URL else None
+        folder = self._fresh(schedule, "" if database is None else database.url)
         log = self._scratch / "supervisor.log"
         log.write_bytes(b"")
         with ExitStack() as stack:
@@ -238,18 +314,45 @@ class Campaign:
             machine = Machine(folder.path, Path(folder.store), self._scratch / "page", self._preload())
             stack.callback(machine.close)
             variables = {WORK_VARIABLE: str(self._work), RUN_KEY_VARIABLE: self._key}
-            site = Site(machine=machine, links=links, database=database, variables=variables)
-            chaos_run = ChaosRun(schedule, folder, log, site)
+            site = Site(machine=machine, links=links, database=database)
+            supervisor = Supervisor(folder, log, {**machine.environment, **variables})
+            injector = Injector(folder, site, supervisor)
+            chaos_run = ChaosRun(schedule, folder, supervisor, injector, on_recovery=self._note(schedule))
             run_log = chaos_run.run()
         if run_log.finished:
             try:
                 run_log.findings += audit(read_evidence(folder, chaos_run.snapshot))
             except (DamagedError, InfrastructureError) as error:
                 run_log.findings.append(Finding(Wrong.LOST, f"what the run left cannot be read: {error}"))
-        verdict = Verdict.of(schedule.number, len(schedule.faults), run_log)
-        self._store.put(verdict, folder, [log])
+        verdict = self._judge(schedule, run_log, folder, log)
         shutil.rmtree(folder.path)
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self._url, ignore_errors=True)
+        return verdict
+
+    def _on_fleet(self, schedule: FaultSchedule) -> Verdict:
+        """A run on a fleet of its own. Not in memory: each of its machines has another one."""
+        with tempfile.TemporaryDirectory(prefix="etude-fleet-") as place:
+            scratch = Path(place)
+            with machines.Fleet(PLAN, scratch) as fleet:
+                seed, steps = 1 + schedule.number, self._steps(schedule)
+                config = recipe(seed, steps, fleet.ledger, ranks=PLAN.trainer_nodes, silent_s=FLEET_SILENT_S)
+                (scratch / "recipe.toml").write_text(dump_toml(config), encoding="utf-8")
+                folder = begin_run(fleet, self._start(scratch / "start"), scratch / "recipe.toml", scratch)
+                supervisors = FleetSupervisors(fleet, scratch)
+                injector = FleetInjector(fleet, supervisors)
+                note = self._note(schedule)
+                run_log = ChaosRun(schedule, folder, supervisors, injector, FLEET_BOUNDS, note).run()
+                if run_log.finished:
+                    for wrong, findings in audit_at_home(fleet, scratch).items():
+                        run_log.findings += [Finding(Wrong(wrong), what) for what in findings]
+                return self._judge(schedule, run_log, folder, *scratch.glob("*.log"), *scratch.glob("disks/*/logs/*"))
+
+    def _note(self, schedule: FaultSchedule) -> Callable[[FaultRecord], None]:
+        return lambda record: self._store.note(schedule.number, record)
+
+    def _judge(self, schedule: FaultSchedule, run_log: RunLog, folder: RunFolder, *logs: Path) -> Verdict:
+        verdict = Verdict.of(schedule.number, len(schedule.faults), run_log, self._commit)
+        self._store.put(verdict, folder, logs)
         return verdict
 
     def _preload(self) -> Path:
@@ -264,16 +367,24 @@ class Campaign:
             self._database = self._servers.enter_context(Database(installed, self._scratch / "postgres"))
         return self._database
 
-    def _fresh(self, number: int, ledger: str) -> RunFolder:
+    def _steps(self, schedule: FaultSchedule) -> int:
+        """Optimiser steps of a run."""
+        return self._options.extent.size_of(schedule.place).rollouts // (GROUPS * GROUP_SIZE)
+
+    def _start(self, copy: Path | None = None) -> RunFolder:
+        """What all runs have behind them; or a ``copy`` of it, where other machines see it."""
+        self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
+        return self._model if copy is None else RunFolder(shutil.copytree(self._model.path, copy))
+
+    def _fresh(self, schedule: FaultSchedule, ledger: str) -> RunFolder:
         """A run that has mid-training behind it; every one has a seed, and so tasks, of its own. One whose ledger is on
         a server is at a URL.
         """
-        start = self._model = self._model or midtrained(self._scratch / "start", self._options.seed)
-        per_run = self._options.extent.per_run
-        config, url = recipe(1 + number, steps_of(per_run), ledger), str(self._place) if ledger else ""
+        config = recipe(1 + schedule.number, self._steps(schedule), ledger)
+        url = str(self._url) if ledger else ""
         path = working_path(url, self._work) if url else self._scratch / "run"
         folder = RunFolder.create(path, config, at=url)
-        start_from(start, folder)
+        start_from(self._start(), folder)
         keep(folder, *RECIPE_FILES, *MODEL)
         return folder
 
@@ -293,8 +404,8 @@ def midtrained(path: Path, seed: int) -> RunFolder:
 # ── what came of it ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def summary(verdicts: Sequence[Verdict], options: FaultOptions) -> dict[str, Json]:
-    """The figures of the bench object."""
+def summary(verdicts: Sequence[Verdict], options: FaultOptions, noted: int = 0) -> dict[str, Json]:
+    """The figures of the bench object; ``noted`` faults were got over, those of runs that were stopped included."""
     findings = [(verdict.run, finding) for verdict in verdicts for finding in verdict.findings]
     counts = Counter(finding.wrong for _, finding in findings)
     unfinished = [f"run {verdict.run} did not end" for verdict in verdicts if not verdict.finished]
@@ -302,7 +413,9 @@ def summary(verdicts: Sequence[Verdict], options: FaultOptions) -> dict[str, Jso
         "seed": options.seed,
         "planned": sum(verdict.planned for verdict in verdicts),
         "injected": sum(len(verdict.faults) for verdict in verdicts),
-        "left_out": [kind.value for kind in Kind if kind not in options.extent.kinds],
+        "noted": noted,
+        "commits": list(dict.fromkeys(verdict.commit for verdict in verdicts)),
+        "left_out": [kind.value for kind in options.kinds if kind not in options.extent.kinds],
         "runs": len(verdicts),
         "resumes": sum(verdict.resumes for verdict in verdicts),
         "run_seconds": round(sum(verdict.seconds for verdict in verdicts), 1),

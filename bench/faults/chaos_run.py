@@ -4,26 +4,25 @@
                                                                                │
     until the run is done, or has stood still for longer than any wait in it may take ◀──┘
 
-Owns time, processes and the record of each fault. What a fault does is :mod:`bench.faults.injector`'s, what is
-wrong with the ledger snapshot :mod:`bench.faults.audit`'s.
+Owns time and the record of each fault, of runs on one machine and on a fleet alike. What a fault does is
+:mod:`bench.faults.injector`'s and :mod:`bench.faults.fleet_run`'s, what is wrong with the ledger snapshot
+:mod:`bench.faults.audit`'s.
 """
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 from bench.faults.audit import Finding, LedgerSnapshot, Wrong, compare
 from bench.faults.evidence import read_snapshot
-from bench.faults.injector import Damage, Injector, NoVictim, Site, damageable
+from bench.faults.injector import Damage, NoVictim, damageable
 from bench.faults.schedule import OFFLINE, Fault, FaultSchedule, Kind
-from bench.faults.supervisor import GONE_S, Supervisor, kill_all, wait_for_end
-from etude.errors import InfrastructureError, RunFolderError
+from bench.faults.supervisor import GONE_S, kill_all, wait_for_end
+from etude.errors import ExitCode, InfrastructureError
 from etude.run.folder import RunFolder
-from etude.run.process_name import ProcessName
 
 POLL_S = 0.05
 """How often everything is looked at."""
@@ -31,6 +30,58 @@ SETTLE_S = 0.5
 """A fault is got over when the run gets on this long after it had gone: sooner, a death may not have been noticed."""
 DOWN = OFFLINE | {Kind.KILL_SUPERVISOR}
 """Kinds that take the whole run down."""
+ENDS = frozenset({ExitCode.DONE, ExitCode.NOTHING_LEARNT})
+"""Exit statuses of a run that came to its end: so few steps may teach nothing."""
+
+
+class RunSupervisor(Protocol):
+    """The supervisor of a run, across its incarnations."""
+
+    resumes: int
+    """How often it was started again."""
+
+    @property
+    def status(self) -> int | None:
+        """How it ended; ``None`` while it runs, or is away because of a fault that holds."""
+        ...
+
+    @property
+    def output(self) -> str:
+        """What the present incarnation has printed."""
+        ...
+
+    @property
+    def starts(self) -> int:
+        """Processes that all incarnations have started."""
+        ...
+
+    def resume(self) -> None:
+        """Start the next incarnation."""
+        ...
+
+    def kill(self) -> list[int]:
+        """``kill -9``; returns the processes that are left without it."""
+        ...
+
+    def stop_all(self) -> None:
+        """Leave no process behind, whatever state it is in."""
+        ...
+
+
+class FaultInjector(Protocol):
+    """Lets faults happen to one run."""
+
+    def begin(self, fault: Fault) -> AbstractContextManager[None]:
+        """A fault of a run that is up; entering it raises :class:`~bench.faults.injector.NoVictim` while it cannot."""
+        ...
+
+    def damage(self, fault: Fault) -> Damage | None:
+        """Change files of a run that is down; ``None`` if that cannot be undone. Raises likewise."""
+        ...
+
+    def keep_up(self) -> None:
+        """Follow the run; called again and again."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,14 +130,21 @@ class RunLog:
 
 @final
 class ChaosRun:
-    """Drives one run through its faults; ``log`` takes what its supervisors print."""
+    """Drives one run through its faults."""
 
     def __init__(
-        self, schedule: FaultSchedule, folder: RunFolder, log: Path, site: Site, bounds: Bounds | None = None
+        self,
+        schedule: FaultSchedule,
+        folder: RunFolder,
+        supervisor: RunSupervisor,
+        injector: FaultInjector,
+        bounds: Bounds | None = None,
+        on_recovery: Callable[[FaultRecord], None] = lambda _: None,
     ) -> None:
+        """``on_recovery`` is told of each fault that was got over, at once."""
         self._bounds = bounds or Bounds()
         self._folder = folder
-        self._site = site
+        self._on_recovery = on_recovery
         self._due = list(schedule.faults)
         self._due_since_s: float | None = None
         self._open: list[tuple[float, FaultRecord, AbstractContextManager[None]]] = []
@@ -95,8 +153,8 @@ class ChaosRun:
         self._snapshot = LedgerSnapshot()
         self._moved_s = time.monotonic()
         self._vain_endings = 0
-        self._supervisor = Supervisor(folder, log, {**site.machine.environment, **site.variables})
-        self._injector = Injector(folder, site, self._supervisor)
+        self._supervisor = supervisor
+        self._injector = injector
 
     @property
     def snapshot(self) -> LedgerSnapshot:
@@ -110,7 +168,7 @@ class ChaosRun:
             stack.callback(self._supervisor.stop_all)
             stack.callback(self._heal)
             while not self._log.finished and not self._is_stuck():
-                self._lead()
+                self._injector.keep_up()
                 self._strike()
                 self._heal(time.monotonic())
                 self._look()
@@ -171,10 +229,8 @@ class ChaosRun:
                 self._find(f"processes {left} outlived their supervisor by {GONE_S:g} s")
         for fault in faults:
             with suppress(NoVictim):  # its file went with the processes: it waits for the next one
-                if fault.kind is Kind.LOSE_DISK:
-                    self._injector.lose_disk()
-                elif fault.kind in OFFLINE:
-                    self._damages.append(self._injector.damage(fault))
+                if fault.kind in OFFLINE and (damage := self._injector.damage(fault)) is not None:
+                    self._damages.append(damage)
                 records.append(self._tell(fault))
         for record in records:
             record.healed_s = time.monotonic()
@@ -197,7 +253,7 @@ class ChaosRun:
 
     def _follow_up(self, status: int) -> None:
         """The supervisor ended by itself: the run is done, or its error is noted and it is resumed."""
-        if status == 0:
+        if status in ENDS:
             self._log.finished = True
             return
         output = self._supervisor.output
@@ -226,15 +282,6 @@ class ChaosRun:
     def _find(self, what: str) -> None:
         self._log.findings.append(Finding(Wrong.UNBOUNDED_WAITS, what))
 
-    def _lead(self) -> None:
-        """Let connections go through the links, wherever the run listens since it was resumed."""
-        with suppress(RunFolderError, OSError, ValueError, KeyError):
-            for number, (name, link) in enumerate(self._site.links.items()):
-                port = self._folder.endpoints.port(ProcessName.parse(name))
-                if port != link.target:
-                    link.target = port
-                    self._site.machine.lead(number, port, link.port)
-
     def _look(self) -> None:
         """Read the ledger snapshot: whether all is there that was, and whether the run got on."""
         snapshot = read_snapshot(self._folder)
@@ -259,5 +306,6 @@ class ChaosRun:
             record.how = "resumed"
         else:
             record.how = "restarted" if self._supervisor.starts > record.starts else "went on"
+        self._on_recovery(record)
         if record.fault.kind is Kind.FREEZE and record.how == "went on":
             self._find("a frozen process was not replaced")

@@ -24,11 +24,12 @@ from bench.faults.database import locked, query, split
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN
 from etude.models.checkpoint import load_spec
 from etude.rollouts.task_order import TaskOrder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state, training_model
+from etude.run.payload_store import open_ledger
 from etude.run.task_families import open_family
 from etude.run.trainer_group import optimisation_of
 from etude.run.weight_log import open_log
@@ -145,14 +146,14 @@ def _read_file(file: str) -> list[list[tuple[Any, ...]]] | None:
 
 def _drawn(folder: RunFolder, config: RunConfig) -> tuple[tuple[str, int], ...]:
     order = TaskOrder(open_family(config), seed=config.seed)
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         drawn = ledger.progress().drawn
     draws = (order.draw(position) for position in range(drawn))
     return tuple((draw.task.task_id, draw.epoch) for draw in draws)
 
 
 def _endings(folder: RunFolder) -> Iterator[Ending]:
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         for group in ledger.groups(TRAIN):
             for rollout in group.rollouts:
                 yield Ending(

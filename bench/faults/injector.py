@@ -11,7 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, final
@@ -23,7 +23,9 @@ from bench.faults.machine import Machine
 from bench.faults.schedule import Fault, Kind
 from bench.faults.supervisor import Supervisor
 from bench.usage import descendants
+from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
+from etude.run.process_name import ProcessName
 
 SUPERVISOR, ROLLOUTS = "run", "rollouts"
 """Commands of processes."""
@@ -82,8 +84,6 @@ class Site:
     """By the process behind each."""
     database: Database | None
     """The server of its ledger; ``None`` where that is a file."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of its processes."""
 
 
 class NoVictim(Exception):
@@ -120,19 +120,19 @@ class Injector:
         self._supervisor = supervisor
 
     def begin(self, fault: Fault) -> AbstractContextManager[None]:
-        """A fault of a run that is up; what happens to files of one that is down is :meth:`damage`."""
+        """A fault of a run that is up; what happens to files of one that is down is :meth:`damage`'s."""
         kind, pick = fault.kind, fault.pick
         if kind in SIGNALS:
             command, number = SIGNALS[kind]
             return self._signalled(lambda: self._pid(command), number)
         if kind in SANDBOX_SIGNALS:
-            return self._signalled(lambda: _picked(self._sandbox_pids(), pick), SANDBOX_SIGNALS[kind])
+            return self._signalled(lambda: picked(self._sandbox_pids(), pick), SANDBOX_SIGNALS[kind])
         if kind in WEATHERS:
             link, weather = WEATHERS[kind]
             return self._site.links[link].disturbed(weather, pick)
         match kind:
             case Kind.FREEZE:
-                return self._signalled(lambda: self._pid(_picked(PROCESSES, pick)), signal.SIGSTOP)
+                return self._signalled(lambda: self._pid(picked(PROCESSES, pick)), signal.SIGSTOP)
             case Kind.STORE_ERROR:
                 return self._site.machine.ill_store()
             case Kind.STORE_SLOW:
@@ -149,16 +149,25 @@ class Injector:
                 return self._server().down()
         raise AssertionError(f"{kind} does not happen to a run that is up")
 
-    def lose_disk(self) -> None:
-        """Remove all that a run that is down has on this machine. Raises :class:`NoVictim`."""
-        if not damageable(self._folder, Kind.LOSE_DISK):
-            raise NoVictim
-        shutil.rmtree(self._folder.path)
+    def keep_up(self) -> None:
+        """Let connections go through the links, wherever the run listens since it was resumed."""
+        with suppress(RunFolderError, OSError, ValueError, KeyError):
+            for number, (name, link) in enumerate(self._site.links.items()):
+                port = self._folder.endpoints.port(ProcessName.parse(name))
+                if port != link.target:
+                    link.target = port
+                    self._site.machine.lead(number, port, link.port)
 
-    def damage(self, fault: Fault) -> Damage:
-        """Change a file of a run that is down. Raises :class:`NoVictim`."""
+    def damage(self, fault: Fault) -> Damage | None:
+        """Change a file of a run that is down, or remove all that it has on this machine, which is not undone.
+
+        Raises :class:`NoVictim`.
+        """
         draw = random.Random(fault.pick)
-        path = _picked(damageable(self._folder, fault.kind), fault.pick)
+        path = picked(damageable(self._folder, fault.kind), fault.pick)
+        if fault.kind is Kind.LOSE_DISK:
+            shutil.rmtree(self._folder.path)
+            return None
         sound = path.read_bytes()
         if fault.kind is Kind.DAMAGE_SIDECAR and path.name.endswith("-wal"):
             damaged = sound + draw.randbytes(GARBAGE_BYTES)
@@ -193,7 +202,7 @@ class Injector:
             return self._supervisor.pid
         words = [b"-m", b"etude", command.encode()]
         result = [pid for pid in descendants(self._supervisor.pid) if command_line(pid)[1:4] == words]
-        return _picked(result, 0.0)
+        return picked(result, 0.0)
 
     def _sandbox_pids(self) -> list[int]:
         return [pid for pid in descendants(self._pid(ROLLOUTS)) if any(SANDBOX in word for word in command_line(pid))]
@@ -240,7 +249,8 @@ def _size_bytes(path: Path) -> int:
         return 0
 
 
-def _picked(victims: Sequence[Choice], pick: float) -> Choice:
+def picked(victims: Sequence[Choice], pick: float) -> Choice:
+    """The victim that a ``pick`` in [0, 1) names. Raises :class:`NoVictim` for none."""
     if not victims:
         raise NoVictim
     return victims[int(pick * len(victims))]

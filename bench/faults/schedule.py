@@ -68,6 +68,16 @@ class Kind(StrEnum):
     """Likewise, in an object of the weight store."""
     LOSE_DISK = "lose-disk"
     """The machine of a run at a URL is lost, with all that its disk had; another one goes on from the URL."""
+    CUT_REGION = "cut-region"
+    """Nothing gets to a region of a fleet, or out of it."""
+    KILL_RELAY = "kill-relay"
+    """``kill -9`` of a relay, the active one or the one that stands by."""
+    LOSE_ENGINE_MACHINE = "lose-engine-machine"
+    """A machine with an engine is lost, with its disk; an empty one comes after a while."""
+    LOSE_TRAINER_NODE = "lose-trainer-node"
+    """A machine with a node of the trainer is lost, likewise; its disk is shared."""
+    LOSE_SUPERVISOR = "lose-supervisor"
+    """``kill -9`` of the supervisor of home or of a region; its processes go on, and somebody starts another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +123,11 @@ SPECS: Mapping[Kind, FaultSpec] = MappingProxyType(
         Kind.DAMAGE_SIDECAR: FaultSpec(1),
         Kind.DAMAGE_STORE: FaultSpec(1),
         Kind.LOSE_DISK: FaultSpec(1),
+        Kind.CUT_REGION: FaultSpec(2, (2.0, 15.0)),
+        Kind.KILL_RELAY: FaultSpec(2),
+        Kind.LOSE_ENGINE_MACHINE: FaultSpec(2, (3.0, 10.0)),
+        Kind.LOSE_TRAINER_NODE: FaultSpec(1, (3.0, 10.0)),
+        Kind.LOSE_SUPERVISOR: FaultSpec(2, (1.0, 5.0)),
     }
 )
 """Each kind's share and time. What costs a start of all processes is rarer than what costs a retry."""
@@ -125,6 +140,10 @@ SERVED = frozenset({Kind.LEDGER_CUT, Kind.LEDGER_DOWN, Kind.LOSE_DISK})
 """Kinds that happen to runs whose ledger is on a server, which are at a URL."""
 EMBEDDED = frozenset({Kind.DAMAGE_SIDECAR})
 """Kinds that happen to runs whose ledger is a file."""
+FLEET = frozenset(
+    {Kind.CUT_REGION, Kind.KILL_RELAY, Kind.LOSE_ENGINE_MACHINE, Kind.LOSE_TRAINER_NODE, Kind.LOSE_SUPERVISOR}
+)
+"""Kinds that happen to runs on a fleet, and the only ones that do."""
 LAST_SHARE = 0.85
 """Of a run's progress: later nothing happens, so that every fault finds its run alive."""
 FILES_SHARE = 0.3
@@ -150,60 +169,77 @@ class Fault:
     """In [0, 1): decides among victims, bytes, statuses, directions."""
 
 
+class Place(StrEnum):
+    """Where a run is."""
+
+    FOLDER = "folder"
+    """On one machine, with its ledger in a file."""
+    URL = "url"
+    """On one machine and at a URL, with its ledger on a server."""
+    FLEET = "fleet"
+    """On the machines of several regions."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSchedule:
     """The faults of one run, in the order in which they are due."""
 
     number: int
-    served: bool
-    """Whether its ledger is on a server."""
+    place: Place = Place.FOLDER
     faults: tuple[Fault, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """How large a campaign is."""
+class RunSize:
+    """How large one run is."""
 
     faults: int
-    per_run: int
-    """Faults of one run, at most."""
+    """At most."""
     rollouts: int
-    """That one run grades."""
-    server: bool = False
-    """Whether every other run has its ledger on a server."""
+    """That it grades."""
 
-    @property
-    def runs(self) -> int:
-        """Of the campaign."""
-        return -(-self.faults // self.per_run)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How large a campaign is, and what can happen in it."""
+
+    faults: int
+    size: RunSize
+    """Of a run on one machine."""
+    fleet_size: RunSize | None = None
+    """Of a run on a fleet; ``None`` where there are no fleets."""
+    server: bool = False
+    """Whether every other run on one machine has its ledger on a server."""
+    only: frozenset[Kind] = frozenset(Kind)
 
     @property
     def kinds(self) -> frozenset[Kind]:
         """What can happen in it."""
-        return frozenset(Kind) - (frozenset() if self.server and self.runs > 1 else SERVED)
+        barred = frozenset() if self.server and self.faults > self.size.faults else SERVED
+        return self.only - barred - (FLEET if self.fleet_size is None else frozenset())
 
-    def is_served(self, run: int) -> bool:
-        """Whether the ledger of a run is on a server."""
-        return self.server and run % 2 == 1
-
-    def barred(self, run: int) -> frozenset[Kind]:
-        """What cannot happen to a run."""
-        return EMBEDDED if self.is_served(run) else SERVED
+    def size_of(self, place: Place) -> RunSize:
+        """The size of a run there."""
+        size = self.fleet_size if place is Place.FLEET else self.size
+        assert size is not None, "no fleet is planned where there is none"
+        return size
 
 
 def plan(seed: int, extent: Extent) -> tuple[FaultSchedule, ...]:
     """The runs of a campaign with all their faults; the same for the same arguments, whatever the machine.
 
-    Raises ``ValueError`` for a campaign without faults or runs too short for theirs.
+    Raises ``ValueError`` for a campaign without faults, or without kinds of them, or runs too short for theirs.
     """
-    if extent.faults < 1 or not 1 <= extent.per_run <= extent.rollouts * LAST_SHARE:
+    sizes = [size for size in (extent.size, extent.fleet_size) if size is not None]
+    if extent.faults < 1 or not extent.kinds or not all(1 <= s.faults <= s.rollouts * LAST_SHARE for s in sizes):
         raise ValueError(f"no campaign of {extent}: it needs a fault, and a rollout or more for each of a run")
     draw = random.Random(f"faults {seed}")
     schedules: list[FaultSchedule] = []
     number = 0
-    for run, kinds in enumerate(_dealt(apportion(extent.faults, extent.kinds), extent, draw)):
-        faults = [_drawn(number + place, kind, (place, len(kinds)), draw, extent) for place, kind in enumerate(kinds)]
-        schedules.append(FaultSchedule(number=run, served=extent.is_served(run), faults=_gathered(faults, extent)))
+    for place, kinds in _dealt(apportion(extent.faults, extent.kinds), extent, draw):
+        size = extent.size_of(place)
+        faults = [_drawn(number + nth, kind, (nth, len(kinds)), draw, size) for nth, kind in enumerate(kinds)]
+        schedules.append(FaultSchedule(number=len(schedules), place=place, faults=_gathered(faults, size)))
         number += len(kinds)
     return tuple(schedules)
 
@@ -218,39 +254,57 @@ def apportion(faults: int, kinds: frozenset[Kind] = frozenset(Kind)) -> list[Kin
     return list(given.elements())
 
 
-def _dealt(kinds: list[Kind], extent: Extent, draw: random.Random) -> list[list[Kind]]:
-    """Kinds run by run, each where it can happen, and as many in one run as in another."""
+def _dealt(kinds: list[Kind], extent: Extent, draw: random.Random) -> list[tuple[Place, list[Kind]]]:
+    """Kinds run by run, each where it can happen, and as many in one run as in another; no run is without any."""
     draw.shuffle(kinds)
-    hands: list[list[Kind]] = [[] for _ in range(extent.runs)]
+    hands: list[tuple[Place, list[Kind]]] = [(place, []) for place in _places(kinds, extent)]
     for kind in sorted(kinds, key=lambda kind: kind not in SERVED | EMBEDDED):
-        fitting = [hand for run, hand in enumerate(hands) if kind not in extent.barred(run)]
+        fitting = [hand for place, hand in hands if place in _places_of(kind)]
         min(fitting, key=len).append(kind)
-    for hand in hands:
+    for _, hand in hands:
         draw.shuffle(hand)
-    return hands
+    return [(place, hand) for place, hand in hands if hand]
 
 
-def _drawn(number: int, kind: Kind, place: tuple[int, int], draw: random.Random, extent: Extent) -> Fault:
+def _places(kinds: Sequence[Kind], extent: Extent) -> list[Place]:
+    """The place of each run, for all that is to happen."""
+    far = sum(kind in FLEET for kind in kinds)
+    near, least = len(kinds) - far, 2 if any(kind in SERVED for kind in kinds) else 1
+    places = [Place.URL if extent.server and run % 2 else Place.FOLDER
+              for run in range(max(least, -(-near // extent.size.faults)))]  # fmt: skip
+    return places + [Place.FLEET] * (-(-far // extent.size_of(Place.FLEET).faults) if far else 0)
+
+
+def _places_of(kind: Kind) -> frozenset[Place]:
+    """Where a kind can happen."""
+    if kind in FLEET:
+        return frozenset({Place.FLEET})
+    if kind in SERVED:
+        return frozenset({Place.URL})
+    return frozenset({Place.FOLDER}) if kind in EMBEDDED else frozenset({Place.FOLDER, Place.URL})
+
+
+def _drawn(number: int, kind: Kind, place: tuple[int, int], draw: random.Random, size: RunSize) -> Fault:
     """A fault in the ``place[0]``-th of ``place[1]`` equal parts of its run's progress."""
     shortest_s, longest_s = SPECS[kind].hold_s
     progress = LAST_SHARE * (place[0] + draw.random()) / place[1]
     return Fault(
         number=number,
         kind=kind,
-        at=int(progress * extent.rollouts),
+        at=int(progress * size.rollouts),
         delay_s=draw.uniform(0.0, LONGEST_DELAY_S),
         hold_s=draw.uniform(shortest_s, longest_s),
         pick=draw.random(),
     )
 
 
-def _gathered(faults: Sequence[Fault], extent: Extent) -> tuple[Fault, ...]:
+def _gathered(faults: Sequence[Fault], size: RunSize) -> tuple[Fault, ...]:
     """The faults in order of progress; files are damaged together, while the run is down anyway if it ever is."""
     damages = [fault for fault in faults if fault.kind in OFFLINE]
     if not damages:
         return tuple(faults)
     kills = [fault for fault in faults if fault.kind is Kind.KILL_SUPERVISOR][-1:]
-    at = max((kills or damages)[-1].at, int(FILES_SHARE * extent.rollouts))
+    at = max((kills or damages)[-1].at, int(FILES_SHARE * size.rollouts))
     others = [fault for fault in faults if fault not in kills and fault not in damages]
     down = [replace(fault, at=at) for fault in (*kills, *damages)]
     return tuple(sorted([*down, *others], key=lambda fault: fault.at))

@@ -1,6 +1,7 @@
 """The verdicts of a campaign's runs on disk, so that one that was stopped goes on where it was.
 
 campaign.json     what the campaign is: another one does not go on here
+faults.jsonl      each fault that was got over, as it happens; also those of runs that were stopped, and began again
 run-0003.json     the verdict of a run that is over
 run-0003/         the run itself, where something was wrong in it
 """
@@ -14,10 +15,12 @@ from typing import Any, Self
 import orjson
 
 from bench.faults.audit import Finding, Wrong
-from bench.faults.chaos_run import RunLog
+from bench.faults.chaos_run import FaultRecord, RunLog
 from etude.errors import DamagedError, UserError
 from etude.run.folder import RunFolder
 from etude.types import Json
+
+CAMPAIGN, FAULTS = "campaign.json", "faults.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,13 @@ class Got:
     """Empty where it was not."""
     seconds: float | None
     """From its end to the next thing that the run did."""
+
+    @classmethod
+    def of(cls, record: FaultRecord) -> Self:
+        """What became of a fault."""
+        over = record.recovered_s is not None and record.healed_s is not None
+        seconds = record.recovered_s - record.healed_s if over else None  # type: ignore[operator]  # not None, if over
+        return cls(kind=record.fault.kind, how=record.how, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,26 +54,20 @@ class Verdict:
     findings: tuple[Finding, ...]
     endings: tuple[str, ...]
     """The errors with which it ended before it was done, and was resumed."""
+    commit: str = ""
+    """Of the sources that it ran."""
 
     @classmethod
-    def of(cls, run: int, planned: int, run_log: RunLog) -> Self:
+    def of(cls, run: int, planned: int, run_log: RunLog, commit: str = "") -> Self:
         """The verdict on a chaos run that is over."""
         return cls(
             run=run,
+            commit=commit,
             planned=planned,
             finished=run_log.finished,
             resumes=run_log.resumes,
             seconds=run_log.seconds,
-            faults=tuple(
-                Got(
-                    kind=record.fault.kind,
-                    how=record.how,
-                    seconds=None
-                    if record.recovered_s is None or record.healed_s is None
-                    else record.recovered_s - record.healed_s,
-                )
-                for record in run_log.records
-            ),
+            faults=tuple(map(Got.of, run_log.records)),
             findings=tuple(run_log.findings),
             endings=tuple(run_log.endings),
         )
@@ -92,7 +96,7 @@ class VerdictStore:
         """Raises :class:`~etude.errors.UserError` when the folder holds another campaign than ``campaign``."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        file, described = folder / "campaign.json", orjson.dumps(dict(campaign), option=orjson.OPT_SORT_KEYS) + b"\n"
+        file, described = folder / CAMPAIGN, orjson.dumps(dict(campaign), option=orjson.OPT_SORT_KEYS) + b"\n"
         if file.exists() and file.read_bytes() != described:
             raise UserError(
                 f"{folder} holds another campaign, {file.read_text(encoding='utf-8').strip()}: choose another --out"
@@ -108,6 +112,18 @@ class VerdictStore:
             return Verdict.parse(file.read_bytes())
         except ValueError as error:
             raise DamagedError(f"{file} cannot be read: {error}; remove it to repeat that run") from error
+
+    def note(self, run: int, record: FaultRecord) -> None:
+        """Write down a fault that was got over."""
+        line = orjson.dumps({"run": run, "fault": record.fault.number, **asdict(Got.of(record))})
+        with (self._folder / FAULTS).open("ab") as file:
+            file.write(line + b"\n")
+
+    @property
+    def noted(self) -> int:
+        """Faults that were got over so far, in runs that are over and in those that were stopped."""
+        file = self._folder / FAULTS
+        return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def put(self, verdict: Verdict, folder: RunFolder, logs: Sequence[Path]) -> None:
         """Keep a verdict, and the run, too, where something was wrong in it."""

@@ -7,7 +7,6 @@
 Owns processes, time and the record of each fault. What a fault means is :mod:`bench.fleet.figures`'s.
 """
 
-import json
 import subprocess
 import sys
 import time
@@ -17,12 +16,15 @@ from pathlib import Path
 from typing import final
 
 from bench import programs
+from bench.fleet.audit import audit_at_home
 from bench.fleet.figures import FaultRecord, recovery
-from bench.fleet.machines import Fleet, store_url
+from bench.fleet.machines import Fleet, living, processes, store_url
 from bench.fleet.namespaces import kill_all
 from bench.fleet.observed import Observed, of_kind
 from bench.fleet.plan import HOME, FaultKind, FleetPlan, PlannedFault
 from bench.fleet.ray_nodes import RESOURCES
+from bench.report import so_far
+from bench.starts import starting_from
 from etude.errors import InfrastructureError
 from etude.telemetry.events import EngineStats, Logged, StepDone, WeightsPublished
 
@@ -32,12 +34,12 @@ LAUNCHERS: Mapping[str, str] = {MACHINES: "bench.fleet.launcher:MachineLauncher"
 """Launcher of the demo → its name in ``fleet.toml``."""
 PACKS = "weights/packs"
 """Folders of a store with what weight versions consist of."""
-POLL_S = 0.2
-"""How often everything is looked at."""
-FIRST_STEP = 3
-"""Faults begin after this step: by then all regions sample."""
-GAP_S = 8.0
-"""Between the end of a fault and the next one."""
+POLL_S = 0.5
+"""How often everything is looked at; when things happened is read from events."""
+FIRST_STEP = 2
+"""Nothing goes wrong before this step."""
+GAP_S = 3.0
+"""Between the end of a fault and the next one, at least."""
 FAULT_S = 240.0
 """After this time a fault counts as one that the fleet did not get over."""
 RESTART_S = 1.0
@@ -60,6 +62,7 @@ class DemoLog:
     """Region → bytes on the link from home, everything included."""
     findings: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """What the auditor found wrong, by its goals."""
+    interrupted: bool = False
     status: int | None = None
     """Exit status of the run; ``None`` if it was not finished in time."""
     began_s: float = 0.0
@@ -76,17 +79,19 @@ class Demo:
         scratch: Path,
         *,
         launcher: str = MACHINES,
+        start: Path,
         seed: int,
         deadline_s: float,
         tell: Callable[[str], None],
     ) -> None:
-        """``launcher`` is one of :data:`LAUNCHERS`. ``tell`` is given what people want to know at once; the run has
-        until ``deadline_s``.
+        """``launcher`` is one of :data:`LAUNCHERS`, ``start`` the model that RL begins with. ``tell`` is given what
+        people want to know at once; the run has until ``deadline_s``.
         """
         self._launcher = launcher
         self._fleet = fleet
         self._plan: FleetPlan = fleet.plan
         self._scratch = scratch
+        self._start = start
         self._seed = seed
         self._deadline_s = deadline_s
         self._tell = tell
@@ -95,7 +100,8 @@ class Demo:
         self._log = DemoLog()
         self._regions: dict[str, subprocess.Popen[bytes]] = {}
         self._home: subprocess.Popen[bytes] | None = None
-        self._over_s = 0.0
+        self._calm_s: float | None = None
+        """Since when nothing is wrong; ``None`` before all regions sample."""
         self._steps = 0
 
     def run(self) -> DemoLog:
@@ -104,17 +110,12 @@ class Demo:
         toml = self._scratch / "fleet.toml"
         toml.write_text(fleet_toml(self._plan, self._launcher), encoding="utf-8")
         self._home = self._start_home(toml)
-        while (status := self._home.poll()) is None and not self._is_late:
-            self._observed.update()
-            self._tell_steps()
-            if of_kind(self._observed.events, WeightsPublished):
-                self._keep_regions(toml)
-            self._close_faults()
-            if self._is_due():
-                self._strike(self._due.pop(0))
-            time.sleep(POLL_S)
+        with so_far() as measured:
+            self._watch()
+        self._log.interrupted = measured.interrupted
         self._observed.update()
         self._close_faults()
+        status = self._home.poll()
         self._log.status, self._log.skipped = status, self._due
         self._log.events = self._observed.events
         self._log.seconds = time.time() - self._log.began_s
@@ -122,6 +123,19 @@ class Demo:
             raise InfrastructureError(f"bench fleet: the run ended with {status}: {self.tail('home')}")
         self._measure()
         return self._log
+
+    def _watch(self) -> None:
+        """Until the run ends or is late: keep the regions' supervisors, let faults happen, undo them."""
+        assert self._home is not None
+        while self._home.poll() is None and not self._is_late:
+            self._observed.update()
+            self._tell_steps()
+            if of_kind(self._observed.events, WeightsPublished):
+                self._keep_regions()
+            self._close_faults()
+            while self._is_due():
+                self._strike(self._due.pop(0))
+            time.sleep(POLL_S)
 
     def tail(self, site: str) -> str:
         """The last lines that the supervisor of a site printed."""
@@ -134,13 +148,13 @@ class Demo:
     # ── processes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _start_home(self, toml: Path) -> subprocess.Popen[bytes]:
-        settings = [word for setting in (*self._plan.settings, f"trainer.steps={self._plan.steps}")
-                    for word in ("--set", setting)]  # fmt: skip
+        own = (*starting_from(self._start), *self._plan.settings, f"trainer.steps={self._plan.steps}")
+        settings = [word for setting in own for word in ("--set", setting)]
         where = ["--at", self._fleet.url, "--fleet", str(toml), "--ledger", self._fleet.ledger]
         command = [*etude("run"), str(RECIPE), "--seed", str(self._seed), *where, *settings]
         return self._fleet.start(HOME, command, self._log_file(HOME))
 
-    def _keep_regions(self, toml: Path) -> None:
+    def _keep_regions(self) -> None:
         """Start the supervisor of each region, and start it again when it ended."""
         for region in self._plan.regions:
             supervisor = self._regions.get(region.name)
@@ -149,7 +163,7 @@ class Demo:
             if supervisor is not None:
                 self._tell(f"the supervisor of {region.name} ended and is started again: {self.tail(region.name)}")
                 time.sleep(REGION_S)
-            command = [*etude("fleet", "run"), str(toml), "--run", self._fleet.url, "--region", region.name]
+            command = [*etude("fleet", "run"), "--run", self._fleet.url, "--region", region.name]
             self._regions[region.name] = self._fleet.start(region.name, command, self._log_file(region.name))
 
     def _log_file(self, site: str) -> Path:
@@ -164,11 +178,19 @@ class Demo:
     # ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _is_due(self) -> bool:
-        """True if the next fault may come: all regions have sampled, and the one before is over for a while."""
-        if not self._due or self._steps < FIRST_STEP or any(each.recovered_s is None for each in self._open()):
+        """True if the next fault may come: all regions sample, and nothing was wrong for long enough."""
+        if self._calm_s is None:
+            sampling = {logged.process for logged in of_kind(self._observed.events, EngineStats)}
+            if self._steps >= FIRST_STEP and len(sampling) >= len(self._plan.regions):
+                self._calm_s = time.time()
             return False
-        sampling = {logged.process for logged in of_kind(self._observed.events, EngineStats)}
-        return len(sampling) >= len(self._plan.regions) and time.time() - self._over_s >= GAP_S
+        if not self._due:
+            return False
+        fault = self._due[0]
+        if fault.joins:
+            return True
+        is_over = all(each.recovered_s is not None for each in self._open())
+        return is_over and time.time() - self._calm_s >= max(GAP_S, fault.lasts_s)
 
     def _open(self) -> list[FaultRecord]:
         """Faults that are not over yet, without those that are given up."""
@@ -184,7 +206,7 @@ class Demo:
                 self._fleet.heal(record.fault.region)
                 record.healed_s = time.time()
             if (recovered_s := recovery(record, self._observed.events)) is not None:
-                record.recovered_s, self._over_s = recovered_s, time.time()
+                record.recovered_s, self._calm_s = recovered_s, time.time()
                 self._tell(f"{record.fault.kind} ({record.fault.region}): over after {record.over_s:.1f} s")
 
     def _strike(self, fault: PlannedFault) -> None:
@@ -212,23 +234,15 @@ class Demo:
 
     def _kill(self, region: str, word: str, most: int = sys.maxsize) -> None:
         """``kill -9`` processes of a command in a region."""
-        pids = [pid for site in self._sites(region) for pid in self._running(site, word)]
+        pids = [pid for site in living(self._fleet, region) for pid in processes(self._fleet, site, word)]
         kill_all(sorted(pids)[:most])
 
     def _machine_of(self, region: str, word: str, avoid: str = "") -> str:
         """The machine that runs a command, not ``avoid``. Raises ``InfrastructureError`` for none."""
-        for site in self._sites(region):
-            if site != avoid and self._running(site, word):
+        for site in living(self._fleet, region):
+            if site != avoid and processes(self._fleet, site, word):
                 return site
         raise InfrastructureError(f"bench fleet: no machine of {region} runs {word}")
-
-    def _running(self, site: str, word: str) -> list[int]:
-        """Processes of étude's on a machine whose command is ``word``."""
-        own = {pid: words for pid, words in self._fleet.running(site).items() if "etude" in words}
-        return [pid for pid, words in own.items() if word in words[words.index("etude") :][:3]]
-
-    def _sites(self, region: str) -> list[str]:
-        return [site for site, name in self._plan.region_of.items() if name == region and self._fleet.lives(site)]
 
     # ── what it came to ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,16 +255,7 @@ class Demo:
         }
         self._log.link_bytes = {region.name: self._fleet.traffic_bytes(region.name) for region in self._plan.regions}
         if self._log.status is not None:
-            self._log.findings = self._audit()
-
-    def _audit(self) -> Mapping[str, Sequence[str]]:
-        """What the auditor of the fault campaign finds, on the machine that has the ledger."""
-        out, log = self._scratch / "audit.json", self._scratch / "audit.log"
-        command = [sys.executable, "-m", "bench.fleet.audit", self._fleet.url, str(out)]
-        if self._fleet.start(HOME, command, log).wait():
-            raise InfrastructureError(f"bench fleet: the run cannot be audited: {log.read_text()[-600:]}")
-        findings: Mapping[str, Sequence[str]] = json.loads(out.read_text(encoding="utf-8"))
-        return findings
+            self._log.findings = audit_at_home(self._fleet, self._scratch)
 
 
 def etude(*words: str) -> list[str]:

@@ -76,16 +76,38 @@ def tokens_per_s(events: Iterable[Logged], regions: Iterable[str], span: Span) -
     return tokens / max(1e-9, span[1] - span[0])
 
 
-def others_during_cut(events: Sequence[Logged], records: Sequence[FaultRecord], plan: FleetPlan) -> float | None:
-    """Tokens per second of the regions that were not cut off, as a share of what they were just before."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutFigures:
+    """Tokens per second of the regions that were not cut off: during the cut, and as long just before it."""
+
+    window_s: float
+    before: float
+    during: float
+
+    @property
+    def share(self) -> float | None:
+        """What is left of them."""
+        return self.during / self.before if self.before else None
+
+
+def around_cut(events: Sequence[Logged], records: Sequence[FaultRecord], plan: FleetPlan) -> CutFigures | None:
+    """What the others did around the cut; ``None`` where there was none that was healed, or where something else was
+    wrong in that time.
+    """
     cut = next((each for each in records if each.fault.kind is FaultKind.REGION_CUT), None)
     if cut is None or cut.healed_s is None:
         return None
+    window_s = cut.healed_s - cut.struck_s
+    begin_s = cut.struck_s - window_s
+    wrong = [each for each in records if each is not cut and each.span[0] < cut.healed_s and each.span[1] > begin_s]
+    if wrong:
+        return None
     others = [region.name for region in plan.regions if region.name != cut.fault.region]
-    lasted_s = cut.healed_s - cut.struck_s
-    before = tokens_per_s(events, others, (cut.struck_s - lasted_s, cut.struck_s))
-    during = tokens_per_s(events, others, (cut.struck_s, cut.healed_s))
-    return during / before if before else None
+    return CutFigures(
+        window_s=window_s,
+        before=tokens_per_s(events, others, (begin_s, cut.struck_s)),
+        during=tokens_per_s(events, others, (cut.struck_s, cut.healed_s)),
+    )
 
 
 def served_lags(events: Sequence[Logged], records: Sequence[FaultRecord], plan: FleetPlan) -> dict[str, list[float]]:

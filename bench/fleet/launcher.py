@@ -1,23 +1,24 @@
 """A launcher over the demo's machines, as anybody may write one: ``launcher = "bench.fleet.launcher:MachineLauncher"``.
 
-    supervisor of a region ──place──▶ the region's machine with the fewest processes ──▶ HostProcess, in its namespace
+    supervisor of a region ──place──▶ agent of the region's machine with the fewest processes ──▶ process
 
 What Ray does in a cluster, without Ray: a process goes to a machine that lives, members of a group to machines of their
-own. Processes end with their supervisor. The machines are read from a file that ``FLEET_MACHINES`` names.
+own, and supervisors may come and go. The machines are read from a file that ``FLEET_MACHINES`` names; the region is
+that of the machine on which the supervisor runs.
 """
 
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from bench.fleet.namespaces import enter_command, is_alive
+from bench.fleet.agent import ask
 from etude.config.section import Section
-from etude.fleet.launcher import LaunchContext
+from etude.fleet.launcher import LaunchContext, LauncherUnavailable
 from etude.fleet.specs import ProcessSpec, ProcessStatus
-from etude.run.launchers.host_process import HostProcess, command_line, stop_all
 from etude.run.region_stores import ADDRESS_VARIABLE
 from etude.run.working_folder import WORK_VARIABLE
 
@@ -31,10 +32,12 @@ class Machine:
     name: str
     region: str
     init: int
-    """The process that keeps its namespace open; the machine is lost when that ends."""
+    """Its agent, which keeps its namespaces open; the machine is lost when that ends."""
     address: str
     work: str
     """Its disk."""
+    socket: str
+    """Where its agent listens."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,8 +46,10 @@ class Machine:
 
 
 def write_machines(file: Path, machines: Mapping[str, Machine]) -> None:
-    """Write what :func:`read_machines` reads."""
-    file.write_text(json.dumps([asdict(machine) for machine in machines.values()]), encoding="utf-8")
+    """Write what :func:`read_machines` reads, at once."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(machine) for machine in machines.values()]), encoding="utf-8")
+    partial.replace(file)
 
 
 def read_machines(file: Path) -> list[Machine]:
@@ -54,12 +59,12 @@ def read_machines(file: Path) -> list[Machine]:
 
 @final
 class MachineLauncher:
-    """Starts processes on the machines of their region. They end with this process."""
+    """Has processes started on the machines of this region. What runs there is known there alone."""
 
     def __init__(self, options: Section, context: LaunchContext) -> None:
         """There are no options."""
-        self._machines = read_machines(Path(os.environ[MACHINES_VARIABLE]))
-        self._processes: dict[str, tuple[Machine, ProcessSpec, HostProcess]] = {}
+        self._file = Path(os.environ[MACHINES_VARIABLE])
+        self._address = os.environ[ADDRESS_VARIABLE]
 
     @property
     def spans_regions(self) -> bool:
@@ -68,50 +73,62 @@ class MachineLauncher:
 
     def place(self, spec: ProcessSpec) -> None:
         """Start a process, unless it runs."""
-        running = self._processes.get(spec.name)
-        if running is not None and not running[2].has_ended:
-            return
-        machine = self._choose(spec)
-        logs = Path(machine.work) / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        process = HostProcess(
-            replace(spec, command=tuple(enter_command(machine.init, command_line(spec)))),
-            log=logs / f"{spec.name}.log",
-            heartbeat=Path(machine.work) / f".{spec.name}.beat",
-            environment={**machine.environment, **self._rendezvous(spec, machine)},
-        )
-        self._processes[spec.name] = machine, spec, process
+        there = self._look()
+        for machine, processes in there.items():
+            if spec.name in processes:
+                if processes[spec.name].exit_status is not None:
+                    _ask(machine, "place", spec, self._rendezvous(spec, machine, there))
+                return
+        if not there:
+            raise LauncherUnavailable("no machine of this region answers")
+        machine = _choose(spec, there)
+        _ask(machine, "place", spec, self._rendezvous(spec, machine, there))
 
     def remove(self, *names: str, grace_s: float) -> None:
         """Stop processes: first by signal, then by kill."""
-        stop_all([self._processes.pop(name)[2] for name in names if name in self._processes], grace_s)
+        machines = list(self._look())
+        with ThreadPoolExecutor(max(1, len(machines))) as threads:
+            list(threads.map(lambda machine: _ask(machine, "remove", names, grace_s), machines))
 
     def look(self) -> Mapping[str, ProcessStatus]:
-        """Describe them right now."""
+        """Describe them right now; those of a machine that was lost are gone."""
         return {
-            name: replace(process.status(), host=machine.name)
-            for name, (machine, _, process) in self._processes.items()
+            name: replace(status, host=machine.name)
+            for machine, processes in self._look().items()
+            for name, status in processes.items()
         }
 
-    def _choose(self, spec: ProcessSpec) -> Machine:
-        """The machine that has the fewest processes, and none of the same group; of equal ones the last."""
-        machines = [each for each in self._machines if each.region == spec.region and is_alive(each.init)]
-        others = {name: entry for name, entry in self._processes.items() if name != spec.name}
+    def _look(self) -> dict[Machine, dict[str, ProcessStatus]]:
+        """The machines of this region that answer, and what is on each."""
+        machines = read_machines(self._file)
+        region = next(machine.region for machine in machines if machine.address == self._address)
+        answers = {machine: _ask(machine, "look") for machine in machines if machine.region == region}
+        return {machine: processes for machine, processes in answers.items() if processes is not None}
 
-        def load(machine: Machine) -> tuple[int, int]:
-            there = [other for at, other, process in others.values() if at == machine and not process.has_ended]
-            mates = sum(spec.group is not None and other.unit == spec.unit for other in there)
-            return mates, len(there)
-
-        return min(reversed(machines), key=load)
-
-    def _rendezvous(self, spec: ProcessSpec, machine: Machine) -> dict[str, str]:
-        """How the members of a group meet, at the machine of the first one."""
+    def _rendezvous(
+        self, spec: ProcessSpec, machine: Machine, there: Mapping[Machine, Mapping[str, ProcessStatus]]
+    ) -> dict[str, str]:
+        """How the members of a group meet, at the machine of the first one, which is placed first."""
         if spec.group is None:
             return {}
-        first = next(
-            (at for at, other, _ in self._processes.values() if other.group and other.unit == spec.unit
-             and other.group.rank == 0),
-            machine,
-        )  # fmt: skip
+        first = next((each for each, processes in there.items() if spec.group.name in processes), machine)
         return spec.group.rendezvous((machine if spec.group.rank == 0 else first).address)
+
+
+def _choose(spec: ProcessSpec, there: Mapping[Machine, Mapping[str, ProcessStatus]]) -> Machine:
+    """The machine that has the fewest processes, and none of the same group; of equal ones the last."""
+
+    def load(machine: Machine) -> tuple[int, int]:
+        running = [name for name, status in there[machine].items() if status.exit_status is None]
+        mates = sum(spec.group is not None and name.partition("-")[0] == spec.group.name for name in running)
+        return mates, len(running)
+
+    return min(reversed(list(there)), key=load)
+
+
+def _ask(machine: Machine, verb: str, *arguments: object) -> Any:
+    """Ask the agent of a machine; ``None`` where that is lost."""
+    try:
+        return ask(machine.socket, verb, *arguments)
+    except (OSError, EOFError):
+        return None

@@ -10,11 +10,12 @@ database is reached by a socket in the file system, which all namespaces share; 
 import json
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self, final
@@ -31,12 +32,12 @@ from etude.run.keys import RUN_KEY_VARIABLE
 
 RUN = "run"
 """Name of the run in each store."""
-INIT = (
+BOOT = (
     *("unshare", "--mount", "bash", "-c"),
-    "mkdir -p /tmp/ray; mount -t tmpfs -o size=1g tmpfs /tmp/ray; mount -t tmpfs -o size=1g tmpfs /dev/shm; "
-    "exec sleep infinity",
+    'mkdir -p /tmp/ray; mount -t tmpfs -o size=1g tmpfs /tmp/ray; mount -t tmpfs -o size=1g tmpfs /dev/shm; exec "$@"',
+    "machine",
 )
-"""The first process of a machine, which keeps its namespaces open; shared memory and Ray's sockets are its own."""
+"""What comes before the first process of a machine, its agent: shared memory and Ray's sockets are its own."""
 STORE_S = 180.0
 """Longest time until a store answers."""
 
@@ -75,7 +76,8 @@ class Fleet:
         with ExitStack() as stack:
             stack.enter_context(self._wan)
             self._database = stack.enter_context(Database(installed, self._scratch / "postgres"))
-            self.machines = {site: self._machine(site) for site in self.plan.sites}
+            booting = {site: self._boot(site) for site in self.plan.sites}
+            self.machines = {site: self._machine(site, init) for site, init in booting.items()}
             write_machines(self.machines_file, self.machines)
             self._start_stores()
             self._stack = stack.pop_all()
@@ -141,6 +143,13 @@ class Fleet:
         """Take the power off a machine: all that runs there is gone at once, and it does not come back."""
         kill_all([self.machines[site].init, *self.running(site)])
 
+    def revive(self, site: str, *, is_empty: bool) -> None:
+        """Have another machine in the place of one that was killed: with its disk, or with an empty one."""
+        if is_empty:
+            shutil.rmtree(self.machines[site].work)
+        self.machines[site] = self._machine(site, self._boot(site))
+        write_machines(self.machines_file, self.machines)
+
     def cut(self, region: str) -> None:
         """Let nothing through to or from a region."""
         for site in self._sites(region):
@@ -163,13 +172,34 @@ class Fleet:
     def _sites(self, region: str) -> list[str]:
         return [site for site, name in self.plan.region_of.items() if name == region]
 
-    def _machine(self, site: str) -> Machine:
+    def _boot(self, site: str) -> subprocess.Popen[bytes]:
+        """Start the first process of a machine."""
+        place = self._place(site)
+        Path(place.work).mkdir(parents=True, exist_ok=True)
+        Path(place.socket).unlink(missing_ok=True)
+        agent = [sys.executable, "-m", "bench.fleet.agent", place.socket, place.work]
+        with (self._scratch / f"agent-{site}.log").open("ab") as log:
+            environment = {**self.environment, **place.environment}
+            return self._wan.popen(site, [*BOOT, *agent], stdout=log, stderr=log, environment=environment)
+
+    def _place(self, site: str, init: int = 0) -> Machine:
+        """A machine, before it has a first process, or with that."""
         region = self.plan.region_of[site]
-        disk = self._scratch / "disks" / (HOME if region == HOME else site)
-        disk.mkdir(parents=True, exist_ok=True)
-        init = self._wan.popen(site, INIT)
-        _wait_until_inside(init.pid)
-        return Machine(name=site, region=region, init=init.pid, address=self._wan.address(site), work=str(disk))
+        work = str(self._scratch / "disks" / (HOME if region == HOME else site))
+        socket = str(self._scratch / f"agent-{site}")
+        address = self._wan.address(site)
+        return Machine(name=site, region=region, init=init, address=address, work=work, socket=socket)
+
+    def _machine(self, site: str, agent: subprocess.Popen[bytes]) -> Machine:
+        """A machine whose agent is up."""
+        place = self._place(site, agent.pid)
+        deadline_s = time.monotonic() + STORE_S
+        while not Path(place.socket).exists():
+            if agent.poll() is not None or time.monotonic() > deadline_s:
+                last = (self._scratch / f"agent-{site}.log").read_text(encoding="utf-8")[-300:]
+                raise InfrastructureError(f"bench fleet: the machine {site} does not start: {last}")
+            time.sleep(0.02)
+        return place
 
     def _start_stores(self) -> None:
         """Start the store of each region, all at once."""
@@ -195,6 +225,17 @@ class Fleet:
         return self._scratch / f"store-{region}.json"
 
 
+def living(fleet: Fleet, region: str) -> list[str]:
+    """The machines of a region that live."""
+    return [site for site, name in fleet.plan.region_of.items() if name == region and fleet.lives(site)]
+
+
+def processes(fleet: Fleet, site: str, word: str) -> list[int]:
+    """Processes of étude's on a machine whose command is ``word``."""
+    own = {pid: words for pid, words in fleet.running(site).items() if "etude" in words}
+    return sorted(pid for pid, words in own.items() if word in words[words.index("etude") :][:3])
+
+
 def store_url(region: str) -> str:
     """The URL of the run in a region's store."""
     return f"s3://{bucket_of(region)}/{RUN}"
@@ -203,14 +244,3 @@ def store_url(region: str) -> str:
 def bucket_of(region: str) -> str:
     """The bucket of a region's store; a name has at least three characters."""
     return f"runs-{region}"
-
-
-def _wait_until_inside(pid: int) -> None:
-    """Wait until a process that is to keep a machine open has entered it."""
-    deadline_s = time.monotonic() + STORE_S
-    while time.monotonic() < deadline_s:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep"):
-                return
-        time.sleep(0.02)
-    raise InfrastructureError("bench fleet: a namespace could not be entered")

@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench.fleet.machines import Fleet
@@ -22,6 +22,10 @@ TRIES = 5
 """Times that a node is started: it gives up after half a minute, which a busy machine may take."""
 UP = "Ray runtime started"
 """What a node says once it is up."""
+AT_ONCE = 2
+"""Clusters that are started at a time: a node gives up that has no core for half a minute."""
+POLL_S = 0.2
+"""How often nodes are looked at while they start."""
 RESOURCES: Mapping[str, float] = {"serve": 2.0, "gateway": 0.1, "relay": 0.1, "rollouts": 0.1, "train": 2.0}
 """Command → processors of a node that a process takes."""
 ROOMY_CPUS, HEAD_CPUS, NODE_CPUS = 8, 1, 2
@@ -34,6 +38,11 @@ HEALTH_CHECKS: Mapping[str, str] = {
     "RAY_enable_autoscaler_v2": "0",
 }
 """How soon a head takes a node for lost: 4 s instead of 19."""
+NO_SPARES: Mapping[str, str] = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+"""No workers before there are actors for them: by default a node has one ready for each of its processors."""
+LEAN = ("--disable-usage-stats", "--include-log-monitor", "false")
+LEAN_HEAD = ("--no-monitor", "--include-dashboard", "false")
+"""Without what nobody here asks: logs carried to drivers, an autoscaler, a dashboard. Half of a node's start."""
 
 
 def missing() -> str | None:
@@ -44,20 +53,34 @@ def missing() -> str | None:
 
 def environment() -> dict[str, str]:
     """Variables of nodes, of supervisors and so of all processes: who has no token is refused."""
-    return {**HEALTH_CHECKS, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {**HEALTH_CHECKS, **NO_SPARES, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def start_nodes(fleet: Fleet, scratch: Path) -> None:
-    """Start the clusters of all regions, node after node, each of which wants a core to start in time.
+    """Start the clusters of all regions, :data:`AT_ONCE` of them at a time, all by this thread: what another one starts
+    would end with it.
 
     Raises :class:`~etude.errors.InfrastructureError`.
     """
-    for region in fleet.plan.all_regions:
-        for site in region.sites:
-            log = scratch / f"ray-{site}.log"
-            if not any(_is_up(_start(fleet, region, site, log), log) for _ in range(TRIES)):
-                last = log.read_text(encoding="utf-8", errors="replace")[-300:]
-                raise InfrastructureError(f"bench fleet: Ray does not start on {site}: {last}")
+    waiting = [_starting(fleet, region, scratch) for region in fleet.plan.all_regions]
+    while waiting:
+        waiting = [cluster for cluster in waiting[:AT_ONCE] if next(cluster, None) is not None] + waiting[AT_ONCE:]
+        time.sleep(POLL_S)
+
+
+def _starting(fleet: Fleet, region: Region, scratch: Path) -> Iterator[str]:
+    """Start the head of a region, then its other nodes; gives the name of the one that is waited for."""
+    for site in region.sites:
+        log = scratch / f"ray-{site}.log"
+        for _ in range(TRIES):
+            node = _start(fleet, region, site, log)
+            while not (is_up := UP in log.read_text(encoding="utf-8", errors="replace")) and node.poll() is None:
+                yield site
+            if is_up:
+                break
+        else:
+            last = log.read_text(encoding="utf-8", errors="replace")[-300:]
+            raise InfrastructureError(f"bench fleet: Ray does not start on {site}: {last}")
 
 
 def cpus_of(region: Region, site: str) -> int:
@@ -68,18 +91,9 @@ def cpus_of(region: Region, site: str) -> int:
 
 
 def _start(fleet: Fleet, region: Region, site: str, log: Path) -> subprocess.Popen[bytes]:
-    role = ["--head", "--port", str(PORT), "--include-dashboard", "false"]
+    role = ["--head", "--port", str(PORT), *LEAN_HEAD]
     if site != region.sites[0]:
         role = ["--address", f"{fleet.machines[region.sites[0]].address}:{PORT}"]
     size = ["--num-cpus", str(cpus_of(region, site)), "--object-store-memory", "80000000"]
     where = ["--node-ip-address", fleet.machines[site].address]
-    return fleet.start(site, [str(RAY), "start", *role, *where, *size, "--disable-usage-stats", "--block"], log)
-
-
-def _is_up(node: subprocess.Popen[bytes], log: Path) -> bool:
-    """Wait until a node is up, or has given up; whether it is up."""
-    while node.poll() is None:
-        if UP in log.read_text(encoding="utf-8", errors="replace"):
-            return True
-        time.sleep(0.2)
-    return False
+    return fleet.start(site, [str(RAY), "start", *role, *where, *size, *LEAN, "--block"], log)

@@ -29,7 +29,7 @@ from bench.gateway.contestants import CONTESTANTS, NO_KEY, Server, Site
 from bench.gateway.load import Endpoint, LoadProcess, Measured, Order
 from bench.gateway.upstream import MODEL, Script
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from etude.errors import InfrastructureError, UserError
 from etude.run.endpoints import probe_port
@@ -212,10 +212,11 @@ def bench_gateway(options: GatewayOptions | None = None) -> dict[str, Json]:
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, ExitStack() as stack:
         script = write_script(Path(scratch) / "model", max(chosen.lengths))
         taking_part = _start(stack, script, Path(scratch), chosen)
-        for cell in chosen.cells:
-            sys.stderr.write(f"{cell.label}\n")
-            for row in _race(taking_part, cell, script, chosen):
-                rows[row.contestant, cell] = row
+        with so_far() as measured:
+            for cell in chosen.cells:
+                sys.stderr.write(f"{cell.label}\n")
+                for row in _race(taking_part, cell, script, chosen):
+                    rows[row.contestant, cell] = row
     return envelope(
         "gateway",
         time.monotonic() - started_s,
@@ -226,6 +227,7 @@ def bench_gateway(options: GatewayOptions | None = None) -> dict[str, Json]:
             "capture_us": capture_us(rows),
             "goals": judged_rows(rows),
         },
+        interrupted=measured.interrupted,
     )
 
 

@@ -27,7 +27,7 @@ from bench.grading.forgers import FORGERS
 from bench.grading.graders import GRADERS, OURS, Examiner
 from bench.grading.subjects import LIMITS, SUBJECTS, Subject
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope, heading
+from bench.report import Goal, envelope, heading, so_far
 from bench.tables import Row, page, results_of
 from etude.errors import AgentFault, SandboxError, UserError
 from etude.sandbox_spec import Image, SandboxSpec
@@ -128,11 +128,13 @@ def bench_grading(options: GradingOptions | None = None) -> dict[str, Json]:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         image = Image(layers=(runner_layer(Path(scratch) / "layer"),), environment={"PYTHONPATH": f"/{TOOLS}"})
-        outcomes = asyncio.run(_try_all(chosen, image))
+        outcomes: list[Outcome] = []
+        with so_far() as measured:
+            asyncio.run(_try_all(chosen, image, outcomes))
     results: list[Json] = [_row(name, outcomes) for name in chosen.contestants]
     cases: list[Json] = [outcome.to_json() for outcome in outcomes]
     figures: dict[str, Json] = {"results": results, "cases": cases, "goals": judged(outcomes)}
-    return envelope("grading", time.monotonic() - started_s, figures)
+    return envelope("grading", time.monotonic() - started_s, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:
@@ -232,18 +234,20 @@ class _OneImage:
         return self._image
 
 
-async def _try_all(options: GradingOptions, image: Image) -> list[Outcome]:
+async def _try_all(options: GradingOptions, image: Image, outcomes: list[Outcome]) -> None:
+    """Try all cases; each that is done is added to ``outcomes``."""
     sandboxes = NamespaceSandboxes()
     examiner = Examiner(sandboxes, _OneImage(image), SandboxSpec(image=image, limits=LIMITS))
     turns = asyncio.Semaphore(AT_ONCE)
 
-    async def attempt(case: Case) -> Outcome:
+    async def attempt(case: Case) -> None:
         async with turns:
             sys.stderr.write(f"{case.name}\n")
-            return await _try(examiner, case, options.contestants)
+            outcomes.append(await _try(examiner, case, options.contestants))
 
     try:
-        return await asyncio.gather(*map(attempt, options.cases))
+        await asyncio.gather(*map(attempt, options.cases))
+        outcomes.sort(key=lambda outcome: options.cases.index(outcome.case))
     finally:
         await sandboxes.close()
 

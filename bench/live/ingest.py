@@ -39,7 +39,7 @@ from bench.live.ingest_process import BROWSER_KEY, PRODUCT_KEY, SINK
 from etude.feedback.joiner import Joiner, KeptAlone
 from etude.feedback.signals import Event, read_report
 from etude.feedback.store import FeedbackStore
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import write_run_key
 from etude.types import Finish, Json, LiveAnswer, LiveSession, Turn
 
@@ -162,8 +162,8 @@ def _answer(session_id: str) -> LiveAnswer:
 
 
 @dataclass
-class Told:
-    """What users were told."""
+class Acknowledged:
+    """Answers and acknowledgements that users got."""
 
     turns: Counter[str] = field(default_factory=Counter)
     """Live session → answers that its user got."""
@@ -184,15 +184,15 @@ def measure_loss(path: Path, load_s: float = LOAD_S) -> dict[str, Json]:
         "feedback": [str(path), str(WINDOW_S)],
     }
     processes = {role: _start(role, arguments) for role, arguments in commands.items()}
-    told, kills = Told(), Counter[str]()
+    answered, kills = Acknowledged(), Counter[str]()
     try:
-        asyncio.run(_load(f"http://127.0.0.1:{port}", told, processes, commands, kills, load_s))
+        asyncio.run(_load(f"http://127.0.0.1:{port}", answered, processes, commands, kills, load_s))
         _drained(path)
     finally:
         for process in processes.values():
             process.kill()
             process.wait()
-    return _compared(path, told) | {"kills": kills.total(), "duplicates": told.results["duplicate"]}
+    return _compared(path, answered) | {"kills": kills.total(), "duplicates": answered.results["duplicate"]}
 
 
 def _start(role: str, arguments: list[str]) -> "subprocess.Popen[bytes]":
@@ -201,7 +201,7 @@ def _start(role: str, arguments: list[str]) -> "subprocess.Popen[bytes]":
 
 async def _load(
     url: str,
-    told: Told,
+    answered: Acknowledged,
     processes: "dict[str, subprocess.Popen[bytes]]",
     commands: dict[str, list[str]],
     kills: Counter[str],
@@ -210,7 +210,7 @@ async def _load(
     async with ClientSession(timeout=ClientTimeout(total=10)) as http:
         await _answered(http, "GET", f"{url}/healthz", "", None)
         ends = asyncio.get_running_loop().time() + load_s
-        users = [asyncio.create_task(_user(http, url, number, told, ends)) for number in range(USERS)]
+        users = [asyncio.create_task(_user(http, url, number, answered, ends)) for number in range(USERS)]
         dice = random.Random(1)
         while not all(user.done() for user in users):
             await asyncio.sleep(dice.uniform(*KILL_EVERY_S))
@@ -224,7 +224,7 @@ async def _load(
         await asyncio.gather(*users)
 
 
-async def _user(http: ClientSession, url: str, number: int, told: Told, ends: float) -> None:
+async def _user(http: ClientSession, url: str, number: int, answered: Acknowledged, ends: float) -> None:
     """Open one session after the other, and report on each turn, every event twice and in any order."""
     dice, count = random.Random(number), 0
     while asyncio.get_running_loop().time() < ends:
@@ -232,29 +232,29 @@ async def _user(http: ClientSession, url: str, number: int, told: Told, ends: fl
         messages: list[Json] = []
         events: list[Json] = []
         early: Json = {"event_id": f"{name}.early", "session": name, "kind": "latency", "value": 1}
-        await _report_on(http, url, [early], told)
+        await _report_on(http, url, [early], answered)
         for turn in range(dice.randint(1, 4)):
             messages = [*messages, {"role": "user", "content": f"turn {turn}"}]
             headers = {"X-Etude-Session": name, "X-Etude-Consent": "train", "X-Etude-User": f"user {number}"}
             body: Json = {"messages": messages, "max_tokens": 8}
             answer, session = await _answered(http, "POST", f"{url}/v1/chat/completions", PRODUCT_KEY, body, headers)
-            told.turns[session] += 1
+            answered.turns[session] += 1
             messages = [*messages, answer["choices"][0]["message"]]
-            about = {"completion": answer["id"]}
+            about: dict[str, Json] = {"completion": answer["id"]}
             events.append({"event_id": f"{name}.{turn}.kept", "kind": "kept", "value": 0.5, **about})
             events.append({"event_id": f"{name}.{turn}.thumbs", "kind": "thumbs", "value": 1, **about})
         events = [*events, *events]
         dice.shuffle(events)
         for start in range(0, len(events), 3):
-            await _report_on(http, url, events[start : start + 3], told)
+            await _report_on(http, url, events[start : start + 3], answered)
 
 
-async def _report_on(http: ClientSession, url: str, events: list[Json], told: Told) -> None:
+async def _report_on(http: ClientSession, url: str, events: list[Json], answered: Acknowledged) -> None:
     answer, _ = await _answered(http, "POST", f"{url}/feedback", BROWSER_KEY, events)
     for one in answer["results"]:
-        told.results[one["result"]] += 1
+        answered.results[one["result"]] += 1
         if one["result"] in ("accepted", "unknown_session"):  # the latter waits for its session, which comes
-            told.events.add(one["event_id"])
+            answered.events.add(one["event_id"])
 
 
 async def _answered(
@@ -275,7 +275,7 @@ async def _answered(
 
 def _drained(path: Path) -> None:
     """Wait until every session was handed on: they end now, and their windows with them."""
-    with FeedbackStore.open(RunFolder(path).feedback, window_s=WINDOW_S) as store:
+    with FeedbackStore.open(feedback_place(RunFolder(path)), window_s=WINDOW_S) as store:
         store.end_all_of("gateway", time.time())
     deadline_s = time.monotonic() + DRAIN_S
     while time.monotonic() < deadline_s:
@@ -287,21 +287,21 @@ def _drained(path: Path) -> None:
     raise TimeoutError(f"{left} sessions were not handed on within {DRAIN_S:g} s")
 
 
-def _compared(path: Path, told: Told) -> dict[str, Json]:
+def _compared(path: Path, answered: Acknowledged) -> dict[str, Json]:
     with _reading(path / SINK) as db:
         turns = dict(db.execute("SELECT id, turns FROM sessions"))
         events = Counter(event_id for (event_id,) in db.execute("SELECT event_id FROM signals"))
         ((again,),) = db.execute("SELECT count(*) FROM sessions WHERE times > 1").fetchall()
     reported = {event_id: number for event_id, number in events.items() if not event_id.startswith("follow-up")}
-    lost_turns = sum(max(0, number - turns.get(session, 0)) for session, number in told.turns.items())
-    lost_events = len(told.events - reported.keys())
+    lost_turns = sum(max(0, number - turns.get(session, 0)) for session, number in answered.turns.items())
+    lost_events = len(answered.events - reported.keys())
     return {
         "lost": lost_turns + lost_events,
         "doubled": sum(number - 1 for number in reported.values()),
-        "answers": told.turns.total(),
-        "events": len(told.events),
+        "answers": answered.turns.total(),
+        "events": len(answered.events),
         "handed_on_again": again,
-        "late": told.results["late"],
+        "late": answered.results["late"],
     }
 
 

@@ -25,7 +25,7 @@ from etude.gateway.http.app import http_server
 from etude.gateway.http.auth import Key, Scope, digest_of
 from etude.gateway.routing.router import EngineEntry
 from etude.gateway.service import Recorder
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.live_sessions import open_live_sessions
 from etude.run.process_name import GATEWAY
@@ -93,7 +93,7 @@ class TakenSessions:
 
 def join_sessions(folder: RunFolder, window_s: float) -> None:
     """Join until killed."""
-    with FeedbackStore.open(folder.feedback, window_s=window_s) as store:
+    with FeedbackStore.open(feedback_place(folder), window_s=window_s) as store:
         joiner = Joiner(store, TakenSessions(folder.path / SINK), WordRule(), batch=20)
         while True:
             if not joiner.step(unix_s()):

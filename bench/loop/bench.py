@@ -12,7 +12,8 @@ step's weights are served. Taking turns, whichever side is at work can have ever
 the ratio is against the better of the two. TRL has every core, too (``loop_trl_worker.py`` says how it is set up).
 
 What is judged is the time to one held-out pass rate, where both sides reached it, and rollouts per second where not.
-Whether staleness costs quality takes more runs and hours: ``loop_quality.py``.
+Whether staleness costs quality takes more runs and hours: ``quality.py``. Whether both sides are busy all the time
+takes a larger model: ``busy.py``.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.loop.busy import BUSY, bench_busy
+from bench.loop.busy import table as busy_table
 from bench.loop.contestants import ASYNCHRONOUS, SYNCHRONOUS, TRL, ContestantRun, LoopOptions, loop_options, recipe
 from bench.loop.heldout import Point, measure_marks, measure_start, target_rate, time_to
 from bench.loop.quality import QUALITY, bench_quality
@@ -28,7 +31,7 @@ from bench.loop.quality import table as quality_table
 from bench.loop.runs import run_etude, run_midtraining
 from bench.loop.trl import run_trl
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_of, results_page
 from etude.run.folder import RunFolder
 from etude.types import Json
@@ -46,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="optimiser steps per contestant (default: 60)")
     parser.add_argument("--marks", type=int, help="versions of each that are measured (default: 6); 0: speed alone")
     parser.add_argument("--quality", action="store_true", help="instead: what staleness costs, over seeds, in hours")
+    parser.add_argument("--busy", action="store_true", help="instead: a model that fills a core on each side, an hour")
     parser.add_argument("--recipe", type=Path, default=Path("recipes/quickstart"), help="of --quality")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-loop"), help="of --quality: keeps its runs")
     parser.add_argument("--seeds", type=int, default=3, help="of --quality: how many")
@@ -55,6 +59,8 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     """Measure with the options of the command line."""
     if options.quality:
         return bench_quality(options.recipe, options.out, seeds=range(options.seeds))
+    if options.busy:
+        return bench_busy(steps=options.steps, marks=options.marks, quick=options.quick)
     contestants = names(options.contestants)
     return bench_loop(loop_options(contestants, steps=options.steps, marks=options.marks, quick=options.quick))
 
@@ -63,21 +69,19 @@ def bench_loop(options: LoopOptions | None = None) -> dict[str, Json]:
     """Run all contestants, measure what they learnt, and return the bench object."""
     chosen = options or LoopOptions()
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+    outcomes: list[ContestantRun] = []
+    curves: dict[str, list[Point]] = {}
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, so_far() as measured:
         start = run_midtraining(RunFolder.create(Path(scratch) / "start", recipe(chosen.chosen[0], chosen)))
-        outcomes = [
-            (run_trl if contestant.name == TRL else run_etude)(
-                contestant, chosen, start, Path(scratch) / contestant.name
-            )
-            for contestant in chosen.chosen
-        ]
-        curves: dict[str, list[Point]] = {}
+        for contestant in chosen.chosen:
+            run_one = run_trl if contestant.name == TRL else run_etude
+            outcomes.append(run_one(contestant, chosen, start, Path(scratch) / contestant.name))
         if chosen.marks:
             first = measure_start(start, chosen.tasks)
             for outcome in outcomes:
                 if outcome.folder is not None:
                     curves[outcome.contestant.name] = measure_marks(outcome, first, chosen.tasks)
-    return envelope("loop", time.monotonic() - started_s, figures(outcomes, curves))
+    return envelope("loop", time.monotonic() - started_s, figures(outcomes, curves), interrupted=measured.interrupted)
 
 
 def figures(outcomes: Sequence[ContestantRun], curves: Mapping[str, Sequence[Point]]) -> dict[str, Json]:
@@ -131,6 +135,8 @@ def table(result: dict[str, Json]) -> str:
     """The bench object as a table for people, and what each contestant spent its time on."""
     if result["bench"] == QUALITY:
         return quality_table(result)
+    if result["bench"] == BUSY:
+        return busy_table(result)
     spent = [
         f"{row['contestant']}: share of the time {row['phases']}, CPU seconds a step {row['cpu_s_per_step']}"
         for row in results_of(result)

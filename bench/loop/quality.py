@@ -14,18 +14,19 @@ a call goes on where an earlier one stopped.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from bench.loop.runs import begin_from
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from bench.trials.quantised import WAYS, TaskRewards, mean_reward, paired, task_rewards
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import number_at
-from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 from etude.types import Json
 
 QUALITY = "loop-quality"
@@ -53,8 +54,12 @@ class Trial:
 
 def bench_quality(recipe: Path, out: Path, *, seeds: Sequence[int], overrides: Sequence[str] = ()) -> dict[str, Json]:
     """Run what is left of all trials in ``out``, and return the bench object."""
-    trials = [_trial(recipe, out, seed, bound, overrides) for seed in seeds for bound in (FRESH, STALE)]
-    return envelope(QUALITY, sum(trial.seconds for trial in trials), figures(trials))
+    trials: list[Trial] = []
+    with so_far() as measured:
+        for seed, bound in product(seeds, (FRESH, STALE)):
+            trials.append(_trial(recipe, out, seed, bound, overrides))
+    seconds = sum(trial.seconds for trial in trials)
+    return envelope(QUALITY, seconds, figures(trials), interrupted=measured.interrupted)
 
 
 def figures(trials: Sequence[Trial]) -> dict[str, Json]:
@@ -86,7 +91,7 @@ def _trial(recipe: Path, out: Path, seed: int, bound: int, overrides: Sequence[s
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, bound: int) -> Trial:
     report = report_of(folder, config)
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         rewards = {way: task_rewards(ledger, f"after-{way}") for way in WAYS}
     return Trial(
         seed=seed,

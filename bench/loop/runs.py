@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, TypeAlias, final
 
 from bench import usage
@@ -30,6 +31,8 @@ from etude.telemetry.log import EventReader
 
 Taken: TypeAlias = list[tuple[float, dict[str, float]]]
 """(Unix seconds, command → CPU seconds so far), ascending; see :func:`command_cpu_s`."""
+Pins: TypeAlias = Mapping[str, int]
+"""``etude`` command → the only core that its process may use."""
 POLL_S = 0.5
 """How often the processes' CPU seconds are read."""
 
@@ -56,12 +59,14 @@ def begin_from(start: RunFolder, path: Path, config: RunConfig) -> RunFolder:
     return RunFolder.open(path)
 
 
-def run_etude(contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path) -> ContestantRun:
-    """Run all steps of a contestant from ``start``."""
+def run_etude(
+    contestant: Contestant, options: LoopOptions, start: RunFolder, out: Path, pins: Pins = MappingProxyType({})
+) -> ContestantRun:
+    """Run all steps of a contestant from ``start``, with some of its processes on cores of their own."""
     config = recipe(contestant, options)
     folder = RunFolder.create(out, config)
     start_from(start, folder)
-    with CpuWatch() as watch:
+    with CpuWatch(pins) as watch:
         run_local(folder, out=sys.stderr)
     return outcome(contestant, options, folder, watch.taken)
 
@@ -117,10 +122,11 @@ def _of_phase(metrics: RunMetrics, taken: Taken) -> dict[str, float]:
 
 @final
 class CpuWatch:
-    """Reads the CPU seconds of this process's étude children, by command, while its context is open."""
+    """Reads the CPU seconds of this process's étude children, by command, while its context is open; pins some."""
 
-    def __init__(self) -> None:
+    def __init__(self, pins: Pins = MappingProxyType({})) -> None:
         self.taken: Taken = []
+        self._pins = pins
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cpu-watch")
 
@@ -136,16 +142,37 @@ class CpuWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(POLL_S):
-            self.taken.append((time.time(), command_cpu_s()))
+            commands = etude_commands()
+            self.taken.append((time.time(), command_cpu_s(commands)))
+            for pid, command in commands.items():
+                if command in self._pins:
+                    pin(pid, self._pins[command])
 
 
-def command_cpu_s() -> dict[str, float]:
-    """``etude`` command → CPU seconds so far of its process, for all below this one; ``sandboxes``: all below those."""
-    result: dict[str, float] = {}
+def etude_commands() -> dict[int, str]:
+    """Process id → ``etude`` command, of all below this process."""
+    commands = {}
     for pid in usage.descendants(os.getpid()):
         with suppress(FileNotFoundError, ProcessLookupError):
             words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8").split("\0")
             if words[1:3] == ["-m", "etude"]:
-                result[words[3]] = usage.cpu_s([pid])
-                result["sandboxes"] = result.get("sandboxes", 0.0) + usage.cpu_s(usage.descendants(pid))
+                commands[pid] = words[3]
+    return commands
+
+
+def command_cpu_s(commands: Mapping[int, str]) -> dict[str, float]:
+    """Command → CPU seconds so far of its process; ``sandboxes``: all below those."""
+    result: dict[str, float] = {}
+    for pid, command in commands.items():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            result[command] = usage.cpu_s([pid])
+            result["sandboxes"] = result.get("sandboxes", 0.0) + usage.cpu_s(usage.descendants(pid))
     return result
+
+
+def pin(pid: int, core: int) -> None:
+    """Let a process and its threads use one core, if the machine has it."""
+    if core in os.sched_getaffinity(0):
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), {core})

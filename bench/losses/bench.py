@@ -26,7 +26,7 @@ from torch import Tensor
 
 from bench.losses.cases import CASES, Case
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from bench.trl_environment import PYTHON, open_rival, trl_python
 from etude.config.training import LossConfig
@@ -75,21 +75,23 @@ def bench_losses(options: LossesOptions) -> dict[str, Json]:
     batches = [make_batch(seed) for seed in range(options.batches)]
     rows: list[Json] = []
     versions: dict[str, Json] = {"torch": torch.__version__}
-    for contestant in options.contestants:
-        cases = [case for case in CASES if case.contestant == contestant]
-        try:
-            version, results = asyncio.run(_requests(contestant, cases, batches))
-        except InfrastructureError as error:
-            rows.append({"contestant": contestant, "missing": str(error)})
-            continue
-        versions[contestant] = version
-        rows += [compare(case, batches, theirs) for case, theirs in zip(cases, results, strict=True)]
+    with so_far() as measured:
+        for contestant in options.contestants:
+            cases = [case for case in CASES if case.contestant == contestant]
+            try:
+                version, results = asyncio.run(_requests(contestant, cases, batches))
+            except InfrastructureError as error:
+                rows.append({"contestant": contestant, "missing": str(error)})
+                continue
+            versions[contestant] = version
+            rows += [compare(case, batches, theirs) for case, theirs in zip(cases, results, strict=True)]
     shares = [cast("int", row["agree"]) / options.batches for row in rows if isinstance(row, dict) and "agree" in row]
     judged = AGREE.judge(min(shares, default=None))
     return envelope(
         "losses",
         time.perf_counter() - started_s,
         {"settings": versions, "results": rows, "goals": {AGREE.name: judged | {"cases": len(shares)}}},
+        interrupted=measured.interrupted,
     )
 
 

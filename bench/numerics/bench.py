@@ -31,7 +31,7 @@ from bench.engine.models import END_ID, PAD_ID, QUICK_MODEL, load_trained
 from bench.engine.worker import Worker, available_cores
 from bench.numerics.model import CACHE, Schooling, TrainedModel, trained_model
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from etude.config.inference import NumericsConfig
 from etude.errors import InfrastructureError, UserError
@@ -177,7 +177,10 @@ def bench_numerics(options: NumericsOptions | None = None) -> dict[str, Json]:
         torch.set_num_threads(len(available_cores()))
         model = trained_model(chosen.schooling, chosen.cache, _say)
         with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
-            rows = [row for name in chosen.formats for row in _rows(name, model, chosen, Path(scratch))]
+            rows: list[Row] = []
+            with so_far() as measured:
+                for name in chosen.formats:
+                    rows += _rows(name, model, chosen, Path(scratch))
     finally:
         torch.set_num_threads(threads)
     figures: dict[str, Json] = {
@@ -185,7 +188,7 @@ def bench_numerics(options: NumericsOptions | None = None) -> dict[str, Json]:
         "results": [row.to_json() for row in rows],
         "goals": judged_rows(rows),
     }
-    return envelope("numerics", time.monotonic() - started_s, figures)
+    return envelope("numerics", time.monotonic() - started_s, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope, heading
+from bench.report import Goal, envelope, heading, so_far
 from bench.sandbox.contestants import (
     CONTESTANTS,
     NS,
@@ -139,11 +139,14 @@ def bench_sandbox(options: SandboxOptions | None = None) -> dict[str, Json]:
     parent = MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="etude-bench-", dir=parent) as scratch:
         Path(scratch).chmod(0o711)  # sandboxes of other users must get to theirs
-        figures = asyncio.run(_measure(chosen, Path(scratch)))
+        figures = Figures()
+        with so_far() as measured:
+            asyncio.run(_measure(chosen, Path(scratch), figures))
     return envelope(
         "sandbox",
         time.monotonic() - began_s,
         {"rounds": chosen.rounds, "results": list(rows_of(figures, chosen)), "goals": judged(figures)},
+        interrupted=measured.interrupted,
     )
 
 
@@ -158,8 +161,7 @@ def table(result: dict[str, Json]) -> str:
 # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _measure(options: SandboxOptions, scratch: Path) -> Figures:
-    figures = Figures()
+async def _measure(options: SandboxOptions, scratch: Path, figures: Figures) -> None:
     if NS in options.contestants:
         (scratch / "cycles").mkdir()
         cycles = measure_cycles(figures, NS, PROVIDERS[NS], scratch / "cycles", options.cycles)
@@ -188,7 +190,6 @@ async def _measure(options: SandboxOptions, scratch: Path) -> Figures:
                 (scratch / "machines").mkdir()
                 boots = measure_machines(figures, name, unbooted_provider, scratch / "machines", options.boots)
                 await _try(figures, name, MACHINES, boots)
-    return figures
 
 
 def _open(stack: AsyncExitStack, figures: Figures, name: str, scratch: Path) -> SandboxProvider | None:
@@ -265,7 +266,7 @@ def judged(figures: Figures) -> dict[str, Json]:
         for at_once in AT_ONCE
     }
     against_crun = {case: _ratios(figures.starts, (CRUN, case), (NS, case), _ran_ratio) for case in COMMANDS}
-    forks = [boot_s / fork_s for boot_s, fork_s in zip(figures.boots_s, figures.forks_s, strict=True)]
+    forks = [boot_s / fork_s for boot_s, fork_s in zip(figures.boots_s, figures.forks_s, strict=False)]
     fork_ms = round(statistics.median(figures.forks_s) * 1e3, 1) if figures.forks_s else None
     why_starts = _why(figures, NS) or _why(figures, BWRAP)
     why_crun = _why(figures, NS) or _why(figures, CRUN)

@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
 
 from bench.loop.runs import begin_from
 from bench.options import add_trials, trial_arguments
-from bench.report import Goal, envelope, heading
+from bench.report import Goal, envelope, heading, so_far
 from bench.selection.learners import GROUPS, Arm, Learner, learn
 from bench.tables import draw, page, results_of
 from bench.trials.trials import finished_run, midtrained, report_of
@@ -32,6 +32,7 @@ from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 from etude.types import Json
 
 IN_ORDER = "in order"
@@ -104,9 +105,13 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 def bench_selection(seeds: Sequence[int], *, real: tuple[Path, Path, Sequence[str]] | None) -> dict[str, Json]:
     """Every arm on every seed, simulated and, where ``real`` names recipe, folder and overrides, as whole runs."""
     started_s = time.monotonic()
-    trials = [_simulate(arm, seed) for seed in seeds for arm in SIMULATED]
-    if real is not None:
-        trials += [trial for seed in seeds for trial in _real(*real, seed)]
+    trials: list[TrialFigures] = []
+    with so_far() as measured:
+        for seed, arm in product(seeds, SIMULATED):
+            trials.append(_simulate(arm, seed))
+        if real is not None:
+            for seed in seeds:
+                trials += _real(*real, seed)
     figures: dict[str, Json] = {
         "start": round(statistics.fmean(Learner(seed).heldout_pass() for seed in seeds), 3),
         "results": [_row(trial, trials) for trial in trials],
@@ -117,7 +122,7 @@ def bench_selection(seeds: Sequence[int], *, real: tuple[Path, Path, Sequence[st
             if arm != IN_ORDER
         },
     }
-    return envelope("selection", time.monotonic() - started_s, figures)
+    return envelope("selection", time.monotonic() - started_s, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:
@@ -158,7 +163,7 @@ def _real(recipe: Path, out: Path, overrides: Sequence[str], seed: int) -> Itera
         steps = reached(curve, target)
         steps_of = [step for step in _rows(report, "curve") if steps is None or int(str(step["step"])) <= steps]
         signal = statistics.fmean(float(str(step["signal_share"])) for step in steps_of)
-        with Ledger.open(folder.ledger) as ledger:
+        with open_ledger(folder) as ledger:
             rollouts = None if steps is None else _rollouts_until(ledger, steps, config.rollouts.groups_per_step)
         yield TrialFigures(
             arm=arm, seed=seed, simulated=False, steps=steps, rollouts=rollouts, signal=signal, target=target

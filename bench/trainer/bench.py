@@ -34,7 +34,7 @@ import torch
 from bench.engine.models import MOE_20M, QUICK_MODEL, BenchModel, write_model
 from bench.engine.worker import available_cores
 from bench.options import add_contestants, names
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from bench.trainer.contestants import CONTESTANTS, Setup, sequences
 from bench.trl_environment import Rival, open_rival, trl_python
@@ -215,16 +215,18 @@ def bench_trainer(options: TrainerOptions | None = None) -> dict[str, Json]:
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         write_model(chosen.model, Path(scratch) / "model", seed=0)
-        rows = asyncio.run(_measure(chosen, Path(scratch)))
+        rows: dict[str, Row] = {}
+        with so_far() as measured:
+            asyncio.run(_measure(chosen, Path(scratch), rows))
     figures: dict[str, Json] = {
         "model": chosen.model.name,
         "device": torch.cuda.get_device_name() if chosen.setup.device == "cuda" else "cpu",
         "dtype": chosen.setup.dtype,
         "threads": chosen.setup.threads,
-        "results": [row.to_json() | _of_sheet(row, chosen.setup.device) for row in rows],
-        "goals": goals(rows, on_card=chosen.setup.device == "cuda"),
+        "results": [row.to_json() | _of_sheet(row, chosen.setup.device) for row in rows.values()],
+        "goals": goals(list(rows.values()), on_card=chosen.setup.device == "cuda"),
     }
-    return envelope("trainer", time.monotonic() - started_s, figures)
+    return envelope("trainer", time.monotonic() - started_s, figures, interrupted=measured.interrupted)
 
 
 def step_flops(spec: ModelSpec, setup: Setup) -> tuple[int, float]:
@@ -260,17 +262,18 @@ def table(result: dict[str, Json]) -> str:
     return results_page(result, columns, str(result["model"]), str(result["device"]), str(result["dtype"]))
 
 
-async def _measure(options: TrainerOptions, scratch: Path) -> list[Row]:
-    """Everyone, side by side where there is room for it."""
+async def _measure(options: TrainerOptions, scratch: Path, rows: dict[str, Row]) -> None:
+    """Everyone, side by side where there is room for it; ``rows`` are what is known by now."""
     names = options.contestants
     heats = [names] if options.setup.device == "cpu" else [(name,) for name in names]
-    return [row for heat in heats for row in await _race(heat, options, scratch)]
+    for heat in heats:
+        await _race(heat, options, scratch, rows)
 
 
-async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path) -> list[Row]:
+async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path, rows: dict[str, Row]) -> None:
     """Steps in turn; who cannot start, or fails, is a row with the reason."""
     tokens, flops = step_flops(options.model.spec, options.setup)
-    rows = {name: Row(contestant=name, tokens=tokens, flops=flops) for name in names}
+    rows |= {name: Row(contestant=name, tokens=tokens, flops=flops) for name in names}
     async with AsyncExitStack() as stack:
         rivals: dict[str, Rival] = {}
         for name in names:
@@ -282,10 +285,9 @@ async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path) ->
             except InfrastructureError as error:
                 rows[name] = replace(rows[name], missing=str(error))
         for turn in range(options.setup.steps + 1):
-            for name, row in rows.items():
-                if row.missing is None:
-                    rows[name] = await _step(rivals[name], row, timed=turn > 0)
-    return list(rows.values())
+            for name in names:
+                if rows[name].missing is None:
+                    rows[name] = await _step(rivals[name], rows[name], timed=turn > 0)
 
 
 def _opened(name: str, setup: Setup, scratch: Path) -> AbstractAsyncContextManager[Rival]:

@@ -18,12 +18,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 from bench.loop.runs import begin_from
 from bench.options import add_trials, trial_arguments
-from bench.report import Goal, envelope, heading
+from bench.report import Goal, envelope, heading, so_far
 from bench.tables import draw, page, results_of
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
@@ -32,9 +32,9 @@ from etude.dashboard.formatting import number_at
 from etude.dashboard.statistics import mean_over_seeds
 from etude.errors import UserError
 from etude.ledger.changes import TRAIN
-from etude.ledger.ledger import Ledger
 from etude.ledger.states import GroupState
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 from etude.tasks.corpora.transcripts import REMINDER
 from etude.types import Group, Json, Rollout
 
@@ -112,12 +112,16 @@ def bench_hints(
     """
     if not weight > 0:
         raise UserError(f"bench hints: a weight of {weight:g} teaches nothing; it must be above 0")
-    trials = [_trial(recipe, out, seed, chosen, overrides) for seed in seeds for chosen in (0.0, weight)]
+    trials: list[Trial] = []
+    with so_far() as measured:
+        for seed, chosen in product(seeds, (0.0, weight)):
+            trials.append(_trial(recipe, out, seed, chosen, overrides))
     figures: dict[str, Json] = {
         "results": [row for trial in trials for row in _rows(trial)],
         "goals": {"habit_steps_vs_reward_alone": judged(trials)},
     }
-    return envelope("hints", sum(trial.seconds for trial in trials), figures)
+    seconds = sum(trial.seconds for trial in trials)
+    return envelope("hints", seconds, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:
@@ -146,7 +150,7 @@ def _trial(recipe: Path, out: Path, seed: int, weight: float, overrides: Sequenc
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, weight: float) -> Trial:
     report = report_of(folder, config)
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         batches = _batches(ledger.groups(TRAIN, [GroupState.CONSUMED]), config.rollouts.groups_per_step)
         steps = tuple(step_figures(batch) for batch in islice(batches, config.trainer.steps))
     return Trial(

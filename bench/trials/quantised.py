@@ -17,11 +17,12 @@ import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
 from bench.options import add_trials, names, trial_arguments
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe
@@ -34,6 +35,7 @@ from etude.models.checkpoint import load_checkpoint, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
+from etude.run.payload_store import open_ledger
 from etude.run.publishing import WeightPublishing
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
@@ -95,12 +97,16 @@ def bench_quantised(
     """
     if unknown := sorted(set(formats) - set(FORMATS)):
         raise UserError(f"bench quantised: no format {unknown[0]!r}; there are {', '.join(FORMATS)}")
-    trials = [_trial(recipe, out, seed, experts, overrides) for seed in seeds for experts in (REFERENCE, *formats)]
+    trials: list[Trial] = []
+    with so_far() as measured:
+        for seed, experts in product(seeds, (REFERENCE, *formats)):
+            trials.append(_trial(recipe, out, seed, experts, overrides))
     figures: dict[str, Json] = {
         "results": [_row(trial, _reference(trials, trial.seed)) for trial in trials],
         "goals": {f"{experts}_shortfall": _judged(trials, experts) for experts in formats},
     }
-    return envelope("quantised", sum(trial.seconds for trial in trials), figures)
+    seconds = sum(trial.seconds for trial in trials)
+    return envelope("quantised", seconds, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:
@@ -137,7 +143,7 @@ def _prepared(path: Path, config: RunConfig, start: RunFolder) -> RunFolder:
 
 def _read(folder: RunFolder, config: RunConfig, seed: int, experts: str) -> Trial:
     report = report_of(folder, config)
-    ledger = Ledger.open(folder.ledger)
+    ledger = open_ledger(folder)
     try:
         rewards = {way: task_rewards(ledger, f"after-{way}") for way in WAYS}
     finally:

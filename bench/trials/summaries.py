@@ -15,12 +15,13 @@ where an earlier one stopped.
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from bench.loop.runs import begin_from
 from bench.options import add_trials, names, trial_arguments
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.tables import results_page
 from bench.trials.trials import finished_run, midtrained, report_of
 from etude.config.loading import load_recipe, parse_config
@@ -93,8 +94,12 @@ def bench_summaries(
     for arm in arms:
         if arm not in ARMS:
             raise UserError(f"there is no contestant {arm!r}: expected some of {', '.join(ARMS)}")
-    trials = [_trial(recipe, out, seed, arm, overrides) for seed in seeds for arm in arms]
-    return envelope("summaries", sum(trial.seconds for trial in trials), figures(trials))
+    trials: list[Trial] = []
+    with so_far() as measured:
+        for seed, arm in product(seeds, arms):
+            trials.append(_trial(recipe, out, seed, arm, overrides))
+    seconds = sum(trial.seconds for trial in trials)
+    return envelope("summaries", seconds, figures(trials), interrupted=measured.interrupted)
 
 
 def arm_config(recipe: RunConfig, arm: str) -> RunConfig:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.report import Goal, envelope
+from bench.report import Goal, envelope, so_far
 from bench.sync.rehearsal import CACHE, PublishedPair, Rehearsal, published_pairs, state_over
 from bench.tables import results_page
 from bench.weights.contestants import CONTESTANTS, DeltaContestant, FireworksContestant
@@ -190,11 +190,14 @@ def bench_weights(
         torch.set_num_threads(1)
         started_s = time.perf_counter()
         judged = min(pair.rate for pair in pairs)
-        rows = [row for pair in pairs for row in _rows_of(pair, size_gb if pair.rate == judged else 0.0, plan)]
+        rows: list[Row] = []
+        with so_far() as measured:
+            for pair in pairs:
+                rows += _rows_of(pair, size_gb if pair.rate == judged else 0.0, plan)
     finally:
         torch.set_num_threads(threads)
     figures: dict[str, Json] = {"results": [row.to_json() for row in rows], "goals": _goals(rows)}
-    return envelope("weights", time.perf_counter() - started_s, figures)
+    return envelope("weights", time.perf_counter() - started_s, figures, interrupted=measured.interrupted)
 
 
 def table(result: dict[str, Json]) -> str:

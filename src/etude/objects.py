@@ -7,8 +7,9 @@ whatever implements it (a cache, a counter, a store that fails on purpose) can s
 What makes it atomic: S3, GCS and Azure take the condition with the request (``If-None-Match: *`` and kin). In a local
 folder obstore writes ``<key>#<n>`` (opened with ``O_EXCL``), hard-links it to the key, which fails with ``EEXIST`` when
 the key is there, and removes the staging name. So a reader never sees part of an object, a writer that dies leaves at
-most a ``#<n>`` file, which listings skip, and the folder must lie on a file system that has hard links. Nothing is
-fsynced: objects outlive the process that wrote them, and after a power cut digests tell what was lost.
+most a ``#<n>`` file, which listings skip and :meth:`ObjectStore.remove_partial` removes, and the folder must lie on a
+file system that has hard links. Objects outlive the process that wrote them; only a store that ``syncs`` waits for the
+disk, so of any other a power cut may take the newest, and digests tell which.
 
 A process that cannot go on without its store puts a :class:`RetryingStore` before it: what the storage fails to do is
 tried again. What it answers, also that an object is missing or was there before, is passed on, and so is a full disk,
@@ -20,10 +21,11 @@ the same clock, so a local clock that jumps deletes nothing.
 """
 
 import os
+import re
 import stat
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +39,7 @@ from obstore.store import LocalStore, MemoryStore, S3Store, from_url
 
 from etude.clock import SystemClock
 from etude.errors import DamagedError, InfrastructureError, UserError
+from etude.fsync import sync
 from etude.storage import FULL, storage_errno
 
 if TYPE_CHECKING:
@@ -56,9 +59,13 @@ process that copies from region to region talks to two.
 CLOCK_FOLDER = "clock"
 """Folder in which :meth:`ObjectStore.now` writes its probes; whatever lies there may be deleted."""
 
+_PARTIAL = re.compile(r".+#\d+")
+"""Names of what a writer has begun to write into a folder."""
+_PLAIN = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]*(/[0-9A-Za-z_-][0-9A-Za-z._-]*)*")
+"""Keys that are the names of files as they are; obstore writes some characters otherwise."""
 _FIRST_PAUSE_S = 0.1
 _BACKOFF_SHARE = 0.1
-"""The longest pause before a retry, as a share of the deadline."""
+"""The longest pause before a retry by default, as a share of the deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +92,11 @@ class StoreOptions:
     """Timeout of all tries of one request, pauses included; at least twice ``request_s``."""
     silence_s: float | None = None
     """Longest silence of the storage within a try, before another one is made: after a cut connections stay silent for
-    as long again. For stores that are only read, since while data is sent the storage is silent, too.
+    as long again. For stores that are only read, since while data is sent the storage is silent, too. A connection has
+    as long to be made.
     """
+    longest_pause_s: float | None = None
+    """Longest pause before a retry; by default a tenth of ``deadline_s``."""
     retries: int = 6
     """Retries of a request that failed; creating an object only if it certainly was not done."""
     endpoint: str | None = None
@@ -130,6 +140,10 @@ class Objects(Protocol):
         """The whole object, or ``None`` if there is none."""
         ...
 
+    def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
+        """The object from byte ``first`` on, in parts as they arrive, or ``None`` if there is none."""
+        ...
+
     def exists(self, key: str) -> bool:
         """Return true if the object is there."""
         ...
@@ -146,6 +160,10 @@ class Objects(Protocol):
         """Remove objects; those that are not there count as removed."""
         ...
 
+    def remove_partial(self, older_than_s: float) -> int:
+        """Remove what writers that died began to write so long ago; returns how much that was."""
+        ...
+
     def now(self) -> float:
         """The time by the storage's own clock, comparable with :attr:`ObjectEntry.modified_s`."""
         ...
@@ -157,13 +175,17 @@ class ObjectStore:
 
     ``url`` is a plain path or ``file:///path`` (created when missing if this ``creates``, else refused), ``memory://``
     (a fresh, private store each time), or ``s3://bucket/prefix``, ``gs://…``, ``az://…``; any other raises
-    :class:`~etude.errors.UserError`. Keys are ``/``-separated. Every method raises
+    :class:`~etude.errors.UserError`. Of a folder, one that ``syncs`` has what it creates on the disk before it goes on;
+    clouds do that by themselves. Keys are ``/``-separated. Every method raises
     :class:`~etude.errors.InfrastructureError` when the storage does not do its part, for clouds not later than
     ``options.deadline_s`` says, and ``ValueError`` for an illegal key.
     """
 
-    def __init__(self, url: str, options: StoreOptions | None = None, *, creates: bool = True) -> None:
+    def __init__(
+        self, url: str, options: StoreOptions | None = None, *, creates: bool = True, syncs: bool = False
+    ) -> None:
         self.url = url
+        self._syncs = syncs
         self._store = _open(url, options, creates)
         self._folder = self._store.prefix if isinstance(self._store, LocalStore) else None
         self._is_mount = self._folder is not None and os.path.ismount(self._folder)
@@ -178,9 +200,12 @@ class ObjectStore:
             try:
                 # Only single-request uploads can be conditional; clouds take up to 5 GB in one request.
                 obstore.put(self._store, key, data, mode="create", use_multipart=False)
+                is_new = True
             except AlreadyExistsError:
-                return False
-        return True
+                is_new = False
+        if self._syncs and self._folder is not None:
+            self._sync(self._folder / key)
+        return is_new
 
     def renew(self, key: str, data: bytes) -> None:
         """Write the bytes that an object already has, so that its age starts anew; readers notice nothing.
@@ -194,10 +219,25 @@ class ObjectStore:
         """The whole object, or ``None`` if there is none."""
         self._require_file(key)
         with self._blaming_storage("read", key):
+            if self._folder is not None and _PLAIN.fullmatch(key):
+                with suppress(OSError):  # which obstore tells apart; a small file takes it five times as long
+                    return (self._folder / key).read_bytes()
             try:
                 return obstore.get(self._store, key).bytes().to_bytes()
             except FileNotFoundError:
                 return None
+
+    def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
+        """The object from byte ``first`` on, which it has, in parts of at least ``part_bytes`` as they arrive, but for
+        the last one; ``None`` if there is none.
+        """
+        self._require_file(key)
+        with self._blaming_storage("read", key):
+            try:
+                answer = obstore.get(self._store, key, options={"range": {"offset": first}})
+            except FileNotFoundError:
+                return None
+        return self._parts(key, map(bytes, iter(answer.stream(min_chunk_size=part_bytes))))
 
     def exists(self, key: str) -> bool:
         """Return true if the object is there."""
@@ -233,6 +273,23 @@ class ObjectStore:
                 for key in keys:
                     self._delete_one(key)
 
+    def remove_partial(self, older_than_s: float) -> int:
+        """Remove what writers that died began to write so many seconds ago; returns how much that was. Clouds have
+        nothing of the kind.
+        """
+        if self._folder is None:
+            return 0
+        before_s, removed = self.now() - older_than_s, 0
+        try:
+            for file in self._folder.rglob("*#*"):
+                with suppress(FileNotFoundError):  # its writer lives
+                    if _PARTIAL.fullmatch(file.name) and file.stat().st_mtime < before_s:
+                        file.unlink()
+                        removed += 1
+        except OSError as error:
+            raise InfrastructureError(f"object store {self.url}: cannot remove what is partial: {error}") from error
+        return removed
+
     def now(self) -> float:
         """The time by the storage's own clock, in seconds since 1970, from the age of an object written just now."""
         key = f"{CLOCK_FOLDER}/{uuid.uuid4().hex}"
@@ -241,6 +298,17 @@ class ObjectStore:
             modified_s = obstore.head(self._store, key)["last_modified"].timestamp()
             self._delete_one(key)
         return modified_s
+
+    def _sync(self, file: Path) -> None:
+        try:
+            sync(file)
+            sync(file.parent)
+        except OSError as error:
+            raise InfrastructureError(f"object store {self.url}: cannot sync {file}: {error}") from error
+
+    def _parts(self, key: str, parts: Iterator[bytes]) -> Iterator[bytes]:
+        with self._blaming_storage("read", key):
+            yield from parts
 
     def _require_folder(self) -> None:
         """Raise :class:`~etude.errors.InfrastructureError` where the folder is gone: its objects are not missing, and
@@ -357,6 +425,11 @@ class RetryingStore:
         """See :class:`ObjectStore`."""
         return self._retry(lambda store: store.get(key))
 
+    def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
+        """See :class:`ObjectStore`; all of it comes at once, as what breaks off would be read again."""
+        data = self.get(key)
+        return None if data is None else iter((data[first:],))
+
     def exists(self, key: str) -> bool:
         """See :class:`ObjectStore`."""
         return self._retry(lambda store: store.exists(key))
@@ -372,6 +445,10 @@ class RetryingStore:
     def delete(self, *keys: str) -> None:
         """See :class:`ObjectStore`."""
         self._retry(lambda store: store.delete(*keys))
+
+    def remove_partial(self, older_than_s: float) -> int:
+        """See :class:`ObjectStore`."""
+        return self._retry(lambda store: store.remove_partial(older_than_s))
 
     def now(self) -> float:
         """See :class:`ObjectStore`."""
@@ -455,10 +532,10 @@ def _place_of_bucket(bucket: str) -> dict[str, str]:
 
 def _limits(options: StoreOptions) -> tuple["ClientConfig", "RetryConfig"]:
     """The options' times as obstore wants them: no try starts so late that it could end after the deadline."""
-    pause_s = options.deadline_s * _BACKOFF_SHARE
+    pause_s = options.deadline_s * _BACKOFF_SHARE if options.longest_pause_s is None else options.longest_pause_s
     client: ClientConfig = {"timeout": timedelta(seconds=options.request_s)}
     if options.silence_s is not None:
-        client["read_timeout"] = timedelta(seconds=options.silence_s)
+        client["read_timeout"] = client["connect_timeout"] = timedelta(seconds=options.silence_s)
     # obstore itself does not look at the variable once it is given any client option.
     is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() in {"1", "true", "yes", "on"}
     client["allow_http"] = is_allowed if options.allow_http is None else options.allow_http

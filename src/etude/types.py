@@ -527,6 +527,23 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedSession:
+    """A live session as models look back on it: what it was, what was answered, and what it came to."""
+
+    session_id: str
+    observation: Observation
+    ended_at: float
+    """Seconds since 1970, by the server's clock."""
+    sampled_tokens: tuple[int, ...]
+    """Sampled tokens of each turn."""
+    answers: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Part of the reward → what was answered, of the session or of each of its turns; ``None``: nothing was."""
+    reward: float = 0.0
+    turn_rewards: tuple[float, ...] = ()
+    """Reward of each turn, as a :class:`Rollout` has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task, whole and readable."""
 
@@ -594,6 +611,11 @@ class Group:
     """Slots given up to infrastructure: so many rollouts more were planned."""
     weight: float = 1.0
     """Importance weight of the task: how likely it is to be drawn if all tasks are, over how likely it was."""
+
+    @property
+    def is_live(self) -> bool:
+        """True if it is a user's session, which has no other rollout to be compared with."""
+        return any(rollout.observation is not None for rollout in self.rollouts)
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:

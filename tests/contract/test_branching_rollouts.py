@@ -76,7 +76,7 @@ class Sandboxes:
     def __init__(self) -> None:
         self.local = LocalSandboxes(workers=1, isolate=False)
 
-    async def open(self, task: Task) -> Sandbox:
+    async def open(self, task: Task, *, gateway: str) -> Sandbox:
         return await self.local.create(task.files)
 
 

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -27,7 +26,7 @@ from etude.rollouts.worker import RolloutContext, run_rollout
 from etude.run.gateway import GatewaySpec, open_gateway
 from etude.run.serving import listening
 from etude.run.task_sandboxes import EnvironmentTaskSandboxes
-from etude.sandbox_spec import WORKDIR, SandboxSpec
+from etude.sandbox_spec import WORKDIR
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.ns.provider import NamespaceSandboxes
 from etude.tokens.chat import ChatTemplate
@@ -82,8 +81,9 @@ def attempt(
         engine.script(*([*chat.encode(reply), chat.end_id] for reply in replies))
         config = CommandOptions(command=tuple(command), timeout_s=timeout_s)
         async with aiohttp.ClientSession() as http, gateway(chat, engine) as url:
-            beside = SandboxSpec(mounts={"/harness": folder}, allow=(urlsplit(url).netloc,))
-            environments = EnvironmentTaskSandboxes(NamespaceSandboxes(), ImageStore(folder / "images"), beside=beside)
+            environments = EnvironmentTaskSandboxes(
+                NamespaceSandboxes(), ImageStore(folder / "images"), beside={"/harness": folder}, reaches=True
+            )
             context = RolloutContext(
                 sessions=GatewaySessions(GatewayTable([url]), "admin", http),
                 sandboxes=environments,

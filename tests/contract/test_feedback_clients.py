@@ -16,7 +16,7 @@ import pytest
 import etude
 from etude.config.feedback import FeedbackConfig
 from etude.feedback.store import FeedbackStore
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import write_run_key
 from etude.run.live_sessions import open_live_sessions
 from etude.run.process_name import GATEWAY
@@ -36,7 +36,7 @@ class Product:
     """Id of the answer in the session ``typescript``."""
 
     def signals(self, session: str) -> list[tuple[str, float, int | None]]:
-        with FeedbackStore.open(self.folder.feedback, window_s=WINDOW_S) as store:
+        with FeedbackStore.open(feedback_place(self.folder), window_s=WINDOW_S) as store:
             store.end_all_of(str(GATEWAY), 1e10)
             store.close_windows(1e12, 100)
             (joined,) = [one for one in store.closed(10)[0] if one.session.name == session]

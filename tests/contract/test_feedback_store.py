@@ -8,7 +8,8 @@ import pytest
 
 from etude.errors import DamagedError, RunFolderError
 from etude.feedback.join import EventResult
-from etude.feedback.store import FeedbackStore, forget_sessions
+from etude.feedback.privacy import forget_sessions
+from etude.feedback.store import FeedbackStore
 from etude.feedback.writer import StoreWriter
 from etude.ledger.database import Database
 from etude.ledger.ledger import Ledger

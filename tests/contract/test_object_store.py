@@ -277,6 +277,19 @@ def test_a_folder_outlives_its_store(tmp_path: Path) -> None:
     assert ObjectStore(tmp_path.as_uri()).get("k") == b"1"
 
 
+def test_what_a_dead_writer_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    store = ObjectStore(str(tmp_path), syncs=True)
+    assert store.put_if_absent("a/b", b"whole") and not store.put_if_absent("a/b", b"other")
+    old, young, other = tmp_path / "a" / "c#1", tmp_path / "a" / "c#2", tmp_path / "a" / "notes#old"
+    for file in (old, young, other):
+        file.write_bytes(b"part")
+    for file in (old, other, tmp_path / "a" / "b"):
+        os.utime(file, (0, 0))
+    assert store.remove_partial(3600.0) == 1
+    assert [file.exists() for file in (old, young, other)] == [False, True, True]
+    assert store.get("a/b") == b"whole"
+
+
 @pytest.mark.parametrize("url", ["http://host/x", "file://host/x", "file://", "memory://x", "s3x://bucket"])
 def test_unknown_places_are_refused(url: str) -> None:
     with pytest.raises(UserError, match=r"expected a path, file:///path"):

@@ -52,6 +52,7 @@ def etude(*arguments: object, status: int = 0) -> str:
     return ended.stdout
 
 
+@pytest.mark.heavy("a minute")
 def test_a_foreign_checkpoint_goes_through_the_whole_loop(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(checkpoint=make_checkpoint(tmp_path / "model")))

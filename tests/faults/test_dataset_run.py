@@ -7,8 +7,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_ledger
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 3
@@ -25,6 +26,7 @@ SETTINGS = (
 pytestmark = pytest.mark.timeout(2 * DEADLINE_S)
 
 
+@pytest.mark.heavy("a minute")
 def test_ten_lines_and_a_file_train_a_model(tmp_path: Path) -> None:
     settings = [part for setting in SETTINGS for part in ("--set", setting)]
     out = tmp_path / "run"
@@ -38,7 +40,7 @@ def test_ten_lines_and_a_file_train_a_model(tmp_path: Path) -> None:
     assert report["learning"]["groups_resampled"] >= 0
     assert all(0 <= step["selection_distance"] <= 2 for step in report["curve"])
     folder = RunFolder.open(out)
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         groups = list(ledger.groups(TRAIN))
         left_out = [ledger.resampled(step) for step in range(1, STEPS + 1)]
     assert sum(left_out) == report["learning"]["groups_resampled"]

@@ -20,11 +20,12 @@ from etude.api.training import train
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.ledger import TRAIN
 from etude.ledger.states import quorum
 from etude.run.folder import RunFolder, exclusive, start_from
 from etude.run.keys import KeyRole
 from etude.run.launchers.host_process import THREADING
+from etude.run.payload_store import open_ledger
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats, ProcessStarted, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
@@ -148,7 +149,7 @@ def graded_by(folder: RunFolder, writer: str) -> int:
 
 
 def steps_done(folder: RunFolder) -> int:
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         return ledger.progress().steps_done
 
 
@@ -176,7 +177,7 @@ def read_logs(folder: RunFolder) -> str:
 
 def check_nothing_lost_or_doubled(folder: RunFolder) -> None:
     """Every step done once, on groups of its own, from fully graded rollouts, and every version bit-sound."""
-    with Ledger.open(folder.ledger) as ledger:
+    with open_ledger(folder) as ledger:
         progress = ledger.progress()
         assert progress.steps_done == STEPS
         assert progress.consumed == STEPS * GROUPS
@@ -248,6 +249,7 @@ def check_no_secret_is_told(folder: RunFolder, output: str) -> None:
     assert not any(secret in output for secret in secrets)
 
 
+@pytest.mark.heavy("a minute or two")
 def test_a_frozen_process_is_noticed_and_replaced(start: RunFolder, tmp_path: Path) -> None:
     folder = fresh(start, tmp_path / "run", config(heartbeat_timeout_s=8.0))
     with running(folder) as run:
@@ -264,6 +266,7 @@ def test_a_frozen_process_is_noticed_and_replaced(start: RunFolder, tmp_path: Pa
     check_nothing_lost_or_doubled(folder)
 
 
+@pytest.mark.heavy("a minute or two")
 def test_a_second_rollouts_process_helps_and_may_die(folder: RunFolder) -> None:
     with running(folder) as run, replicas(folder, 1, 2) as (doomed, other):
         wait_in(folder, lambda: graded_by(folder, "rollouts-1") > 0, "the first helper has done nothing")
@@ -375,6 +378,7 @@ def test_a_damaged_delta_ends_the_run_with_its_name(folder: RunFolder) -> None:
     assert etude("weights", "verify", folder.path).returncode == 2
 
 
+@pytest.mark.heavy("a minute or two")
 def test_a_python_program_follows_a_run_stops_it_and_goes_on(folder: RunFolder) -> None:
     run = open_run(folder.path)
     with train(run) as training:

@@ -18,6 +18,7 @@ from databases import temporary_server
 from etude.api.run import open_run
 from etude.cli.main import main
 from etude.config.loading import default_recipe
+from etude.errors import DamagedError
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
@@ -124,6 +125,7 @@ def lose(disks: Path) -> None:
     shutil.rmtree(disks)
 
 
+@pytest.mark.heavy("a minute")
 def test_a_trainer_whose_disk_is_lost_goes_on_to_the_same_bits(bucket: Path, tmp_path: Path) -> None:
     whole = make_run(tmp_path / "whole")
     admit(whole.ledger, *range(STEPS))
@@ -238,11 +240,16 @@ def test_a_run_whose_machine_is_lost_is_resumed_by_its_url_alone(
         with Ledger.open(folder.ledger) as ledger:
             assert ledger.progress().steps_done == 8
             assert ledger.progress().consumed == 8 * 2
+            with pytest.raises(DamagedError, match="which is not there"):
+                ledger.group(TRAIN, 0)
+        turns = ObjectStore(f"{URL}/payloads").list("turns")
+        assert len(turns) >= 8 * 2 * 2 + 4 * 4, "of training, and of 4 tasks, two ways, before and after"
+        assert ObjectStore(f"{URL}/phases/midtrain/model").list("manifests") == ["manifests/00000001.json"]
         steps = [step.step for step in open_run(URL).steps()]
         assert steps == list(range(1, 9))
         assert "</html>" in folder.report_html.read_text(encoding="utf-8")
-        shown = etude("show", URL)
-        assert shown.returncode == 0, shown.stderr
+        shown = etude("show", URL, "--group", "0")
+        assert shown.returncode == 0 and "group 0" in shown.stdout, shown.stdout + shown.stderr
 
 
 def _processes_in(folder: Path) -> list[int]:

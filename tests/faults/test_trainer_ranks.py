@@ -43,9 +43,10 @@ def trainers(folder: RunFolder) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             arguments = path.read_bytes().decode().split("\0")
+            is_rank = b"\0RANK=" in path.with_name("environ").read_bytes()
         except OSError:
             continue
-        if arguments[-2:-1] == [str(folder.path)] and "train" in arguments and "etude.run.torchrun" not in arguments:
+        if arguments[-2:-1] == [str(folder.path)] and "train" in arguments and is_rank:
             result.append(int(path.parent.name))
     return result
 

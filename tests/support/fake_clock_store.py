@@ -9,8 +9,8 @@ class FakeClockStore:
     def __init__(self, now_s: float = 1e9) -> None:
         inner = ObjectStore("memory://")
         self.url = inner.url
-        self.get, self.exists, self.list = inner.get, inner.exists, inner.list
-        self.delete = inner.delete
+        self.get, self.stream, self.exists, self.list = inner.get, inner.stream, inner.exists, inner.list
+        self.delete, self.remove_partial = inner.delete, inner.remove_partial
         self.now_s = now_s
         self._inner = inner
         self._written_s: dict[str, float] = {}

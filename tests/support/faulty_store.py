@@ -6,7 +6,7 @@ beforehand, by number, so that every run with the same calls fails in the same p
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from threading import Lock
 from typing import TypeVar, final
@@ -78,6 +78,10 @@ class FaultyStore:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("get", key, lambda: self._inner.get(key))
 
+    def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        return self._call("stream", key, lambda: self._inner.stream(key, first, part_bytes))
+
     def exists(self, key: str) -> bool:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""
         return self._call("exists", key, lambda: self._inner.exists(key))
@@ -93,6 +97,10 @@ class FaultyStore:
     def delete(self, *keys: str) -> None:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""
         self._call("delete", " ".join(keys), lambda: self._inner.delete(*keys))
+
+    def remove_partial(self, older_than_s: float) -> int:
+        """As :class:`~etude.objects.ObjectStore`, or a failure."""
+        return self._call("remove_partial", "", lambda: self._inner.remove_partial(older_than_s))
 
     def now(self) -> float:
         """As :class:`~etude.objects.ObjectStore`, or a failure."""

@@ -24,6 +24,7 @@ from etude.ledger.changes import TRAIN
 from etude.run.detokenize import turn_reader
 from etude.run.folder import RunFolder
 from etude.run.machine_info import describe_machine, source_commit
+from etude.run.payload_store import open_archive
 from etude.run.process_name import TRAINER
 from etude.run.weight_log import open_log
 from etude.run.working_folder import open_run_folder
@@ -137,7 +138,7 @@ class Run:
         return build_report(metrics, config, machine=machine, date=date_utc(), commit=source_commit())
 
     def _archive(self) -> Archive:
-        return Archive.open(self._folder.ledger, self._folder.config().ledger)
+        return open_archive(self._folder)
 
 
 def open_run(path: Path | str | Run) -> Run:

@@ -25,8 +25,9 @@ from etude.errors import EtudeError, ExitCode, InfrastructureError, RunFolderErr
 from etude.ledger.archive import Archive
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.local import default_out
+from etude.run.parent import SUPERVISOR_VARIABLE
 from etude.run.preflight import check_ready
-from etude.run.serving import STOP_S, SUPERVISOR_VARIABLE
+from etude.run.serving import STOP_S
 
 POLL_S = 0.1
 """Interval at which new steps are looked for."""

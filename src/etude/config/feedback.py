@@ -9,6 +9,12 @@ from etude.config.plugins import Registry
 from etude.config.section import Section
 from etude.types import SignalKind
 
+REDACTORS = Registry(
+    "feedback.redactors",
+    "redactor",
+    {name: f"etude.feedback.redaction:{name}" for name in ("secrets", "emails")},
+)
+"""Redactors by name: each is a :data:`~etude.feedback.redaction.Redactor`."""
 ONLY_WHEN_IT_HAPPENS = (SignalKind.REVERTED, SignalKind.ABANDONED)
 """Kinds that say one thing alone, so that where they say nothing no model can learn what they would have said."""
 
@@ -101,6 +107,30 @@ class SignalReward(Section):
         return self
 
 
+def _each_redactor(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Check that each can be found. Raises ``ValueError`` for one that cannot."""
+    return tuple(map(REDACTORS, names))
+
+
+class PoisoningLimits(Section):
+    """``[feedback.poisoning]``: limits of what one user, or a ring of them, can do to what is learnt."""
+
+    largest_share: float = Field(default=0.05, gt=0, le=1)
+    """Largest share of what is learnt from that one user's sessions are; beyond it each counts less."""
+    per_hour: int = Field(default=120, ge=1)
+    """Rated sessions within an hour, above which a user is taken for a program."""
+    outlier_z: float = Field(default=5.0, gt=0)
+    """Standard deviations from other users' ratings of the same kinds, above which a user's are not learnt from."""
+    min_sessions: int = Field(default=8, ge=2)
+    """Rated sessions of a user, below which they are compared with nobody."""
+    min_users: int = Field(default=8, ge=3)
+    """Such users, below which there is no telling who is an outlier."""
+    alpha: float = Field(default=0.001, gt=0, lt=1)
+    """Chance, over all pairs of users, that two who know nothing of each other are taken for a ring."""
+    min_ring: int = Field(default=3, ge=2)
+    """Linked users that make a ring."""
+
+
 class FeedbackConfig(Section):
     """``[feedback]``: what users say about live sessions."""
 
@@ -112,11 +142,23 @@ class FeedbackConfig(Section):
     """Judgement of a user's next message, dissatisfied with the reply or not, where no client says: ``words``, a rule
     of negation, retry and thanks in English; empty, none; or a class of your own.
     """
+    redactors: Annotated[tuple[str, ...], AfterValidator(_each_redactor)] = ("secrets",)
+    """Finders of what must not be kept: ``secrets`` and ``emails``, by their form, or functions of your own, from a
+    text to the spans of characters. What users and tools said is kept with fillers in place of that; of a session in
+    which the model says such a thing nothing is.
+    """
+    regions: tuple[str, ...] = ()
+    """Regions whose users' sessions are recorded, as the product names them; empty: all, and those that name none."""
+    keep_days: float = Field(default=0.0, ge=0)
+    """Days for which sessions and signals are kept after they ended, trained on or not; 0: until somebody asks."""
+    poisoning: PoisoningLimits = PoisoningLimits()
+    """Limits of what one user can do to what is learnt."""
     reward: SignalReward = SignalReward()
     """Its worth."""
 
     @model_validator(mode="after")
     def _recorded(self) -> Self:
         if not self.window_s:
-            self.refuse_idle("feedback", ("follow_up",), "with feedback.window_s = 0, as no session is recorded")
+            idle = ("follow_up", "redactors", "regions", "keep_days")
+            self.refuse_idle("feedback", idle, "with feedback.window_s = 0, as no session is recorded")
         return self

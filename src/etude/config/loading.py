@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from etude.config import plugins
+from etude.config.data_paths import change_data, from_run, in_run
 from etude.config.fleet import FleetConfig
 from etude.config.keys import suggestion
 from etude.config.recipe import RunConfig
@@ -68,6 +69,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
     for table in FILE_TABLES:
         _read_files(tree, table, file)
     _change_names(tree, lambda name: plugins.absolute(name, file.parent))
+    change_data(tree, lambda _, path: from_run(path, file.parent))
     return tree, file
 
 
@@ -122,6 +124,7 @@ def dump_run(config: RunConfig, folder: Path) -> str:
     """
     tree: dict[str, Any] = config.model_dump(mode="json")
     _change_names(tree, lambda name: plugins.keep(name, folder))
+    change_data(tree, lambda _, path: in_run(path, folder))
     return tomli_w.dumps(tree)
 
 

@@ -18,6 +18,7 @@ from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
+from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.config.section import Section
@@ -160,6 +161,8 @@ class RunConfig(Section):
     """Signals of users."""
     live: LiveConfig = LiveConfig()
     """Learning from them."""
+    release: ReleaseConfig = ReleaseConfig()
+    """The way of a version to users."""
 
     @model_validator(mode="before")
     @classmethod
@@ -345,6 +348,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"live.groups_per_step = {live.groups_per_step}: a live session is a group of one, and {compares[0]} "
                 f"needs the other rollouts of a group"
+            )
+        if self.loss.old_policy == "recomputed":
+            raise ValueError(
+                "loss.options.old_policy = 'recomputed' does not go with live sessions: after a rollback some are of "
+                "weights that the trainer no longer has; set loss.options.old_policy = 'engine'"
             )
         return self
 

@@ -498,7 +498,7 @@ class ParallelConfig(Section):
     """``[parallel]``: how many processes train together, and what they share out.
 
     Their number is ``dp`` · ``cp``; all weights but the experts' are sharded over all of them. One process is the
-    default; more are started by ``torchrun``.
+    default; more are started by `etude train`.
     """
 
     dp: int = Field(default=1, ge=1)

@@ -39,7 +39,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 import orjson
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import ClientSession, web
 from aiohttp.typedefs import Handler, Middleware
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
@@ -49,6 +49,7 @@ from etude.clock import SystemClock
 from etude.engines.api_client import ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S, answering, unavailable
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
+from etude.sockets import alert_connector, make_alert
 from etude.types import Finish, SamplingMask, TokenIds
 
 Answer = TypeVar("Answer")
@@ -371,7 +372,7 @@ async def http_engines(timeout_s: float, *, key: str = "") -> AsyncIterator[Call
     """Make engine clients by URL, with no limit on calls in flight; they are closed with the context. ``key`` is that
     of all these engines.
     """
-    async with ClientSession(connector=TCPConnector(limit=0)) as http:
+    async with ClientSession(connector=alert_connector()) as http:
         with ExitStack() as engines:
             yield lambda url: engines.enter_context(closing(HttpEngine(url, http, timeout_s, key=key)))
 
@@ -611,6 +612,7 @@ class _EngineConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the loop."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by descent
+        make_alert(transport.get_extra_info("socket"))
 
     def connection_lost(self, error: Exception | None) -> None:
         """Called by the loop."""

@@ -74,6 +74,31 @@ FEEDBACK = Schema(
             "CREATE INDEX signals_unmatched ON signals (owner, received_at) WHERE session_id IS NULL",
             "CREATE TABLE counts (name TEXT PRIMARY KEY, number INTEGER NOT NULL)",
         ),
+        2: (  # rights of people
+            "CREATE INDEX sessions_by_user ON sessions (pseudonym)",
+            """
+            CREATE TABLE deletions (                -- privacy.DeletionRequest
+                request_id INTEGER PRIMARY KEY,
+                pseudonym TEXT NOT NULL,
+                session_id TEXT NOT NULL,
+                requested_at REAL NOT NULL,
+                requested_by TEXT NOT NULL,
+                done_at REAL,
+                sessions INTEGER NOT NULL,
+                versions TEXT NOT NULL              -- numbers, ascending
+            )
+            """,
+            """
+            CREATE TABLE audit (                    -- privacy.AuditEntry
+                entry INTEGER PRIMARY KEY,
+                at REAL NOT NULL,
+                actor TEXT NOT NULL,
+                action TEXT NOT NULL,
+                subject TEXT NOT NULL,
+                detail TEXT NOT NULL
+            )
+            """,
+        ),
     },
 )
 """The feedback store of a run."""

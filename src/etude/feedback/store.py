@@ -19,7 +19,7 @@ The turns of a batch, and its signals, are one JSON array that the database take
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -28,6 +28,7 @@ import orjson
 
 from etude.feedback.follow_up import FollowUpRule
 from etude.feedback.join import UNMATCHED, EventResult, LiveTurn, MatchedSession, join, result_of
+from etude.feedback.privacy import PrivacyRecords, forget_sessions
 from etude.feedback.schema import FEEDBACK
 from etude.feedback.signals import Event
 from etude.feedback.turns import decode_records, encode_turn
@@ -35,16 +36,18 @@ from etude.ledger.database import Database, Row
 from etude.ledger.open import open_database
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.ledger.turns import decode_turns
-from etude.types import JoinedSession, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
+from etude.types import JoinedSession, Json, LiveAnswer, LiveSession, PayloadRef, Signal, SignalKind
 
+REDACTED = "session_redacted"
+"""Count of sessions of which nothing is kept, since the model itself said what must not be."""
 MAX_UNMATCHED = 10_000
 """Signals of one product that may wait for their sessions; beyond, those without a session are not kept."""
 RETRY_TIMEOUT_S = 60.0
 """Longest time for which the database is tried again, as of the ledger."""
 
 
-Filter = Callable[[LiveAnswer], LiveAnswer]
-"""Sees every answer before anything of it is written, and returns what may be."""
+Filter = Callable[[LiveAnswer], LiveAnswer | None]
+"""Sees every answer before anything of it is written, and returns what may be; ``None``: nothing of its session."""
 
 
 def unchanged(answer: LiveAnswer) -> LiveAnswer:
@@ -62,6 +65,8 @@ class FeedbackStore(LedgerConnection):
     def __init__(self, transactions: Transactions, *, window_s: float, keep_filter: Filter = unchanged) -> None:
         super().__init__(transactions)
         self.window_s = window_s
+        self.privacy = PrivacyRecords(transactions)
+        """Requests for deletion, and the audit log."""
         self._filter = keep_filter
 
     @classmethod
@@ -100,7 +105,8 @@ class FeedbackStore(LedgerConnection):
 
     def keeping(self, answer: LiveAnswer, gateway: str, now: float) -> Callable[[Database], None]:
         """The work of keeping an answer: its turns, and its session with the first; signals that waited are matched."""
-        return partial(_keep, self._filter(answer), gateway, now)
+        allowed = self._filter(answer)
+        return partial(_withhold, answer.session) if allowed is None else partial(_keep, allowed, gateway, now)
 
     def keep(self, answer: LiveAnswer, gateway: str, now: float) -> None:
         """Keep an answer, now."""
@@ -138,6 +144,12 @@ class FeedbackStore(LedgerConnection):
     def status(self, owner: str, name: str) -> "SessionStatus | None":
         """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""
         return self._db.read(partial(read_status, owner, name, self.window_s))
+
+    def sessions_of_user(self, user: str) -> list[dict[str, Json]]:
+        """All that is kept of a user, by pseudonym, for that person to read: each session with what was said in it by
+        the user, and the signals about it.
+        """
+        return self._db.read(partial(_sessions_of_user, user))
 
     # ── to learning
 
@@ -191,7 +203,7 @@ class SessionStatus:
     closes_at: float | None
     """When its window is over; ``None`` while it is open."""
     result: str
-    """What became of it once its window was over; empty before."""
+    """Outcome once its window was over; empty before."""
     signals: Mapping[str, int]
     """Kind → number of signals."""
 
@@ -225,17 +237,16 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
         db.execute("UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", now, session_id)
 
 
+def _withhold(session: LiveSession, db: Database) -> None:
+    """Keep nothing of a session."""
+    forget_sessions([session.session_id], db)
+    add_counts(db, {REDACTED: 1})
+
+
 def end_all_of(gateway: str, now: float, db: Database) -> int:
     """A part of a transaction: end the sessions that a gateway left open, and return how many these were."""
     sql = "UPDATE sessions SET ended_at = ? WHERE gateway = ? AND ended_at IS NULL RETURNING 1"
     return len(db.execute(sql, now, gateway))
-
-
-def forget_sessions(session_ids: Sequence[str], db: Database) -> None:
-    """A part of a transaction: nothing of these sessions is left here; their payloads are swept later."""
-    for session_id in session_ids:
-        for table in ("signals", "turns", "sessions"):
-            db.execute(f"DELETE FROM {table} WHERE session_id = ?", session_id)
 
 
 def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
@@ -313,13 +324,13 @@ SESSIONS_NAMED = """
          ORDER BY opened_at DESC, session_id LIMIT 1)
     )
 """
-"""Of sessions with one name, which a product may use again, the newest is meant; an id comes before a name."""
+"""The newest of the sessions with one name, which a product may use again; an id comes before a name."""
 TURNS_ANSWERED = """
     SELECT r.value->>0, t.session_id, t.turn, s.ended_at, s.closed_at FROM json_each(?) AS r
     JOIN turns AS t ON t.completion = r.value->>0 JOIN sessions AS s ON s.session_id = t.session_id
     WHERE s.owner = ? ORDER BY t.turn DESC
 """
-"""Of several replies in an answer the first one is meant, which comes last and counts."""
+"""The first of several replies in an answer, which comes last and counts."""
 
 
 def _places(db: Database, owner: str, events: Sequence[Event]) -> dict[str, MatchedSession]:
@@ -410,6 +421,21 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
     kinds = db.execute("SELECT kind, count(*) FROM signals WHERE session_id = ? GROUP BY kind", session.session_id)
     closes_at = None if session.ended_at is None else session.ended_at + window_s
     return SessionStatus(session=session, closes_at=closes_at, result=result, signals=dict(sorted(kinds)))
+
+
+def _sessions_of_user(user: str, db: Database) -> list[dict[str, Json]]:
+    sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE pseudonym = ? ORDER BY opened_at, session_id"
+    sessions = [_session(row) for row in db.execute(sql, user)]
+    ids = _rows([[session.session_id] for session in sessions])
+    turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
+    return [
+        {
+            **asdict(session),
+            "messages": [one.message for one in turns.get(session.session_id, ())],
+            "signals": [asdict(one) for one in signals.get(session.session_id, ())],
+        }
+        for session in sessions
+    ]
 
 
 def _closed(

@@ -46,6 +46,8 @@ class Unit:
         self.members = tuple(members)
         self.restarts = Restarts()
         self.done: set[str] = set()
+        self.is_changed = False
+        """True if what runs was placed by other specs."""
         self.placed_s: float | None = None
         """Time at which it was last placed, or adopted; ``None`` while it is not to run."""
         self.again_s: float | None = None
@@ -79,16 +81,21 @@ class Reconciliation:
     actions: Actions = field(default_factory=Actions)
 
     def restart(self, unit: Unit) -> None:
-        """Start a unit again: what is left of it is killed, and all of it is placed."""
-        unit.again_s, unit.placed_s = None, self.now_s
+        """Start a unit again: what is left of it is killed, and all of it is placed.
+
+        A single process that ended is started where it was: to find it a machine anew takes longer than its start.
+        """
+        unit.again_s, unit.placed_s, unit.is_changed = None, self.now_s, False
         unit.done.clear()
         unit.absent_s.clear()
-        self.actions.kill += [spec.name for spec in unit.members if spec.name in self.statuses]
+        left = [spec.name for spec in unit.members if spec.name in self.statuses]
+        if len(unit.members) > 1 or any(self.statuses[name].exit_status is None for name in left):
+            self.actions.kill += left
         self.actions.place += unit.members
 
     def drain(self, unit: Unit) -> None:
         """Let a unit end."""
-        unit.again_s = unit.placed_s = None
+        unit.again_s, unit.placed_s, unit.is_changed = None, None, False
         self.actions.remove += [spec.name for spec in unit.members if spec.name in self.statuses]
 
 
@@ -99,16 +106,33 @@ class Reconciler:
     def __init__(self, specs: Sequence[ProcessSpec], *, heartbeat_timeout_s: float) -> None:
         """A process that gives no heartbeat for ``heartbeat_timeout_s`` is killed and started again."""
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        units: dict[str, list[ProcessSpec]] = {}
-        for spec in specs:
-            units.setdefault(spec.unit, []).append(spec)
-        self._units = [Unit(members) for members in units.values()]
-        self._names = {spec.name for spec in specs}
+        self._units: list[Unit] = []
+        self._names: set[str] = set()
+        self._take(specs)
 
     @property
     def done(self) -> frozenset[str]:
         """Processes that had an end and have reached it."""
         return frozenset(name for unit in self._units for name in unit.done)
+
+    def follow(self, specs: Sequence[ProcessSpec]) -> None:
+        """Compare with other specs from now on: what is no longer among them is removed, and what differs restarted."""
+        self._take(specs)
+
+    def _take(self, specs: Sequence[ProcessSpec]) -> None:
+        """Make a unit of all that restarts together; what is as before stays as it is."""
+        members: dict[str, list[ProcessSpec]] = {}
+        for spec in specs:
+            members.setdefault(spec.unit, []).append(spec)
+        before = {unit.members[0].unit: unit for unit in self._units}
+        self._units = []
+        for name, its in members.items():
+            old = before.get(name)
+            unit = old if old is not None and old.members == tuple(its) else Unit(its)
+            if old is not None and unit is not old:
+                unit.is_changed = True
+            self._units.append(unit)
+        self._names = {spec.name for spec in specs}
 
     def step(
         self, statuses: Mapping[str, ProcessStatus], now_s: float, *, drained: Collection[str] = frozenset()
@@ -124,6 +148,8 @@ class Reconciler:
             is_seen = any(spec.name in statuses for spec in unit.members)
             if not {spec.name for spec in unit.members}.isdisjoint(drained):
                 reconciliation.drain(unit)
+            elif unit.is_changed:
+                reconciliation.restart(unit)
             elif unit.again_s is not None:
                 if now_s >= unit.again_s:
                     reconciliation.restart(unit)

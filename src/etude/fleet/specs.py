@@ -40,7 +40,7 @@ class GroupMember:
             raise ValueError(f"rank {self.rank} of the group {self.name!r}, which has {self.size} members")
 
     def rendezvous(self, host: str) -> dict[str, str]:
-        """The environment by which ``torchrun`` on each machine finds the others, where the first is at ``host``."""
+        """The environment by which the ranks on each machine find the others, where the first is at ``host``."""
         return {
             "PET_NNODES": str(self.size),
             "PET_NODE_RANK": str(self.rank),

@@ -33,7 +33,9 @@ from etude.gateway.capture.conversations import Conversation, Prompt, SessionFul
 from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import PRIORITIES, AdmissionQueue, TrafficClass
+from etude.gateway.routing.arms import CallArm
 from etude.gateway.routing.pool import CallOptions, EnginePool
+from etude.gateway.routing.shadow import Shadow
 from etude.ledger.payloads import Payloads
 from etude.protocols import Clock, Completion, SamplingParams, TokenChunk, turn_of
 from etude.tokens.messages import (
@@ -69,6 +71,8 @@ class Caller:
     """Wait while no engine serves that version, instead of being told at once."""
     kind: TurnKind = TurnKind.ACT
     """The kind of the recorded turn."""
+    arm: CallArm | None = None
+    """The released weights that may answer a user; ``None``: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,13 +294,21 @@ class ReplySampler:
     """Samples the replies of generation requests."""
 
     def __init__(
-        self, chat: ChatFormat, pool: EnginePool, admission: AdmissionQueue, recorder: "Recorder", clock: Clock
+        self,
+        chat: ChatFormat,
+        pool: EnginePool,
+        admission: AdmissionQueue,
+        recorder: "Recorder",
+        clock: Clock,
+        shadow: Shadow | None = None,
     ) -> None:
+        """``shadow`` samples some prompts of users again, unseen."""
         self.chat = chat
         self.recorder = recorder
         self._pool = pool
         self._admission = admission
         self._clock = clock
+        self._shadow = shadow
 
     async def sample(self, request: GenerationRequest) -> list[Reply]:
         """All replies that the call asks for, in order, whole."""
@@ -404,6 +416,10 @@ class ReplySampler:
             request.caller.conversation.session_id,
             reused=request.prompt.reused,
         )
+        if self._shadow is not None and request.caller.arm is not None:
+            began = request.record.dispatched
+            seconds = 0.0 if began is None else self._clock.now() - began
+            self._shadow.offer(request.prompt.token_ids, request.params_of(index), completion, request.session, seconds)
         return Reply(
             message=message,
             finish_reason=_finish_reason(message, reader, completion.finish),
@@ -417,6 +433,7 @@ class ReplySampler:
         return CallOptions(
             min_version=request.caller.min_version,
             wait_for_version=request.caller.wait_for_version,
+            arm=request.caller.arm,
             deadline_s=deadline_s,
             dispatched=partial(setattr, request.record, "dispatched"),
         )

@@ -12,18 +12,19 @@ asked of these does not find them (``Census.unlisted`` says how many). Only :met
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, TypeAlias, get_args
 
 from etude.config.recipe import LedgerConfig
-from etude.errors import ConfigError, UserError
+from etude.errors import ConfigError, DamagedError, UserError
 from etude.ledger import rows
 from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
 from etude.ledger.open import open_database
+from etude.ledger.payloads import Payloads
 from etude.ledger.records import decode_rollout, decode_task
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
@@ -158,19 +159,24 @@ class Archive(LedgerConnection):
 
     Any call may raise :class:`~etude.ledger.database.LedgerUnavailable`, after trying again for
     ``ledger.retry_timeout_s``, and
-    :class:`~etude.errors.DamagedError` for a record that cannot be read.
+    :class:`~etude.errors.DamagedError` for a record that cannot be read, or whose turns are not there.
     """
 
+    def __init__(self, transactions: Transactions, payloads: Payloads | None = None) -> None:
+        super().__init__(transactions)
+        self._payloads = payloads
+
     @classmethod
-    def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
-        """Look into the ledger at a path or URL (:mod:`etude.ledger.open`), without changing anything there.
+    def open(cls, place: Path | str, config: LedgerConfig | None = None, *, payloads: Payloads | None = None) -> Self:
+        """Look into the ledger at a path or URL (:mod:`etude.ledger.open`), without changing anything there. Turns that
+        are objects are read from ``payloads``.
 
         Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
         older étude's, which a process that writes brings forward.
         """
         retry_timeout_s = (config or LedgerConfig()).retry_timeout_s
         database = open_database(place, retry_timeout_s=retry_timeout_s, read_only=True)
-        return cls(Transactions(database, retry_timeout_s=retry_timeout_s))
+        return cls(Transactions(database, retry_timeout_s=retry_timeout_s), payloads)
 
     def steps_done(self) -> int:
         """Committed optimiser steps."""
@@ -198,11 +204,13 @@ class Archive(LedgerConnection):
 
     def rollout(self, rollout_id: str) -> tuple[RolloutMatch, Rollout]:
         """A rollout, by its id or a beginning that no other has. Raises :class:`~etude.errors.UserError`."""
-        return self._db.read(lambda db: _rollout(db, rollout_id))
+        match, row = self._db.read(lambda db: _rollout(db, rollout_id))
+        return match, whole_rollout(row, self._payloads)
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        return self._db.read(lambda db: read_group(db, purpose, index))
+        (group,) = whole_groups([self._db.read(lambda db: read_group(db, purpose, index))], self._payloads)
+        return group
 
     def state_of(self, purpose: str, index: int) -> GroupState:
         """The state of a group. Raises ``ValueError`` when there is no such group."""
@@ -226,18 +234,53 @@ class Archive(LedgerConnection):
         return self._db.read(lambda db: rows.get_fact(db, key))
 
 
-def read_group(db: Database, purpose: str, index: int) -> Group:
-    """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
+class StoredGroup(NamedTuple):
+    """The rows of a group."""
+
+    group: rows.GroupRow
+    rollouts: Sequence[rows.RolloutRow]
+    """The graded ones, in slot order."""
+    lost: int
+    """Slots."""
+
+
+def read_group(db: Database, purpose: str, index: int) -> StoredGroup:
+    """The rows of a group. Raises ``ValueError`` when there is no such group."""
     group = rows.group(db, purpose, index)
-    return Group(
-        index=index,
-        task=decode_task(group.task),
-        admitted_version=group.admitted_version,
-        rollouts=tuple(decode_rollout(record) for record in rows.graded_records(db, purpose, index)),
-        lost=len(rows.slots(db, purpose, group).lost),
-        epoch=group.epoch,
-        weight=group.weight,
-    )
+    return StoredGroup(group, rows.graded_rollouts(db, purpose, index), lost=len(rows.slots(db, purpose, group).lost))
+
+
+def whole_groups(stored: Sequence[StoredGroup], payloads: Payloads | None) -> list[Group]:
+    """Some groups with their graded rollouts. Raises as :func:`whole_rollout` does."""
+    of_all = [row for each in stored for row in each.rollouts]
+    if payloads is None:
+        rollouts = iter([whole_rollout(row, None) for row in of_all])
+    else:
+        rollouts = iter(payloads.at_once(lambda row: whole_rollout(row, payloads), of_all))
+    return [
+        Group(
+            index=group.group_index,
+            task=decode_task(group.task),
+            admitted_version=group.admitted_version,
+            rollouts=tuple(next(rollouts) for _ in graded),
+            lost=lost,
+            epoch=group.epoch,
+            weight=group.weight,
+        )
+        for group, graded, lost in stored
+    ]
+
+
+def whole_rollout(row: rows.RolloutRow, payloads: Payloads | None) -> Rollout:
+    """A rollout with its turns. Raises :class:`~etude.errors.DamagedError` naming an object that is not there."""
+    if row.turns is None:
+        return decode_rollout(row.record)
+    if payloads is None:
+        raise DamagedError(
+            f"the turns of a rollout are the object {row.turns.digest} in payloads/ of its run, which is not there: "
+            f"restore that folder from a copy of the run"
+        )
+    return decode_rollout(row.record, payloads.fetch_turns(row.turns))
 
 
 def _steps_done(db: Database) -> int:
@@ -383,11 +426,11 @@ def _match(row: Row) -> RolloutMatch:
     )
 
 
-def _rollout(db: Database, id_or_prefix: str) -> tuple[RolloutMatch, Rollout]:
+def _rollout(db: Database, id_or_prefix: str) -> tuple[RolloutMatch, rows.RolloutRow]:
     rollout_id = _identified(db, id_or_prefix)
-    sql = f"SELECT {_COLUMNS}, r.record {_FROM} JOIN rollouts r USING (rollout_id) WHERE c.rollout_id = ?"
-    ((*row, record),) = db.execute(sql, rollout_id)
-    return _match(tuple(row)), decode_rollout(record)
+    (match,) = db.execute(f"SELECT {_COLUMNS} {_FROM} WHERE c.rollout_id = ?", rollout_id)
+    (row,) = db.execute(f"SELECT {rows.RECORD_COLUMNS} FROM rollouts WHERE rollout_id = ?", rollout_id)
+    return _match(match), rows.rollout_row(row)
 
 
 def _identified(db: Database, id_or_prefix: str) -> str:

@@ -69,5 +69,8 @@ class Database(Protocol):
     def set_version(self, version: int) -> None:
         """Note the version of the tables, as a part of the transaction."""
 
+    def scrub(self) -> None:
+        """Make what was deleted unreadable, as far as the database can; not within a transaction."""
+
     def close(self) -> None:
         """Let go of the connection."""

@@ -22,19 +22,23 @@ from etude.errors import FencedError, RunFolderError
 from etude.ledger.database import LedgerUnavailable
 from etude.ledger.leases import BEATS_PER_TERM, Lease
 from etude.ledger.ledger import Ledger
+from etude.ledger.payloads import Payloads
 
 WAIT_TERMS = 2.0
 """Terms after which another holder's lease is not waited for any more: that one lives."""
 
 
 @contextmanager
-def leased(place: Path | str, config: LedgerConfig, *, name: str, holder: str) -> Iterator[Ledger]:
-    """A ledger connection that holds the lease ``name``, for as long as the context is open.
+def leased(
+    place: Path | str, config: LedgerConfig, *, name: str, holder: str, payloads: Payloads | None = None
+) -> Iterator[Ledger]:
+    """A ledger connection that holds the lease ``name``, for as long as the context is open; its turns are in
+    ``payloads`` as :meth:`Ledger.open` says.
 
     ``holder`` is the name under which a predecessor, known to be dead, may have held it. Raises
     :class:`~etude.errors.RunFolderError` when another holder lives.
     """
-    with Ledger.open(place, config) as ledger:
+    with Ledger.open(place, config, payloads=payloads) as ledger:
         lease = _wait(ledger, config, name, holder)
         stop = threading.Event()
         beating = threading.Thread(target=_beat, args=(place, config, lease, stop), name=f"lease-{name}", daemon=True)

@@ -19,19 +19,24 @@ from etude.clock import SystemClock
 from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, leases, rows
-from etude.ledger.archive import read_group
 from etude.ledger.changes import ANY_WORKER, NotAdmitted
+from etude.ledger.changes import LIVE as LIVE
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease, LeaseWatch
+from etude.ledger.live import LiveGroups
 from etude.ledger.open import open_database
+from etude.ledger.payloads import Payloads
 from etude.ledger.records import decode_task, encode_rollout
 from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
+from etude.ledger.stored_turns import StoredTurns, few
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
-from etude.types import Group, Rollout, RolloutStatus, Split, Task
+from etude.types import Group, Json, PayloadRef, Rollout, RolloutStatus, Split, Task
 
+READ_AT_ONCE = 16
+"""Groups that are read together: their turns are on the way at the same time."""
 MAX_REPEATS = 10_000
 """Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
 
@@ -100,23 +105,38 @@ class Ledger(LedgerConnection):
     that another process has now.
     """
 
-    def __init__(self, transactions: Transactions, *, term_s: float, clock: Clock) -> None:
+    def __init__(
+        self, transactions: Transactions, *, term_s: float, clock: Clock, payloads: Payloads | None = None
+    ) -> None:
         super().__init__(transactions)
         self.name = transactions.name
         """Name in messages; it has no secrets."""
         self.facts = Facts(transactions)
+        self.loads = Loads(transactions)
         self.leases = Leases(transactions, term_s=term_s, clock=clock)
+        self.turns = StoredTurns(transactions, payloads)
+        self.live = LiveGroups(transactions, self.turns)
 
     @classmethod
-    def open(cls, place: Path | str, config: LedgerConfig | None = None, clock: Clock | None = None) -> Self:
+    def open(
+        cls,
+        place: Path | str,
+        config: LedgerConfig | None = None,
+        clock: Clock | None = None,
+        *,
+        payloads: Payloads | None = None,
+    ) -> Self:
         """Open the ledger at a path or URL (:mod:`etude.ledger.open`), making it when there is none.
+
+        Turns of rollouts are kept in ``payloads`` and read from there; without these they are kept in the rows, so that
+        a ledger is one file. Those that are in rows are read in either case.
 
         Raises :class:`~etude.errors.RunFolderError` for a place that holds something else.
         """
         config = config or LedgerConfig()
         database = open_database(place, retry_timeout_s=config.retry_timeout_s)
         transactions = Transactions(database, retry_timeout_s=config.retry_timeout_s)
-        return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock())
+        return cls(transactions, term_s=config.lease_s, clock=clock or SystemClock(), payloads=payloads)
 
     def admit_group(self, task: Task, purpose: str, size: int, version: int) -> int | None:
         """Open a group of ``size`` slots and return its index; ``None`` if the task was admitted for training before.
@@ -171,16 +191,21 @@ class Ledger(LedgerConnection):
                 self._db.write(lambda db: changes.take_over(db, purpose, silent, worker))
         return self._db.read(lambda db: _open_slots(db, purpose, worker))
 
-    def record(self, rollout: Rollout, purpose: str, *, max_resamples: int = 0) -> int | None:
+    def record(
+        self, rollout: Rollout, purpose: str, turns: PayloadRef | None = None, *, max_resamples: int = 0
+    ) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
+        ``turns`` are what ``turns.stow`` made of its turns, which is called here otherwise: what a row names is there.
         With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
         most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
         same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
         that is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
-        encoded, worker = encode_rollout(rollout), self.leases.worker
-        return self._db.write(lambda db: changes.record(db, rollout, purpose, encoded, worker, max_resamples))
+        turns = turns or self.turns.stow(rollout)
+        row = rows.RolloutRow(encode_rollout(rollout, with_turns=turns is None), turns)
+        worker = self.leases.worker
+        return self._db.write(lambda db: changes.record(db, rollout, purpose, row, worker, max_resamples))
 
     def lose_slot(self, purpose: str, index: int, slot: int, reason: str, *, max_resamples: int = 0) -> GroupState:
         """Give up a slot whose attempts are used up; return what its group is now.
@@ -196,17 +221,21 @@ class Ledger(LedgerConnection):
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
-    def claim_batch(self, step: int, num_groups: int) -> list[Group] | None:
-        """The groups of an optimiser step: the first ``num_groups`` unused ones, or ``None`` while one is unfinished.
+    def claim_batch(self, step: int, num_groups: int, live_groups: int = 0) -> list[Group] | None:
+        """The groups of an optimiser step: the first ``num_groups`` unused ones and the first ``live_groups`` of users'
+        sessions, or ``None`` while one is unfinished.
 
         Strictly in admission order, which is what bounds staleness. A step that claimed its batch before gets the very
         same groups again. A step may claim while the weights of the one before are still being published, not earlier:
         raises ``ValueError`` for any other step than the one after the last claimed, and when two are not committed.
         """
-        if self._db.read(lambda db: changes.is_waiting(db, step, num_groups)):
+        batch = {TRAIN: num_groups, LIVE: live_groups}
+        if not any(batch.values()):
+            raise ValueError(f"step {step} cannot claim a batch: it has no group")
+        if self._db.read(lambda db: changes.is_waiting(db, step, batch)):
             return None  # the common answer, found without stopping any writer
-        indices = self._db.write(lambda db: changes.claim_batch(db, step, num_groups, self._db.lease))
-        return None if indices is None else [self.group(TRAIN, index) for index in indices]
+        places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
+        return None if places is None else self.turns.read_groups(places)
 
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
@@ -236,12 +265,17 @@ class Ledger(LedgerConnection):
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        return self._db.read(lambda db: read_group(db, purpose, index))
+        (group,) = self.turns.read_groups([(purpose, index)])
+        return group
 
     def groups(self, purpose: str, states: Collection[GroupState] = tuple(GroupState)) -> Iterator[Group]:
-        """Every group of a purpose that is in one of ``states``, in admission order, read one at a time."""
+        """Every group of a purpose that is in one of ``states``, in admission order, read a few at a time."""
         indices = self._db.read(lambda db: rows.group_indices(db, purpose, states))
-        return (self.group(purpose, index) for index in indices)
+        return (
+            group
+            for some in few(indices, READ_AT_ONCE)
+            for group in self.turns.read_groups([(purpose, index) for index in some])
+        )
 
     def rewards(self, purpose: str) -> list[float]:
         """The reward of every graded rollout of a purpose, by group and slot."""
@@ -261,6 +295,27 @@ class Facts:
     def get(self, key: str) -> str | None:
         """The fact that was last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
+
+
+class Loads:
+    """Weights that the trainer is asked to go on with (the fact :data:`~etude.ledger.changes.LOAD`)."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._db = transactions
+
+    def claim(self, step: int) -> dict[str, Json] | None:
+        """The load that a step does instead of training on groups; ``None`` for a step of groups. A step that took one
+        before gets the same one again.
+
+        Raises ``ValueError`` for any other step than the one after the last claimed.
+        """
+        if self._db.read(lambda db: changes.is_load_due(db, step)):
+            return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
+        return None
+
+    def count(self, version: int) -> int:
+        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        return self._db.read(lambda db: rows.steps_without_groups(db, version))
 
 
 class Leases:

@@ -1,19 +1,22 @@
-"""The bulky half of a turn, its routes and sampling mask, as objects beside the ledger: files, or in a bucket.
+"""Bulky parts of rollouts, as objects beside the ledger: files, or in a bucket.
 
-A turn of a large model has kilobytes of routes per token. They are written once, by the gateway, and read once, by the
-trainer; everything between handles a :class:`~etude.types.PayloadRef`: 64 characters of digest and a size.
+    payloads/turns/81/81d0…7e.safetensors   the turns of a rollout (:mod:`etude.ledger.turns`); metadata: its id
+    payloads/3f/3f9a…c2.safetensors         routes and sampling mask of one turn; metadata: the session it is from
 
-    payloads/3f/3f9a…c2.safetensors      named by the SHA-256 of its bytes; metadata: the session it is from
+All are named by the SHA-256 of their bytes, which are compressed by zstd (those that are not are read as they are);
+everything between handles a :class:`~etude.types.PayloadRef`: 64 characters of digest and a size.
 
-Its bytes are compressed by zstd: a route takes 16 bits and says about half as much. One that is not is read as it is.
+**Turns** are written once, by the rollouts process, before a row of the ledger names them, and stay for as long as one
+does. **Routes and masks**, kilobytes per token of a large model, are written by the gateway and read by the trainer;
+they go when the step that learnt from them is committed.
 
 A turn reads again what the turns before it read. Its object has the routes of the tokens that are new in it; those
 before are of the turn that it goes on from. In memory the routes of a branch are one array, which those of its turns
 are views of, so that storage and memory grow with what was read, not with the square of it.
 
-Owns the objects' form, their verification and removal. Does not own where they are kept (:mod:`etude.objects`), what
-routes mean or whether they fit a model (:class:`~etude.types.RouteSpace`). A write is complete or absent after
-``kill -9`` of any process; a power cut may lose the last ones in a folder, which reading then says by name.
+Owns the objects' form, their verification and removal. Does not own where they are kept and whether a write outlives a
+power cut (:mod:`etude.objects`), what routes mean or whether they fit a model (:class:`~etude.types.RouteSpace`). A
+write is complete or absent after ``kill -9`` of any process.
 
 Where only sampled tokens are replayed, it has the routes of the tokens that produced these alone, under another name: a
 prompt is most of what an agent's turn reads, and the way to the trainer may be long. What was left out comes back as
@@ -23,10 +26,11 @@ Array legend: P prompt tokens of a turn, C sampled tokens of a turn, R rows of r
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +39,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from etude.errors import DamagedError
+from etude.ledger.turns import decode_turns, encode_turns
 from etude.objects import Objects
 from etude.types import NO_ROUTE, PayloadRef, Routes, SamplingMask, Turn
 
@@ -42,8 +47,12 @@ ROUTES, KEPT_OFFSETS, KEPT_IDS = "routes", "kept_offsets", "kept_ids"
 """Names of the tensors: uint16 [R, layers, k] of the last R tokens that were read, int64 [C + 1], int32 [Σ kept]."""
 SAMPLED_ROUTES = "sampled_routes"
 """In place of ``ROUTES``: uint16 [C, layers, k] of the tokens that produced the sampled ones."""
+TURNS = "turns"
+"""Folder of the objects with turns."""
 _READERS, _ALONE = 16, 4
-"""Payloads of a rollout that are read at a time, and the fewest for which threads are started."""
+"""Payloads that are read at a time, and the fewest for which threads are started."""
+_Question = TypeVar("_Question")
+_Answer = TypeVar("_Answer")
 
 
 class Payloads:
@@ -54,6 +63,13 @@ class Payloads:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+
+    def at_once(self, read: Callable[[_Question], _Answer], questions: Sequence[_Question]) -> list[_Answer]:
+        """The answers of ``read``, several of which are waited for at a time where each takes a round trip."""
+        if len(questions) < _ALONE or "://" not in self._objects.url:
+            return [read(one) for one in questions]
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(read, questions))
 
     def stow(self, turn: Turn, session: str, stored: int = 0, *, sampled_only: bool = False) -> Turn:
         """The same turn with a reference in place of its routes and sampling mask, which are stored.
@@ -66,10 +82,22 @@ class Payloads:
         arrays = _arrays(turn, stored, sampled_only=sampled_only)
         if not arrays:
             return turn
-        data = zstandard.compress(save(arrays, metadata={"session": session}))
-        ref = PayloadRef(digest=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
-        self._objects.put_if_absent(_key(ref), data)
+        ref = self._put(save(arrays, metadata={"session": session}), _key)
         return replace(turn, routes=None, sampling_mask=None, payload=ref)
+
+    def stow_turns(self, turns: Sequence[Turn], rollout_id: str) -> PayloadRef:
+        """Store the turns of a rollout. Raises ``ValueError`` for one whose routes or kept sets are in memory."""
+        return self._put(encode_turns(turns, rollout_id), _turns_key)
+
+    def fetch_turns(self, ref: PayloadRef) -> tuple[Turn, ...]:
+        """The turns that :meth:`stow_turns` was given, with references to their routes and masks.
+
+        Raises :class:`~etude.errors.DamagedError` naming the object.
+        """
+        try:
+            return decode_turns(self._get(ref, _turns_key))
+        except ValueError as error:
+            raise DamagedError(f"{self._name(ref, _turns_key)} cannot be read: {error}; {_FIX}") from error
 
     def fetch(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
         """The turns that :meth:`stow` was given: all those of a rollout, in their order, stowed or not.
@@ -78,7 +106,7 @@ class Payloads:
 
         Raises :class:`~etude.errors.DamagedError` naming the object.
         """
-        payloads = self._read_all([turn.payload for turn in turns])
+        payloads = self.at_once(self._read, [turn.payload for turn in turns])
         sampled_only = any(SAMPLED_ROUTES in arrays for arrays in payloads)
         fresh = [arrays.get(SAMPLED_ROUTES if sampled_only else ROUTES) for arrays in payloads]
         routes = _joined(turns, fresh, sampled_only=sampled_only)
@@ -87,25 +115,31 @@ class Payloads:
             for turn, arrays, rows in zip(turns, payloads, routes, strict=True)
         )
 
-    def _read_all(self, refs: Sequence[PayloadRef | None]) -> list[dict[str, npt.NDArray[Any]]]:
-        """The arrays of some payloads, several of which are read at a time: of a bucket each takes a round trip."""
-        if sum(ref is not None for ref in refs) < _ALONE:
-            return [self._read(ref) for ref in refs]
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(self._read, refs))
+    def _put(self, content: bytes, key_of: "_KeyOf") -> PayloadRef:
+        data = zstandard.compress(content)
+        ref = PayloadRef(digest=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
+        self._objects.put_if_absent(key_of(ref), data)
+        return ref
+
+    def _get(self, ref: PayloadRef, key_of: "_KeyOf") -> bytes:
+        """The content of an object, which has its digest."""
+        data, name = self._objects.get(key_of(ref)), self._name(ref, key_of)
+        if data is None:
+            raise DamagedError(f"{name} is missing; {_FIX}")
+        if hashlib.sha256(data).hexdigest() != ref.digest:
+            raise DamagedError(f"{name} does not match its name, a SHA-256; {_FIX}")
+        try:
+            return zstandard.decompress(data) if data.startswith(zstandard.FRAME_HEADER) else data
+        except zstandard.ZstdError as error:
+            raise DamagedError(f"{name} cannot be read: {error}; {_FIX}") from error
 
     def _read(self, ref: PayloadRef | None) -> dict[str, npt.NDArray[Any]]:
         if ref is None:
             return {}
-        data = self._objects.get(_key(ref))
-        if data is None:
-            raise DamagedError(f"{self._name(ref)} is missing; {_FIX}")
-        if hashlib.sha256(data).hexdigest() != ref.digest:
-            raise DamagedError(f"{self._name(ref)} does not match its name, a SHA-256; {_FIX}")
         try:
-            return load(zstandard.decompress(data) if data.startswith(zstandard.FRAME_HEADER) else data)
-        except (SafetensorError, zstandard.ZstdError, ValueError, KeyError) as error:
-            raise DamagedError(f"{self._name(ref)} cannot be read: {error}; {_FIX}") from error
+            return load(self._get(ref, _key))
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise DamagedError(f"{self._name(ref, _key)} cannot be read: {error}; {_FIX}") from error
 
     def _restored(
         self, turn: Turn, ref: PayloadRef, arrays: dict[str, npt.NDArray[Any]], routes: Routes | None
@@ -115,35 +149,58 @@ class Payloads:
             mask = None if offsets is None else SamplingMask(offsets=offsets, token_ids=arrays[KEPT_IDS])
             return replace(turn, routes=routes, sampling_mask=mask, payload=None)
         except (ValueError, KeyError) as error:
-            raise DamagedError(f"{self._name(ref)} is of another turn: {error}; {_FIX}") from error
+            raise DamagedError(f"{self._name(ref, _key)} is of another turn: {error}; {_FIX}") from error
 
     def drop(self, refs: Iterable[PayloadRef]) -> None:
-        """Remove the payloads of rollouts that will not be read again; those that are gone already are no fault."""
+        """Remove routes and masks that will not be read again; those that are gone already are no fault."""
         self._objects.delete(*dict.fromkeys(map(_key, refs)))
 
-    def sweep(self, in_use: Callable[[], Iterable[PayloadRef]], *, older_than_s: float) -> int:
-        """Remove payloads that have been there for so many seconds and are not ``in_use``; returns how many those were.
+    def delete(self, digest: str, named: "NamedTurns") -> bool:
+        """Remove the turns of that digest for good, unless a row names them still; returns whether none did.
 
-        The time is the storage's own. What is in use is asked only where there are such payloads. A turn is referred to
-        when its rollout ends, so that has to take less time.
+        ``named`` is the ledger's (:meth:`~etude.ledger.stored_turns.StoredTurns.named`): the row forgets them first. A
+        bucket that keeps versions of objects keeps this one, too, until its own rules remove it.
+        """
+        if named([digest]):
+            return False
+        self._objects.delete(_turns_key(PayloadRef(digest=digest, size_bytes=0)))
+        return True
+
+    def sweep(self, in_use: Callable[[], Iterable[PayloadRef]], named: "NamedTurns", *, older_than_s: float) -> int:
+        """Remove what has been there for so many seconds and nothing refers to; returns how many objects that were.
+
+        Routes and masks are referred to by what is ``in_use``, turns by rows that have ``named`` them; both are asked
+        only where there are objects of that age, by the storage's own time. A rollout is recorded when it ends, so that
+        has to take less time. What writers that were killed left half written goes, too.
         """
         entries = self._objects.entries("")
-        if not entries:
-            return 0
-        before_s = self._objects.now() - older_than_s
-        old = {entry.key for entry in entries if entry.modified_s < before_s}
-        if old:
-            old -= set(map(_key, in_use()))
-        self._objects.delete(*sorted(old))
-        return len(old)
+        before_s = self._objects.now() - older_than_s if entries else 0.0
+        old = [entry.key for entry in entries if entry.modified_s < before_s]
+        turns = {PurePosixPath(key).stem: key for key in old if key.startswith(f"{TURNS}/")}
+        unused = set(old) - set(turns.values())
+        if unused:
+            unused -= set(map(_key, in_use()))
+        if turns:
+            unused |= {turns[digest] for digest in turns.keys() - named([*turns])}
+        self._objects.delete(*sorted(unused))
+        return len(unused) + self._objects.remove_partial(older_than_s)
 
-    def _name(self, ref: PayloadRef) -> str:
+    def _name(self, ref: PayloadRef, key_of: "_KeyOf") -> str:
         """A payload in messages."""
-        return f"payload {self._objects.url}/{_key(ref)}"
+        return f"payload {self._objects.url}/{key_of(ref)}"
+
+
+NamedTurns = Callable[[Sequence[str]], Collection[str]]
+"""Those of some digests of turns that rows of the ledger refer to."""
+_KeyOf = Callable[[PayloadRef], str]
 
 
 def _key(ref: PayloadRef) -> str:
     return f"{ref.digest[:2]}/{ref.digest}.safetensors"
+
+
+def _turns_key(ref: PayloadRef) -> str:
+    return f"{TURNS}/{_key(ref)}"
 
 
 _FIX = "restore it from a copy of the run: what an engine did cannot be computed again"

@@ -7,8 +7,8 @@ A rollout is a header and its turns:
     │ uint32      │ JSON   │ as :mod:`etude.ledger.turns` has them │
     └─────────────┴────────┴───────────────────────────────────────┘
 
-Routes and sampling masks of a turn are not in here but in a file that the turn refers to
-(:mod:`etude.ledger.payloads`).
+Turns that lie in an object beside the ledger (:mod:`etude.ledger.payloads`) are not in here: nothing comes after the
+header then, and the row has the digest. Nor are routes and sampling masks, which a turn refers to.
 
 In a record of the first form the header lists the turns, and behind it lie the raw arrays of all of them, end to end,
 little-endian: prompt ids int32 [ΣP], completion ids int32 [ΣC], logprobs float32 [ΣC], versions int32 [ΣC]. It is still
@@ -30,24 +30,38 @@ from dataclasses import asdict
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.errors import DamagedError
 from etude.ledger.turns import decode_turns, encode_turns
-from etude.types import Branch, Disposition, Finish, Hint, PayloadRef, Rollout, RolloutStatus, Task, Turn, Verdict
+from etude.types import (
+    Branch,
+    Disposition,
+    Finish,
+    Hint,
+    Observation,
+    ObservedSession,
+    PayloadRef,
+    Rollout,
+    RolloutStatus,
+    Task,
+    Turn,
+    Verdict,
+)
 
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
+Noun = TypeVar("Noun")
 KIND = "kind"
 """Field that names the noun of an object, where there is a choice."""
 
 
-def encode_rollout(rollout: Rollout) -> bytes:
-    """A rollout with all its turns; the size is that of their blob plus a few hundred bytes.
+def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
+    """A rollout with all its turns, or without; the size is that of their blob plus a few hundred bytes.
 
     Raises ``ValueError`` for a turn whose routes or kept sets were not written to a file before.
     """
@@ -66,13 +80,15 @@ def encode_rollout(rollout: Rollout) -> bytes:
         "turn_rewards": rollout.turn_rewards,
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
+        "observation": None if rollout.observation is None else asdict(rollout.observation),
     }
     text = json.dumps(header).encode()
-    return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns)))
+    return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))
 
 
-def decode_rollout(data: bytes) -> Rollout:
-    """The rollout that :func:`encode_rollout` was given; its arrays are read-only and share memory.
+def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollout:
+    """The rollout that :func:`encode_rollout` was given, with ``turns`` where these were left out; arrays are read-only
+    and share memory.
 
     Raises :class:`~etude.errors.DamagedError`.
     """
@@ -81,8 +97,9 @@ def decode_rollout(data: bytes) -> Rollout:
         body = HEADER_SIZE.size + size
         header = json.loads(data[HEADER_SIZE.size : body])
         listed = header.pop("turns", None)
-        turns = decode_turns(data[body:]) if listed is None else _listed_turns(listed, data, body)
-        branch = header.pop("branch", None)
+        if turns is None:
+            turns = decode_turns(data[body:]) if listed is None else _listed_turns(listed, data, body)
+        branch, observation = header.pop("branch", None), header.pop("observation", None)
         return Rollout(
             status=RolloutStatus(header.pop("status")),
             turns=turns,
@@ -90,6 +107,7 @@ def decode_rollout(data: bytes) -> Rollout:
             turn_rewards=tuple(header.pop("turn_rewards", ())),
             hints=tuple(Hint(**hint) for hint in header.pop("hints", ())),
             branch=None if branch is None else Branch(**branch),
+            observation=None if observation is None else Observation(**observation),
             **header,
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -152,12 +170,26 @@ def encode_task(task: Task) -> bytes:
 
 def decode_task(data: bytes) -> Task:
     """The task that :func:`encode_task` was given. Raises :class:`~etude.errors.DamagedError`."""
+    return _decode(data, Task, "task")
+
+
+def encode_observed(session: ObservedSession) -> bytes:
+    """An observed session as one line of JSON."""
+    return json.dumps(_to_json(session, ObservedSession)).encode()
+
+
+def decode_observed(data: bytes) -> ObservedSession:
+    """The session that :func:`encode_observed` was given. Raises :class:`~etude.errors.DamagedError`."""
+    return _decode(data, ObservedSession, "session")
+
+
+def _decode(data: bytes, noun: type[Noun], name: str) -> Noun:
     try:
-        task = _from_json(json.loads(data), Task)
-        assert isinstance(task, Task)
+        value = _from_json(json.loads(data), noun)
+        assert isinstance(value, noun)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"unreadable task record {data[:80]!r}: {error}") from error
-    return task
+        raise DamagedError(f"unreadable {name} record {data[:80]!r}: {error}") from error
+    return value
 
 
 def _to_json(value: Any, hint: Any) -> Any:

@@ -142,6 +142,25 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
     8: (  # tasks are not all as likely to be drawn: what a group counts for, so that the estimate stays what it was
         "ALTER TABLE groups ADD COLUMN weight REAL NOT NULL DEFAULT 1",
     ),
+    9: (  # turns are objects beside the ledger; NULL where they are in the record
+        "ALTER TABLE rollouts ADD COLUMN turns_digest TEXT",
+        "ALTER TABLE rollouts ADD COLUMN turns_bytes INTEGER",
+        "CREATE INDEX rollouts_by_turns ON rollouts (turns_digest) WHERE turns_digest IS NOT NULL",
+    ),
+    10: (  # sessions of users: each is admitted once, and known by more than its rollout
+        "CREATE UNIQUE INDEX live_once ON groups (task_id) WHERE purpose = 'live'",
+        """
+        CREATE TABLE observations (
+            session_id TEXT PRIMARY KEY,        -- task_id of its group; where that is not dropped its rollout's id, too
+            group_index INTEGER NOT NULL,       -- of purpose 'live'
+            user_id TEXT NOT NULL,              -- a pseudonym
+            day INTEGER NOT NULL,
+            record BLOB NOT NULL                -- records.encode_observed
+        )
+        """,
+        "CREATE INDEX observations_by_group ON observations (group_index)",
+        "CREATE INDEX observations_by_user ON observations (user_id, day)",
+    ),
 }
 """Version → the statements that make it from the one before."""
 

@@ -107,6 +107,12 @@ class SqliteDatabase:
         """Note the version of the tables."""
         self.execute(f"PRAGMA user_version = {version}")
 
+    def scrub(self) -> None:
+        """Empty the write-ahead log: in the file itself deleted bytes are zeros already (``secure_delete``)."""
+        ((busy, *_),) = self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if busy:
+            raise Interrupted("another process reads what was deleted")
+
     def close(self) -> None:
         """Close the file."""
         self._db.close()
@@ -137,6 +143,7 @@ class SqliteDatabase:
         try:
             opened.execute("PRAGMA synchronous = FULL")
             opened.execute("PRAGMA foreign_keys = ON")
+            opened.execute("PRAGMA secure_delete = ON")
             upgrade(opened, schema)
         except BaseException:
             opened.close()

@@ -62,8 +62,11 @@ KINDS = tuple(TurnKind)
 """Kinds by their number; new ones come last."""
 
 
-def encode_turns(turns: Sequence[Turn]) -> bytes:
-    """All turns as one safetensors file. Raises ``ValueError`` for a turn whose routes or kept sets are in memory."""
+def encode_turns(turns: Sequence[Turn], rollout_id: str = "") -> bytes:
+    """All turns as one safetensors file, whose metadata name their rollout.
+
+    Raises ``ValueError`` for a turn whose routes or kept sets are in memory.
+    """
     for index, turn in enumerate(turns):
         if turn.routes is not None or turn.sampling_mask is not None:
             raise ValueError(f"turn {index} holds routes or kept sets: stow them in a payload file first")
@@ -85,7 +88,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
         "payload_digests": np.frombuffer(digests, np.uint8).reshape(len(turns), DIGEST_BYTES),
         "payload_sizes": np.array([NO_PAYLOAD if ref is None else ref.size_bytes for ref in refs], np.int64),
     }
-    return save(arrays)
+    return save(arrays, metadata={"rollout": rollout_id} if rollout_id else None)
 
 
 def decode_turns(data: bytes) -> tuple[Turn, ...]:

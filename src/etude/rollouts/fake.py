@@ -198,7 +198,7 @@ class FakeSandboxes:
         """Nothing is held but the files, since nothing runs."""
         return frozenset({Capability.FORK})
 
-    async def open(self, task: Task) -> FakeSandbox:
+    async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
         """A sandbox that holds a task's files; this is a :class:`~etude.rollouts.worker.TaskSandboxes`, too."""
         return await self.create(task.files)
 

@@ -11,7 +11,8 @@ with it; a fork that fails is tried again as a rollout of its own.
 
 - consumes: slots to fill
 - produces: ended rollouts and lost slots in the ledger, one ``RolloutClosed`` event per attempt
-- waits for: attempts, each bounded (:mod:`etude.rollouts.sandbox`); pauses, which the schedule knows the ends of
+- waits for: attempts, each bounded (:mod:`etude.rollouts.sandbox`); the storage of their turns; pauses, which
+  the schedule knows the ends of
 - woken by: the end of an attempt, the end of a pause
 - on shutdown: cancels all attempts and waits for them to clean up, at most ``CLEANUP_S``
 
@@ -22,6 +23,7 @@ launch (:mod:`etude.rollouts.dispatcher`) or what counts as a failure (:mod:`etu
 import asyncio
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,10 +41,12 @@ from etude.rollouts.schedule import Place, Schedule, SlotPhase, place_of
 from etude.rollouts.worker import ForkSpec, RolloutContext, RolloutStart, close_start, run_rollout
 from etude.telemetry.events import OUTAGE_TOLD_S, Outage, RolloutClosed
 from etude.telemetry.log import EventLog
-from etude.types import Branch, Disposition, Rollout, RolloutStatus, Task, Verdict
+from etude.types import Branch, Disposition, PayloadRef, Rollout, RolloutStatus, Task, Verdict
 
 CLEANUP_S = 60.0
 """For cancelled attempts to close their sessions and sandboxes, each of which has a bound of its own, below this."""
+WRITERS = 16
+"""Rollouts whose turns are stored at a time."""
 
 
 class RolloutRunner:
@@ -62,6 +66,7 @@ class RolloutRunner:
         self._temperature = temperature
         self._max_resamples = config.max_resamples
         self._ledger = ledger
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="turns")
         self._context = context if purpose == TRAIN else context.for_eval()
         self._events = events
         self._schedule = Schedule(
@@ -93,6 +98,7 @@ class RolloutRunner:
         running += self._starts.close_waiting()
         if running:
             await asyncio.wait(running, timeout=CLEANUP_S)
+        self._writers.shutdown(wait=False)
 
     def __len__(self) -> int:
         """Slots that are running, or waiting for their next attempt or for their parent to fork."""
@@ -145,17 +151,24 @@ class RolloutRunner:
                 start=start,
                 fork=self._fork_spec(slot, rollout_id),
             )
+            turns = await self._stow(rollout)
         except asyncio.CancelledError:
             if self._closing or slot in self._schedule:  # by this runner, at the end, or from outside
                 raise
-            rollout = _dropped(slot, rollout_id)
+            rollout, turns = _dropped(slot, rollout_id), None
         copied = self._bundles.release(slot) if rollout.status is RolloutStatus.GRADED else []
         due = None
         for ended in (rollout, *(_copied(rollout, other) for other in copied)):
-            due = self._ledger.record(ended, self._purpose, max_resamples=self._max_resamples)
+            due = self._ledger.record(ended, self._purpose, turns, max_resamples=self._max_resamples)
             self._events.write(_closed(ended, slot.task, self._purpose, self._context.pass_at))
         if slot in self._schedule:
             self._after_attempt(slot, rollout, due)
+
+    async def _stow(self, rollout: Rollout) -> PayloadRef | None:
+        """Store the turns of an ended rollout before a row names them; the event loop goes on meanwhile."""
+        if not (self._ledger.turns.payloads and rollout.turns):
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._writers, self._ledger.turns.stow, rollout)
 
     def _fork_spec(self, slot: OpenSlot, rollout_id: str) -> ForkSpec | None:
         """The fork that a slot's rollout has to make for those that wait for it; ``None`` where none do."""

@@ -72,8 +72,10 @@ class SessionOpener(Protocol):
 class TaskSandboxes(Protocol):
     """Opens the sandboxes that tasks specify."""
 
-    async def open(self, task: Task) -> Sandbox:
-        """A fresh sandbox with the task's files. Raises :class:`~etude.errors.SandboxError`."""
+    async def open(self, task: Task, *, gateway: str) -> Sandbox:
+        """A fresh sandbox with the task's files. ``gateway`` is the URL of the rollout's session: the one place that an
+        agent in there may have to reach. Raises :class:`~etude.errors.SandboxError`.
+        """
         ...
 
 
@@ -290,7 +292,8 @@ async def _start(slot: OpenSlot, context: RolloutContext) -> RolloutStart:
     opening = context.sessions.open(min_version=slot.admitted_version)
     session = await within(start_s, "opening a session", opening)
     try:
-        sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", context.sandboxes.open(task)))
+        starting = context.sandboxes.open(task, gateway=session.base_url)
+        sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", starting))
         try:
             monitored = None if context.monitor is None else await context.monitor.begin(task, sandbox)
         except BaseException:

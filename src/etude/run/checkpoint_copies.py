@@ -1,4 +1,4 @@
-"""Copies of the trainer's checkpoints at the URL of a run, so that it goes on when the trainer's disk is lost.
+"""Copies of checkpoints and phase models at the URL of a run, so that it goes on when the disk of a machine is lost.
 
     trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ finish ──▶ commit n ──▶ save n + 1
     copies       └──────▶ send the files, put the manifest ──────────────────────┘
@@ -6,6 +6,9 @@
 A copy is made beside the next step's work. A step is committed when its copy is complete, so what the ledger has
 committed can be restored anywhere: a storage that takes longer for a checkpoint than a step does holds the trainer up.
 In fast arithmetic, where a step that is done again ends in other bits, its version becomes visible no sooner, either.
+
+Mid-training and SFT copy theirs in the same way, and wait for a copy before they save again. Each copied folder has its
+place below the URL, by the name that it has in the run folder: ``checkpoints``, ``phases/sft/model``.
 """
 
 import json
@@ -19,7 +22,7 @@ from typing import final
 from etude.closing import Closing
 from etude.errors import DamagedError
 from etude.run.folder import RunFolder
-from etude.run.phase_folders import place
+from etude.run.phase_folders import place as place_folder
 from etude.run.run_url import open_stored
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFile, StoredFiles, stored_file
@@ -28,16 +31,18 @@ from etude.trainer.checkpoint import KEEP, MANIFEST
 MEANWHILE_S = 1.0
 """Interval at which a wait for a copy does other work."""
 CHECKPOINTS = "checkpoints"
-"""The copies' place below the URL of the run, and the name of their sets."""
+"""The trainer's checkpoints: their place below the URL and in the run folder, and the name of their sets."""
+ONLY = 1
+"""Number of the one set that a model's place has."""
 
 
 @final
 class CheckpointCopies(Closing):
     """Copies one checkpoint at a time on a thread of its own; does nothing for a run without a URL."""
 
-    def __init__(self, folder: RunFolder, outages: StoreOutages) -> None:
-        self._folder = folder
-        self._stored = open_stored(folder.url, CHECKPOINTS, outages) if folder.url else None
+    def __init__(self, folder: RunFolder, outages: StoreOutages, place: str = CHECKPOINTS) -> None:
+        self._checkpoints = folder.path / place
+        self._stored = open_stored(folder.url, place, outages) if folder.url else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
         self._copy: Future[None] | None = None
 
@@ -50,7 +55,7 @@ class CheckpointCopies(Closing):
         if self._stored is None:
             return
         assert self._copy is None, "one checkpoint at a time: finish the one before first"
-        opened = _Opened(checkpoint_path(self._folder, step))
+        opened = _Opened(checkpoint_path(self._checkpoints, step))
         self._copy = self._thread.submit(_send, self._stored, step, opened)
 
     @property
@@ -117,31 +122,59 @@ def _outdated(numbers: Iterable[int], step: int) -> list[int]:
     return [number for number in numbers if number <= step - KEEP]
 
 
-def restore_checkpoint(folder: RunFolder) -> None:
+def restore_checkpoint(folder: RunFolder, place: str = CHECKPOINTS) -> None:
     """Fetch the newest copy of a run's checkpoints, unless this disk has it or a newer one.
 
     Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
     """
     if not folder.url:
         return
-    stored = open_stored(folder.url, CHECKPOINTS)
+    stored, checkpoints = open_stored(folder.url, place), folder.path / place
     newest = max(stored.numbers(), default=0)
-    if newest <= max(_local_steps(folder), default=0):
+    if newest > max(_local_steps(checkpoints), default=0):
+        _restore(stored, newest, checkpoint_path(checkpoints, newest))
+
+
+def copy_model(folder: RunFolder, place: str, outages: StoreOutages) -> None:
+    """Copy a folder that does not change, such as the model that a phase leaves; does nothing where it is copied, and
+    for a run without a URL.
+
+    Raises :class:`~etude.errors.DamagedError` where the copy is of another model.
+    """
+    if not folder.url:
         return
-    files: Mapping[str, StoredFile] = stored.read(newest)
+    stored, path = open_stored(folder.url, place, outages), folder.path / place
+    files = {one.relative_to(path).as_posix(): stored_file(one) for one in path.rglob("*") if one.is_file()}
+    for name, file in files.items():
+        with (path / name).open("rb") as stream:
+            stored.send(stream.fileno(), file)
+    if not stored.put(ONLY, files):
+        raise DamagedError(f"the copy of {path} at {folder.url}/{place} is of another model: another process made it")
 
-    def fill(target: Path) -> None:
-        for name, file in files.items():
-            stored.fetch(name, file, target)
 
-    place(checkpoint_path(folder, newest), fill)
+def restore_model(folder: RunFolder, place: str) -> None:
+    """Fetch a copied folder, unless this disk has it. Raises as :func:`restore_checkpoint` does."""
+    if folder.url and not (folder.path / place).exists():
+        stored = open_stored(folder.url, place)
+        if stored.numbers():
+            _restore(stored, ONLY, folder.path / place)
 
 
-def checkpoint_path(folder: RunFolder, step: int) -> Path:
+def checkpoint_path(checkpoints: Path, step: int) -> Path:
     """The folder of a checkpoint (:class:`~etude.trainer.checkpoint.Checkpoints`)."""
-    return folder.checkpoints / f"step-{step:08d}"
+    return checkpoints / f"step-{step:08d}"
 
 
-def _local_steps(folder: RunFolder) -> list[int]:
-    names = (path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*"))
+def _restore(stored: StoredFiles, number: int, target: Path) -> None:
+    files: Mapping[str, StoredFile] = stored.read(number)
+
+    def fill(partial: Path) -> None:
+        for name, file in files.items():
+            stored.fetch(name, file, partial)
+
+    place_folder(target, fill)
+
+
+def _local_steps(checkpoints: Path) -> list[int]:
+    names = (path.name.removeprefix("step-") for path in checkpoints.glob("step-*"))
     return [int(name) for name in names if name.isdecimal()]

@@ -38,6 +38,8 @@ class Directory:
     objects: Objects
     key: str = field(repr=False)
     """The run's key for entries."""
+    _cache: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+    """Key of an entry → its URL, ``None`` for one that does not count; entries never change."""
 
     def announce(self, name: ProcessName, url: str) -> None:
         """Say where a process listens from now on; older entries of it go."""
@@ -54,9 +56,13 @@ class Directory:
 
     def urls(self, command: str) -> dict[ProcessName, str]:
         """The newest URL of each process of one command; entries that no process of the run made do not count."""
-        newest: dict[ProcessName, str] = {}
-        for name, key in self._entries(command):
-            if (url := self._read(key)) is not None:
+        entries, newest = [*self._entries(command)], dict[ProcessName, str]()
+        for key in self._cache.keys() - {key for _, key in entries}:
+            del self._cache[key]
+        for name, key in entries:
+            if key not in self._cache:
+                self._cache[key] = self._read(key)
+            if (url := self._cache[key]) is not None:
                 newest[name] = url
         return dict(sorted(newest.items()))
 

@@ -4,12 +4,14 @@
                                                                 └─ nothing ────────────────────────────────────▲
 
 The version is served from a scratch run folder; what is kept is a ledger of its own beside the run's, which is only
-read. Each pass over the tasks is a purpose in it, so whatever was tried is not tried again: an evaluation that was
-interrupted goes on, more passes or more tasks cost only themselves. A try that failed by infrastructure was repeated as
-in a run; one that failed every time is missing, and gets one more round with the next evaluation.
+read. Of a run at a URL it is kept there as well, so that any machine goes on with it. Each pass over the tasks is a
+purpose in it, so whatever was tried is not tried again: an evaluation that was interrupted goes on, more passes or more
+tasks cost only themselves. A try that failed by infrastructure was repeated as in a run; one that failed every time is
+missing, and gets one more round with the next evaluation.
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +19,23 @@ from itertools import count
 from pathlib import Path
 
 from etude.aio import background_task, gather_or_cancel
+from etude.config.loading import load_recipe
+from etude.config.release import SuiteConfig
 from etude.dashboard.evaluation import Evaluation, Try, Way
-from etude.errors import ConfigError, RunFolderError
+from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive, RolloutOutcome
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder
+from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
-from etude.types import Group, Rollout, Task, TurnKind
+from etude.types import Disposition, Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
 """Interval at which engine and gateway are checked."""
@@ -39,6 +45,8 @@ EVALUATIONS = "evaluations"
 """Folder with the ledgers of tries, in the run folder."""
 ENGINE_S = "engine-s"
 """The fact in which a ledger of tries has its engine's busy time."""
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Is told how many tries have ended, of how many."""
@@ -58,6 +66,8 @@ class EvalRequest:
     """Sampled tries of each task."""
     greedy: bool = True
     """True if each task is tried greedily, too: once, as that gives nearly the same every time."""
+    suite: SuiteConfig | None = None
+    """Other tasks than the run's own, with a ledger of their own."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -75,16 +85,28 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-    config = folder.config()
-    number, parts = request.tasks or config.eval.tasks, config.reward.parts
-    version, digest = _identified(folder, request.version)
-    ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
+    copies = KeptFiles(folder, EVALUATIONS)
+    version, digest = identified(folder, request.version)
+    ledger, number = _place(folder, request, version, digest)
     ledger.parent.mkdir(exist_ok=True)
+    copies.bring()
+    bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
-        with serving_version(folder, version, ledger=ledger) as served:
-            watch = _Watch(ledger, labels, number, progress)
-            asyncio.run(_evaluate(served, request, number, watch))
+        tasks = None if request.suite is None else load_recipe(Path(request.suite.recipe)).tasks
+        try:
+            with serving_version(folder, version, ledger=ledger, tasks=tasks) as served:
+                watch = _Watch(ledger, labels, number, progress)
+                asyncio.run(_evaluate(served, request, number, watch))
+        finally:
+            _keep(copies, ledger)
+    return read_evaluation(folder, request, version, digest)
+
+
+def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:
+    """The tries of an evaluation so far; none is made. Raises as :meth:`Archive.open` does."""
+    ledger, number = _place(folder, request, version, digest)
+    parts = folder.config().reward.parts
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -98,7 +120,22 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
         )  # fmt: skip
 
 
-def _identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
+def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:
+    """The ledger of an evaluation, and its number of tasks."""
+    name = f"v{version:06}-{digest[:12]}" + (f"-{request.suite.name}" if request.suite else "")
+    number = request.tasks or (request.suite.count if request.suite else folder.config().eval.tasks)
+    return folder.path / EVALUATIONS / f"{name}.db", number
+
+
+def _keep(copies: KeptFiles, ledger: Path) -> None:
+    """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
+    try:
+        copies.keep(f"{EVALUATIONS}/{ledger.name}")
+    except InfrastructureError as error:
+        logger.warning("the tries are in %s only: %s", ledger, error)
+
+
+def identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
     """The version that is meant, and the digest of its weights."""
     log = open_log(folder)
     version = log.latest() if version is None else version
@@ -131,7 +168,7 @@ async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: 
 
 
 async def _measure(served: ServedRun, request: EvalRequest, tasks: int) -> None:
-    async with open_parts(served.folder) as parts:
+    async with open_parts(served.folder, in_one_file=True) as parts:
         await parts.served.reach(served.version)
         heldout = heldout_tasks(parts.family, tasks)
         places = asyncio.Semaphore(AT_ONCE)
@@ -251,4 +288,5 @@ def _try(task: Task, rollout: Rollout) -> Try:
         turns=len(turns),
         summaries=sum(turn.kind is TurnKind.SUMMARY for turn in turns),
         seconds=rollout.seconds,
+        is_cheat=rollout.verdict is not None and rollout.verdict.disposition is not Disposition.KEEP,
     )

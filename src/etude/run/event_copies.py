@@ -10,23 +10,19 @@ them to be sent, but a trainer that is about to commit a step. Owns sending and 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from threading import Event as Signal
-from threading import Lock, Thread
-from typing import final
+from threading import Lock
+from typing import BinaryIO, final
 from uuid import uuid4
 
 from etude.closing import Closing
 from etude.errors import DamagedError, EtudeError
 from etude.objects import Objects
+from etude.run.rounds import Rounds
 
-FIRST_S, LONGEST_S, GROWTH = 2.0, 60.0, 1.05
-"""The first pause, the longest, and how pauses grow: a long run has not too many objects."""
-CLOSE_S = 5.0
-"""Time for the last events of a process that ends."""
 MOST_BYTES = 4 << 20
 """Bytes of one object, but for a longer line."""
 AT_A_TIME = 16
@@ -62,7 +58,7 @@ class EventCopies(Closing):
         self._is_sound = True
         """False once another process was found to write this stream."""
         self._lock = Lock()
-        self._rounds = _Rounds(f"copies of {self._file.name}", self.catch_up)
+        self._rounds = Rounds(f"copies of {self._file.name}", self.catch_up)
 
     def close(self) -> None:
         """Send the last ones, if that can be done soon."""
@@ -79,23 +75,27 @@ class EventCopies(Closing):
     def _send(self) -> bool:
         """Send the whole lines that are new; false where another process writes this stream."""
         if self._sent is None:
-            segments = _streams(self._objects).get(self._process, ())
+            segments = _streams(self._objects, self._process).get(self._process, ())
             self._sent = segments[-1].end if segments else 0
             if self._file.stat().st_size < self._sent:
                 logger.warning("%s lacks events that were sent from elsewhere: its own are not copied", self._file)
                 return False
         with self._file.open("rb") as stream:
-            stream.seek(self._sent)
-            while lines := stream.readlines(MOST_BYTES):
-                data = b"".join(line for line in lines if line.endswith(b"\n"))
+            while data := self._whole_lines(stream):
                 key = f"{self._process}/{self._sent:012d}.jsonl"
-                if data and not (self._objects.put_if_absent(key, data) or self._objects.get(key) == data):
-                    logger.warning("%s/%s is another process's: its events are not copied", self._objects.url, key)
-                    return False
+                if not self._objects.put_if_absent(key, data):
+                    there = self._objects.get(key) or b""
+                    if not there or not data.startswith(there):
+                        logger.warning("%s/%s is another process's: its events are not copied", self._objects.url, key)
+                        return False
+                    data = there  # sent before, when the answer was lost; the file has grown since
                 self._sent += len(data)
-                if not lines[-1].endswith(b"\n"):
-                    break
         return True
+
+    def _whole_lines(self, stream: BinaryIO) -> bytes:
+        """The lines behind what is sent, without one that is being written."""
+        stream.seek(self._sent or 0)
+        return b"".join(line for line in stream.readlines(MOST_BYTES) if line.endswith(b"\n"))
 
 
 @final
@@ -105,7 +105,7 @@ class EventDownloads(Closing):
     def __init__(self, objects: Objects, folder: Path) -> None:
         self._objects = objects
         self._folder = folder
-        self._rounds = _Rounds("downloads of events", self._fetch)
+        self._rounds = Rounds("downloads of events", self._fetch)
 
     def close(self) -> None:
         """Fetch the last ones, if that can be done soon."""
@@ -118,37 +118,15 @@ class EventDownloads(Closing):
             logger.warning("events from elsewhere are not here yet: %s", error)
 
 
-@final
-class _Rounds(Closing):
-    """Calls ``turn`` again and again, on a thread of its own, in pauses that grow; once more when it is closed."""
-
-    def __init__(self, name: str, turn: Callable[[], None]) -> None:
-        self._turn = turn
-        self._closed = Signal()
-        self._thread = Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End with a last turn, which is waited for as long as :data:`CLOSE_S`."""
-        self._closed.set()
-        self._thread.join(CLOSE_S)
-
-    def _work(self) -> None:
-        pause_s, is_last = FIRST_S, False
-        while not is_last:
-            is_last = self._closed.wait(pause_s)
-            pause_s = min(LONGEST_S, pause_s * GROWTH)
-            self._turn()
-
-
-def fetch_events(objects: Objects, folder: Path) -> None:
-    """Bring the event files in a folder up to what was sent, and leave those alone that have more.
+def fetch_events(objects: Objects, folder: Path, process: str = "") -> None:
+    """Bring the event files in a folder up to what was sent, all or that of one process, and leave those alone that
+    have more.
 
     Raises :class:`~etude.errors.DamagedError` naming an object that is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for process, segments in _streams(objects).items():
-        file = folder / f"{process}.jsonl"
+    for name, segments in _streams(objects, process).items():
+        file = folder / f"{name}.jsonl"
         local = file.read_bytes() if file.exists() else b""
         shipped = [segment for segment in segments if segment.end <= len(local)]
         if shipped and objects.get(shipped[-1].key) != local[shipped[-1].start : shipped[-1].end]:
@@ -172,10 +150,10 @@ def _read(objects: Objects, segments: Sequence[_EventObject]) -> list[bytes]:
         return list(pool.map(read, segments))
 
 
-def _streams(objects: Objects) -> dict[str, list[_EventObject]]:
-    """The objects of each process, in their order."""
+def _streams(objects: Objects, process: str = "") -> dict[str, list[_EventObject]]:
+    """The objects of each process, or of one, in their order."""
     streams: dict[str, list[_EventObject]] = {}
-    for entry in objects.entries(""):
+    for entry in objects.entries(process):
         path = PurePosixPath(entry.key)
         if len(path.parts) == 2 and path.suffix == ".jsonl" and path.stem.isdecimal():
             segment = _EventObject(key=entry.key, start=int(path.stem), size_bytes=entry.size_bytes)

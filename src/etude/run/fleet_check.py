@@ -2,6 +2,7 @@
 
     each region's store     round trip, rate, clock, and that it refuses to overwrite
     of a run, besides       the newest weights there; its gateways: keys, engines, versions, round trip
+    of all sites            versions of étude, Python and torch, as supervisors saw them, and here
 
 Owns what is tried and what counts as slow. It leaves nothing behind, and needs no process of étude's but those it looks
 at.
@@ -11,7 +12,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -24,6 +25,8 @@ from etude.errors import EtudeError
 from etude.objects import CLOCK_FOLDER, Objects, ObjectStore, check_put_if_absent
 from etude.run.folder import RunFolder
 from etude.run.keys import RUN_KEY_VARIABLE, KeyRole
+from etude.run.machine_info import versions
+from etude.run.placement import fleet_objects
 from etude.run.preflight import MachineFinding
 from etude.run.process_name import GATEWAY, ProcessName
 from etude.run.region_stores import open_directory, weights_url
@@ -100,6 +103,43 @@ async def look_at_fleet(fleet: FleetConfig, folder: RunFolder | None) -> AsyncIt
         except TimeoutError:
             words = f"no answer within {REGION_S:g} s: is the link down?"
             yield MachineFinding(name=region.name, works=False, words=words)
+    if folder is not None:
+        yield await asyncio.to_thread(_look_at_versions, fleet, folder)
+
+
+def _look_at_versions(fleet: FleetConfig, folder: RunFolder) -> MachineFinding:
+    """The versions of all sites side by side; a region whose supervisor has said nothing is named."""
+    sites, silent = {"here": versions()}, []
+    for region in fleet.regions:
+        try:
+            newest = fleet_objects(folder, "" if region.name == fleet.home else region.name).observed()
+        except EtudeError:
+            newest = None
+        if newest is None or not newest[0].versions:
+            silent.append(region.name)
+        else:
+            sites[region.name] = dict(newest[0].versions)
+    return MachineFinding(name="versions", works=is_alike(sites), words=compare_versions(sites, silent))
+
+
+def is_alike(sites: Mapping[str, Mapping[str, str]]) -> bool:
+    """True if all sites have the same versions."""
+    return len({tuple(sorted(each.items())) for each in sites.values()}) == 1
+
+
+def compare_versions(sites: Mapping[str, Mapping[str, str]], silent: Sequence[str] = ()) -> str:
+    """Tell what all sites share, and site by site what they do not: ``torch differs: 2.4 (here, eu); 2.5 (ap)``. Of the
+    ``silent`` ones nothing is known.
+    """
+    parts = []
+    for program in sites["here"]:
+        places: dict[str, list[str]] = {}
+        for site, its in sites.items():
+            places.setdefault(its.get(program, "unknown"), []).append(site)
+        words = [text if len(places) == 1 else f"{text} ({', '.join(names)})" for text, names in places.items()]
+        parts.append(f"{program} {'; '.join(words)}" if len(places) == 1 else f"{program} differs: {'; '.join(words)}")
+    unknown = [f"unknown in {', '.join(silent)}, whose supervisor has said nothing"] if silent else []
+    return ", ".join([*parts, *unknown])
 
 
 async def _look_at_region(

@@ -3,6 +3,7 @@
     serve        engines, in their regions        rollouts     at home, beside the ledger
     gateway      in each region with engines      train        at home, one a node, all in one group
     relay        in each region but home          sandboxes    machines that lend sandboxes, in their regions
+    production, product, feedback, release        engines and gateway for users, their signals, releases: at home
 
 A run on one machine is a fleet of one region, :func:`one_machine`.
 """
@@ -12,10 +13,11 @@ from dataclasses import replace
 
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.recipe import RunConfig
+from etude.config.rollouts import CommandOptions
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
 from etude.run.phase_folders import phases_of
-from etude.run.process_name import ProcessName
+from etude.run.process_name import FEEDBACK, PRODUCT, PRODUCTION, RELEASE, ProcessName
 
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Commands that end when their work is done; the others serve until they are stopped."""
@@ -71,7 +73,17 @@ def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessS
         *(spec for region in fleet.regions for spec in _plan_region(config, fleet, region, run)),
         *_plan_trainer(config, fleet, run),
         *(process_spec(ProcessName(command="rollouts", replica=n), fleet, run) for n in range(fleet.rollouts)),
+        *(process_spec(name, fleet, run) for name in _live_processes(config)),
     )
+
+
+def _live_processes(config: RunConfig) -> Iterator[ProcessName]:
+    """The processes by which signals of users are learnt from, and versions reach them, where the recipe has those."""
+    if config.feedback.window_s:
+        yield FEEDBACK
+    if config.release.enabled:
+        yield from (RELEASE, PRODUCT)
+        yield from (ProcessName(command=PRODUCTION.command, replica=n) for n in range(config.release.engines))
 
 
 def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, run: str) -> Iterator[ProcessSpec]:
@@ -91,19 +103,21 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
             resources=resources_of("relay", fleet),
             secrets=STORE_SECRETS,
         )
+    is_external = isinstance(config.harness.options, CommandOptions)
+    reach, keys = (("--run", run), (RUN_KEY, *STORE_SECRETS)) if is_external else ((), ())
     for replica in range(region.sandbox_hosts):
         yield ProcessSpec(
             name=str(ProcessName(command="sandboxes", replica=replica, region=where)),
-            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT)),
+            command=(ETUDE, "sandboxes", "serve", "--host", ANY_ADDRESS, "--port", str(SANDBOXES_PORT), *reach),
             region=region.name,
             resources=resources_of("sandboxes", fleet),
-            secrets=(SANDBOXES_KEY,),
+            secrets=(SANDBOXES_KEY, *keys),
             port=SANDBOXES_PORT,
         )
 
 
 def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
-    """One process a node: each becomes torchrun, which starts the node's ranks."""
+    """One process a node: each starts the node's ranks, or is the one that there is."""
     nodes, ranks = fleet.trainer.nodes, config.parallel.ranks
     if ranks % nodes:
         raise ConfigError(

@@ -1,6 +1,8 @@
-"""The supervisor of one region that is not home: it keeps engines, gateways and relays there, and asks home nothing.
+"""The keeper of one region that is not home: engines, gateways and relays there, as home's desired state says.
 
-    consumes   the run's recipe, the fleet, what a launcher sees
+    consumes   desired state at the run's URL; the run's recipe; what a launcher sees
+    produces   observed state in the region's store
+    waits for  the first desired state, which `etude run --fleet` writes when the phases before the loop are over
     on stop    the region's processes are stopped; where this dies they go on, and its successor takes them over
 
 A region that is cut off goes on with what it has: nobody calls anybody across regions to place something.
@@ -9,29 +11,43 @@ A region that is cut off goes on with what it has: nobody calls anybody across r
 import time
 from collections.abc import Callable
 
-from etude.config.fleet import FleetConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, RunFolderError
 from etude.run.events import open_events
-from etude.run.fleet_plan import plan_loop
 from etude.run.folder import RunFolder, exclusive
-from etude.run.placement import place_on
+from etude.run.placement import fleet_of, place_on
 from etude.run.process_name import ProcessName
 from etude.run.supervision import Supervisor
+from etude.run.working_folder import open_run_folder
 
-POLL_S = 1.0
+POLL_S = 0.2
 """Interval at which the processes are looked at."""
+HOME_S = 2.0
+"""Interval at which it is looked for a run that has not been placed yet."""
 
 
-def keep_region(folder: RunFolder, fleet: FleetConfig, region: str, notify: Callable[[str], None]) -> None:
-    """Supervise a region for ever. Raises :class:`~etude.errors.ConfigError` for home, or for no region at all."""
+def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
+    """Supervise a region of the run at a URL, for ever.
+
+    Raises :class:`~etude.errors.ConfigError` for home, or for no region at all.
+    """
+    name = ProcessName(command="supervisor", region=region)
+    folder = _placed_run(run, name, notify)
+    fleet = fleet_of(folder)
+    assert fleet is not None, "it was waited for"
     if region == fleet.home:
         raise ConfigError(f"--region {region} is home, whose processes `etude run --fleet` supervises")
     config, placement = folder.config(), place_on(fleet, folder, region=region)
-    specs = [spec for spec in plan_loop(config, fleet, placement.run_words(folder)) if spec.region == region]
-    name = ProcessName(command="supervisor", region=region)
-    with exclusive(folder, str(name)), open_events(folder, config, name, lossy=True) as events:
+    assert placement.state is not None, "it is on a fleet"
+    with (
+        exclusive(folder, str(name)),
+        open_events(folder, config, name, lossy=True) as events,
+        placement.state as state,
+    ):
+        state.start()
+        while (desired := state.changed()) is None:
+            time.sleep(POLL_S)
         supervisor = Supervisor(
-            specs,
+            placement.specs_of(desired),
             placement,
             folder,
             events,
@@ -44,3 +60,21 @@ def keep_region(folder: RunFolder, fleet: FleetConfig, region: str, notify: Call
                 time.sleep(POLL_S)
         finally:
             supervisor.stop()
+
+
+def _placed_run(run: str, name: ProcessName, notify: Callable[[str], None]) -> RunFolder:
+    """The working folder of a run, once home has placed it on a fleet; while home is away, the one that is here."""
+    is_told = False
+    while True:
+        folder = None
+        try:
+            folder = open_run_folder(run, process=name)
+            reason = "it has no fleet yet"
+        except RunFolderError as error:
+            reason = str(error)
+        if folder is not None and fleet_of(folder) is not None:
+            return folder
+        if not is_told:
+            notify(f"waiting for `etude run --at {run} --fleet FLEET` at home: {reason}")
+            is_told = True
+        time.sleep(HOME_S)

@@ -5,14 +5,15 @@
                       from                         phases/       what it descends from (etude.run.phase_folders)
     checkpoints/      training state               events/       telemetry, one file per process
     endpoints.json    who listens where            logs/         what processes printed
-    payloads/         routes, sampling masks of turns   report.json, report.html
+    payloads/         turns, their routes and masks     report.json, report.html
     evaluations/      ledgers of `etude eval`      run.key       secret of the run (etude.run.keys)
     weights.id        which log of weights is its  judge-N.db    votes of judges, by worker
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
     feedback.db       live sessions and signals, unless the ledger is elsewhere
-    run.url           where the run is, if elsewhere: then weights and payloads are there, and copies of the rest
+    data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
+                      (etude.run.data_copies)                         payloads are there, and copies of the rest
 
 Owns names and the first checks; what is inside each file belongs to its own module.
 """
@@ -103,7 +104,7 @@ class RunFolder:
     @property
     def has_begun(self) -> bool:
         """True once there is anything that a person may want to keep: a step of a phase, or a weight version."""
-        if self.url and ObjectStore(self.store).list("commits"):
+        if self.url and (ObjectStore(self.store).list("commits") or ObjectStore(f"{self.url}/phases").list("")):
             return True
         places = ("phases/*/checkpoints/*", "phases/*/model/lineage.json", "store/*", "evaluations/*")
         return any(next(self.path.glob(pattern), None) is not None for pattern in places)
@@ -137,12 +138,6 @@ class RunFolder:
         return url.read_text(encoding="utf-8").strip() if url.is_file() else str(self.path / "ledger.db")
 
     @property
-    def feedback(self) -> str:
-        """Path or URL of the live sessions and signals of the run: beside the ledger, in a schema of its own."""
-        ledger = self.ledger
-        return f"{ledger}_live" if is_url(ledger) else str(self.path / "feedback.db")
-
-    @property
     def name(self) -> str:
         """The words by which a person opens the run: its URL, or its folder."""
         return self.url or str(self.path)
@@ -155,7 +150,7 @@ class RunFolder:
 
     @property
     def payloads(self) -> str:
-        """Place of the routes and sampling masks of turns."""
+        """Place of the turns of rollouts, and of their routes and sampling masks."""
         return f"{self.url or self.path.absolute()}/payloads"
 
     @property
@@ -201,6 +196,12 @@ class RunFolder:
     def endpoints(self) -> Endpoints:
         """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
+
+
+def feedback_place(folder: RunFolder) -> str:
+    """Path or URL of the live sessions and signals of a run: beside its ledger, in a schema of its own."""
+    ledger = folder.ledger
+    return f"{ledger}_live" if is_url(ledger) else str(folder.path / "feedback.db")
 
 
 def make_key(folder: RunFolder) -> None:

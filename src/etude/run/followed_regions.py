@@ -38,7 +38,7 @@ POLL_S = 0.1
 """Interval of requests for the weight version that a region serves."""
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 """For one such question: some round trips to the other side of the world."""
-DIRECTORY_S = 2.0
+DIRECTORY_S = 1.0
 """Interval at which a region's directory is read."""
 SESSION_S = 10.0
 """Longest time for opening or closing a session in a region: one that was cut off must not hold rollouts up."""

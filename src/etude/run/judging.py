@@ -2,14 +2,15 @@
 
     [judge] ──▶ rubrics, calibrations ──▶ trusted? ──▶ endpoint (a model's, or rules served here) ──▶ parts, hints
 
-Owns wiring and where things lie: votes that were given and what was spent, in the run folder; calibrations, beside the
-rubrics. Decisions are :mod:`etude.rewards.judge`'s.
+Owns wiring and where things lie: votes that were given and what was spent, in the run folder, and copies at the URL of
+the run; calibrations, beside the rubrics. Decisions are :mod:`etude.rewards.judge`'s.
 """
 
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from etude.aio import gather_or_cancel
 from etude.clock import SystemClock, date_utc
 from etude.config.judge import KEY_VARIABLE, JudgeConfig, ModelJudgeOptions
 from etude.config.recipe import RunConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.rewards.judge.budget import BudgetLimit, JudgeBudget, JudgePause, Prices, SpendFile
 from etude.rewards.judge.calibration import (
     Alarm,
@@ -41,6 +42,9 @@ from etude.rewards.judge.rules import MODEL, SUMMARY_RULES, SUMMARY_RULES_VERSIO
 from etude.rewards.judge.votes import Judgement, VoteCache
 from etude.rollouts.breaker import Breaker
 from etude.run.endpoints import HOST
+from etude.run.folder import RunFolder
+from etude.run.kept_files import KeptFiles
+from etude.run.rounds import Rounds
 from etude.run.serving import listening
 from etude.telemetry.events import JudgeAlarm
 
@@ -50,6 +54,8 @@ OPENAI = "api.openai.com"
 """The host of OpenAI's own API."""
 RECHECK_EVERY = 50
 """Judgements of an aspect after which an item of its calibration is judged again: two calls in a hundred, at most."""
+COPY_S = 30.0
+"""Interval at which votes and costs are copied to the URL of a run, at first."""
 CACHE_ENTRIES = 100_000
 """Votes that are kept in the run folder: some ten megabytes."""
 
@@ -77,6 +83,31 @@ class JudgeState:
     def spending(self) -> SpendFile:
         """Spend of this process, and of the others."""
         return SpendFile(self.folder, self.worker_id)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of all these in the folder."""
+        return (self.votes.name, f"judge-spend-{self.worker_id}.json", "judge-held.txt")
+
+
+@contextlib.contextmanager
+def kept_judge(folder: RunFolder, memory: JudgeState) -> Iterator[None]:
+    """Go on with what a judge of that number has voted and spent elsewhere, and keep it at the URL of the run, while
+    the context is open; does nothing for a run without one.
+
+    Raises :class:`~etude.errors.DamagedError` for a copy that is not whole.
+    """
+    files = KeptFiles(folder, f"judge/{memory.worker_id}")
+    files.bring()
+
+    def copy() -> None:
+        try:
+            files.keep(*memory.files, whole=True)
+        except (EtudeError, OSError, sqlite3.Error) as error:
+            logger.warning("votes of the judge are not copied yet: %s", error)
+
+    with Rounds("copies of votes", copy, COPY_S) if folder.url else contextlib.nullcontext():
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

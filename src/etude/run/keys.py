@@ -1,8 +1,10 @@
 """The secrets of a run: one run key, from which each role's key is derived.
 
     run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
+                                                 ├─▶ product   serves users, and reports what they say
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
                                                  ├─▶ directory signs where processes listen
+                                                 ├─▶ fleet     signs what is to run
                                                  └─▶ users     makes pseudonyms of a product's users
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
@@ -36,10 +38,16 @@ class KeyRole(StrEnum):
 
     ENGINE = "engine"
     """Calls to the run's engines."""
+    PRODUCT = "product"
+    """Calls and signals of the product whose users are served."""
     ADMIN = "admin"
     """Sessions and the administration of the run's gateways."""
     DIRECTORY = "directory"
     """Signatures of the entries that say where processes listen."""
+    ROUTING = "routing"
+    """Signatures of routing tables."""
+    FLEET = "fleet"
+    """Signatures of what is to run."""
     USERS = "users"
     """Pseudonyms of a product's users."""
 

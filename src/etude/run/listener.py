@@ -1,18 +1,22 @@
 """The HTTP servers of an engine or a gateway, where those who call it find it.
 
 on one machine    loopback, at the port of the endpoints table; where the recipe has a host or TLS, one more for others
-on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so
+on a fleet        the machine's own address, with the recipe's TLS; then the region's directory says so. Started again
+                  at the same address it has the same port
 """
 
 import asyncio
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.run.connections import Connections
+from etude.run.directory import Directory
 from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.placement import fleet_of
@@ -51,8 +55,24 @@ async def run_listener(
                 await listen(folder.endpoints.public_port(name), section.host, tls)
             yield folder.endpoints.url(name)
             return
-        address = own_address()
-        port = await listen(section.port and section.port + name.replica, address, tls)
+        address, directory = own_address(), open_directory(folder, name.region, outages)
+        port = section.port and section.port + name.replica
+        port = await listen(port or await asyncio.to_thread(_last_port, directory, name, address), address, tls)
         url = f"{'http' if tls is None else 'https'}://{address}:{port}"
-        await asyncio.to_thread(open_directory(folder, name.region, outages).announce, name, url)
+        await asyncio.to_thread(directory.announce, name, url)
         yield url
+
+
+def _last_port(directory: Directory, name: ProcessName, address: str) -> int:
+    """The port of this process before, if that was at the same address and it is free; else 0, for any.
+
+    So who calls it finds it where it was, and who has a session that went down with it is told so at once.
+    """
+    last = urlsplit(directory.urls(name.command).get(name, ""))
+    if last.hostname != address or not last.port:
+        return 0
+    with socket.socket() as probe, suppress(OSError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((address, last.port))
+        return last.port
+    return 0

@@ -12,16 +12,18 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 from aiohttp import web
 
 from etude.clock import unix_s
-from etude.config.feedback import FeedbackConfig
+from etude.config.feedback import REDACTORS, FeedbackConfig
 from etude.errors import InfrastructureError
 from etude.feedback.api import FeedbackApi
+from etude.feedback.privacy import forget_sessions
+from etude.feedback.redaction import Redaction, Redactor
 from etude.feedback.signals import NoReport
-from etude.feedback.store import FeedbackStore, end_all_of, end_sessions, forget_sessions
+from etude.feedback.store import FeedbackStore, end_all_of, end_sessions
 from etude.feedback.writer import StoreWriter
 from etude.gateway.api import chat
 from etude.gateway.api.calls import RETRY_AFTER_S, RETRYABLE, ApiError
@@ -29,13 +31,17 @@ from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.http.app import GatewayState, Handler, Headers, Route, RouteTable, read_body, respond
 from etude.gateway.http.auth import Permission, retry_after
 from etude.gateway.request_log import RequestRecord
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import KeyRole, pseudonym
 from etude.run.process_name import ProcessName
+from etude.tokens.chat import read_tokenizer
+from etude.tokens.vocabulary import Spelling
 from etude.types import LiveAnswer
 
 MAX_REPORT_BYTES = 2 * 2**20
 """A thousand events of 2 KiB."""
+FILLER = "x"
+"""Text whose first token stands for a redacted one."""
 T = TypeVar("T")
 STOP_S = 5.0
 """Longest time for what waits to be written once a gateway ends."""
@@ -67,15 +73,27 @@ async def open_live_sessions(
 ) -> AsyncIterator[LiveSessions]:
     """Record the live sessions of the gateway of that name; those that its predecessor left open have ended."""
     users = partial(pseudonym, folder.key(KeyRole.USERS))
-    writer = StoreWriter(partial(FeedbackStore.open, folder.feedback, window_s=config.window_s))
+    redaction = _redaction(folder, config)
+    writer = StoreWriter(
+        partial(FeedbackStore.open, feedback_place(folder), window_s=config.window_s, keep_filter=redaction)
+    )
     await asyncio.to_thread(writer.start)
     try:
         await asyncio.wrap_future(writer.submit(partial(end_all_of, str(name), unix_s())))
         yield LiveSessions(
-            recorder=LiveRecorder(StoreJournal(writer, str(name)), users), api=FeedbackApi(writer, users)
+            recorder=LiveRecorder(StoreJournal(writer, str(name)), users, regions=config.regions),
+            api=FeedbackApi(writer, users),
         )
     finally:
         await asyncio.to_thread(writer.stop, STOP_S)
+
+
+def _redaction(folder: RunFolder, config: FeedbackConfig) -> Redaction:
+    """The redaction of the recipe, for the tokens of the run's model."""
+    redactors = [cast("Redactor", REDACTORS.find(name)) for name in config.redactors]
+    tokenizer = read_tokenizer(folder.model)
+    filler = tokenizer.encode(FILLER, add_special_tokens=False).ids[0]
+    return Redaction(redactors, Spelling(tokenizer), filler)
 
 
 @final

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -28,9 +29,10 @@ from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
+from etude.run.live_notices import LiveNotices
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
-from etude.run.placement import RunPlacement, place_here, place_on, remember_fleet
+from etude.run.placement import RunPlacement, desired_of, place_here, place_on, remember_fleet
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
@@ -61,12 +63,12 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
     then be resumed, and has the report of what was done so far.
     """
     config, resumed = folder.config(), any(folder.events.glob(f"{SUPERVISOR}.jsonl"))
-    placement = place_here(folder, config) if fleet is None else place_on(fleet, folder)
     with contextlib.ExitStack() as stack:
         stack.enter_context(exclusive(folder, str(SUPERVISOR)))
+        make_key(folder)
+        placement = place_here(folder, config) if fleet is None else place_on(fleet, folder)
         if fleet is not None:
             remember_fleet(folder, fleet)
-        make_key(folder)
         if not placement.launcher.look():  # those that run already, on other machines, stay where they listen
             folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
@@ -102,18 +104,23 @@ def _play(
 ) -> None:
     """One phase after another, then the asynchronous one to its end."""
     lineage, run, fleet = PhaseFolders(folder), placement.run_words(folder), placement.fleet
+    before = replace(placement, state=None)  # phases are no part of what the fleet is to run
     loop = placement.own_specs(plan_loop(config, fleet, run))
     with StoreOutages(folder.store, config.rollouts.max_outage_s, events, progress.update) as outages:
         is_fresh = open_log(folder, outages).latest() is None
     if is_fresh:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
-            _keep_alive(plan_phase(phase, fleet, run), folder, config, placement, events, progress)
+            _keep_alive(plan_phase(phase, fleet, run), folder, config, before, events, progress)
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
     if config.engine.kind == "native" and not is_taken_over:  # those that run have passed it
-        _keep_alive(plan_phase("parity", fleet, run), folder, config, placement, events, progress)
-    _keep_alive(loop, folder, config, placement, events, progress)
+        _keep_alive(plan_phase("parity", fleet, run), folder, config, before, events, progress)
+    with contextlib.ExitStack() as stack:
+        if placement.state is not None:  # not sooner: a region's processes read what phases leave
+            placement.state.own.declare(desired_of(folder, fleet))
+            stack.enter_context(placement.state).start()
+        _keep_alive(loop, folder, config, placement, events, progress)
 
 
 def _check_ledger(folder: RunFolder, config: RunConfig) -> None:
@@ -150,10 +157,12 @@ def _keep_alive(
         progress.notice,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
-    memory_s = time.monotonic()
+    memory_s, live = time.monotonic(), LiveNotices(folder, config)
     try:
         while not supervisor.check():
             progress.update()
+            for line in live.lines():
+                progress.notice(line)
             if time.monotonic() - memory_s >= MEMORY_S:
                 memory_s = time.monotonic()
                 events.write(MemoryUsed(size_bytes=supervisor.memory_bytes))

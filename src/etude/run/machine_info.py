@@ -22,6 +22,13 @@ def describe_machine() -> dict[str, Json]:
     }
 
 
+def versions() -> dict[str, str]:
+    """Versions that the processes of a run should share, wherever they are; étude's with its commit, if it has one."""
+    machine, commit = describe_machine(), source_commit()
+    etude = f"{machine['etude']}{'' if commit == 'unknown' else f' at {commit}'}"
+    return {"étude": etude, "Python": str(machine["python"]), "torch": str(machine["torch"])}
+
+
 def source_commit() -> str:
     """The git commit of étude's source, marked ``+changes`` if edited; ``unknown`` outside a checkout."""
     source = Path(__file__).parent

@@ -1,15 +1,58 @@
-"""Opening the payloads of a run, which lie in its folder or at its URL."""
+"""Opening the ledger of a run with its payloads, which lie in its folder or at its URL."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from etude.config.recipe import RunConfig
+from etude.ledger.archive import Archive
+from etude.ledger.heartbeat import leased
+from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore, RetryingStore
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, holder
+from etude.run.process_name import ProcessName
 from etude.run.store_outages import StoreOutages
+from etude.telemetry.log import EventLog
 
 
-def open_payloads(folder: RunFolder, outages: StoreOutages | None = None) -> Payloads:
-    """Open a run's payloads; with ``outages``, storage that is away is waited for, from the first call on.
+def open_payloads(folder: RunFolder, outages: StoreOutages | None = None, *, syncs: bool = False) -> Payloads:
+    """Open a run's payloads; with ``outages``, storage that is away is waited for, from the first call on. Where it
+    ``syncs``, what was stored is on the disk, as what the ledger commits is.
 
     Raises :class:`~etude.errors.UserError` for a folder that is missing and cannot be made.
     """
-    objects = ObjectStore(folder.payloads)
+    objects = ObjectStore(folder.payloads, syncs=syncs)
     return Payloads(objects if outages is None else RetryingStore(folder.payloads, lambda: objects, outages))
+
+
+def open_archive(folder: RunFolder) -> Archive:
+    """Look into a run's ledger and its payloads, which need not be there where nobody asks for turns.
+
+    Raises as :meth:`Archive.open <etude.ledger.archive.Archive.open>` does.
+    """
+    is_there = bool(folder.url) or Path(folder.payloads).is_dir()
+    payloads = open_payloads(folder) if is_there else None
+    return Archive.open(folder.ledger, folder.config().ledger, payloads=payloads)
+
+
+def open_ledger(folder: RunFolder) -> Ledger:
+    """Open a run's ledger and its payloads without a lease. Raises as :meth:`~etude.ledger.ledger.Ledger.open` does."""
+    return Ledger.open(folder.ledger, folder.config().ledger, payloads=open_payloads(folder, syncs=True))
+
+
+@contextmanager
+def leased_ledger(
+    folder: RunFolder, config: RunConfig, name: ProcessName, events: EventLog, *, lease: str = ""
+) -> Iterator[Ledger]:
+    """A process's connection to a run's ledger and its payloads, under a lease of its own name or another's, for as
+    long as the context is open.
+
+    Raises as :func:`~etude.ledger.heartbeat.leased` does.
+    """
+    with StoreOutages(folder.payloads, config.rollouts.max_outage_s, events) as outages:
+        payloads = open_payloads(folder, outages, syncs=True)
+        with leased(
+            folder.ledger, config.ledger, name=lease or str(name), holder=holder(folder, name), payloads=payloads
+        ) as ledger:
+            yield ledger

@@ -47,19 +47,34 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     return ("midtrain", "sft") if config.sft.file else ("midtrain",)
 
 
+PHASES = "phases"
+"""Folder of a run with what its phases leave, and its place at the run's URL."""
+
+
+def checkpoints_place(phase: Phase) -> str:
+    """Folder, below the run's, in which a phase saves its training state."""
+    return f"{PHASES}/{phase}/checkpoints"
+
+
+def model_place(phase: Phase | Literal["start"]) -> str:
+    """The Hugging Face folder, below the run's, that a phase leaves."""
+    return f"{PHASES}/{phase}/model"
+
+
 class PhaseFolders:
     """The phase folders of one run."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._path = folder.path / "phases"
+        self._folder = folder.path
+        self._path = folder.path / PHASES
 
     def checkpoints(self, phase: Phase) -> Path:
         """Folder in which a phase saves its training state."""
-        return self._path / phase / "checkpoints"
+        return self._folder / checkpoints_place(phase)
 
     def model(self, phase: Phase | Literal["start"]) -> Path:
         """The Hugging Face folder that a phase leaves."""
-        return self._path / phase / "model"
+        return self._folder / model_place(phase)
 
     def record(self, phase: Phase) -> PhaseRecord | None:
         """Record of a phase, once it is done. Raises :class:`~etude.errors.DamagedError` if that cannot be read."""

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from etude.closing import Closing
+from etude.config.data_paths import change_source, in_run
 from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import ModelShape
@@ -27,11 +29,22 @@ from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic, multiplies_bfloat16
 from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
+from etude.run.checkpoint_copies import CheckpointCopies, copy_model, restore_checkpoint, restore_model
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import choose_arithmetic, published_state
-from etude.run.phase_folders import Phase, PhaseFolders, PhaseRecord, check_complete, phases_of, place, write_record
+from etude.run.phase_folders import (
+    Phase,
+    PhaseFolders,
+    PhaseRecord,
+    check_complete,
+    checkpoints_place,
+    model_place,
+    phases_of,
+    place,
+    write_record,
+)
 from etude.run.process_name import ProcessName
 from etude.run.publishing import WeightPublishing
 from etude.run.resolve import resolve_device
@@ -96,20 +109,26 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
         if open_log(folder, outages).latest() is not None:
             check_complete(lineage, config)
             return
+        restore_model(folder, model_place("start"))
+        for earlier in phases_of(config):
+            restore_model(folder, model_place(earlier))
         pending = lineage.pending(config)
         if phase in pending:
             if pending[0] != phase:
                 fix = f"run `etude {pending[0]} --run {folder.path}` first"
                 raise RunFolderError(f"{phase} comes after {pending[0]}, which is not done: {fix}")
-            PhaseProcess(folder, phase, events).run()
+            restore_checkpoint(folder, checkpoints_place(phase))
+            with PhaseProcess(folder, phase, events, outages) as process:
+                process.run()
+            copy_model(folder, model_place(phase), outages)
         if not lineage.pending(config):
             publish_start(folder, lineage.model(phases_of(config)[-1]), events, outages)
 
 
-class PhaseProcess:
+class PhaseProcess(Closing):
     """The resources of a phase, opened from a run folder."""
 
-    def __init__(self, folder: RunFolder, phase: Phase, events: EventLog) -> None:
+    def __init__(self, folder: RunFolder, phase: Phase, events: EventLog, outages: StoreOutages) -> None:
         self._phase = phase
         self._events = events
         self._config = folder.config()
@@ -119,21 +138,27 @@ class PhaseProcess:
         self._origin = self._lineage.origin(phase, self._config)
         if self._origin == self._lineage.model("start"):
             place(self._origin, lambda target: make_start(target, self._config))
+            copy_model(folder, model_place("start"), outages)
         self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
         self._model = read_model(self._origin)
         self._parent = digest_of(self._model)
         prepare(self._model, self._config)
         spec = self._model.spec
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
-        self._reading = open_reading(self._config, phase, self._chat)
+        self._reading = open_reading(self._config, phase, self._chat, folder.path)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
-            open_reading(self._config, later, self._chat)  # refused now, or hours later
+            open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later
         self._ends = list(accumulate(batch_schedule(self._settings, self._reading.tokens).budgets()))
         """Tokens that have been read once each step is taken."""
         self._steps = len(self._ends)
         self._optimisation = optimisation_of(self._model, self._config, self._settings, steps=self._steps)
         self._trainer = ImitationTrainer(self._optimisation)
         self._checkpoints = Checkpoints(self._lineage.checkpoints(phase))
+        self._copies = CheckpointCopies(folder, outages, checkpoints_place(phase))
+
+    def close(self) -> None:
+        """Wait for the copy of a checkpoint under way."""
+        self._copies.close()
 
     def run(self) -> None:
         """Take the steps that are left, and leave the model that they end with."""
@@ -150,7 +175,9 @@ class PhaseProcess:
                 self._report(step, cursor, recent, now_s - since_s)
                 recent, since_s = Loss(), now_s
             if self._is_due(step, self._settings.checkpoint_steps):
+                self._copies.finish(Heartbeat().beat)
                 self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursor, self._identity))
+                self._copies.start(step)
             if self._is_due(step, self._config.eval.loss_every_steps):
                 loss = self._measure(step, cursor)
         self._end(cursor, loss)
@@ -397,15 +424,18 @@ def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
     return config.midtrain if phase == "midtrain" else config.sft
 
 
-def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> ImitationData:
-    """Open the data of a phase: checked sources, their stream, and held-out documents.
+def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat, folder: Path) -> ImitationData:
+    """Open the data of a phase: checked sources, their stream, and held-out documents. Sources in the ``folder`` of the
+    run are named as its ``run.toml`` names them, so that a checkpoint's cursor is of the same ones on every machine.
 
     Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
     """
-    shares = config.midtrain.shares if phase == "midtrain" else {f"chat:{config.sft.file}": (1.0, 1.0)}
-    sources = _open(config, phase, shares, chat, Split.TRAIN)
+    named = config.midtrain.shares if phase == "midtrain" else {f"chat:{config.sft.file}": (1.0, 1.0)}
+    shares = {change_source(name, lambda path: in_run(path, folder)): share for name, share in named.items()}
+    files = dict(zip(shares, named, strict=True))
+    sources = _open(config, phase, files, chat, Split.TRAIN)
     tokens = config.midtrain.tokens if phase == "midtrain" else config.sft.epochs * _tokens(sources)
-    heldout = _open(config, phase, shares, chat, Split.HELDOUT) if config.eval.enabled else {}
+    heldout = _open(config, phase, files, chat, Split.HELDOUT) if config.eval.enabled else {}
     by_source = {name: heldout_documents(source, HELDOUT_DOCUMENTS) for name, source in heldout.items()}
     return ImitationData(
         stream=BatchStream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
@@ -414,24 +444,26 @@ def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat) -> Imitation
 
 
 def _open(
-    config: RunConfig, phase: Phase, names: Mapping[str, object], chat: ChatFormat, split: Split
+    config: RunConfig, phase: Phase, files: Mapping[str, str], chat: ChatFormat, split: Split
 ) -> dict[str, Source]:
-    """The sources of a phase by name, on one side of the hold-out; none where the phase reads nothing."""
+    """The sources of a phase by name, on one side of the hold-out; none where the phase reads nothing. ``files`` are
+    their names with whole paths.
+    """
     if phase == "midtrain" and not config.midtrain.tokens:
         return {}
     seed = config.seed if split is Split.TRAIN else HELDOUT_SEED
     text, side = PlainText(chat), Side(split=split, seed=seed, one_in=config.eval.heldout_every)
     weight = settings_of(config, phase).context_weight
     opened: dict[str, Source] = {}
-    if any(name in FAMILY_SOURCES for name in names):
+    if any(name in FAMILY_SOURCES for name in files):
         opened = demonstration_sources(open_demonstrations(config, split), text, side, context_weight=weight)
-    for name in names:
-        kind, _, path = name.partition(":")
+    for name, file in files.items():
+        kind, _, path = file.partition(":")
         if kind == "text":
             opened[name] = TextFiles(Path(path), text, side, chunk_bytes=DOCUMENT_BYTES)
         elif kind == "chat":
             opened[name] = Conversations(Path(path), chat, side, context_weight=weight)
-    return {name: opened[name] for name in names}
+    return {name: opened[name] for name in files}
 
 
 def _tokens(sources: Mapping[str, Source]) -> int:

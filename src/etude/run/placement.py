@@ -1,16 +1,13 @@
-"""The machines of one run, the launcher that places its processes there, and those that are drained.
+"""The machines of one run, the launcher that places its processes there, and the state of its fleet.
 
 Which processes there are is :mod:`etude.run.fleet_plan`'s; what becomes of them :mod:`etude.run.supervision`'s.
 """
 
 import hashlib
-import math
 import re
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast, final
+from typing import cast
 
 import tomli_w
 
@@ -18,70 +15,42 @@ from etude.config.fleet import LAUNCHERS, RENDERED, FleetConfig
 from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
-from etude.errors import ConfigError, InfrastructureError, RunFolderError
+from etude.errors import ConfigError, RunFolderError
 from etude.fleet.launcher import LaunchContext, ProcessLauncher
 from etude.fleet.specs import ProcessSpec
-from etude.objects import Objects, ObjectStore
-from etude.run.fleet_plan import one_machine
+from etude.fleet.state import Desired, lasting_changes
+from etude.objects import ObjectStore
+from etude.run.fleet_plan import one_machine, plan_loop
+from etude.run.fleet_state import FLEET_FOLDER, FleetObjects, FleetState
 from etude.run.folder import FLEET_FILE, RunFolder
+from etude.run.keys import KeyRole
 from etude.run.launchers.local import LocalLauncher
-
-FLEET_FOLDER = "fleet"
-"""Folder of a run with the desired state that people set."""
-DRAINED_POLL_S = 2.0
-"""Interval at which a supervisor asks what is drained."""
-
-
-@final
-class Drained:
-    """Names of processes that are not to run until further notice: their machine is wanted for something else."""
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-        self._names: frozenset[str] = frozenset()
-        self._read_s = -math.inf
-
-    def add(self, name: str) -> None:
-        """Let a process end, and not be placed again."""
-        self._objects.put_if_absent(f"drained/{name}", b"")
-
-    def remove(self, name: str) -> None:
-        """Let it be placed again."""
-        self._objects.delete(f"drained/{name}")
-
-    def names(self) -> frozenset[str]:
-        """All that are drained, as of a moment ago."""
-        now_s = time.monotonic()
-        if now_s - self._read_s >= DRAINED_POLL_S:
-            self._read_s = now_s
-            with suppress(InfrastructureError):  # then they stay what they were
-                self._names = frozenset(key.removeprefix("drained/") for key in self._objects.list("drained"))
-        return self._names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlacement:
-    """The fleet of a run, its launcher, and what is drained."""
+    """The fleet of a run, its launcher, and the fleet's state as this supervisor follows it."""
 
     fleet: FleetConfig
     launcher: ProcessLauncher
     region: str
     """Region of this supervisor."""
-    drained: Drained | None = None
-
-    def drained_names(self) -> frozenset[str]:
-        """Names of processes that are not to run."""
-        return frozenset() if self.drained is None else self.drained.names()
+    state: FleetState | None = None
+    """``None`` on one machine without a fleet."""
 
     def run_words(self, folder: RunFolder) -> str:
-        """The words by which a process opens the run: on a fleet its URL, if it has one, since each machine has a
-        working folder of its own; else its folder.
-        """
-        return folder.url if folder.url and self.drained is not None else str(folder.path.absolute())
+        """The words by which a process opens the run."""
+        return str(folder.path.absolute()) if self.state is None else words_of(folder)
 
     def own_specs(self, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
         """Those of ``specs`` that this launcher is to place: of all regions that it reaches, or of this one alone."""
         return tuple(spec for spec in specs if self.launcher.spans_regions or spec.region == self.region)
+
+    def specs_of(self, desired: Desired) -> tuple[ProcessSpec, ...]:
+        """Those of a newer desired state. Raises :class:`~etude.errors.ConfigError` for a fleet that is another one."""
+        if changed := lasting_changes(self.fleet, desired.fleet):
+            raise ConfigError(f"{', '.join(changed)} of the fleet changed: start the supervisor of {self.region} again")
+        return self.own_specs(desired.specs)
 
 
 def place_here(folder: RunFolder, config: RunConfig) -> RunPlacement:
@@ -109,8 +78,20 @@ def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunP
         launcher = cast("ProcessLauncher", LAUNCHERS.make(fleet.launcher, fleet.options, context))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    drained = drained_of(folder, "" if region == fleet.home else region)
-    return RunPlacement(fleet=fleet, region=region or fleet.home, launcher=launcher, drained=drained)
+    state = open_state(folder, "" if region == fleet.home else region)
+    return RunPlacement(fleet=fleet, region=region or fleet.home, launcher=launcher, state=state)
+
+
+def desired_of(folder: RunFolder, fleet: FleetConfig) -> Desired:
+    """The desired state of a run on a fleet. Raises :class:`~etude.errors.ConfigError` as a plan does."""
+    return Desired(fleet=fleet, specs=plan_loop(folder.config(), fleet, words_of(folder)))
+
+
+def words_of(folder: RunFolder) -> str:
+    """The words by which a process on a fleet opens the run: its URL, if it has one, since each machine has a working
+    folder of its own; else its folder.
+    """
+    return folder.url or str(folder.path.absolute())
 
 
 def fleet_of(folder: RunFolder) -> FleetConfig | None:
@@ -122,6 +103,18 @@ def fleet_of(folder: RunFolder) -> FleetConfig | None:
 def remember_fleet(folder: RunFolder, fleet: FleetConfig) -> None:
     """Keep a fleet with its run, so that ``--resume`` finds it."""
     (folder.path / FLEET_FILE).write_text(tomli_w.dumps(fleet.model_dump(mode="json")), encoding="utf-8")
+
+
+def check_change(folder: RunFolder, fleet: FleetConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` where a run on a fleet cannot become one on ``fleet`` while it lives."""
+    before = fleet_of(folder)
+    if before is None:
+        raise ConfigError(f"{folder.name} is on one machine: place it with `etude run --resume {folder.name} --fleet`")
+    if changed := lasting_changes(before, fleet):
+        raise ConfigError(
+            f"{', '.join(changed)} of the fleet cannot change while the run lives, since its processes were told when "
+            f"they started: stop the run, then `etude run --resume {folder.name} --fleet FLEET`"
+        )
 
 
 def region_store(folder: RunFolder, region: str) -> str:
@@ -138,9 +131,15 @@ def region_store(folder: RunFolder, region: str) -> str:
     return fleet.regions_by_name[region].store.rstrip("/")
 
 
-def drained_of(folder: RunFolder, region: str = "") -> Drained:
-    """The drained processes of a run in a region, whose supervisor asks nobody elsewhere; empty for home."""
-    return Drained(ObjectStore(f"{region_store(folder, region)}/{FLEET_FOLDER}"))
+def open_state(folder: RunFolder, region: str = "") -> FleetState:
+    """The state of a run's fleet, as the supervisor of a region follows it; empty for home."""
+    return FleetState(fleet_objects(folder, region), fleet_objects(folder) if region else None)
+
+
+def fleet_objects(folder: RunFolder, region: str = "") -> FleetObjects:
+    """The state of a run's fleet in the store of a region; empty for home."""
+    objects = ObjectStore(f"{region_store(folder, region)}/{FLEET_FOLDER}")
+    return FleetObjects(objects, folder.key(KeyRole.FLEET))
 
 
 def run_id(place: str) -> str:

@@ -3,21 +3,21 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from etude.errors import ConfigError
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder, exclusive
+from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.process_name import ProcessName
+from etude.run.ranks import ONE_NODE, Nodes, run_ranks
 from etude.run.resolve import Role, check_devices
-from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 
 PREDECESSOR_S = 20.0
 """Longest time that the last process of a name may take to clean up after its supervisor was killed: above
 :data:`etude.run.serving.STOP_S`, which ends it.
 """
-NICENESS = {"serve": 10, "train": 5}
+NICENESS = {"serve": 10, "production": 8, "train": 5}
 """Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while
 its callers wait for a core computes small, wasteful batches.
 """
@@ -28,45 +28,15 @@ DEVICES: Mapping[str, Role] = {
     "train": "trainer",
     "parity": "engine",
     "serve": "engine",
+    "production": "engine",
 }
 """Command → the section whose device its process computes on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
-    """The machines of one trainer, and which of them this one is; torchrun's own words."""
-
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv_endpoint: str = ""
-    """``HOST:PORT`` of the first node, where the others meet it."""
-
-    def torchrun(self, ranks: int) -> list[str]:
-        """Arguments by which torchrun starts this node's share of ``ranks``.
-
-        Raises :class:`~etude.errors.ConfigError` for ranks that cannot be divided, and for nodes that cannot meet.
-        """
-        if self.nnodes == 1:
-            return ["--standalone", f"--nproc-per-node={ranks}"]
-        if ranks % self.nnodes:
-            raise ConfigError(
-                f"--nnodes {self.nnodes} does not divide parallel.dp * parallel.cp = {ranks} ranks: each node has as "
-                f"many as any other"
-            )
-        if not self.rdzv_endpoint or not 0 <= self.node_rank < self.nnodes:
-            raise ConfigError(
-                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT of the first node, and --node-rank from 0 to "
-                f"{self.nnodes - 1}; got {self.rdzv_endpoint!r} and {self.node_rank}"
-            )
-        return [
-            f"--nnodes={self.nnodes}",
-            f"--node-rank={self.node_rank}",
-            f"--rdzv-endpoint={self.rdzv_endpoint}",
-            f"--nproc-per-node={ranks // self.nnodes}",
-        ]
-
-
-ONE_NODE = Nodes()
+DATA_OF: Mapping[str, tuple[str, ...]] = {
+    "midtrain": ("tasks", "midtrain", "sft", "model"),  # SFT's file is checked before mid-training
+    "sft": ("tasks", "midtrain", "sft", "model"),
+    "rollouts": ("tasks",),
+}
+"""Command → the sections whose data its process reads."""
 
 
 def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -> None:
@@ -87,20 +57,25 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
         restore_checkpoint(folder)  # other ranks wait for this one before they read
     ranks = config.parallel.ranks if command == "train" else 1
     if max(ranks, nodes.nnodes) > 1 and rank is None:
-        _become_ranks(ranks, folder, nodes)
+        environments = nodes.environments(ranks)
+        if len(environments) > 1:
+            _run_ranks(folder, environments)
+        os.environ.update(environments[0])
+        rank = os.environ["RANK"]
     os.nice(NICENESS.get(command, 0))
     if command == "train":
         name = ProcessName(command=command, replica=int(rank or 0))
     with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
+        bring_data(folder, *DATA_OF.get(command, ()))
         _run(name, folder)
 
 
-def _become_ranks(ranks: int, folder: RunFolder, nodes: Nodes) -> NoReturn:
-    """Go on as ``torchrun``, which starts this node's share of ``ranks``; it still ends with the supervisor."""
-    arguments = [*nodes.torchrun(ranks), "-m", "--", "etude", "train", "--run", str(folder.path)]
-    # Its trainers are its own children, not the supervisor's.
-    environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
-    os.execve(sys.executable, [sys.executable, "-m", "etude.run.torchrun", *arguments], environment)
+def _run_ranks(folder: RunFolder, environments: Sequence[Mapping[str, str]]) -> NoReturn:
+    """Run this node's ranks, which are processes of their own, to their end."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[SUPERVISOR_VARIABLE] = str(os.getpid())  # whose children they are, and end with
+    command = [sys.executable, "-m", "etude", "train", "--run", str(folder.path)]
+    raise SystemExit(run_ranks(command, environments))
 
 
 def _run(name: ProcessName, folder: RunFolder) -> None:
@@ -113,14 +88,22 @@ def _run(name: ProcessName, folder: RunFolder) -> None:
             from etude.run.parity import gate
 
             gate(folder)
-        case "serve":
+        case "serve" | "production":
             from etude.run.engine import run_engine
 
             run_engine(folder, name)
-        case "gateway":
+        case "gateway" | "product":
             from etude.run.gateway import run_gateway
 
             run_gateway(folder, name)
+        case "feedback":
+            from etude.run.feedback import run_feedback
+
+            run_feedback(folder)
+        case "release":
+            from etude.run.release import run_release
+
+            run_release(folder)
         case "rollouts":
             from etude.run.rollouts import run_rollouts
 

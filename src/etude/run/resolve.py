@@ -11,7 +11,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from etude.config.imitation import FILE_SOURCES
+from etude.config.data_paths import change_data
 from etude.config.inference import NumericsConfig
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
@@ -19,12 +19,13 @@ from etude.errors import ConfigError
 
 GPU_FILES = ("nvidia*", "kfd", "dxg")
 """Files of drivers in ``/dev``: a machine without any has no GPU that torch could find."""
-PATHS = (
-    *("tasks.folder", "tasks.options.path", "tasks.options.heldout_path", "tasks.options.python", "sandboxes.images"),
-    *("model.checkpoint", "sft.file", "engine.options.python"),
+MACHINE_PATHS = (
+    *("tasks.options.python", "sandboxes.images", "engine.options.python"),
     *("engine.tls_cert", "engine.tls_key", "gateway.tls_cert", "gateway.tls_key", "gateway.keys"),
 )
-"""Keys that name a file or a folder, beside ``midtrain.mixture`` and ``harness.options.mounts``."""
+"""Keys that name a file or a folder of a machine's own, beside ``harness.options.mounts``; those of data are
+:mod:`etude.config.data_paths`'s.
+"""
 Role: TypeAlias = Literal["trainer", "engine"]
 """A section that names a device."""
 
@@ -106,23 +107,27 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     from anywhere.
     """
     tree = config.model_dump(mode="json")
-    for key in PATHS:
+    for key in MACHINE_PATHS:
         *sections, name = key.split(".")
         table = reduce(getitem, sections, tree)
         if name in table:
             table[name] = _absolute(table[name])
+    change_data(tree, lambda _, path: _absolute(path))
     options = tree["harness"]["options"]
     if "mounts" in options:
         options["mounts"] = [_absolute(folder) for folder in options["mounts"]]
-    tree["midtrain"]["mixture"] = {
-        _absolute_source(source): share for source, share in tree["midtrain"]["mixture"].items()
-    }
+    for suite in tree["release"]["suites"]:
+        suite["recipe"] = _absolute(suite["recipe"])
     return parse_config(tree, source="run.toml")
 
 
-def _absolute_source(source: str) -> str:
-    kind = next((kind for kind in FILE_SOURCES if source.startswith(kind)), "")
-    return kind + _absolute(source.removeprefix(kind)) if kind else source
+def machine_paths(config: RunConfig) -> list[tuple[str, str]]:
+    """Key and path of the files and folders that a recipe names and each machine has for itself."""
+    tree = config.model_dump(mode="json")
+    named = [(key, str(reduce(getitem, key.split(".")[:-1], tree).get(key.rpartition(".")[2]) or ""))
+             for key in MACHINE_PATHS]  # fmt: skip
+    mounts = [("harness.options.mounts", path) for path in tree["harness"]["options"].get("mounts", ())]
+    return [(key, path) for key, path in (*named, *mounts) if path]
 
 
 def _absolute(path: str) -> str:

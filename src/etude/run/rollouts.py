@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -27,7 +26,7 @@ from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
 from etude.harnesses.single_turn import SingleTurnHarness
-from etude.ledger.archive import Archive, RolloutOutcome, Search
+from etude.ledger.archive import RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger, TaskDraw
 from etude.protocols import Grader, GraderContext, Harness, SandboxProvider, TaskFamily
@@ -48,8 +47,9 @@ from etude.rollouts.worker import RolloutContext, SessionOpener, TaskSandboxes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
-from etude.run.judging import JudgeState, judge_fingerprints, open_judge
+from etude.run.judging import JudgeState, judge_fingerprints, kept_judge, open_judge
 from etude.run.keys import KeyRole
+from etude.run.payload_store import leased_ledger, open_archive
 from etude.run.placement import fleet_of
 from etude.run.process_name import GATEWAY, ROLLOUTS, ProcessName
 from etude.run.resuming import measured_fact
@@ -63,9 +63,10 @@ from etude.run.task_sandboxes import (
     image_store,
     open_provider,
 )
-from etude.sandbox_spec import Capability, SandboxSpec
+from etude.sandbox_spec import Capability
 from etude.sandboxes.images.machine_base import environment_mounts
 from etude.sandboxes.local.provider import LocalSandboxes
+from etude.sockets import alert_connector
 from etude.telemetry.events import EvalDone, PhaseStarted
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
@@ -210,7 +211,7 @@ def _pass_rate(passed: Sequence[bool | None], clusters: Sequence[str]) -> Estima
 
 def lost_all(folder: RunFolder, purpose: str) -> UserError:
     """The error of an evaluation whose every rollout used up its attempts, with the last failure."""
-    with Archive.open(folder.ledger, folder.config().ledger) as archive:
+    with open_archive(folder) as archive:
         failed = archive.find(Search(purpose=purpose, outcome=RolloutOutcome.FAILED, limit=1))
     reason = failed[0].reason if failed else "its attempts were used up"
     return UserError(
@@ -221,17 +222,23 @@ def lost_all(folder: RunFolder, purpose: str) -> UserError:
 
 
 @contextlib.asynccontextmanager
-async def open_parts(folder: RunFolder, name: ProcessName = ROLLOUTS) -> AsyncIterator[RolloutParts]:
+async def open_parts(
+    folder: RunFolder, name: ProcessName = ROLLOUTS, *, in_one_file: bool = False
+) -> AsyncIterator[RolloutParts]:
     """Connect to a run's gateways and ledger and start its sandboxes, while the context is open.
 
-    ``name`` is also that of the lease under which this process fills slots.
+    ``name`` is also that of the lease under which this process fills slots. Turns are payloads of the run, or in the
+    ledger where all shall be ``in_one_file``.
     """
     config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
-        http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
-        ledger = stack.enter_context(lease)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
         events = stack.enter_context(open_events(folder, config, name))
+        if in_one_file:
+            lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
+        else:
+            lease = leased_ledger(folder, config, name, events)
+        ledger = stack.enter_context(lease)
         freeze_reward(ledger.facts, reward_spec(config.reward, judge_fingerprints(config)))
         sessions = await stack.enter_async_context(_open_sessions(folder, config, http, events))
         served = sessions.served
@@ -287,7 +294,7 @@ async def _help(folder: RunFolder, name: ProcessName) -> None:
     """Fill groups beside the first process, for as long as any are wanted."""
     async with open_parts(folder, name) as parts:
         await parts.served.reach(0)
-        await parts.dispatcher.train(parts.config.trainer.steps)
+        await parts.dispatcher.train(parts.config.trainer.steps, parts.config.live)
 
 
 async def _run(folder: RunFolder) -> None:
@@ -299,7 +306,7 @@ async def _run(folder: RunFolder) -> None:
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
             async with background_task(_evaluate_on_the_way(parts)) as evaluating:
-                await parts.dispatcher.train(steps)
+                await parts.dispatcher.train(steps, parts.config.live)
                 while ledger.progress().steps_done < steps:
                     await asyncio.sleep(POLL_S)
                 await evaluating
@@ -356,6 +363,11 @@ async def check_sandboxes(sandboxes: SandboxProvider, config: RunConfig) -> None
             f"programs the model writes could read your files. Enable them, or set "
             f"sandboxes.options.allow_unconfined = true"
         )
+    if isinstance(config.harness.options, CommandOptions) and Capability.ALLOW_LIST not in granted:
+        raise ConfigError(
+            f"harness.kind = {config.harness.kind!r} calls the model from inside of its sandbox, and sandboxes.kind = "
+            f"{config.sandboxes.kind!r} cannot let it reach the gateway alone: choose another kind"
+        )
     if config.credit.branches > 1 and not granted & {Capability.FORK, Capability.LIVE_FORK}:
         raise ConfigError(
             f"credit.options.branches = {config.credit.branches} forks sandboxes, which sandboxes.kind = "
@@ -379,11 +391,6 @@ async def _open_sessions(
 ) -> AsyncIterator[_Sessions]:
     """Follow the gateways of a run, while the context is open."""
     if fleet_of(folder) is not None:
-        if isinstance(config.harness.options, CommandOptions):
-            raise ConfigError(
-                f"harness.kind = {config.harness.kind!r}: an external harness may reach gateways that are known before "
-                f"it starts, and those of a fleet come and go: run it on one machine"
-            )
         async with open_regions(folder, config, http, events) as (opener, regions):
             yield _Sessions(opener=opener, served=regions, urls=())
         return
@@ -411,6 +418,8 @@ async def _rollout_context(
             stack, config, http, folder=folder.path, gateway_urls=sessions.urls
         )
         memory = JudgeState(folder.path, name.replica)
+        if config.judge.kind != "none":
+            stack.enter_context(kept_judge(folder, memory))
         judge = await stack.enter_async_context(open_judge(config, http, memory=memory, alarm=events.write))
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
         yield RolloutContext(
@@ -437,7 +446,8 @@ async def open_stage(
     gateway_urls: Sequence[str],
 ) -> tuple[TaskSandboxes, Grader, Harness]:
     """Open sandboxes of tasks, grader and harness of a recipe; ``stack`` closes them. The files of an external harness
-    are written into ``folder``, and it may reach nothing but the gateways.
+    are written into ``folder``, and each of its sandboxes may reach nothing but the gateway of its session.
+    ``gateway_urls`` are those that are known by now; that a sandbox may reach one is tried.
 
     Raises :class:`~etude.errors.ConfigError` for what this machine does not have.
     """
@@ -458,13 +468,13 @@ async def open_stage(
     if sandboxes.kind == "local":
         sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
     external = config.harness.options
-    beside = _beside_tasks(folder, gateway_urls, external) if isinstance(external, CommandOptions) else SandboxSpec()
-    provider = open_provider(sandboxes, base_store(sandboxes))
-    task_sandboxes = EnvironmentTaskSandboxes(provider, image_store(sandboxes, config.tasks), beside=beside)
+    beside = mounts_beside(folder, external) if isinstance(external, CommandOptions) else {}
+    provider, images = open_provider(sandboxes, base_store(sandboxes)), image_store(sandboxes, config.tasks)
+    task_sandboxes = EnvironmentTaskSandboxes(provider, images, beside=beside, reaches=bool(beside))
     stack.push_async_callback(task_sandboxes.close)
     await check_sandboxes(task_sandboxes.sandboxes, config)
     if isinstance(harness, CommandHarness):
-        probe = await task_sandboxes.open_empty()
+        probe = await task_sandboxes.open_empty(next(iter(gateway_urls), ""))
         await harness.check(probe)
         await probe.close()
     grader = task_sandboxes.grader(config.rollouts.grading_timeout_s, answers, config.tasks.graders)
@@ -476,10 +486,9 @@ def make_harness(config: RunConfig, context: HarnessContext) -> Harness:
     return cast("Harness", HARNESSES.make(config.harness.kind, config.harness.options, context))
 
 
-def _beside_tasks(folder: Path, gateway_urls: Sequence[str], harness: CommandOptions) -> SandboxSpec:
-    """Mounts of another team's harness, and all that it may reach: the gateways."""
-    mounts = harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
-    return SandboxSpec(mounts=mounts, allow=tuple(urlsplit(url).netloc for url in gateway_urls))
+def mounts_beside(folder: Path, harness: CommandOptions) -> dict[str, Path]:
+    """Mounts of another team's harness, whose files are written into ``folder``."""
+    return harness_mounts(harness.mounts) | {HARNESS_FOLDER: write_harness(folder, harness.files)}
 
 
 def write_harness(folder: Path, files: Mapping[str, str]) -> Path:

@@ -2,7 +2,9 @@
 
     files/          run.toml, model/, plugins/, weights.id, ledger.url, the report: sets of files, the newest counts
     weights/        the weight log                      checkpoints/    copies of the newest checkpoints
-    payloads/       routes, sampling masks of turns     events/         copies of each process's events
+    payloads/       turns, their routes and masks       events/         copies of each process's events
+    data/           copies of the recipe's data         phases/         copies of mid-training's and SFT's checkpoints
+    evaluations/    ledgers of `etude eval`             judge/          votes of judges and their costs
 
 ``s3://bucket/runs/NAME``, ``gs://``, ``az://``, or a folder that all machines see. The run key is never there, nor what
 only a machine needs: logs, locks, ports. Whatever is made of it on a machine lies in a working folder
@@ -18,7 +20,7 @@ from etude.errors import ConfigError
 from etude.objects import CLOUD_SCHEMES, Objects, ObjectStore, RetryingStore
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import MANIFESTS, StoredFiles
-from etude.run.weight_log import signing_key
+from etude.run.weight_log import far_options, signing_key
 
 FILES, EVENTS = "files", "events"
 """Places below the URL: the files of the run, the events of its processes."""
@@ -46,12 +48,14 @@ def is_run_url(text: str) -> bool:
     return "://" in text or (Path(text) / FILES / MANIFESTS).is_dir()
 
 
-def open_place(url: str, name: str, outages: StoreOutages | None = None) -> Objects:
-    """The objects at a place below the URL; with ``outages``, storage that is away is waited for."""
-    objects = ObjectStore(f"{url}/{name}")
+def open_place(url: str, name: str, outages: StoreOutages | None = None, *, far: bool = False) -> Objects:
+    """The objects at a place below the URL; with ``outages``, storage that is away is waited for. Where it is ``far``
+    and only read, it is known soon that it is away.
+    """
+    objects = ObjectStore(f"{url}/{name}", far_options(url) if far else None)
     return objects if outages is None else RetryingStore(objects.url, lambda: objects, outages)
 
 
-def open_stored(url: str, name: str, outages: StoreOutages | None = None) -> StoredFiles:
+def open_stored(url: str, name: str, outages: StoreOutages | None = None, *, far: bool = False) -> StoredFiles:
     """The sets of files at a place below the URL."""
-    return StoredFiles(open_place(url, name, outages), name, signing_key())
+    return StoredFiles(open_place(url, name, outages, far=far), name, signing_key())

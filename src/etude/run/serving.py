@@ -1,12 +1,10 @@
-"""Shared code of a run's long-running processes: end with the parent, stop on a signal, listen on a port."""
+"""Shared code of a run's long-running processes: stop on a signal, listen on a port."""
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import ssl
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from types import FrameType
@@ -20,10 +18,6 @@ from etude.run.connections import Connections, LimitedSite, raise_file_limit
 from etude.run.endpoints import HOST
 from etude.run.heartbeat import Heartbeat
 
-PR_SET_PDEATHSIG = 1
-"""``prctl`` option: the kernel sends us a signal when our parent dies."""
-SUPERVISOR_VARIABLE = "ETUDE_SUPERVISOR"
-"""Environment variable that holds the process id of the supervisor that started a process of the run."""
 BIND_S = 5.0
 """Time for which a taken port is tried: after a crash the last owner's connections may still be closing."""
 SHUTDOWN_S = 2.0
@@ -32,22 +26,6 @@ cancelled.
 """
 STOP_S = 10.0
 """Longest time that a process of a run may take to clean up before it is killed."""
-
-
-def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Let the kernel end this process when the supervisor dies, however it dies (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-    supervisor = os.environ.get(SUPERVISOR_VARIABLE)
-    if supervisor is not None and os.getppid() != int(supervisor):
-        raise SystemExit("etude: the supervisor died while this process was starting")
-
-
-def tell_person(line: str) -> None:
-    """Print a line for a person who started this process by hand; nothing under a supervisor."""
-    if SUPERVISOR_VARIABLE not in os.environ:
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()
 
 
 def run_until_signal(main: Coroutine[None, None, None], *, cleanup_s: float | None = STOP_S) -> None:

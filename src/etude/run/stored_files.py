@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -118,16 +118,17 @@ class StoredFiles:
         key = _manifest_key(number)
         return self._objects.put_if_absent(key, data) or self._objects.get(key) == data
 
-    def send(self, descriptor: int, file: StoredFile) -> None:
-        """Send the bytes of an open file, unless they are there."""
+    def send(self, descriptor: int, file: StoredFile, sent: Callable[[int], None] = lambda part_bytes: None) -> None:
+        """Send the bytes of an open file, unless they are there; ``sent`` is told of each part that is."""
 
         def send_part(part: int) -> None:
             key = file.key(part)
-            if self._objects.exists(key):
-                return
-            data = os.pread(descriptor, file.part_sizes[part], part * PART_BYTES)
-            assert len(data) == file.part_sizes[part], "a stored file does not change"
-            self._objects.put_if_absent(key, data)
+            size_bytes = file.part_sizes[part]
+            if not self._objects.exists(key):
+                data = os.pread(descriptor, size_bytes, part * PART_BYTES)
+                assert len(data) == size_bytes, "a stored file does not change"
+                self._objects.put_if_absent(key, data)
+            sent(size_bytes)
 
         with ThreadPoolExecutor(AT_A_TIME) as pool:
             list(pool.map(send_part, range(len(file.part_sizes))))

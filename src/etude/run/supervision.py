@@ -39,7 +39,8 @@ class Supervisor:
         *,
         heartbeat_timeout_s: float,
     ) -> None:
-        """Take over what runs already; the first :meth:`check` places the rest.
+        """Take over what runs already; the first :meth:`check` places the rest. On a fleet, whose state ``placement``
+        has, it changes with the desired state.
 
         ``notify`` tells people, at once and also when nothing can be written, what happens to processes.
         """
@@ -48,7 +49,8 @@ class Supervisor:
         self._folder = folder
         self._events = events
         self._notify = notify
-        self._drained = placement.drained_names
+        self._state = placement.state
+        self._specs_of = placement.specs_of
         self._reconciler = Reconciler(specs, heartbeat_timeout_s=heartbeat_timeout_s)
         self._incarnations: dict[str, set[str]] = {spec.name: set() for spec in specs}
         self._unreachable_s: float | None = None
@@ -60,12 +62,14 @@ class Supervisor:
 
         Raises :class:`~etude.errors.EtudeError` where a restart would not help.
         """
+        if self._state is not None and (desired := self._state.changed()) is not None:
+            self._follow(self._specs_of(desired))
         try:
             self._reconcile()
             self._unreachable_s = None
         except LauncherUnavailable as error:
             self._wait_for_launcher(error)
-        drained = self._drained()
+        drained = self._drained
         ending = {spec.name for spec in self._specs if spec.ends and spec.name not in drained}
         return bool(ending) and ending <= self._reconciler.done
 
@@ -78,10 +82,26 @@ class Supervisor:
         """Stop all processes at once: first by signal, then by kill."""
         self._launcher.remove(*(spec.name for spec in self._specs), grace_s=STOP_S)
 
+    @property
+    def _drained(self) -> frozenset[str]:
+        return frozenset() if self._state is None else self._state.drained
+
+    def _follow(self, specs: Sequence[ProcessSpec]) -> None:
+        """Change what is to run, and say so."""
+        before, after = ({spec.name for spec in some} for some in (self._specs, specs))
+        changes = [f"{word} {', '.join(sorted(names))}" for word, names in
+                   (("added:", after - before), ("removed:", before - after)) if names]  # fmt: skip
+        if tuple(specs) != self._specs:
+            self._notify(f"the fleet has changed; {'; '.join(changes) or 'what its processes are given'}")
+        for name in after - before:
+            self._incarnations.setdefault(name, set())
+        self._specs = tuple(specs)
+        self._reconciler.follow(specs)
+
     def _reconcile(self) -> None:
         self.statuses = self._launcher.look()
         self._record_starts()
-        actions = self._reconciler.step(self.statuses, time.monotonic(), drained=self._drained())
+        actions = self._reconciler.step(self.statuses, time.monotonic(), drained=self._drained)
         for line in actions.notices:
             self._notify(line)
         for name, pause_s in actions.room_pauses.items():
@@ -95,6 +115,8 @@ class Supervisor:
         if actions.place:
             self.statuses = self._launcher.look()
             self._record_starts()
+        if self._state is not None:
+            self._state.report(self.statuses)
 
     def _record_starts(self) -> None:
         """Write an event for each incarnation that is seen for the first time."""

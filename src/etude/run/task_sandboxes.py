@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
+from urllib.parse import urlsplit
 
 from etude.config.tasks import PROVIDERS, SandboxConfig, TaskConfig
 from etude.errors import ConfigError, EtudeError
@@ -31,8 +32,8 @@ from etude.sandboxes.services import ServicedSandboxes, sandbox_spec
 from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import AnswerChecks, Checks, FunctionChecks, NamedChecks, QueryChecks, ScriptChecks, Task, TestChecks
 
-NOTHING = SandboxSpec()
-"""Mounts and places beside a task's environment."""
+NOTHING: Mapping[str, Path] = MappingProxyType({})
+"""No mounts beside a task's environment."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 """``tasks.graders`` of a recipe without graders of its own."""
 WAITING_EACH = 16
@@ -88,8 +89,11 @@ class PlainTaskSandboxes:
         """``provider`` stays the caller's to close."""
         self._provider = provider
 
-    async def open(self, task: Task) -> Sandbox:
-        """A fresh sandbox with the task's files. Raises :class:`~etude.errors.ConfigError` for one that needs more."""
+    async def open(self, task: Task, *, gateway: str = "") -> Sandbox:
+        """A fresh sandbox with the task's files, which reaches nothing.
+
+        Raises :class:`~etude.errors.ConfigError` for one that needs more.
+        """
         if task.environment is not None:
             raise ConfigError(f"task {task.task_id!r} needs a machine around its files: set sandboxes.kind = 'ns'")
         return await self._provider.create(task.files)
@@ -98,10 +102,18 @@ class PlainTaskSandboxes:
 class EnvironmentTaskSandboxes:
     """Opens the environments of tasks; a :class:`~etude.rollouts.worker.TaskSandboxes`."""
 
-    def __init__(self, provider: SandboxProvider, images: ImageStore, *, beside: SandboxSpec = NOTHING) -> None:
-        """``provider`` is closed with this; ``beside`` says what every agent is shown and may reach that is no part of
-        its task's environment. Graders come before rollouts where there is a pool: rollouts that wait for their grades
-        hold sandboxes, and would hold all of them for ever.
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        images: ImageStore,
+        *,
+        beside: Mapping[str, Path] = NOTHING,
+        reaches: bool = False,
+    ) -> None:
+        """``provider`` is closed with this; ``beside`` are mounts that every agent is shown, no part of its task's
+        environment, and it ``reaches`` the gateway of its own session, if it calls the model from inside. Graders come
+        before rollouts where there is a pool: rollouts that wait for their grades hold sandboxes, and would hold all of
+        them for ever.
         """
         if isinstance(provider, SandboxPool):
             self.sandboxes = ServicedSandboxes(provider)
@@ -111,21 +123,25 @@ class EnvironmentTaskSandboxes:
         self._provider = provider
         self._images = images
         self._beside = beside
+        self._reaches = reaches
+        self._gateways: set[str] = set()
         self._announcements: set[asyncio.Task[None]] = set()
 
-    async def open(self, task: Task) -> Sandbox:
+    async def open(self, task: Task, *, gateway: str = "") -> Sandbox:
         """A fresh sandbox as the task's environment says, its services up, with its files.
 
         Raises :class:`~etude.errors.SandboxError`, and :class:`~etude.errors.ConfigError` for a missing image.
         """
-        return await self._open(task.files, task.environment or EnvironmentSpec())
+        return await self._open(task.files, task.environment or EnvironmentSpec(), gateway)
 
     def announce(self, task: Task, count: int) -> None:
         """Let pools make ``count`` sandboxes of a task ready, on this machine or on hosts; a hint, without effect where
-        there are none. Those with services are forks of one that is kept, which needs no announcement.
+        there are none, or where it is not known which gateway they have to reach. Those with services are forks of one
+        that is kept, which needs no announcement.
         """
         environment = task.environment or EnvironmentSpec()
-        if isinstance(self._provider, SandboxPool | HostedSandboxes) and not environment.services:
+        is_known = not self._reaches or len(self._gateways) == 1
+        if isinstance(self._provider, SandboxPool | HostedSandboxes) and not environment.services and is_known:
             announcing = asyncio.create_task(self._announce(self._provider, environment, count))
             self._announcements.add(announcing)
             announcing.add_done_callback(self._announcements.discard)
@@ -134,15 +150,15 @@ class EnvironmentTaskSandboxes:
         self, provider: SandboxPool | HostedSandboxes, environment: EnvironmentSpec, count: int
     ) -> None:
         with suppress(EtudeError):  # who asks for the sandbox is told
-            spec = self._agents_spec(environment)
+            spec = self._agents_spec(environment, next(iter(self._gateways), ""))
             if isinstance(provider, SandboxPool):
                 provider.announce(spec, count)
             else:
                 await provider.announce(spec, count)
 
-    async def open_empty(self) -> Sandbox:
+    async def open_empty(self, gateway: str = "") -> Sandbox:
         """A sandbox as an agent's, of no task. Raises :class:`~etude.errors.SandboxError`."""
-        return await self._open({}, EnvironmentSpec())
+        return await self._open({}, EnvironmentSpec(), gateway)
 
     def spec_of(self, environment: EnvironmentSpec) -> SandboxSpec:
         """The spec of an environment's sandbox."""
@@ -169,13 +185,15 @@ class EnvironmentTaskSandboxes:
         environment = task.environment or EnvironmentSpec()
         return await self._grading.create(task.files, self.spec_of(environment), environment.services)
 
-    async def _open(self, files: Mapping[str, str], environment: EnvironmentSpec) -> Sandbox:
-        return await self.sandboxes.create(files, self._agents_spec(environment), environment.services)
+    async def _open(self, files: Mapping[str, str], environment: EnvironmentSpec, gateway: str) -> Sandbox:
+        if self._reaches and gateway:
+            self._gateways.add(gateway)
+        return await self.sandboxes.create(files, self._agents_spec(environment, gateway), environment.services)
 
-    def _agents_spec(self, environment: EnvironmentSpec) -> SandboxSpec:
+    def _agents_spec(self, environment: EnvironmentSpec, gateway: str) -> SandboxSpec:
         spec = self.spec_of(environment)
-        mounts, allow = {**spec.mounts, **self._beside.mounts}, (*spec.allow, *self._beside.allow)
-        return replace(spec, mounts=mounts, allow=allow)
+        reached = (urlsplit(gateway).netloc,) if self._reaches and gateway else ()
+        return replace(spec, mounts={**spec.mounts, **self._beside}, allow=(*spec.allow, *reached))
 
     async def close(self) -> None:
         """Close every sandbox; calling it twice is harmless."""

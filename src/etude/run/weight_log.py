@@ -11,8 +11,10 @@ from etude.run.folder import LOG_ID, RunFolder
 from etude.run.store_outages import StoreOutages
 from etude.weights.log import WeightLog
 
-FAR_SILENCE_S = 3.0
-"""Longest silence of a store that is far away: many round trips."""
+FAR = StoreOptions(silence_s=3.0, longest_pause_s=0.5, retries=1)
+"""Options of a store that is far away: it may be silent for many round trips, and who reads it tries again by itself,
+so that a link that is back is used at once.
+"""
 KEY_VARIABLE = "ETUDE_WEIGHTS_KEY"
 """The environment variable with the secret that signs weight records, and manifests of files at the URL of a run; every
 process of a run needs the same.
@@ -47,7 +49,7 @@ def open_store(
 
 def far_options(url: str) -> StoreOptions | None:
     """The options of a store that is only read, and the way to which may be cut; ``None`` for a folder."""
-    return StoreOptions(silence_s=FAR_SILENCE_S) if urlsplit(url).scheme in CLOUD_SCHEMES else None
+    return FAR if urlsplit(url).scheme in CLOUD_SCHEMES else None
 
 
 def log_id_of(folder: RunFolder) -> str | None:

@@ -9,14 +9,18 @@ folder has; files are fetched whole and by their digest. It lies below ``ETUDE_W
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from etude.config.data_paths import DATA
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.objects import check_put_if_absent
+from etude.run.data_copies import DataPlan, plan_data, send_data
 from etude.run.event_copies import fetch_events
 from etude.run.folder import FLEET_FILE, LEDGER_URL, LOG_ID, RunFolder, exclusive
+from etude.run.kept_files import KeptFiles
+from etude.run.process_name import ProcessName
 from etude.run.run_url import EVENTS, FILES, is_run_url, normal_url, open_place, open_stored
 from etude.run.store_outages import StoreOutages
 from etude.run.stored_files import StoredFiles, stored_file
@@ -28,45 +32,52 @@ RECIPE_FILES = ("run.toml", LOG_ID, LEDGER_URL, FLEET_FILE, "plugins")
 MODEL, REPORTS = ("model",), ("report.json", "report.html")
 """Its model, which its phases leave, and its report."""
 WEIGHTS = (".safetensors", ".bin")
-"""Suffixes of files that who only reads a run has no use for."""
+"""Suffixes of files that are of use to phases before the loop alone: the loop has weights from their log."""
+LOOP = frozenset({"serve", "gateway", "rollouts", "train"})
+"""Commands of the loop. Their processes are started again while others wait for them, and fetch what they need."""
 DIGITS = 12
 """Hexadecimal digits of a URL's SHA-256 in the name of its working folder."""
 FETCH_S = 3600.0
 """Longest wait for another process of this machine that fetches the same run."""
-TRIES = 100
-"""Times that a set of files is put anew because another process put one."""
 
 
-def open_run_folder(run: Path | str, *, writes: bool = True, may_be_old: bool = False) -> RunFolder:
+def open_run_folder(run: Path | str, *, writes: bool = True, process: ProcessName | None = None) -> RunFolder:
     """Open a run by its folder or its URL; of a URL this makes the working folder, or brings it up to date.
 
-    Who only reads (not ``writes``) gets no weights. While the URL is away, a working folder that is there will do where
-    it ``may_be_old``: in a region that is cut off processes are started, too. Raises
-    :class:`~etude.errors.RunFolderError` where there is no run, and :class:`~etude.errors.DamagedError` for what is not
-    whole.
+    Who only reads (not ``writes``) gets no weights; a ``process`` of the run gets its own events alone. While the URL
+    is away, a working folder that is there will do for a process in a region: where that is cut off, processes are
+    started, too. Raises :class:`~etude.errors.RunFolderError` where there is no run, and
+    :class:`~etude.errors.DamagedError` for what is not whole.
     """
     if isinstance(run, Path) or not is_run_url(run):
         return RunFolder.open(Path(run), writes=writes)
     url = normal_url(run)
-    stored, folder = open_stored(url, FILES), RunFolder(working_path(url))
+    far, folder = process is not None and bool(process.region), RunFolder(working_path(url))
     try:
+        stored = open_stored(url, FILES, far=far)
         if not stored.numbers():
             raise RunFolderError(f"there is no run at {url}: start one with `etude run RECIPE --at {url}`")
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)  # hidden tests are in there
         with exclusive(folder, "fetch", wait_s=FETCH_S):
-            _fetch(folder, url, stored, with_weights=writes)
+            _fetch(folder, url, stored, with_weights=writes and (process is None or process.command not in LOOP))
+            fetch_events(open_place(url, EVENTS, far=far), folder.events, "" if process is None else str(process))
     except InfrastructureError:
-        if not may_be_old or not folder.config_file.is_file():
+        if not far or not folder.config_file.is_file():
             raise
     return RunFolder.open(folder.path, writes=writes)
 
 
-def create_run(url: str, config: RunConfig) -> RunFolder:
-    """Make a new run at a URL, and its working folder. Raises as :func:`check_place` and
-    :meth:`RunFolder.create` do.
+def create_run(
+    url: str, config: RunConfig, data: DataPlan | None = None, tell: Callable[[str], None] = lambda line: None
+) -> RunFolder:
+    """Make a new run at a URL, with copies of the data that its recipe names, and its working folder; ``tell`` is told
+    what is copied.
+
+    Raises as :func:`check_place`, :func:`~etude.run.data_copies.plan_data` and :meth:`RunFolder.create` do.
     """
     url = normal_url(url)
     check_place(url, config)
+    config = send_data(url, config, data or plan_data(config), working_path(url), tell)
     folder = RunFolder.create(working_path(url), config, at=url)
     keep(folder, *RECIPE_FILES)
     return folder
@@ -96,7 +107,7 @@ def check_place(url: str, config: RunConfig) -> None:
 
 def forget(folder: RunFolder) -> None:
     """Remove a run that has not begun from its URL; does nothing for one without."""
-    for name in (FILES, EVENTS) if folder.url else ():
+    for name in (FILES, EVENTS, DATA) if folder.url else ():
         place = open_place(folder.url, name)
         place.delete(*place.list(""))
 
@@ -106,25 +117,7 @@ def keep(folder: RunFolder, *names: str, outages: StoreOutages | None = None) ->
 
     The other files of the newest set stay in it, whoever else keeps some at the same time.
     """
-    if not folder.url:
-        return
-    stored = open_stored(folder.url, FILES, outages)
-    fresh = {path: stored_file(folder.path / path) for path in _paths(folder.path, names)}
-    for _ in range(TRIES):
-        newest = max(stored.numbers(), default=0)
-        before = stored.read(newest) if newest else {}
-        changed = {path: file for path, file in fresh.items() if before.get(path) != file}
-        if not changed:
-            return
-        for path, file in changed.items():
-            descriptor = os.open(folder.path / path, os.O_RDONLY)
-            try:
-                stored.send(descriptor, file)
-            finally:
-                os.close(descriptor)
-        if stored.put(newest + 1, {**before, **changed}):
-            return
-    raise RunFolderError(f"{folder.url} was changed {TRIES} times meanwhile: other processes write to it without end")
+    KeptFiles(folder, FILES, outages).keep(*names)
 
 
 def working_path(url: str, below: Path | None = None) -> Path:
@@ -144,12 +137,3 @@ def _fetch(folder: RunFolder, url: str, stored: StoredFiles, *, with_weights: bo
             continue
         if not target.is_file() or target.is_symlink() or stored_file(target) != file:
             stored.fetch(path, file, folder.path)
-    fetch_events(open_place(url, EVENTS), folder.events)
-
-
-def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
-    """The files of some names that are there, ``/``-separated."""
-    for name in names:
-        path = folder / name
-        candidates = [path] if path.is_file() else path.rglob("*")
-        yield from (one.relative_to(folder).as_posix() for one in candidates if one.is_file())

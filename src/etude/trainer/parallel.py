@@ -107,7 +107,7 @@ class Grid:
 
 @contextlib.contextmanager
 def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
-    """Join the mesh that ``torchrun`` started; ``None`` for one process. NCCL between GPUs, else gloo.
+    """Join the mesh of the ranks that were started; ``None`` for one process. NCCL between GPUs, else gloo.
 
     Raises :class:`~etude.errors.ConfigError` unless as many were started as ``config`` has ranks.
     """
@@ -115,7 +115,7 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
     if started != config.ranks:
         raise ConfigError(
             f"parallel.dp * parallel.cp = {config.ranks}, but {started} processes were started: "
-            f"torchrun --nproc-per-node {config.ranks}, or change the recipe"
+            f"start them by `etude train`, or change the recipe"
         )
     if config.ranks == 1:
         yield None

@@ -19,7 +19,7 @@ import hashlib
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
@@ -238,6 +238,18 @@ class WeightLog:
             raise DamagedError(f"{pack_key(pack.digest)} has {len(data)} bytes, its record says {pack.size_bytes}")
         _check_content(pack_key(pack.digest), data, pack.digest)
         return data
+
+    def pack_from(self, pack: WeightPack, first: int, part_bytes: int) -> Iterator[bytes]:
+        """The bytes of a pack from ``first`` on, as they arrive, in parts of about ``part_bytes``; not verified.
+
+        Raises :class:`~etude.errors.DamagedError` if they are gone.
+        """
+        if first >= pack.size_bytes:
+            return
+        parts = self.store.stream(pack_key(pack.digest), first, part_bytes)
+        if parts is None:
+            raise DamagedError(f"{pack_key(pack.digest)} is not in {self.store.url}; run `etude weights verify`")
+        yield from parts
 
     # --- Ahead of commits, and behind them ---
 

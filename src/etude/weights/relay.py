@@ -6,14 +6,18 @@
 A relay holds no weights. It copies records as they are, signatures included, and packs after checking them, each
 before the record that names it; so a region's store is a log in its own right, always some version of the origin's.
 Merged links are made anew from what is already there rather than fetched. Any number of relays may serve one region:
-they write the same objects, and take what another one has brought. With a lease one of them is active and the others
-stand by, so that nothing is fetched twice.
+they write the same objects, and take what another one has brought, of a pack under way its parts. With a lease one of
+them is active and the others stand by, so that nothing is fetched twice.
+
+What is announced of the next version is fetched while that is asked for: over a long distance each question costs, and
+two that wait for each other cost twice.
 """
 
 import time
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from threading import Lock
 from typing import final
 
 from etude.closing import Closing
@@ -21,12 +25,15 @@ from etude.errors import DamagedError, FencedError, InfrastructureError
 from etude.types import WeightPack, WeightVersion
 from etude.weights.compact import Compactor
 from etude.weights.log import WeightLog, create, newest
+from etude.weights.pack_parts import PackParts
 from etude.weights.plan import Edge, LinkSpeed, plan
 from etude.weights.records import LOG_KEY, Link, LogStart, commit_key, link_key
 from etude.weights.relay_lease import RelayLease
 
 LOOK_S = 5.0
 """Seconds between looks at the whole origin; in between only the version that should come next is asked for."""
+LONG_S = 1.0
+"""Seconds after which a transfer is a long one, of which parts are kept."""
 
 
 @final
@@ -43,14 +50,30 @@ class Relay(Closing):
         self._region = region
         self._lease = lease
         self._compactor = Compactor(region)
-        self._copied: set[str] = set()
+        self._parts = PackParts(region.store)
+        self._copies: dict[str, Future[int]] = {}
+        """Packs of versions that are not complete yet, by digest, which are copied or being copied."""
+        self._lock = Lock()
+        self._is_begun = False
         self._copied_version: int | None = None
         self._looked_s = -LOOK_S
         self._threads = ThreadPoolExecutor(connections, "relay")
+        self._ahead = ThreadPoolExecutor(1, "relay-ahead")
 
     def close(self) -> None:
         """Stop all threads."""
+        self._ahead.shutdown(cancel_futures=True)
         self._threads.shutdown(cancel_futures=True)
+
+    def follow(self) -> int | None:
+        """Go one round: :meth:`prefetch` beside :meth:`advance`, whose answer and errors are this one's."""
+        ahead = self._ahead.submit(self.prefetch)
+        try:
+            current = self.advance()
+        finally:
+            ahead.exception()
+        ahead.result()
+        return current
 
     def prefetch(self) -> int:
         """Copy what has been announced of the next version, before it is committed; returns the bytes copied."""
@@ -84,7 +107,7 @@ class Relay(Closing):
                 current = edge.target
             except DamagedError:
                 broken |= {(edge.source, edge.target)}  # the plan says so when there is no other way
-        self._copied.clear()
+        self._copies.clear()
         with suppress(DamagedError):  # links are a convenience
             self._compactor.after(target)
         self._copied_version = target
@@ -111,7 +134,7 @@ class Relay(Closing):
         if record.base != current or not self._continues(current, record.base_digest):
             raise DamagedError(f"weight version {record.version} does not follow version {current}")
         self._copy_content(record.packs, record.layout)
-        self._copied.clear()
+        self._copies.clear()
         if not create(self._region.store, key, data):
             raise DamagedError(f"{key} is already in {self._region.store.url}, with other bytes")
         with suppress(DamagedError):  # links are a convenience
@@ -119,10 +142,12 @@ class Relay(Closing):
         return True
 
     def _copy_start(self) -> None:
-        """Make the region's store one of the origin's log.
+        """Make the region's store one of the origin's log, at the first call.
 
         Raises :class:`~etude.errors.FencedError` when it is another's already.
         """
+        if self._is_begun:
+            return
         origin, region = self._origin.records.log_id(), self._region.records.log_id()
         if region is None and (data := self._origin.store.get(LOG_KEY)) is not None:
             self._origin.records.parse(data, LogStart, LOG_KEY)
@@ -132,6 +157,7 @@ class Relay(Closing):
                 f"{self._region.store.url} holds the log {region}, {self._origin.store.url} the log {origin}: "
                 f"give each log a regional store of its own"
             )
+        self._is_begun = None not in (origin, region)
 
     def _continues(self, current: int, digest: str | None) -> bool:
         """True if a change of the state ``digest`` is one of the region's version ``current``."""
@@ -183,7 +209,24 @@ class Relay(Closing):
         return True
 
     def _copy_packs(self, packs: Iterable[WeightPack]) -> int:
-        return sum(self._threads.map(self._copy_pack, {pack.digest: pack for pack in packs}.values()))
+        """Copy packs, each once, also if they are copied already; returns the bytes of those that were not."""
+        began_s, by_digest = time.monotonic(), {pack.digest: pack for pack in packs}
+        with self._lock:
+            fresh = by_digest.keys() - self._copies.keys()
+            if fresh:
+                self._parts.look()
+            for digest in fresh:
+                self._copies[digest] = self._threads.submit(self._copy_pack, by_digest[digest], began_s)
+            copies = {digest: self._copies[digest] for digest in by_digest}
+        wait(copies.values())
+        try:
+            sizes = {digest: copy.result() for digest, copy in copies.items()}
+        except BaseException:
+            with self._lock:
+                for digest in copies:
+                    self._copies.pop(digest, None)
+            raise
+        return sum(sizes[digest] for digest in fresh)
 
     def _pack_in_region(self, pack: WeightPack) -> bytes | None:
         """The pack that another relay has brought, if it is sound."""
@@ -191,15 +234,13 @@ class Relay(Closing):
             return self._region.pack(pack)
         return None
 
-    def _copy_pack(self, pack: WeightPack) -> int:
-        if pack.digest in self._copied:
-            return 0
-        self._region.put_pack(self._pack_in_region(pack) or self._fetched(pack))
-        self._copied.add(pack.digest)
+    def _copy_pack(self, pack: WeightPack, began_s: float) -> int:
+        self._region.put_pack(self._pack_in_region(pack) or self._fetched(pack, began_s))
+        self._parts.drop(pack)
         return pack.size_bytes
 
-    def _fetched(self, pack: WeightPack) -> bytes:
-        """A pack from far away."""
+    def _fetched(self, pack: WeightPack, began_s: float) -> bytes:
+        """A pack from far away, in a transfer that began at monotonic seconds ``began_s``."""
         if self._lease is not None and not self._lease.is_held:
             raise InfrastructureError(f"another relay may be at work in {self._region.store.url}: this one stands by")
-        return self._origin.pack(pack)
+        return self._parts.fetch(self._origin, pack, lambda: time.monotonic() - began_s > LONG_S)

@@ -25,7 +25,7 @@ from etude.errors import InfrastructureError
 from etude.objects import Objects
 
 LEASE_FOLDER = "relay-lease"
-TERM_S = 6.0
+TERM_S = 4.0
 """Age at which a lease that was not renewed may be taken. Some clouds tell the time in whole seconds."""
 RENEWALS = 4
 """Renewals in the time of one term."""

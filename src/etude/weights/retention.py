@@ -16,6 +16,7 @@ from etude.errors import UserError
 from etude.objects import CLOCK_FOLDER, ObjectEntry
 from etude.types import WeightVersion
 from etude.weights.log import FULL_REQUEST_FOLDER, WeightLog
+from etude.weights.pack_parts import FOLDER as PARTS_FOLDER
 from etude.weights.plan import Edge, Place, edge_of, reachable
 from etude.weights.records import Link, ReaderLease, commit_key, layout_key, link_key, pack_key, record_key
 
@@ -169,7 +170,7 @@ def _unreferenced(log: WeightLog, dropped: Collection[str], before_s: float) -> 
     First the objects are listed, then the records read again: what a commit made in between refers to is kept.
     Announcements count for nothing: what they tell of is either committed or younger than the grace period.
     """
-    folders = ("packs", "layouts", "staged", CLOCK_FOLDER, FULL_REQUEST_FOLDER)
+    folders = ("packs", PARTS_FOLDER, "layouts", "staged", CLOCK_FOLDER, FULL_REQUEST_FOLDER)
     old = [entry for folder in folders for entry in log.store.entries(folder) if entry.modified_s < before_s]
     referenced: set[str] = set()
     records: list[WeightVersion | Link] = [*_read_commits(log), *log.links()]

@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 
 from bench.faults.audit import Finding, Wrong
-from bench.faults.bench import FaultOptions, fault_options, progress_line, recipe, rows_of, steps_of, summary, table
+from bench.faults.bench import (
+    FaultOptions,
+    fault_options,
+    options_of,
+    progress_line,
+    recipe,
+    rows_of,
+    steps_of,
+    summary,
+    table,
+)
 from bench.faults.chaos_run import FaultRecord, RunLog
 from bench.faults.injector import JUMP_S, Damage, jump_s
 from bench.faults.schedule import Fault, Kind, plan
@@ -16,7 +26,8 @@ from etude.errors import DamagedError, UserError
 from etude.run.folder import RunFolder
 from etude.types import Json
 
-CAMPAIGN: dict[str, Json] = {"faults": 3, "seed": 7, "commit": "abc"}
+CAMPAIGN: dict[str, Json] = {"faults": 3, "seed": 7, "kinds": ["kill-engine", "cut-region"]}
+FAULT = Fault(number=0, kind=Kind.DISK_FULL, at=3, delay_s=0.0, hold_s=0.5, pick=0.1)
 SOUND = Verdict(
     run=0,
     planned=3,
@@ -70,7 +81,15 @@ def test_verdicts_are_found_again(tmp_path: Path) -> None:
     for verdict in (SOUND, wrong):
         assert store.find(verdict.run) is None
         store.put(verdict, folder, [log])
+    store.note(2, FaultRecord(fault=FAULT, struck_s=1.0, starts=0, resumes=0, healed_s=1.5, recovered_s=2.5, how="x"))
     again = VerdictStore(tmp_path / "out", CAMPAIGN)
+    assert again.noted == 1
+    assert json.loads((tmp_path / "out" / "faults.jsonl").read_text()) == {
+        "run": 2, "fault": 0, "kind": "disk-full", "how": "x", "seconds": 1.0,
+    }  # fmt: skip
+    resumed = options_of(tmp_path / "out")
+    assert (resumed.faults, resumed.seed, resumed.kinds) == (3, 7, (Kind.KILL_ENGINE, Kind.CUT_REGION))
+    assert resumed.described == CAMPAIGN
     assert [again.find(run) for run in range(3)] == [SOUND, wrong, None]
     assert not (tmp_path / "out" / "run-0000").exists()
     assert (tmp_path / "out" / "run-0001" / "logs" / "supervisor.log").exists()
@@ -86,7 +105,7 @@ def test_another_campaign_and_a_damaged_verdict_are_refused(tmp_path: Path) -> N
 
 
 def test_a_verdict_tells_how_long_it_took_from_the_end_of_a_fault() -> None:
-    fault = Fault(number=0, kind=Kind.DISK_FULL, at=3, delay_s=0.0, hold_s=0.5, pick=0.1)
+    fault = FAULT
     got_over = FaultRecord(
         fault=fault, struck_s=1.0, starts=4, resumes=0, healed_s=1.5, recovered_s=2.5, how="restarted"
     )
@@ -134,13 +153,15 @@ def test_every_campaign_fits_its_runs(faults: int) -> None:
     options = FaultOptions(faults=faults)
     schedules = plan(0, options.extent)
     assert sum(len(schedule.faults) for schedule in schedules) == faults
-    assert recipe(1, steps_of(options.extent.per_run)).trainer.steps >= 3
+    assert recipe(1, steps_of(options.extent.size.faults)).trainer.steps >= 3
 
 
 @pytest.mark.parametrize(("faults", "seed"), [(0, 0), (1, -1)])
 def test_impossible_options_are_refused(faults: int, seed: int) -> None:
     with pytest.raises(UserError, match="bench faults"):
         fault_options(faults, seed=seed)
+    with pytest.raises(UserError, match="--kinds kill-bill: expected some of kill-supervisor"):
+        fault_options(1, kinds=["kill-bill"])
 
 
 def test_a_quick_campaign_has_every_kind_and_a_place_of_its_own() -> None:

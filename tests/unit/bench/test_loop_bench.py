@@ -20,7 +20,7 @@ from bench.loop.contestants import (
     recipe,
 )
 from bench.loop.heldout import Point, rising, target_rate, time_to
-from bench.loop.runs import CpuWatch, command_cpu_s, outcome
+from bench.loop.runs import CpuWatch, command_cpu_s, etude_commands, outcome
 from bench.loop.trl import training_tasks
 from etude.clock import date_utc
 from etude.errors import UserError
@@ -152,6 +152,6 @@ def test_a_run_is_read_from_its_events(tmp_path: Path) -> None:
 
 
 def test_processes_that_are_no_command_of_ours_are_not_counted() -> None:
-    assert command_cpu_s() == {}
+    assert command_cpu_s(etude_commands()) == {}
     with CpuWatch() as watch:
         assert watch.taken == []

@@ -86,7 +86,7 @@ def test_windows_go_by_the_servers_clock(ended_at: float | None, is_closed: bool
 
 
 def test_users_next_messages_are_judged_unless_a_client_says() -> None:
-    said = Signal(event_id="a", session_id="s", kind=SignalKind.FOLLOW_UP, value=1, turn=0, span=None, user="u",
+    reported = Signal(event_id="a", session_id="s", kind=SignalKind.FOLLOW_UP, value=1, turn=0, span=None, user="u",
                   sent_at=0, received_at=100)  # fmt: skip
     turns = [*TURNS, a_turn(3, 2, "no, undo that")]
     judged = join(replace(ENDED, turns=4), turns, [], window_s=WINDOW_S, follow_up=WordRule())[0].signals
@@ -94,7 +94,7 @@ def test_users_next_messages_are_judged_unless_a_client_says() -> None:
         ("follow-up-v1.0", 0, 0),
         ("follow-up-v1.2", 2, 1),
     ]
-    both = join(replace(ENDED, turns=4), turns, [said], window_s=WINDOW_S, follow_up=WordRule())[0].signals
+    both = join(replace(ENDED, turns=4), turns, [reported], window_s=WINDOW_S, follow_up=WordRule())[0].signals
     assert [one.event_id for one in both] == ["a", "follow-up-v1.2"]
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from etude.errors import EtudeError, ExitCode, InfrastructureError
 from etude.fleet.reconciler import LOST_S, PENDING_S, REGISTERED_S, Actions, Reconciler
 from etude.fleet.restarts import DEATHS_WINDOW_S, MAX_DEATHS
-from etude.fleet.specs import GroupMember, ProcessSpec, ProcessStatus
+from etude.fleet.specs import GroupMember, ProcessSpec, ProcessStatus, Resources
 
 TRAINERS = ("train", "train-1")
 NAMES = ("serve", "serve-1", "gateway", *TRAINERS)
@@ -75,6 +75,14 @@ def test_a_group_restarts_whole_and_others_stay() -> None:
     assert actions.notices == [
         "train-1 ended with status -9 and is started again, and so are train: it said nothing"
     ]  # fmt: skip
+
+
+def test_a_single_process_that_ended_is_started_where_it_was() -> None:
+    reconciler, machines = begin("serve", "gateway")
+    machines.change("serve", exit_status=-9)
+    actions = reconciler.step(machines.statuses, 10.0)
+    assert not actions.kill, "its machine is there, and keeps its place"
+    assert [each.name for each in actions.place] == ["serve"]
 
 
 def test_a_group_is_done_when_all_of_it_is() -> None:
@@ -148,18 +156,42 @@ def test_a_drained_process_ends_and_comes_back_when_it_may() -> None:
     assert [each.name for each in reconciler.step(machines.statuses, 200.0).place] == ["serve-1"]
 
 
+def test_a_changed_fleet_is_followed_and_only_what_differs_is_touched() -> None:
+    reconciler, machines = begin("serve", "serve-1", *TRAINERS)
+    more = replace(spec("serve-1"), resources=Resources(gpus=1))
+    trainers = [spec(name) for name in TRAINERS]
+    reconciler.follow([spec("serve"), more, spec("serve-2"), *trainers])
+    actions = reconciler.step(machines.statuses, 1.0)
+    assert (actions.kill, [each.name for each in actions.place]) == (["serve-1"], ["serve-1", "serve-2"])
+    machines.apply(actions)
+    reconciler.follow([more, *trainers])
+    actions = reconciler.step(machines.statuses, 2.0)
+    assert (actions.kill, sorted(actions.remove), actions.place) == ([], ["serve", "serve-2"], [])
+
+
 class Supervision(RuleBasedStateMachine):
-    """Processes die, machines vanish, supervisors are replaced, people drain; rarely enough to be borne."""
+    """Processes die, machines vanish, supervisors are replaced, people drain and change the fleet; rarely enough to be
+    borne.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.machines, self.now_s = Machines(), 0.0
         self.drained: set[str] = set()
+        self.specs = {name: spec(name) for name in NAMES}
         self.successor()
 
     @rule()
     def successor(self) -> None:
-        self.reconciler = Reconciler([spec(name) for name in NAMES], heartbeat_timeout_s=1e9)
+        self.reconciler = Reconciler(list(self.specs.values()), heartbeat_timeout_s=1e9)
+
+    @rule(name=st.sampled_from(NAMES[:3]), gpus=st.integers(0, 2))
+    def change_the_fleet(self, name: str, gpus: int) -> None:
+        if gpus:
+            self.specs[name] = replace(spec(name), resources=Resources(gpus=gpus))
+        else:
+            self.specs.pop(name, None)
+        self.reconciler.follow(list(self.specs.values()))
 
     @rule(name=st.sampled_from(NAMES), status=st.sampled_from([-9, 1, int(ExitCode.DISK_FULL)]))
     def die(self, name: str, status: int) -> None:
@@ -186,7 +218,7 @@ class Supervision(RuleBasedStateMachine):
         statuses: Mapping[str, ProcessStatus] = dict(self.machines.statuses)
         for _ in range(20):
             self.step(max(LOST_S, REGISTERED_S) + 1.0)
-        assert self.machines.running == set(NAMES) - self.drained, statuses
+        assert self.machines.running == self.specs.keys() - self.drained, statuses
 
 
 TestSupervision = Supervision.TestCase

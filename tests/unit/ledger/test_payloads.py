@@ -48,6 +48,11 @@ def ref_of(turn: Turn) -> PayloadRef:
     return turn.payload
 
 
+def nothing_to_ask() -> list[PayloadRef]:
+    """What is asked only where something is old."""
+    return pytest.fail("nothing is old enough to ask")
+
+
 def files(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file()]
 
@@ -80,11 +85,11 @@ def test_a_file_is_named_by_its_digest_and_nothing_else_is_left(tmp_path: Path) 
 def test_a_sweep_takes_what_is_old_and_not_in_use(tmp_path: Path) -> None:
     payloads = in_folder(tmp_path)
     old, needed, new = (payloads.stow(make_turn(seed), "s") for seed in range(3))
-    assert payloads.sweep(lambda: pytest.fail("nothing is old enough to ask"), older_than_s=60) == 0
+    assert payloads.sweep(nothing_to_ask, list, older_than_s=60) == 0
     for turn in (old, needed):
         digest = ref_of(turn).digest
         os.utime(tmp_path / digest[:2] / f"{digest}.safetensors", (0, 0))
-    assert payloads.sweep(lambda: [ref_of(needed)], older_than_s=60) == 1
+    assert payloads.sweep(lambda: [ref_of(needed)], list, older_than_s=60) == 1
     assert {file.stem for file in files(tmp_path)} == {ref_of(needed).digest, ref_of(new).digest}
 
 
@@ -231,7 +236,7 @@ def test_payloads_in_a_bucket_are_as_those_in_a_folder(endpoint: str) -> None:
     for turn, words in ((stowed[0], "is missing"), (stowed[1], "does not match")):
         with pytest.raises(DamagedError, match=f"payload s3://bucket/runs/one/payloads/.*{words}"):
             payloads.fetch([turn])
-    assert payloads.sweep(lambda: pytest.fail("nothing is old enough to ask"), older_than_s=60) == 0
+    assert payloads.sweep(nothing_to_ask, list, older_than_s=60) == 0
 
 
 def test_ages_are_told_by_the_storage_alone() -> None:
@@ -240,7 +245,7 @@ def test_ages_are_told_by_the_storage_alone() -> None:
     old = payloads.stow(make_turn(1), "s")
     store.now_s += 120
     new = payloads.stow(make_turn(2), "s")
-    assert payloads.sweep(list, older_than_s=60) == 1
+    assert payloads.sweep(list, list, older_than_s=60) == 1
     with pytest.raises(DamagedError, match=ref_of(old).digest):
         payloads.fetch([old])
     assert payloads.fetch([new])[0].routes is not None

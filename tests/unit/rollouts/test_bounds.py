@@ -77,7 +77,7 @@ class Ground:
 
     sandbox: SlowSandbox
 
-    async def open(self, task: Task) -> Sandbox:
+    async def open(self, task: Task, *, gateway: str) -> Sandbox:
         return self.sandbox
 
 

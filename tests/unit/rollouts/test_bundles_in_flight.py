@@ -201,7 +201,7 @@ def test_a_fork_that_fails_is_the_parents_failure(tmp_path: Path) -> None:
             return await real(self, count)
 
     class Sandboxes:
-        async def open(self, task: Task) -> FakeSandbox:
+        async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
             return Unforkable({}, lambda _: None)
 
     walkers.context = replace(walkers.context, sandboxes=Sandboxes())

@@ -120,7 +120,7 @@ class Grounds:
 
     misery: Misery
 
-    async def open(self, task: Task) -> Sandbox:
+    async def open(self, task: Task, *, gateway: str) -> Sandbox:
         return await self.misery.open_environment(task)
 
 

@@ -7,12 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from etude.config.loading import default_recipe
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import Ledger
-from etude.run.evaluate import EvalRequest, missing, one_pass, rounds, tries
+from etude.run.evaluate import EVALUATIONS, EvalRequest, evaluate, missing, one_pass, rounds, tries
+from etude.run.folder import LEDGER_URL
+from etude.run.kept_files import KeptFiles
+from etude.run.weight_log import open_log
+from etude.run.working_folder import RECIPE_FILES, WORK_VARIABLE, create_run, keep, open_run_folder
 from etude.types import Disposition, Split, Task, Verdict
+from etude.weights.publish import Publisher
+from etude.weights.tensors import to_stored
 from ledgers import rollout, task
 
 
@@ -100,6 +108,26 @@ def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:
             RunFolderError, match=r"was 0 when it was tried and is 9 now.*remove the run's evaluations/"
         ):
             asyncio.run(one_pass(ledger, nothing, "greedy", [task(9, Split.HELDOUT)]))
+
+
+def test_another_machine_has_the_tries_of_a_run_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "url")
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "here"))
+    folder = create_run(url, default_recipe(["ledger.url=postgresql:///app"]))
+    (folder.path / LEDGER_URL).write_text(str(tmp_path / "ledger.db"))
+    keep(folder, *RECIPE_FILES)
+    with Publisher(open_log(folder)) as publisher:
+        record = publisher.publish(to_stored({"w": torch.ones(3)}), version=0, step=0).result()
+    place = folder.path / EVALUATIONS / f"v000000-{record.digest[:12]}.db"
+    place.parent.mkdir()
+    with Ledger.open(place) as ledger:
+        for label in ("sampled-0", "greedy"):
+            play(ledger, label, 2, set())
+    KeptFiles(folder, EVALUATIONS).keep(EVALUATIONS)
+
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "there"))
+    evaluation = evaluate(open_run_folder(url), EvalRequest(tasks=2))
+    assert [[one and one.reward for one in each] for each in evaluation.tries["greedy"]] == [[0.0, 1.0]]
 
 
 def test_what_is_wanted_is_checked() -> None:

@@ -9,6 +9,7 @@ from etude.objects import ObjectStore
 from etude.run.event_copies import EventCopies, EventDownloads, fetch_events
 from etude.telemetry.events import RunStarted
 from etude.telemetry.log import EventLog, EventReader
+from faulty_store import Failure, FaultyStore
 
 
 def write(folder: Path, store: ObjectStore, *resumed: bool) -> None:
@@ -55,6 +56,19 @@ def test_an_unfinished_line_waits_for_its_end(tmp_path: Path) -> None:
     assert [store.get(key) for key in store.list("")] == [b"one\n"]
     (tmp_path / "trainer.jsonl").write_bytes(b"one\ntwo\n")
     EventCopies(store, tmp_path, "trainer").close()
+    assert [store.get(key) for key in store.list("")] == [b"one\n", b"two\n"]
+
+
+def test_an_answer_that_was_lost_costs_nothing_though_the_file_has_grown_since(tmp_path: Path) -> None:
+    """Regression: the object was taken for another process's, and nothing was sent any more."""
+    store = ObjectStore("memory://")
+    (tmp_path / "trainer.jsonl").write_bytes(b"one\n")
+    copies = EventCopies(FaultyStore(store, {1: Failure.ANSWER_LOST}), tmp_path, "trainer")
+    copies.catch_up()
+    with (tmp_path / "trainer.jsonl").open("ab") as file:
+        file.write(b"two\n")
+    copies.catch_up()
+    copies.close()
     assert [store.get(key) for key in store.list("")] == [b"one\n", b"two\n"]
 
 

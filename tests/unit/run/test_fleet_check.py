@@ -7,12 +7,14 @@ import pytest
 
 from etude.config.fleet import FleetConfig, RegionConfig
 from etude.config.loading import default_recipe
+from etude.fleet.state import Observed
 from etude.gateway.http.auth import Scope
 from etude.objects import ObjectStore
-from etude.run.fleet_check import StoreMeasurement, look_at_fleet, measure_store
+from etude.run.fleet_check import StoreMeasurement, compare_versions, is_alike, look_at_fleet, measure_store
 from etude.run.folder import RunFolder
 from etude.run.keys import RUN_KEY_VARIABLE, KeyRole
-from etude.run.placement import remember_fleet
+from etude.run.machine_info import versions
+from etude.run.placement import fleet_objects, remember_fleet
 from etude.run.preflight import MachineFinding
 from etude.run.process_name import ProcessName
 from etude.run.region_stores import open_directory
@@ -57,6 +59,22 @@ def test_a_fleet_without_a_run_is_looked_at_by_its_stores(tmp_path: Path) -> Non
     assert "refuses to overwrite" in findings["home: store"].words
     assert not findings["eu: store"].works
     assert f"{tmp_path}/eu" in findings["eu: store"].words
+
+
+def test_versions_that_differ_between_sites_are_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", default_recipe())
+    regions = [RegionConfig(name=name, store=str(tmp_path / name), engines=1) for name in ("run", "eu", "ap")]
+    fleet = FleetConfig(home="run", regions=tuple(regions))
+    remember_fleet(folder, fleet)
+    for name, torch in (("", versions()["torch"]), ("eu", "0.0.1")):
+        seen = Observed(generation=1, host="m", statuses={}, versions={**versions(), "torch": torch})
+        fleet_objects(folder, name).observe(seen)
+    finding = look(fleet, folder)["versions"]
+    assert not finding.works
+    assert f"torch differs: {versions()['torch']} (here, run); 0.0.1 (eu)" in finding.words
+    assert finding.words.endswith("unknown in ap, whose supervisor has said nothing")
+    alike = {"here": versions(), "eu": versions()}
+    assert is_alike(alike) and "differs" not in compare_versions(alike)
 
 
 def test_gateways_that_are_missing_or_have_another_key_are_named(

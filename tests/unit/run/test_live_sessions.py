@@ -18,7 +18,7 @@ from etude.gateway.capture import live as live_module
 from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.capture.sessions import SessionLimits
 from etude.gateway.http.auth import KeyLimits
-from etude.run.folder import RunFolder
+from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import KeyRole, pseudonym, write_run_key
 from etude.run.live_sessions import LiveSessions, open_live_sessions
 from etude.run.process_name import GATEWAY
@@ -68,7 +68,7 @@ async def product(folder: RunFolder, **setting: object) -> AsyncIterator[Caller]
 
 def joined(folder: RunFolder) -> list[JoinedSession]:
     """The sessions that ended, as they would be handed on."""
-    with FeedbackStore.open(folder.feedback, window_s=WINDOW_S) as store:
+    with FeedbackStore.open(feedback_place(folder), window_s=WINDOW_S) as store:
         store.close_windows(1e12, 100)
         return store.closed(100, WordRule())[0]
 
@@ -126,10 +126,10 @@ async def test_a_session_with_consent_is_kept_token_for_token_with_what_was_said
     users = folder.key(KeyRole.USERS)
     assert facts.user == pseudonym(users, "ada@example.org")
     assert not any(b"ada@" in file.read_bytes() for file in folder.path.glob("feedback.db*"))
-    for kept, recorded in zip(session.turns, turns, strict=True):
-        assert kept.prompt_ids.tolist() == recorded.prompt_ids.tolist()
-        assert kept.completion_ids.tolist() == recorded.completion_ids.tolist()
-        assert kept.logprobs.tolist() == recorded.logprobs.tolist()
+    for stored, recorded in zip(session.turns, turns, strict=True):
+        assert stored.prompt_ids.tolist() == recorded.prompt_ids.tolist()
+        assert stored.completion_ids.tolist() == recorded.completion_ids.tolist()
+        assert stored.logprobs.tolist() == recorded.logprobs.tolist()
     assert (session.messages, session.follows) == (("go", "no, that is wrong"), (None, 0))
     signals = [(one.kind, one.value, one.turn, one.span, one.user) for one in session.signals]
     assert signals == [
@@ -221,8 +221,11 @@ async def test_what_is_wrong_is_said_event_by_event_and_can_be_read_in_a_browser
         assert answer.at("results") == [{"event_id": "a", "result": "unknown_session"}, refused]
         broken = await caller.send("POST", "/feedback", BROWSER_KEY, b"{")
         assert (broken.status, broken.headers["Access-Control-Allow-Origin"]) == (400, "*")
-        asked = await caller.send("OPTIONS", "/feedback", Origin="https://product.example")
-        assert (asked.status, asked.headers["Access-Control-Allow-Headers"]) == (204, "authorization, content-type")
+        preflight = await caller.send("OPTIONS", "/feedback", Origin="https://product.example")
+        assert (preflight.status, preflight.headers["Access-Control-Allow-Headers"]) == (
+            204,
+            "authorization, content-type",
+        )
 
 
 @in_a_loop

@@ -1,21 +1,17 @@
-"""The nodes of a trainer: torchrun gets each node's share of the ranks, and what cannot meet is told."""
+"""The nodes of a trainer: each has its share of the ranks, and what cannot meet is told."""
 
 import pytest
 
 from etude.errors import ConfigError
 from etude.fleet.specs import GroupMember
-from etude.run.processes import Nodes
-
-
-def test_one_node_needs_no_meeting_place() -> None:
-    assert Nodes().torchrun(4) == ["--standalone", "--nproc-per-node=4"]
+from etude.run.ranks import Nodes
 
 
 def test_each_node_has_its_share() -> None:
-    nodes = Nodes(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29400")
-    assert nodes.torchrun(8) == [
-        "--nnodes=2", "--node-rank=1", "--rdzv-endpoint=10.0.0.1:29400", "--nproc-per-node=4",
-    ]  # fmt: skip
+    ranks = Nodes(nnodes=2, node_rank=1, rdzv_endpoint="10.0.0.1:29400").environments(8)
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in ranks] == [("4", "0"), ("5", "1"), ("6", "2"), ("7", "3")]
+    assert {(each["WORLD_SIZE"], each["LOCAL_WORLD_SIZE"]) for each in ranks} == {("8", "4")}
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in ranks} == {("10.0.0.1", "29400")}
 
 
 @pytest.mark.parametrize(
@@ -28,7 +24,7 @@ def test_each_node_has_its_share() -> None:
 )
 def test_nodes_that_cannot_meet_are_told(nodes: Nodes, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
-        nodes.torchrun(8)
+        nodes.environments(8)
 
 
 def test_a_member_of_a_group_knows_where_the_first_one_is() -> None:

@@ -11,10 +11,14 @@ from safetensors.torch import load_file
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
-from etude.run.folder import RunFolder
-from etude.run.phase_folders import PhaseFolders
+from etude.objects import ObjectStore
+from etude.run.data_copies import bring_data
+from etude.run.folder import LEDGER_URL, RunFolder
+from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
+from etude.run.processes import DATA_OF
 from etude.run.weight_log import open_log
+from etude.run.working_folder import RECIPE_FILES, WORK_VARIABLE, create_run, keep, open_run_folder
 from etude.tasks.corpora.conversations import Conversations
 from etude.tasks.corpora.mixture import Cursor, Side, Taken
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, Outage, PhaseEnded
@@ -75,6 +79,43 @@ def test_the_phases_follow_each_other_to_version_0(done: RunFolder) -> None:
     assert record is not None
     assert record.digest == sft.digest == pull(open_log(done), 0).digest, "float32 is published as it is"
     assert (done.model / "model.safetensors").read_bytes() == (lineage.model("sft") / "model.safetensors").read_bytes()
+
+
+def test_phases_go_on_where_another_machine_was(
+    done: RunFolder, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "first"))
+    url = str(tmp_path / "url")
+    config = config_of(chats)
+    config = config.model_copy(update={"ledger": config.ledger.model_copy(update={"url": "postgresql:///app"})})
+    folder = create_run(url, config)
+    (folder.path / LEDGER_URL).write_text(str(tmp_path / "ledger.db"))
+    keep(folder, *RECIPE_FILES)
+    assert not folder.has_begun
+    work_on(folder, "midtrain")
+    assert folder.has_begun
+
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "second"))
+    second = open_run_folder(url)
+    work_on(second, "sft")
+    assert not PhaseFolders(second).checkpoints("midtrain").exists(), "it was done"
+    assert pull(open_log(second), 0).digest == pull(open_log(done), 0).digest
+
+    for place, prefix in (("phases/sft/model", "manifests"), ("weights", "")):
+        lost = ObjectStore(f"{url}/{place}")
+        lost.delete(*lost.list(prefix))
+    monkeypatch.setenv(WORK_VARIABLE, str(tmp_path / "third"))
+    third = open_run_folder(url)
+    work_on(third, "sft")
+    fresh = events_of(third)[len(events_of(second)) :]
+    assert not any(isinstance(event, ImitationProgress) for event in fresh), "its newest checkpoint is its end"
+    assert pull(open_log(third), 0).digest == pull(open_log(done), 0).digest
+
+
+def work_on(folder: RunFolder, phase: Phase) -> None:
+    """Do as a process of a phase does."""
+    bring_data(folder, *DATA_OF[phase])
+    run_phase(folder, phase)
 
 
 def test_sft_reads_every_conversation_as_often_as_told(done: RunFolder) -> None:

@@ -56,11 +56,11 @@ def test_a_task_that_cannot_be_probed_is_taken_only_where_the_recipe_asks_for_it
     assert open_family(parse_config(tables, source="here")).task(Split.TRAIN, 0) == task
 
 
-def test_a_family_of_ones_own_shows_mid_training_how_its_tasks_are_done() -> None:
+def test_a_family_of_ones_own_shows_mid_training_how_its_tasks_are_done(tmp_path: Path) -> None:
     family = Path(__file__).parents[3] / "examples" / "extend" / "shown.py"
     config = default_recipe([f"tasks.family=@{family}:Letters", "midtrain.mixture={code=0.5, sessions=0.5}"])
     chat = ChatTemplate.train(tokenizer_texts(open_demonstrations(config), config.seed), 512)
-    data = open_reading(config, "midtrain", chat)
+    data = open_reading(config, "midtrain", chat, tmp_path)
     assert set(data.heldout) == {"code", "sessions"}
     opened = open_family(config)
     prompts = {split: {opened.task(split, i).prompt for i in range(opened.size(split) or 0)} for split in Split}

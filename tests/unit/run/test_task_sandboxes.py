@@ -1,13 +1,14 @@
 """Where a run's sandboxes come from."""
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from etude.config.tasks import RemoteOptions, SandboxConfig, TaskConfig
 from etude.errors import ConfigError
-from etude.rollouts.fake import FakeSandboxes
+from etude.rollouts.fake import FakeSandbox, FakeSandboxes
 from etude.run.task_sandboxes import (
     EnvironmentTaskSandboxes,
     PlainTaskSandboxes,
@@ -24,6 +25,8 @@ from etude.sandboxes.warm_pool import SandboxPool, WarmPoolLimits
 from etude.types import Split, Task
 from records import CHECKS
 from waiting import until
+
+GATEWAY = "http://near:8500/v1"
 
 
 def task(environment: EnvironmentSpec | None = None) -> Task:
@@ -66,21 +69,38 @@ def test_a_tasks_task_is_opened_and_closed_with_its_provider(tmp_path: Path) -> 
 
 
 def test_a_task_is_announced_as_it_will_be_asked_for(tmp_path: Path) -> None:
-    beside = SandboxSpec(allow=("gateway:1",))
-
     async def act() -> int:
         pool = SandboxPool(FakeSandboxes(), WarmPoolLimits(live=40, warm=1, reserve_bytes=0, start_bytes=0))
-        sandboxes = EnvironmentTaskSandboxes(pool, ImageStore(tmp_path), beside=beside)
+        sandboxes = EnvironmentTaskSandboxes(pool, ImageStore(tmp_path), reaches=True)
+        await (await sandboxes.open_empty(GATEWAY)).close()
         sandboxes.announce(task(), 8)
         sandboxes.announce(task(EnvironmentSpec(image="missing")), 8)  # who opens it is told
         await until(lambda: pool.stats().warm == 8)
         for _ in range(8):
-            await sandboxes.open(task())
+            await sandboxes.open(task(), gateway=GATEWAY)
         warm = pool.stats().warm_leases
         await sandboxes.close()
         return warm
 
     assert asyncio.run(act()) == 8
+
+
+def test_each_sandbox_reaches_the_gateway_of_its_own_session_and_no_other(tmp_path: Path) -> None:
+    class Noted(FakeSandboxes):
+        async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> FakeSandbox:
+            specs.append(spec or SandboxSpec())
+            return await super().create(files, spec)
+
+    async def act() -> None:
+        for reaches in (True, False):
+            sandboxes = EnvironmentTaskSandboxes(Noted(), ImageStore(tmp_path), reaches=reaches)
+            for gateway in (GATEWAY, "https://far:9"):
+                await sandboxes.open(task(EnvironmentSpec(allow=("pypi:1",))), gateway=gateway)
+            await sandboxes.close()
+
+    specs: list[SandboxSpec] = []
+    asyncio.run(act())
+    assert [spec.allow for spec in specs] == [("pypi:1", "near:8500"), ("pypi:1", "far:9"), ("pypi:1",), ("pypi:1",)]
 
 
 def test_a_pool_of_remote_sandboxes_starts_as_many_as_it_holds() -> None:

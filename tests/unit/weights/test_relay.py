@@ -203,3 +203,24 @@ def test_a_region_of_another_log_is_refused() -> None:
     with Relay(origin, region) as relay, pytest.raises(FencedError, match="give each log a regional store of its own"):
         relay.advance()
     assert region.versions() == [1]
+
+
+def test_a_round_asks_two_things_at_a_time_and_a_version_costs_its_packs_beside() -> None:
+    """Each question to a store far away takes a round trip, and whoever waits for the version waits for all of them."""
+    far, region = FaultyStore(ObjectStore("memory://")), memory_log()
+    origin = WeightLog(far)
+    publish(origin, 0)
+    with Relay(WeightLog(far), region) as relay:
+        assert (relay.follow(), relay.follow()) == (0, 0)
+        far.calls.clear()
+        assert relay.follow() == 0
+        assert sorted(method for method, _ in far.calls) == ["get", "list"]
+        publish(origin, 1)
+        record = origin.read(1)
+        assert record is not None
+        far.calls.clear()
+        assert relay.follow() == 1
+        read = Counter(key for method, key in far.calls if method == "get" and not key.startswith("staged/"))
+        expected = [commit_key(1), *(pack_key(pack.digest) for pack in record.packs)]
+        assert read - Counter([commit_key(2)]) == Counter(dict.fromkeys(expected, 1))
+    assert alike(pull(region).state, synthetic_version(1))

@@ -1,5 +1,6 @@
-"""`etude fleet`: the machines of a run: files for clusters that keep processes themselves, status, drain, a region."""
+"""`etude fleet`: the machines of a run: files for clusters that keep processes themselves, changes, status."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -10,19 +11,23 @@ from etude.cli.options import Overrides, RecipePath, group, own_name
 from etude.config.fleet import RENDERED, FleetConfig
 from etude.config.loading import load_fleet, load_recipe
 from etude.dashboard.terminal import light_table
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.fleet.specs import ProcessStatus
 from etude.run.fleet_plan import plan_loop, plan_phases
 from etude.run.fleet_region import keep_region
-from etude.run.folder import require_empty
+from etude.run.fleet_state import OBSERVE_S
+from etude.run.folder import FLEET_FILE, RunFolder, require_empty
 from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
-from etude.run.placement import drained_of, place_on, run_id
+from etude.run.placement import check_change, desired_of, fleet_objects, remember_fleet, run_id
 from etude.run.process_name import ProcessName
-from etude.run.working_folder import open_run_folder
+from etude.run.working_folder import keep, open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
+
+LATE_S = 3 * OBSERVE_S
+"""An observation of a region that is older was followed by none."""
 
 app = group()
 
@@ -55,26 +60,45 @@ def render(
 
 
 @app.command()
-def status(fleet: FleetPath, *, run: Run) -> None:
-    """Show where the processes of a run are, and how they are."""
-    machines, folder = load_fleet(fleet), open_run_folder(run, writes=False)
-    if machines.launcher == "local":
-        raise ConfigError(f"launcher = 'local': processes are children of `etude run`, which shows them; their output "
-                          f"is in {folder.logs}")  # fmt: skip
-    placement = place_on(machines, folder)
-    specs = placement.own_specs(plan_loop(folder.config(), machines, placement.run_words(folder)))
-    statuses, drained = placement.launcher.look(), placement.drained_names()
+def apply(fleet: FleetPath, *, run: Run) -> None:
+    """Change what is to run: numbers and resources of a fleet's processes; each region follows within seconds."""
+    machines, folder = load_fleet(fleet), open_run_folder(run)
+    check_change(folder, machines)
+    desired, objects = desired_of(folder, machines), fleet_objects(folder)
+    if not objects.generation():
+        raise ConfigError(f"{folder.name} is not that far: its regions begin when mid-training is over, try again then")
+    remember_fleet(folder, machines)
+    keep(folder, FLEET_FILE)
+    generation = objects.declare(desired)
+    print(f"generation {generation} of the fleet: {len(desired.specs)} processes in {len(machines.regions)} regions")
+
+
+@app.command()
+def status(*, run: Run) -> None:
+    """Show what is to run and what is seen, as the supervisor of each region wrote it into its store."""
+    folder = open_run_folder(run, writes=False)
+    home = fleet_objects(folder)
+    if not (generation := home.generation()):
+        raise ConfigError(f"{folder.name} is not on a fleet, or not that far: `etude run` shows its processes")
+    desired = home.desired(generation)
     table = light_table("name", "region", "machine", ">pid", ">MB", "state")
-    for spec in specs:
-        seen = statuses.get(spec.name)
-        table.add_row(
-            spec.name,
-            spec.region,
-            seen.host if seen else "",
-            str(seen.pid) if seen and seen.pid else "",
-            f"{seen.memory_bytes / 1e6:.0f}" if seen and seen.memory_bytes else "",
-            _state(seen, is_drained=spec.name in drained),
-        )
+    for region in desired.fleet.regions:
+        seen, drained, remark = _look(folder, "" if region.name == desired.fleet.home else region.name, generation)
+        if remark:
+            table.add_row("", region.name, "", "", "", remark)
+        for spec in desired.specs:
+            if spec.region != region.name:
+                continue
+            status = seen.get(spec.name)
+            table.add_row(
+                spec.name,
+                spec.region,
+                status.host if status else "",
+                str(status.pid) if status and status.pid else "",
+                f"{status.memory_bytes / 1e6:.0f}" if status and status.memory_bytes else "",
+                _state(status, is_drained=spec.name in drained),
+            )
+    print(f"generation {generation}")
     Console().print(table)
 
 
@@ -92,24 +116,19 @@ def drain(
         raise ConfigError(str(error)) from None
     if process.command == "train":
         raise ConfigError("a run without its trainer stands still: stop the run instead, --resume goes on")
-    drained = drained_of(open_run_folder(run), process.region)
+    objects = fleet_objects(open_run_folder(run), process.region)
     if undo:
-        drained.remove(name)
+        objects.undrain(name)
         print(f"{name} is placed again within seconds, by whoever supervises the run")
     else:
-        drained.add(name)
+        objects.drain(name)
         print(f"{name} is stopped within seconds; undo it with: {own_name()} fleet drain {name} --run {run} --undo")
 
 
 @app.command("run")
-def run_region(
-    fleet: FleetPath,
-    *,
-    run: Run,
-    region: Annotated[str, typer.Option(help="The region; home is `etude run`'s.")],
-) -> None:
-    """Supervise the processes of one region, beside its own cluster, until told to stop."""
-    keep_region(open_run_folder(run), load_fleet(fleet), region, print)
+def run_region(*, run: Run, region: Annotated[str, typer.Option(help="The region; home is `etude run`'s.")]) -> None:
+    """Keep the processes of one region, beside its own cluster, as home's desired state says, until told to stop."""
+    keep_region(run, region, print)
 
 
 def _run_url(fleet: FleetConfig, file: Path) -> str:
@@ -118,6 +137,22 @@ def _run_url(fleet: FleetConfig, file: Path) -> str:
         raise ConfigError(f"{file}: regions: {fleet.home} has no store: machines that share nothing else need an "
                           f"object store for the run, such as store = 's3://BUCKET/runs/NAME'")  # fmt: skip
     return fleet.home_region.store
+
+
+def _look(folder: RunFolder, region: str, generation: int) -> tuple[Mapping[str, ProcessStatus], frozenset[str], str]:
+    """Statuses of a region's processes, names of drained ones, and a remark where there is one to make."""
+    try:
+        objects = fleet_objects(folder, region)
+        drained, newest = objects.drained(), objects.observed()
+    except EtudeError as error:
+        return {}, frozenset(), f"its store does not answer: {error}"
+    if newest is None:
+        return {}, drained, "nobody has looked yet"
+    observed, age_s = newest
+    if age_s > LATE_S:
+        return observed.statuses, drained, f"nobody has looked for {age_s:.0f} s: is its supervisor running?"
+    is_behind = observed.generation < generation
+    return observed.statuses, drained, f"still at generation {observed.generation}" if is_behind else ""
 
 
 def _state(status: ProcessStatus | None, *, is_drained: bool) -> str:

@@ -61,7 +61,8 @@ def gateway(
         if ignored:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
             raise ConfigError(f"{options} would have no effect with --run: a run keeps its recipe")
-        run_process(process_name("gateway", replica, region), open_run_folder(run, may_be_old=bool(region)))
+        name = process_name("gateway", replica, region)
+        run_process(name, open_run_folder(run, process=name))
         return
     if replica or region:
         raise ConfigError("--replica and --region would have no effect without --run: only a run has several gateways")

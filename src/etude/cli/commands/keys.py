@@ -47,7 +47,8 @@ def add(
 ) -> None:
     """Make a key; its secret is printed once."""
     limits = (requests_per_minute, tokens_per_minute)
-    key_id, secret = add_key(file, scope, label, limits, expires_s, product=product, consent=consent == "train")
+    users = (product, consent == "train")
+    key_id, secret = add_key(file, scope, label, limits, expires_s, users)
     print(f"key {key_id}, scope {scope}; this is shown once:", file=sys.stderr)
     print(secret)
 
@@ -78,7 +79,10 @@ def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or th
 @app.command()
 def derive(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    role: Annotated[Literal["engine", "admin"], typer.Argument(help="Calls to its engines; or administration.")],
+    role: Annotated[
+        Literal["engine", "product", "admin"],
+        typer.Argument(help="Calls to its engines; calls and signals of its product; administration."),
+    ],
 ) -> None:
     """Print a key of a run: what its engines want, or what its gateways are administered with."""
     print(RunFolder.open(run, writes=False).key(KeyRole(role)))
@@ -90,14 +94,16 @@ def add_key(
     label: str,
     per_minute: tuple[int | None, int | None],
     expires_s: float | None,
-    *,
-    product: str = "",
-    consent: bool = False,
+    users: tuple[str, bool] = ("", False),
 ) -> tuple[str, str]:
     """Make a key that may make ``per_minute`` requests and take so many tokens.
 
+    ``users`` is the id of the production key whose users it reports on, and the consent of its own where a call says
+    nothing.
+
     Returns its id and its secret, which is stored nowhere. Raises :class:`~etude.errors.UserError`.
     """
+    product, consent = users
     if expires_s is not None and expires_s <= 0:
         raise UserError(f"--expires-s {expires_s:g}: the key would be dead already")
     if bool(product) != (scope == Scope.FEEDBACK):

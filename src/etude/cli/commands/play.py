@@ -28,6 +28,7 @@ from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN
 from etude.engines.http import http_engines
 from etude.errors import ConfigError
 from etude.protocols import Completion, SamplingParams
+from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.playing import Stage, play
@@ -71,6 +72,7 @@ def play_command(
 
 def task_of(folder: RunFolder, number: int) -> Task:
     """A held-out task of a run. Raises :class:`~etude.errors.ConfigError` where there are not as many."""
+    bring_data(folder, "tasks")
     tasks = heldout_tasks(open_family(folder.config()), number + 1)
     if not 0 <= number < len(tasks):
         raise ConfigError(f"--task {number}: this run has held-out tasks 0 to {len(tasks) - 1}")

@@ -1,12 +1,13 @@
-"""`etude midtrain|sft|parity|serve|rollouts|train`: one process of a run; `etude run` starts them."""
+"""`etude midtrain|sft|parity|serve|production|product|rollouts|train`: one process of a run; `etude run` has them."""
 
 from typing import Annotated, TypeAlias
 
 import typer
 
 from etude.cli.options import group, process_name
-from etude.run.process_name import TRAINER, ProcessName
-from etude.run.processes import Nodes, run_process
+from etude.run.process_name import PRODUCT, TRAINER, ProcessName
+from etude.run.processes import run_process
+from etude.run.ranks import ONE_NODE, Nodes
 from etude.run.working_folder import open_run_folder
 
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
@@ -21,31 +22,43 @@ app = group()
 @app.command()
 def midtrain(*, run: Run) -> None:
     """One process of a run: mid-training."""
-    run_process(ProcessName(command="midtrain"), open_run_folder(run))
+    _run(ProcessName(command="midtrain"), run)
 
 
 @app.command()
 def sft(*, run: Run) -> None:
     """One process of a run: supervised fine-tuning, if the recipe has it."""
-    run_process(ProcessName(command="sft"), open_run_folder(run))
+    _run(ProcessName(command="sft"), run)
 
 
 @app.command()
 def parity(*, run: Run) -> None:
     """One process of a run: engine against trainer, before they run."""
-    run_process(ProcessName(command="parity"), open_run_folder(run))
+    _run(ProcessName(command="parity"), run)
 
 
 @app.command()
 def serve(*, run: Run, replica: Replica = 0, region: Region = "") -> None:
     """One process of a run: an engine."""
-    run_process(process_name("serve", replica, region), open_run_folder(run, may_be_old=bool(region)))
+    _run(process_name("serve", replica, region), run)
+
+
+@app.command()
+def production(*, run: Run, replica: Replica = 0) -> None:
+    """One process of a run: an engine for users, which serves released versions and those that are tried."""
+    _run(ProcessName(command="production", replica=replica), run)
+
+
+@app.command()
+def product(*, run: Run) -> None:
+    """One process of a run: the gateway for users."""
+    _run(PRODUCT, run)
 
 
 @app.command()
 def rollouts(*, run: Run, replica: Replica = 0) -> None:
     """One process of a run: rollouts and, of replica 0, evaluations."""
-    run_process(ProcessName(command="rollouts", replica=replica), open_run_folder(run))
+    _run(ProcessName(command="rollouts", replica=replica), run)
 
 
 @app.command()
@@ -59,5 +72,8 @@ def train(
     ] = "",
 ) -> None:
     """One process of a run: the trainer, or one node of it."""
-    nodes = Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint)
-    run_process(TRAINER, open_run_folder(run), nodes)
+    _run(TRAINER, run, Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
+
+
+def _run(name: ProcessName, run: str, nodes: Nodes = ONE_NODE) -> None:
+    run_process(name, open_run_folder(run, process=name), nodes)

@@ -18,15 +18,16 @@ from etude.config.tasks import SandboxKind
 from etude.dashboard.terminal import final_table
 from etude.errors import ConfigError, EtudeError, ExitCode, InfrastructureError, RunFolderError
 from etude.rewards.shaping.parts import describe
+from etude.run.data_copies import LIMIT_GIB, plan_data
 from etude.run.fleet_plan import devices_of, plan_loop, replicas_of
 from etude.run.folder import RunFolder, remove_unbegun
 from etude.run.judging import check_judge
 from etude.run.local import default_out, run_local
+from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.placement import fleet_of
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
 from etude.run.run_url import is_run_url, normal_url
-from etude.run.serving import SUPERVISOR_VARIABLE, die_with_parent
 from etude.run.task_plan import plan_tasks
 from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
 from etude.types import Json
@@ -58,11 +59,16 @@ def run(
     fleet: Annotated[
         Path | None, typer.Option(metavar="FLEET", help="A TOML file with the machines to run on (default: this one).")
     ] = None,
+    copy_limit: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help=f"With --at: larger data of a key stay here (default: {LIMIT_GIB:g})."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
     """Run the whole loop of a recipe, on this machine or on a fleet."""
     machines = None if fleet is None else load_fleet(fleet)
-    decisive = {"recipe": recipe, "seed": seed, "out": out, "at": at, "sandbox": sandbox, "ledger": ledger}
+    decisive: dict[str, object] = {"recipe": recipe, "seed": seed, "out": out, "at": at, "copy-limit": copy_limit}
+    decisive |= {"sandbox": sandbox, "ledger": ledger}
     if resume is not None:
         ignored = [name for name, value in decisive.items() if value is not None] + ["--dry-run"] * dry_run
         if ignored:
@@ -75,6 +81,8 @@ def run(
         raise ConfigError("which recipe? try `etude run recipes/quickstart`, or --resume DIR")
     if at is not None and out is not None:
         raise ConfigError(f"--out {out} would have no effect with --at: the working folder lies below {WORK_VARIABLE}")
+    if copy_limit is not None and at is None:
+        raise ConfigError(f"--copy-limit {copy_limit:g} would have no effect without --at: nothing is copied")
     chosen = {"seed": seed, "sandboxes.kind": sandbox, "ledger.url": ledger}
     settings = [f"{key}={json.dumps(value)}" for key, value in chosen.items() if value is not None]
     settings += [] if machines is None else [*devices_of(machines), *replicas_of(machines)]
@@ -89,17 +97,18 @@ def run(
 
     if machines is not None and len(machines.regions) > 1:
         _check_home(machines, at)
-    place = out or default_out(config)
+    place, data = out or default_out(config), None
     if at is not None:
         check_place(at, config)
+        data = plan_data(config, LIMIT_GIB if copy_limit is None else copy_limit)
         place = working_path(normal_url(at))
-    if machines is None or machines.launcher == "local":
+    if machines is None or (machines.launcher == "local" and not any(each.sandbox_hosts for each in machines.regions)):
         show_ready(config, place, Console())
     else:
         plan_loop(config, machines, str(place))  # what cannot be planned is told before there is a run
     if at is None:
         return start(RunFolder.create(place, config), machines)
-    folder = create_run(at, config)
+    folder = create_run(at, config, data, print)
     print(f"the run is at {folder.url}; its working folder here is {folder.path}")
     return start(folder, machines)
 

@@ -13,12 +13,15 @@ from typing import Annotated, TypeAlias
 import typer
 from rich.console import Console
 
+from etude.aio import background_task
 from etude.cli.options import group
 from etude.config.tasks import LentKind, MachineKind, SandboxConfig
 from etude.errors import ConfigError, ExitCode, SandboxError
 from etude.protocols import SandboxProvider
+from etude.run.harness_host import RunGateways, serve_run
 from etude.run.serving import listening, run_until_signal
 from etude.run.task_sandboxes import base_store, open_provider, pool_limits
+from etude.run.working_folder import open_run_folder
 from etude.sandboxes.images.store import ImageStore
 from etude.sandboxes.providers import KEY_VARIABLE, sandboxes_key
 from etude.sandboxes.remote.client import RemoteSandboxes
@@ -59,22 +62,31 @@ def serve(
     pool: Annotated[
         int, typer.Option(metavar="N", min=0, help="Keep sandboxes ready, at most N in all; 0: make each when asked.")
     ] = 0,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Let the external harness of a run on a fleet reach its gateways from here."),
+    ] = None,
 ) -> None:
     """Lend sandboxes over HTTP until told to stop or drained; clients use sandboxes.kind = 'remote'.
 
     Without a key in the environment, one is made and shown.
     """
     usual = usual_quota(GAUGE.read().available_bytes)
-    if clients is not None and (folder or allow or sandboxes):
+    if clients is not None and (folder or allow or sandboxes or run is not None):
         raise ConfigError(
-            "--clients FILE says what each may name and have: write folders, allow and sandboxes there, or leave it out"
+            "--clients FILE says what each may name and have: write folders, allow and sandboxes there, or leave it "
+            "out; --run is for a server with one key"
         )
     if clients is not None:
         sessions = read_clients(clients, ImageStore().open, usual)
     else:
         named = {"folders": folder, "allow": allow, **({"sandboxes": sandboxes} if sandboxes else {})}
         sessions = {"client": _only_client(named, usual)}
-    run_until_signal(_serve(SandboxConfig(kind=kind, pool_size=pool), host, port, sessions), cleanup_s=None)
+    gateways = None
+    if run is not None:
+        sessions["client"], gateways = serve_run(open_run_folder(run, writes=False), sessions["client"])
+    serving = _serve(SandboxConfig(kind=kind, pool_size=pool), host, port, sessions, gateways)
+    run_until_signal(serving, cleanup_s=None)
 
 
 @app.command()
@@ -150,8 +162,11 @@ def _read_answers(file: Path) -> dict[str, str]:
     return answers
 
 
-async def _serve(sandboxes: SandboxConfig, host: str, port: int, clients: dict[str, SandboxClient]) -> None:
-    async with opened_provider(sandboxes) as provider:
+async def _serve(
+    sandboxes: SandboxConfig, host: str, port: int, clients: dict[str, SandboxClient], gateways: RunGateways | None
+) -> None:
+    following = contextlib.nullcontext() if gateways is None else background_task(gateways.follow())
+    async with following, opened_provider(sandboxes) as provider:
         most = pool_limits(sandboxes).ordinary if sandboxes.pool_size else None
         server = SandboxServer(provider, clients, limits=ServerLimits(sandboxes=most))
         async with listening(server.app(), port, host=host) as bound:

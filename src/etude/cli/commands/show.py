@@ -31,6 +31,7 @@ from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
 from etude.ledger.changes import TRAIN
 from etude.run.folder import RunFolder
+from etude.run.payload_store import open_archive
 from etude.run.working_folder import open_run_folder
 from etude.types import Json as JsonValue
 
@@ -109,7 +110,7 @@ def show(
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: expected 1 or more")
     folder = open_run_folder(run, writes=False)
-    with Archive.open(folder.ledger, folder.config().ledger) as archive:
+    with open_archive(folder) as archive:
         if is_read:
             from etude.cli.commands.rollout_view import RolloutReader
 

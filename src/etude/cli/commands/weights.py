@@ -46,7 +46,7 @@ MOST_TENSORS = 20
 """Shown of a comparison: the most changed ones."""
 LEASE_S = 10 * 60.0
 """Time that a reader's lease counts."""
-RELAY_PAUSES = Backoff(first_s=0.5, longest_s=4.0, jitter=0.5)
+RELAY_PAUSES = Backoff(first_s=0.5, longest_s=1.0, jitter=0.5)
 """Before a relay tries again that could not reach a store; short, as a link that is back should be used at once."""
 NOTHING_THERE = "no version is published there"
 
@@ -244,8 +244,7 @@ def _keep_up(copying: Relay, lease: RelayLease, region: str) -> None:
         if not is_active:
             continue
         try:
-            copying.prefetch()
-            current = copying.advance()
+            current = copying.follow()
         except InfrastructureError as error:
             failures += 1
             console().print(f"trying again: {error}")

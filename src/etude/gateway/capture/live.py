@@ -17,7 +17,7 @@ session ends with the turns that were kept, and is counted.
 import asyncio
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, final
@@ -95,13 +95,23 @@ def live_call(headers: Mapping[str, str], pseudonym: Pseudonym) -> LiveCall:
 
 @final
 class LiveRecorder:
-    """Records the live sessions of a gateway in ``journal``; ``pseudonym`` is of a product's users."""
+    """Records the live sessions of a gateway in ``journal``; ``pseudonym`` is of a product's users. With ``regions``
+    those of users elsewhere are not recorded.
+    """
 
-    def __init__(self, journal: LiveJournal, pseudonym: Pseudonym, *, now: Callable[[], float] = unix_s) -> None:
+    def __init__(
+        self,
+        journal: LiveJournal,
+        pseudonym: Pseudonym,
+        *,
+        regions: Collection[str] = (),
+        now: Callable[[], float] = unix_s,
+    ) -> None:
         self.unkept = 0
         """Sessions that ended because an answer could not be kept in time."""
         self._journal = journal
         self._pseudonym = pseudonym
+        self._regions = regions
         self._now = now
 
     def call(self, headers: Mapping[str, str]) -> LiveCall:
@@ -122,6 +132,8 @@ class LiveRecorder:
             return
         conversation.admitted = True
         if not (by_default if call.consent is None else call.consent):
+            return
+        if self._regions and call.region not in self._regions:
             return
         session_id, prefix = conversation.session_id, f"{owner}."
         named = session_id.startswith(prefix)

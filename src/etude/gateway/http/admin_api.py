@@ -33,7 +33,6 @@ from etude.clock import date_utc
 from etude.errors import ConfigError
 from etude.gateway.api.calls import ApiError
 from etude.gateway.api.fields import JsonObject, read_object
-from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.capture.sessions import TOO_MANY_SESSIONS
 from etude.gateway.http.app import GatewayState, Route, RouteTable, read_body, respond
 from etude.gateway.http.auth import (
@@ -68,7 +67,7 @@ MAX_VERSION = 10**9 - 1
 class AdminApi:
     """Handlers of the admin API; keys that are made here are saved in ``key_file``, if there is one."""
 
-    def __init__(self, state: GatewayState, key_file: KeyFile | None = None, live: LiveRecorder | None = None) -> None:
+    def __init__(self, state: GatewayState, key_file: KeyFile | None = None) -> None:
         self.metrics = Metrics(self._gauges)
         """The counters of the gateway."""
         self._auth = state.auth
@@ -79,7 +78,7 @@ class AdminApi:
         self._inflight = state.inflight
         self._clock = state.clock
         self._key_file = key_file
-        self._live = live
+        self._live = state.live
         self._openapi = orjson.dumps(document())
 
     def routes(self) -> RouteTable:

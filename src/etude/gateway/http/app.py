@@ -61,6 +61,7 @@ from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.http.auth import Authenticator, Principal, retry_after
 from etude.gateway.request_log import AccessLog, Metrics, RequestRecord
 from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
+from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool
 from etude.gateway.service import Caller, CallService
 from etude.protocols import Clock
@@ -81,6 +82,8 @@ MIN_VERSION = "X-Etude-Min-Version"
 """Header with the oldest weight version that may answer."""
 DEADLINE = "X-Etude-Deadline-S"
 """Header with a shorter deadline than the gateway's."""
+USER = "X-Etude-User"
+"""Header with who asks, in the product's words: the same users meet the same released weights."""
 VERSION = "X-Etude-Version"
 """Response header with the weight versions that answered; of a stream, those of its first tokens."""
 PROBES = frozenset({"GET /healthz", "GET /metrics"})
@@ -115,14 +118,15 @@ class GatewayState:
     admission: AdmissionQueue
     inflight: InflightCalls
     clock: Clock
+    arms: ReleasedArms | None = None
+    """The weights that users may meet; ``None``: whatever engines have."""
+    live: LiveRecorder | None = None
+    """Records the sessions of users who consent; ``None``: none are recorded."""
 
 
 @final
 class Gateway:
-    """Answers requests: model calls itself, all others by the handlers of ``others``; counts them in ``metrics``.
-
-    ``live`` records the sessions of users who consent.
-    """
+    """Answers requests: model calls itself, all others by the handlers of ``others``; counts them in ``metrics``."""
 
     def __init__(
         self,
@@ -133,17 +137,17 @@ class Gateway:
         others: "RouteTable",
         metrics: Metrics,
         access_log: AccessLog | None = None,
-        live: LiveRecorder | None = None,
     ) -> None:
         self._service = service
         self._auth = state.auth
         self._inflight = state.inflight
         self._clock = state.clock
+        self._arms = state.arms
         self._deadline_s = DEADLINE_S
         self._summary_mark = config.summary_mark
         self._access_log = access_log
         self._metrics = metrics
-        self._live = live
+        self._live = state.live
         calls = {path: {"POST": self._call} for path in PROTOCOLS} | {
             messages.COUNT_PATH: {"POST": self._count},
             "/v1/models": {"GET": self._models},
@@ -186,7 +190,7 @@ class Gateway:
         body = await read_body(request, record)
         parsed = api.parse(body)
         caller = self._caller(principal, request.headers, parsed.call)
-        self._admit_live(principal, request.headers, record)
+        self._admit_live(principal, request.headers, record, caller)
         record.own_deadline = DEADLINE in request.headers
         with self._inflight.call(), self._auth.sessions.queue_time(record.session_id).call():
             try:
@@ -276,7 +280,10 @@ class Gateway:
         if oldest is not None and not WHOLE.fullmatch(oldest):
             message = f"{MIN_VERSION}: expected a weight version, e.g. 12"
             raise ApiError(400, "invalid_request", message, param=MIN_VERSION)
-        versions = (self._auth.sessions.min_version(principal.conversation.session_id), oldest)
+        arm, session = None, principal.conversation.session_id
+        if self._arms is not None and principal.traffic is TrafficClass.PRODUCTION:
+            arm = self._arms.of_call(session, headers.get(USER) or session)
+        versions = (self._auth.sessions.min_version(session), oldest)
         return Caller(
             conversation=principal.conversation,
             traffic=principal.traffic,
@@ -287,14 +294,18 @@ class Gateway:
             min_version=max((int(version) for version in versions if version is not None), default=None),
             wait_for_version=oldest is None,
             kind=turn_kind_of(call, headers, self._summary_mark),
+            arm=arm,
         )
 
-    def _admit_live(self, principal: Principal, headers: Mapping[str, str], record: RequestRecord) -> None:
+    def _admit_live(
+        self, principal: Principal, headers: Mapping[str, str], record: RequestRecord, caller: Caller
+    ) -> None:
         """Decide if a product's session is recorded, by the consent of its user."""
         if self._live is None or principal.traffic is not TrafficClass.PRODUCTION:
             return
         conversation, key = principal.conversation, principal.key
-        self._live.admit(conversation, self._live.call(headers), key.account, by_default=key.consent)
+        arm = "" if caller.arm is None else caller.arm.label
+        self._live.admit(conversation, self._live.call(headers), key.account, by_default=key.consent, arm=arm)
         record.live_session = "" if conversation.live is None else conversation.live.session_id
 
     def _late(self, error: Exception, caller: Caller) -> Exception:

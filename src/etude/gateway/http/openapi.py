@@ -267,6 +267,7 @@ def _headers() -> list[Json]:
     digits, visible = "[0-9]{1,9}", "[!-~]+"
     return [
         _header("X-Etude-Session", "A session of this key, by a name of the caller's.", NAME),
+        _header("X-Etude-User", "Who asks, in the product's words: a user meets one version.", _pattern(visible)),
         _header("X-Etude-Min-Version", "The oldest weight version that may answer.", _pattern(digits)),
         _header("X-Etude-Deadline-S", "Seconds until an answer is of no use.", _pattern(f"{digits}(\\.{digits})?")),
         _header("X-Etude-Turn", "The kind of the call; a summary is recorded as one.", enum_schema(*KINDS)),

@@ -16,7 +16,7 @@ from typing import final
 
 from etude.fleet.specs import ETUDE, ProcessSpec, ProcessStatus
 from etude.run.heartbeat import HEARTBEAT_VARIABLE
-from etude.run.serving import PR_SET_PDEATHSIG, SUPERVISOR_VARIABLE
+from etude.run.parent import PR_SET_PDEATHSIG, SUPERVISOR_VARIABLE
 
 THREADING = {"GOMP_SPINCOUNT": "1000"}
 """Time that an OpenMP thread spins before it sleeps. By default it spins on for milliseconds; on a machine whose cores

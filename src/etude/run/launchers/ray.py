@@ -37,7 +37,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("Ray is not installed: pip install -e '.[ray]'") from error
 
-LOOK_S = 2.0
+LOOK_S = 1.0
 """Longest wait for all actors to say how their processes are; one that does not answer has no machine yet."""
 REMOVE_S = 5.0
 """Longest time that an actor may take beyond the grace of its process."""

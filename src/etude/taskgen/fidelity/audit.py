@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.taskgen.fidelity.classifier import Area, Array, Labels, area, assign_folds, held_out_scores
+from etude.regression import Array, Labels
+from etude.taskgen.fidelity.classifier import Area, area, assign_folds, held_out_scores
 from etude.taskgen.fidelity.features import as_matrix, common_features, features_of
 from etude.taskgen.fidelity.sessions import ToolObservation
 from etude.types import Json

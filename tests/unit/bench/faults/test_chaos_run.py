@@ -8,9 +8,10 @@ import pytest
 from bench.faults.audit import Wrong
 from bench.faults.bench import recipe
 from bench.faults.chaos_run import Bounds, ChaosRun, RunLog
-from bench.faults.injector import Site, damageable
+from bench.faults.injector import Injector, Site, damageable
 from bench.faults.machine import Machine, compile_preload, missing
 from bench.faults.schedule import FaultSchedule, Kind
+from bench.faults.supervisor import Supervisor
 from bench.usage import descendants
 from etude.run.folder import RunFolder
 
@@ -30,10 +31,9 @@ def site(library: Path, tmp_path: Path) -> Iterator[Site]:
 
 
 def run_under_fire(folder: RunFolder, site: Site, bounds: Bounds) -> RunLog:
-    chaos_run = ChaosRun(
-        FaultSchedule(number=0, served=False, faults=()), folder, folder.path.with_name("log"), site, bounds
-    )
-    run_log = chaos_run.run()
+    supervisor = Supervisor(folder, folder.path.with_name("log"), site.machine.environment)
+    injector = Injector(folder, site, supervisor)
+    run_log = ChaosRun(FaultSchedule(number=0, faults=()), folder, supervisor, injector, bounds).run()
     assert not run_log.finished
     assert {finding.wrong for finding in run_log.findings} == {Wrong.UNBOUNDED_WAITS}
     return run_log

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from bench.faults.schedule import (
     EMBEDDED,
+    FLEET,
     LAST_SHARE,
     LONGEST_DELAY_S,
     OFFLINE,
@@ -15,29 +16,48 @@ from bench.faults.schedule import (
     SPECS,
     Extent,
     Kind,
+    Place,
+    RunSize,
     apportion,
     plan,
 )
 
-THOUSAND = Extent(faults=1000, per_run=25, rollouts=104)
+SIZE, FLEET_SIZE = RunSize(faults=25, rollouts=104), RunSize(faults=10, rollouts=160)
+THOUSAND = Extent(faults=1000, size=SIZE, fleet_size=FLEET_SIZE)
+POSSIBLE = {Place.FOLDER: set(Kind) - SERVED - FLEET, Place.URL: set(Kind) - EMBEDDED - FLEET, Place.FLEET: FLEET}
 
 
 @settings(max_examples=40)
-@given(seed=st.integers(0, 2**32), faults=st.integers(1, 120), per_run=st.integers(5, 30), server=st.booleans())
-def test_a_plan_has_all_its_faults_in_order_within_its_runs(seed: int, faults: int, per_run: int, server: bool) -> None:
-    extent = Extent(faults=faults, per_run=per_run, rollouts=4 * per_run, server=server)
+@given(
+    seed=st.integers(0, 2**32),
+    faults=st.integers(1, 120),
+    per_run=st.integers(5, 30),
+    server=st.booleans(),
+    fleet=st.booleans(),
+    only=st.sampled_from([frozenset(Kind), FLEET | {Kind.KILL_ENGINE}, frozenset({Kind.LOSE_DISK, Kind.CUT_REGION})]),
+)
+def test_a_plan_has_all_its_faults_in_order_within_its_runs(
+    seed: int, faults: int, per_run: int, server: bool, fleet: bool, only: frozenset[Kind]
+) -> None:
+    size = RunSize(faults=per_run, rollouts=4 * per_run)
+    extent = Extent(faults=faults, size=size, fleet_size=FLEET_SIZE if fleet else None, server=server, only=only)
+    if not extent.kinds:
+        with pytest.raises(ValueError, match="no campaign"):
+            plan(seed, extent)
+        return
     schedules = plan(seed, extent)
     assert plan(seed, extent) == schedules
     assert sorted(fault.number for schedule in schedules for fault in schedule.faults) == list(range(faults))
     for schedule in schedules:
         due = [fault.at for fault in schedule.faults]
-        assert len(due) <= per_run
+        assert due
+        assert len(due) <= extent.size_of(schedule.place).faults or only != frozenset(Kind)
         assert due == sorted(due)
-        assert schedule.served == (server and schedule.number % 2 == 1)
+        assert server or schedule.place is not Place.URL
         for fault in schedule.faults:
-            assert fault.kind not in (EMBEDDED if schedule.served else SERVED)
+            assert fault.kind in POSSIBLE[schedule.place] & only
             shortest_s, longest_s = SPECS[fault.kind].hold_s
-            assert 0 <= fault.at <= LAST_SHARE * extent.rollouts
+            assert 0 <= fault.at <= LAST_SHARE * extent.size_of(schedule.place).rollouts
             assert shortest_s <= fault.hold_s <= longest_s
             assert 0 <= fault.delay_s <= LONGEST_DELAY_S
             assert 0 <= fault.pick < 1
@@ -45,7 +65,7 @@ def test_a_plan_has_all_its_faults_in_order_within_its_runs(seed: int, faults: i
 
 def test_every_kind_has_a_spec_and_comes_in_a_campaign_of_fifty() -> None:
     assert set(SPECS) == set(Kind)
-    fifty = Extent(faults=50, per_run=25, rollouts=104, server=True)
+    fifty = Extent(faults=50, size=SIZE, fleet_size=FLEET_SIZE, server=True)
     assert {fault.kind for schedule in plan(0, fifty) for fault in schedule.faults} == set(Kind)
 
 
@@ -87,7 +107,7 @@ def test_files_are_damaged_while_the_run_is_down_anyway() -> None:
     assert shared > 0
 
 
-@pytest.mark.parametrize("extent", [Extent(faults=0, per_run=1, rollouts=9), Extent(faults=9, per_run=9, rollouts=9)])
+@pytest.mark.parametrize("extent", [Extent(faults=0, size=SIZE), Extent(faults=9, size=RunSize(faults=9, rollouts=9))])
 def test_a_plan_that_does_not_fit_is_refused(extent: Extent) -> None:
     with pytest.raises(ValueError, match="no campaign"):
         plan(0, extent)

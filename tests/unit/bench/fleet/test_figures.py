@@ -4,8 +4,8 @@ from bench.fleet.bench import summary, table
 from bench.fleet.demo import DemoLog, fleet_toml
 from bench.fleet.figures import (
     FaultRecord,
+    around_cut,
     busy_shares,
-    others_during_cut,
     recovery,
     served_lags,
     steps_beyond,
@@ -91,7 +91,11 @@ def test_the_others_are_compared_with_themselves_before_the_cut() -> None:
         fault=PlannedFault(kind=FaultKind.REGION_CUT, region="east", lasts_s=10.0), struck_s=100.0, healed_s=110.0
     )
     events = [stats(95.0, "serve@eu", 100), stats(96.0, "serve@east", 900), stats(105.0, "serve@eu", 95)]
-    assert others_during_cut(events, [cut], PLAN) == 0.95
+    measured = around_cut(events, [cut], PLAN)
+    assert measured is not None and (measured.before, measured.during, measured.share) == (10.0, 9.5, 0.95)
+    late = PlannedFault(kind=FaultKind.MACHINE_KILLED, region="eu")
+    assert around_cut(events, [FaultRecord(fault=late, struck_s=85.0, recovered_s=89.0), cut], PLAN) is not None
+    assert around_cut(events, [FaultRecord(fault=late, struck_s=85.0, recovered_s=91.0), cut], PLAN) is None
 
 
 def test_the_demo_has_a_link_for_each_pair_and_a_fleet_for_each_machine() -> None:

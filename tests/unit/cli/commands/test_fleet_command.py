@@ -5,10 +5,24 @@ from pathlib import Path
 import pytest
 
 from etude.cli.main import main
+from etude.config.fleet import FleetConfig
+from etude.config.loading import load_fleet
 from etude.config.recipe import RunConfig
-from etude.fleet.specs import ProcessSpec
+from etude.errors import ConfigError
+from etude.fleet.specs import ProcessSpec, ProcessStatus
+from etude.fleet.state import Observed
 from etude.run.folder import RunFolder
-from etude.run.placement import RunPlacement, drained_of, fleet_of, place_here, place_on, remember_fleet, run_id
+from etude.run.placement import (
+    RunPlacement,
+    desired_of,
+    fleet_objects,
+    fleet_of,
+    open_state,
+    place_here,
+    place_on,
+    remember_fleet,
+    run_id,
+)
 from etude.run.supervision import Supervisor
 from etude.telemetry.log import EventLog
 
@@ -47,24 +61,57 @@ def test_what_cannot_be_rendered_is_told(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_drained_process_ends_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.run.placement.DRAINED_POLL_S", 0.0)
-    folder, config = RunFolder.create(tmp_path / "run", RunConfig()), RunConfig()
-    here = place_here(folder, config)
-    placement = RunPlacement(fleet=here.fleet, region="home", launcher=here.launcher, drained=drained_of(folder))
+def test_a_drained_process_ends_and_comes_back(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunConfig())
+    here, state = place_here(folder, RunConfig()), open_state(folder)
+    placement = RunPlacement(fleet=here.fleet, region="home", launcher=here.launcher, state=state)
     specs = [ProcessSpec(name=name, command=("sleep", "600"), region="home") for name in ("serve", "serve-1")]
     with EventLog(folder.events, "supervisor") as events:
         supervisor = Supervisor(specs, placement, folder, events, heartbeat_timeout_s=900.0)
+
+        def running() -> list[str]:
+            state.follow_near()
+            supervisor.check()
+            return [*placement.launcher.look()]
+
         try:
-            supervisor.check()
+            assert running() == ["serve", "serve-1"]
             assert main(["fleet", "drain", "serve-1", "--run", str(folder.path)]) == 0
-            supervisor.check()
-            assert [*placement.launcher.look()] == ["serve"]
+            assert running() == ["serve"]
             assert main(["fleet", "drain", "serve-1", "--run", str(folder.path), "--undo"]) == 0
-            supervisor.check()
-            assert [*placement.launcher.look()] == ["serve", "serve-1"]
+            assert running() == ["serve", "serve-1"]
         finally:
             supervisor.stop()
+
+
+def test_a_change_of_the_fleet_is_applied_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(tmp_path / "run", RunConfig())
+    text = 'home = "here"\n[[regions]]\nname = "here"\nengines = 1\n'
+    assert main(["fleet", "status", "--run", str(folder.path)]) == 2
+    assert "is not on a fleet" in capsys.readouterr().err
+    one = write_fleet(tmp_path, text)
+    remember_fleet(folder, one)
+    assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 2
+    assert "is not that far" in capsys.readouterr().err
+    fleet_objects(folder).declare(desired_of(folder, one))
+    assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 0
+    more = write_fleet(tmp_path, text.replace("engines = 1", "engines = 2"))
+    assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 0
+    assert "generation 2 of the fleet: 5 processes in 1 regions" in capsys.readouterr().out
+    assert fleet_of(folder) == more
+    serve = ProcessStatus(incarnation="1", host="m1", pid=17)
+    fleet_objects(folder).observe(Observed(generation=1, host="m1", statuses={"serve": serve}))
+    assert main(["fleet", "status", "--run", str(folder.path)]) == 0
+    shown = capsys.readouterr().out
+    assert "generation 2" in shown and "still at generation 1" in shown and "not placed" in shown and "17" in shown
+    write_fleet(tmp_path, text.replace("here", "there"))
+    assert main(["fleet", "apply", str(tmp_path / "fleet.toml"), "--run", str(folder.path)]) == 2
+    assert "home, regions[].name and .store of the fleet cannot change while the run lives" in capsys.readouterr().err
+
+
+def write_fleet(place: Path, text: str) -> FleetConfig:
+    (place / "fleet.toml").write_text(text)
+    return load_fleet(place / "fleet.toml")
 
 
 def test_who_may_not_be_drained_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +123,6 @@ def test_who_may_not_be_drained_is_told(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_remembers_its_fleet(tmp_path: Path) -> None:
-    from etude.config.loading import load_fleet
-
     folder = RunFolder.create(tmp_path / "run", RunConfig())
     assert fleet_of(folder) is None
     for example in sorted(EXAMPLES.glob("*.toml")):
@@ -87,8 +132,6 @@ def test_a_run_remembers_its_fleet(tmp_path: Path) -> None:
 
 
 def test_a_launcher_of_ones_own_is_made_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    from etude.config.loading import load_fleet
-    from etude.errors import ConfigError
 
     (tmp_path / "mine.py").write_text(
         "from etude.run.launchers.local import LocalLauncher\n"

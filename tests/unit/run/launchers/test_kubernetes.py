@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import jsonschema  # type: ignore[import-untyped]  # it comes without types
 import kubernetes_validate
 import pytest
 import yaml
@@ -19,9 +20,8 @@ from etude.run.launchers.kubernetes import render_manifests
 EXAMPLE = Path(__file__).parents[4] / "examples" / "fleet" / "thousand-machines.toml"
 VERSION = "1.32"
 Manifest: TypeAlias = dict[str, Any]
-LEADER_WORKER_SET = {"replicas", "leaderWorkerTemplate", "rolloutStrategy", "startupPolicy", "networkConfig"}
-"""Fields of a LeaderWorkerSet's spec, copied by hand from its API ``v1``: no package has its schema."""
-LEADER_WORKER_TEMPLATE = {"leaderTemplate", "workerTemplate", "size", "restartPolicy", "subGroupPolicy"}
+LEADER_WORKER_SET = yaml.safe_load((Path(__file__).parents[3] / "support" / "leader_worker_set.yaml").read_text())
+"""The schema of a LeaderWorkerSet's spec: its own, which no package has."""
 
 
 def render(fleet: FleetConfig) -> dict[str, list[Manifest]]:
@@ -44,13 +44,19 @@ def validate(manifest: Manifest) -> None:
             for job in manifest["spec"]["replicatedJobs"]:
                 validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]})
         case "LeaderWorkerSet":
-            template = manifest["spec"]["leaderWorkerTemplate"]
-            assert manifest["spec"].keys() <= LEADER_WORKER_SET
-            assert template.keys() <= LEADER_WORKER_TEMPLATE
-            pod = template["workerTemplate"]
+            jsonschema.validate(manifest["spec"], closed(LEADER_WORKER_SET))
+            pod = manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]
             validate({"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "name": "pod"}})
         case _:
             kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def closed(schema: Manifest) -> Manifest:
+    """A schema that takes no unknown fields, as a cluster does when it is strict."""
+    parts = schema.get("properties")
+    if parts is None:
+        return schema
+    return {**schema, "additionalProperties": False, "properties": {name: closed(part) for name, part in parts.items()}}
 
 
 def test_each_object_is_one_that_its_schema_takes(manifests: dict[str, list[Manifest]]) -> None:
@@ -59,6 +65,9 @@ def test_each_object_is_one_that_its_schema_takes(manifests: dict[str, list[Mani
             validate(manifest)
     with pytest.raises(kubernetes_validate.ValidationError):
         validate({"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}})
+    for spec in ({"leaderWorkerTemplate": {"workerTemplate": {}, "szie": 1}}, {"leaderWorkerTemplate": {"size": 1}}):
+        with pytest.raises(jsonschema.ValidationError):
+            validate({"kind": "LeaderWorkerSet", "spec": spec})
 
 
 def test_there_is_a_file_for_each_region_with_what_runs_there(manifests: dict[str, list[Manifest]]) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.harnesses.actions import Action
+from etude.regression import fit_logistic
 from etude.taskgen.fidelity.audit import audit, render, to_json
-from etude.taskgen.fidelity.classifier import area, assign_folds, fit, held_out_scores
+from etude.taskgen.fidelity.classifier import area, assign_folds, held_out_scores
 from etude.taskgen.fidelity.features import bucket, features_of
 from etude.taskgen.fidelity.sessions import ToolObservation, observations_of, read_sessions, write_sessions
 
@@ -135,7 +136,7 @@ def test_logistic_regression_finds_what_made_the_labels() -> None:
     rng = np.random.default_rng(1)
     matrix_ND = rng.normal(size=(2000, 3))
     labels_N = (rng.random(2000) < 1 / (1 + np.exp(-(2 * matrix_ND[:, 0] - matrix_ND[:, 1] + 0.5)))).astype(np.int64)
-    coefficients_D, intercept = fit(matrix_ND, labels_N, np.ones(2000), ridge=0.0)
+    coefficients_D, intercept = fit_logistic(matrix_ND, labels_N, np.ones(2000), ridge=0.0)
     assert coefficients_D == pytest.approx([2, -1, 0], abs=0.25)
     assert intercept == pytest.approx(0.5, abs=0.2)
 

@@ -1,0 +1,94 @@
+"""The ranks of a trainer on one of its machines: which they are, and how they begin and end as one process.
+
+    etude train ──one rank here──▶ goes on as that rank
+                └──several──▶ rank, rank, … ──the first that fails──▶ the others are killed, its status is the node's
+
+As torchrun has it, by the same environment variables, for machines that are given: the ranks meet at the first of them,
+and who starts a group again is its supervisor. So nothing imports torch, or waits for others, before the ranks do,
+while a run waits for its trainer.
+"""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.errors import ConfigError
+
+POLL_S = 0.05
+"""Interval at which ranks are looked at."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """The machines of one trainer, and which of them this one is; torchrun's own words."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    rdzv_endpoint: str = ""
+    """``HOST:PORT`` of the first node, where the ranks meet; on one node any port that is free."""
+
+    def environments(self, ranks: int) -> list[dict[str, str]]:
+        """The environment of each of this node's share of ``ranks``.
+
+        Raises :class:`~etude.errors.ConfigError` for ranks that cannot be divided, and for nodes that cannot meet.
+        """
+        if ranks % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} does not divide parallel.dp * parallel.cp = {ranks} ranks: each node has as "
+                f"many as any other"
+            )
+        host, _, port = self.rdzv_endpoint.rpartition(":")
+        if self.nnodes == 1:
+            host, port = LOOPBACK, str(_free_port())
+        if not host or not port.isdecimal() or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT of the first node, and --node-rank from 0 to "
+                f"{self.nnodes - 1}; got {self.rdzv_endpoint!r} and {self.node_rank}"
+            )
+        share = ranks // self.nnodes
+        return [
+            {
+                "RANK": str(self.node_rank * share + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(share),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": port,
+            }
+            for local in range(share)
+        ]
+
+
+ONE_NODE = Nodes()
+
+
+def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+    """Run ``command`` in each environment until all have ended, or one has failed; then the others are killed.
+
+    Returns the status of the first that failed, or 0; one that was killed by a signal counts as 1.
+    """
+    ranks = [subprocess.Popen(command, env={**os.environ, **each}) for each in environments]
+    try:
+        while True:
+            statuses = [rank.poll() for rank in ranks]
+            failed = next((status for status in statuses if status), None)
+            if failed is not None:
+                return failed if failed > 0 else 1
+            if None not in statuses:
+                return 0
+            time.sleep(POLL_S)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        for rank in ranks:
+            rank.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
