@@ -50,6 +50,7 @@ async def serve_gateway(folder: RunFolder, port: int, window_s: float) -> None:
         Key(key_id="product", digest=digest_of(PRODUCT_KEY), scope=Scope.PRODUCTION),
         Key(key_id="browser", digest=digest_of(BROWSER_KEY), scope=Scope.FEEDBACK, opener="product"),
     )
+    chat.save(folder.model)
     async with open_live_sessions(folder, FeedbackConfig(window_s=window_s), GATEWAY) as live:
         spec = GatewaySpec(
             chat=chat,

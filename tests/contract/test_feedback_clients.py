@@ -20,6 +20,7 @@ from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import write_run_key
 from etude.run.live_sessions import open_live_sessions
 from etude.run.process_name import GATEWAY
+from etude.tokens.chat import ChatTemplate
 from gateways import BROWSER_KEY, CHAT, PRODUCT_KEY, QUESTION, Setting, fake_engine, gateway
 from waiting import WAIT_S
 
@@ -47,6 +48,7 @@ class Product:
 def product(tmp_path: Path) -> Iterator[Product]:
     write_run_key(tmp_path)
     folder, ready, over = RunFolder(tmp_path), threading.Event(), threading.Event()
+    ChatTemplate.train(["a b c"], vocab_size=300).save(folder.model)
     made: list[Product] = []
 
     async def serve() -> None:

@@ -72,7 +72,7 @@ class StoreWriter:
     def _run(self) -> None:
         try:
             store = self._store = self._open_store()
-        except BaseException as error:  # noqa: BLE001 - whoever started it gets it
+        except Exception as error:  # noqa: BLE001 - whoever started it gets it
             self._opened.set_exception(error)
             return
         self._opened.set_result(None)

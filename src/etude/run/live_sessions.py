@@ -23,7 +23,7 @@ from etude.feedback.api import FeedbackApi
 from etude.feedback.privacy import forget_sessions
 from etude.feedback.redaction import Redaction, Redactor
 from etude.feedback.signals import NoReport
-from etude.feedback.store import FeedbackStore, end_all_of, end_sessions
+from etude.feedback.store import FeedbackStore, Filter, end_all_of, end_sessions, unchanged
 from etude.feedback.writer import StoreWriter
 from etude.gateway.api import chat
 from etude.gateway.api.calls import RETRY_AFTER_S, RETRYABLE, ApiError
@@ -88,8 +88,10 @@ async def open_live_sessions(
         await asyncio.to_thread(writer.stop, STOP_S)
 
 
-def _redaction(folder: RunFolder, config: FeedbackConfig) -> Redaction:
+def _redaction(folder: RunFolder, config: FeedbackConfig) -> Filter:
     """The redaction of the recipe, for the tokens of the run's model."""
+    if not config.redactors:
+        return unchanged
     redactors = [cast("Redactor", REDACTORS.find(name)) for name in config.redactors]
     tokenizer = read_tokenizer(folder.model)
     filler = tokenizer.encode(FILLER, add_special_tokens=False).ids[0]

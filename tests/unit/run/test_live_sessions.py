@@ -22,6 +22,7 @@ from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import KeyRole, pseudonym, write_run_key
 from etude.run.live_sessions import LiveSessions, open_live_sessions
 from etude.run.process_name import GATEWAY
+from etude.tokens.chat import ChatTemplate
 from etude.types import JoinedSession, Json, LiveAnswer, SignalKind
 from gateways import (
     BROWSER_KEY,
@@ -54,7 +55,9 @@ def in_a_loop(test: Callable[..., Coroutine[None, None, None]]) -> Callable[...,
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     write_run_key(tmp_path)
-    return RunFolder(tmp_path)
+    run = RunFolder(tmp_path)
+    ChatTemplate.train(["a b c"], vocab_size=300).save(run.model)
+    return run
 
 
 @asynccontextmanager

@@ -34,7 +34,7 @@ def live(
     fleet: Annotated[Path | None, typer.Option(metavar="FLEET", help="A TOML file with the machines.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
 ) -> int:
-    """Serve users and learn from what they do with it: `etude run` of a recipe with releases."""
+    """Serve users and learn from what they do: `etude run` of a recipe with releases."""
     if resume is not None:
         check_live(open_run_folder(resume).config())
     elif recipe is not None:

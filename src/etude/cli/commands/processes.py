@@ -45,7 +45,7 @@ def serve(*, run: Run, replica: Replica = 0, region: Region = "") -> None:
 
 @app.command()
 def production(*, run: Run, replica: Replica = 0) -> None:
-    """One process of a run: an engine for users, which serves released versions and those that are tried."""
+    """One process of a run: an engine for users. It serves released versions and those that are tried."""
     _run(ProcessName(command="production", replica=replica), run)
 
 

@@ -24,7 +24,8 @@ from etude.gateway.http.auth import (
 
 def key_of(secret: str, scope: Scope = Scope.PRODUCTION, **fields: object) -> Key:
     session_id = "s" if scope is Scope.ROLLOUT else None
-    chosen: dict[str, object] = {"key_id": f"id of {secret}", "session_id": session_id, **fields}
+    opener = "product" if scope is Scope.FEEDBACK else None
+    chosen: dict[str, object] = {"key_id": f"id of {secret}", "session_id": session_id, "opener": opener, **fields}
     return Key(digest=digest_of(secret), scope=scope, **chosen)  # type: ignore[arg-type]  # fields by name
 
 
@@ -92,7 +93,8 @@ def test_scopes_allow_what_the_table_says_and_nothing_else() -> None:
     allowed = {scope: {action for action in Permission if may(key_of("x", scope), action)} for scope in Scope}
     assert allowed == {
         Scope.ROLLOUT: {Permission.SAMPLE},
-        Scope.PRODUCTION: {Permission.SAMPLE, Permission.SESSIONS},
+        Scope.PRODUCTION: {Permission.SAMPLE, Permission.SESSIONS, Permission.REPORT, Permission.STATUS},
+        Scope.FEEDBACK: {Permission.REPORT},
         Scope.ADMIN: {Permission.SESSIONS, Permission.KEYS, Permission.ENGINES, Permission.METRICS},
     }
 
