@@ -9,6 +9,7 @@ are counted beside. Reads the run's two databases and its events, and none of th
 
 import sqlite3
 import statistics
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +25,10 @@ from etude.types import Json
 
 STAGES = ("joined", "claimed", "trained", "candidate", "gated", "canary", "released")
 """What comes after a signal was received, in order; the first release of a run has no canary."""
+
+
+LOADS = "SELECT step FROM steps WHERE step NOT IN (SELECT step FROM groups WHERE step IS NOT NULL)"
+"""Steps that loaded weights, and trained on nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,7 @@ def _journeys(folder: RunFolder) -> tuple[list[Journey], Counter[str]]:
     trained_s, published_s = _times(folder.events)
     with closing(_read(folder.ledger)) as ledger:
         step_of = dict(ledger.execute("SELECT task_id, step FROM groups WHERE purpose = 'live' AND step IS NOT NULL"))
+        loads = [step for (step,) in ledger.execute(LOADS)]
         moves = ledger.execute("SELECT version, to_state, moved_at FROM release_moves ORDER BY number").fetchall()
     with closing(_read(feedback_place(folder))) as feedback:
         signals = feedback.execute(
@@ -80,7 +86,7 @@ def _journeys(folder: RunFolder) -> tuple[list[Journey], Counter[str]]:
     journeys, others = list[Journey](), Counter[str]()
     for session_id, received_s, taken_s, result in signals:
         step = step_of.get(session_id)
-        live = next((version for version in released if step is not None and version >= step), None)
+        live = None if step is None else _first_live(step, released, loads)
         if step is None or live is None or step not in trained_s or live not in published_s:
             others[result or "window open"] += step is None
             others["not released yet"] += step is not None
@@ -95,6 +101,12 @@ def _journeys(folder: RunFolder) -> tuple[list[Journey], Counter[str]]:
         }
         journeys.append(Journey(steps=live - before, seconds=_between(received_s, at_s)))
     return journeys, others
+
+
+def _first_live(step: int, released: Sequence[int], loads: Sequence[int]) -> int | None:
+    """The first released version that descends from a step: none behind a load of other weights does."""
+    last = min((load for load in loads if load > step), default=sys.maxsize)
+    return next((version for version in released if step <= version < last), None)
 
 
 def _between(start_s: float, at_s: Mapping[str, float]) -> dict[str, float]:

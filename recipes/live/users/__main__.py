@@ -19,6 +19,7 @@ from reports import FeedbackReports
 from simulation import DayPlan, Simulation, Truth, run_day
 from web import Page
 
+from etude.api.feedback import FeedbackClient
 from etude.errors import EtudeError
 from etude.sandboxes.local.provider import LocalSandboxes
 
@@ -64,7 +65,7 @@ async def _run(options: argparse.Namespace, key: str) -> None:
         sandboxes = LocalSandboxes(workers=2)
         stack.push_async_callback(sandboxes.close)
         product = Product(options.url, key, sandboxes, connector)
-        reports = await stack.enter_async_context(FeedbackReports.open(options.url, key))
+        reports = FeedbackReports(stack.enter_context(FeedbackClient(options.url, key)))
         requests = Requests(options.kinds.split(","), options.seed)
         if options.page_port:
             await _serve_page(stack, Page(product, requests, reports), options.page_port)

@@ -54,8 +54,8 @@ class DayPlan:
 class Reports(Protocol):
     """The way of signals to the product."""
 
-    async def send(self, work: Work, user: str, signals: Sequence[Signal]) -> None:
-        """Report signals of a user about a session. Raises :class:`~etude.errors.EtudeError` where nobody takes it."""
+    def send(self, work: Work, user: str, signals: Sequence[Signal]) -> None:
+        """Report signals of a user about a session; they are sent later."""
         ...
 
 
@@ -189,7 +189,7 @@ class Simulation:
         events = [*signals, Signal(kind=LATENCY, value=round(seconds, 4))]
         if abandoned:
             events.append(Signal(kind=ABANDONED, value=1.0))
-        await self._reports.send(work, person.user, events)
+        self._reports.send(work, person.user, events)
 
     async def tell(self, every_s: float) -> None:
         """Print how the day goes, for ever."""
@@ -206,5 +206,4 @@ class Simulation:
 async def run_day(simulation: Simulation, *, every_s: float = 30.0) -> None:
     """Run a day to its end, with a line now and then."""
     async with background_task(simulation.tell(every_s)):
-        with suppress(asyncio.CancelledError):
-            await simulation.run()
+        await simulation.run()

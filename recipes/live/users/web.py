@@ -106,10 +106,7 @@ class Page:
         if kind not in KINDS or not isinstance(value, int | float) or not -1 <= value <= 1:
             raise web.HTTPBadRequest(text=f"kind: expected one of {', '.join(KINDS)}, with a value from -1 to 1")
         work, user = remembered
-        try:
-            await self._reports.send(work, user, [Signal(kind=str(kind), value=float(value))])
-        except EtudeError as error:
-            raise web.HTTPBadGateway(text=str(error)) from error
+        self._reports.send(work, user, [Signal(kind=str(kind), value=float(value))])
         return web.json_response({"sent": kind})
 
     def _remember(self, work: Work, user: str) -> None:
