@@ -37,6 +37,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "grading": ("grading.bench", "attacks on graders, and honest solutions: what is accepted"),
         "templates": ("templates.bench", "chat templates of llama.cpp, vLLM and TRL: tool calls that are read back"),
         "fleet": ("fleet.bench", "one run over five regions, and six things that go wrong while it trains"),
+        "live": ("live.bench", "from a signal to released weights: stages, losses, false decisions, rollback"),
         "faults": ("faults.bench", "a thousand faults in short runs: what is lost, doubled or wrongly scored"),
     }
 )

@@ -47,8 +47,8 @@ RECIPE: Mapping[str, Json] = {
     "midtrain": {"tokens": 250_000, "batch_tokens": 2_000, "threads": 2},
     "optimiser": {"kind": "muon"},
     "tasks": {"options": {"kinds": ["arith", "slice"], "read_first": 0.15}},
-    "rollouts": {"groups_per_step": 16, "group_size": 8, "concurrency": 256},
-    "engine": {"max_running": 6},
+    "rollouts": {"groups_per_step": 16, "group_size": 8, "concurrency": 128},
+    "engine": {"max_running": 8},
     "trainer": {"learning_rate": 4e-4},
 }
 """What differs from the loop's recipe. The engine decodes so few sequences at a time that a step's sampling takes about

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from etude.api.evaluation import EvaluationResult, TryRecord, evaluate
+    from etude.api.feedback import FeedbackClient
     from etude.api.recipe import Recipe
     from etude.api.records import Records, RolloutRecord, StepRecord, TurnRecord, WeightRecord
     from etude.api.run import Run, export
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "EtudeError",
     "EvaluationResult",
+    "FeedbackClient",
     "InfrastructureError",
     "Recipe",
     "Records",
@@ -47,6 +49,7 @@ _HOMES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ConfigError": (_ERRORS, "ConfigError"),
         "EtudeError": (_ERRORS, "EtudeError"),
         "EvaluationResult": ("etude.api.evaluation", "EvaluationResult"),
+        "FeedbackClient": ("etude.api.feedback", "FeedbackClient"),
         "InfrastructureError": (_ERRORS, "InfrastructureError"),
         "Recipe": ("etude.api.recipe", "Recipe"),
         "Records": (_RECORDS, "Records"),

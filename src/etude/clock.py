@@ -48,6 +48,9 @@ def unix_s() -> float:
     return time.time()
 
 
-def date_utc() -> str:
-    """The date and time in UTC, to the second, as ISO 8601 (for records that people read)."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def date_utc(at: float | None = None) -> str:
+    """The date and time in UTC, to the second, as ISO 8601 (for records that people read): now, or at some seconds
+    since 1970.
+    """
+    moment = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
+    return moment.isoformat(timespec="seconds")

@@ -17,6 +17,7 @@ from etude.types import (
     Finish,
     Floats,
     Ids,
+    JoinedSession,
     Routes,
     SamplingMask,
     Split,
@@ -389,3 +390,16 @@ class Score:
     """``None`` where rollouts are not monitored for cheating, and nothing masks."""
     masked: str = ""
     """The reason why it must not be trained on, though graded; empty: it may be."""
+
+
+class JoinedSessions(Protocol):
+    """Takes live sessions whose window is over: the end of the way from a signal, and the start of learning from it."""
+
+    def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
+        """Take some sessions, those whose window was over first in front; returns when they are kept for good.
+
+        Returns one word for each: what became of it, such as ``admitted`` or ``stale``, by which it is counted. A
+        session that was taken before, which happens after ``kill -9``, is not taken twice: its id tells. Raises
+        :class:`~etude.errors.InfrastructureError` where it cannot be asked now: all of them come again.
+        """
+        ...

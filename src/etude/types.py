@@ -498,6 +498,52 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Knowledge of a live session beside its turns: what a baseline without groups compares by.
+
+    All but ``propensity`` is known before the model says anything.
+    """
+
+    user: str
+    """Pseudonym."""
+    day: int
+    """Days since 1970-01-01 UTC, by the server's clock, when the session was opened."""
+    template: str
+    """The kind of request, in the product's words; empty where it has none."""
+    arm: str
+    """The arm of the routing table that served it."""
+    prompt_tokens: int
+    """Tokens of its first prompt."""
+    weight: float = 1.0
+    """Weight in the gradient: below 1 where a cap holds its user."""
+    propensity: float = 1.0
+    """Estimated chance that what its reward asks for is answered, of the part with the lowest; 1: nothing is asked."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"a live session has weight {self.weight!r}, expected a number above 0")
+        if not 0 < self.propensity <= 1:
+            raise ValueError(f"a live session has propensity {self.propensity!r}, expected a chance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedSession:
+    """A live session as models look back on it: what it was, what was answered, and what it came to."""
+
+    session_id: str
+    observation: Observation
+    ended_at: float
+    """Seconds since 1970, by the server's clock."""
+    sampled_tokens: tuple[int, ...]
+    """Sampled tokens of each turn."""
+    answers: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    """Part of the reward → what was answered, of the session or of each of its turns; ``None``: nothing was."""
+    reward: float = 0.0
+    turn_rewards: tuple[float, ...] = ()
+    """Reward of each turn, as a :class:`Rollout` has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task, whole and readable."""
 
@@ -526,6 +572,8 @@ class Rollout:
     """At most one for each turn."""
     branch: Branch | None = None
     """``None`` where it was sampled from its beginning."""
+    observation: Observation | None = None
+    """``None`` where no user was served: of a simulated rollout."""
 
     @property
     def is_quarantined(self) -> bool:
@@ -563,6 +611,11 @@ class Group:
     """Slots given up to infrastructure: so many rollouts more were planned."""
     weight: float = 1.0
     """Importance weight of the task: how likely it is to be drawn if all tasks are, over how likely it was."""
+
+    @property
+    def is_live(self) -> bool:
+        """True if it is a user's session, which has no other rollout to be compared with."""
+        return any(rollout.observation is not None for rollout in self.rollouts)
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
@@ -630,6 +683,129 @@ class Batch:
     """[rollouts] of all groups, degenerate ones included."""
     staleness: Ids
     """[sampled tokens of all groups] trainer's version − the token's version."""
+
+
+class SignalKind(StrEnum):
+    """Kind of what a product says about a live session."""
+
+    KEPT = "kept"
+    """1, or the share of the edit that survived."""
+    REVERTED = "reverted"
+    """1."""
+    EDITED = "edited"
+    """0 to 1: how much was changed afterwards."""
+    FOLLOW_UP = "follow_up"
+    """1 where the user came back dissatisfied, 0 where not."""
+    TESTS = "tests"
+    """Share that passed."""
+    THUMBS = "thumbs"
+    """+1 or −1."""
+    LATENCY = "latency"
+    """Seconds."""
+    ABANDONED = "abandoned"
+    """1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """One thing that a product says about a live session, or one of its turns."""
+
+    event_id: str
+    """The client's own; the same one again is a duplicate."""
+    session_id: str
+    kind: SignalKind
+    value: float
+    turn: int | None
+    """Index of the turn that it is about; ``None``: the whole session."""
+    span: tuple[int, int] | None
+    """Characters of the turn's text, from and up to; ``None``: all of it."""
+    user: str
+    """Pseudonym."""
+    sent_at: float
+    """Seconds since 1970 by the client's clock: kept, and nothing is decided by it."""
+    received_at: float
+    """Likewise, by the server's clock."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"signal {self.event_id} has value {self.value!r}, expected a finite number")
+        if self.turn is not None and self.turn < 0:
+            raise ValueError(f"signal {self.event_id} is about turn {self.turn}: turns count from 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveSession:
+    """A session of a product's user who consented to training; all times are the server's, in seconds since 1970."""
+
+    session_id: str
+    """Unique for ever: also the id of its rollout, and of the task that its group is of."""
+    owner: str
+    """Id of the production key that it was opened with."""
+    name: str
+    """The product's own name for it; a product may use one again. Empty where it gave none."""
+    user: str
+    """Pseudonym; empty where the product did not say who asked."""
+    template: str
+    """The kind of request, in the product's words; empty where it has none."""
+    region: str
+    """Region that the user is in, in the product's words; empty where it did not say."""
+    consent: bool
+    opened_at: float
+    ended_at: float | None
+    """``None`` while calls may follow."""
+    arm: str
+    """The arm of the routing table that served it; empty where there was no table."""
+    first_version: int | None
+    last_version: int | None
+    """The oldest and the newest weight version that sampled some of it; ``None``: none did so far."""
+    turns: int
+    """Number of turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveAnswer:
+    """The answer to one call of a live session: all that is kept of it."""
+
+    session: LiveSession
+    """Its session, as it was when it was opened."""
+    first: int
+    """Index of the first of its turns in the session."""
+    turns: tuple[Turn, ...]
+    """The replies, more than one with ``n`` > 1; their prompts are the same."""
+    completion: str
+    """Id of the answer, without the prefix of its API."""
+    follows: int | None
+    """Index of the turn whose reply the call continued; ``None``: none."""
+    earlier: Turn | None
+    """The turn of ``follows``."""
+    message: str
+    """The user's message that came with the call; empty for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedSession:
+    """A live session whose window is over, with all that was said about it in time."""
+
+    session: LiveSession
+    turns: tuple[Turn, ...]
+    """Token for token; prompts of one branch are views of one array."""
+    messages: tuple[str, ...]
+    """[turns] the user's message that came with the call of each turn; empty where the call had none."""
+    follows: tuple[int | None, ...]
+    """[turns] the turn whose reply the call of each turn continued; ``None``: none."""
+    signals: tuple[Signal, ...]
+    """Each event once, in the order in which they were received; a turn that they name is one of ``turns``."""
+
+    def __post_init__(self) -> None:
+        session, turns = self.session, len(self.turns)
+        if not turns == len(self.messages) == len(self.follows) == session.turns:
+            raise ValueError(
+                f"session {session.session_id} of {session.turns} turns has {turns} turns, {len(self.messages)} "
+                f"messages and {len(self.follows)} links between turns"
+            )
+        strays = [one.event_id for one in self.signals if one.turn is not None and one.turn >= turns]
+        if strays:
+            raise ValueError(f"session {session.session_id} of {turns} turns has signals about others: {strays[:3]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,6 +75,9 @@ class Severed:
     def set_version(self, version: int) -> None:
         self._database.set_version(version)
 
+    def scrub(self) -> None:
+        self._database.scrub()
+
     def close(self) -> None:
         self._database.close()
 

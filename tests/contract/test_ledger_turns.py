@@ -48,7 +48,7 @@ def test_turns_are_read_by_the_digest_that_the_row_has(ledger: Ledger, place: st
             assert [one.rollout_id for one in group.rollouts] == ["1.0.0", "1.1.0"]
             assert np.array_equal(group.rollouts[1].turns[0].logprobs, TURN.logprobs)
         assert len(archive.rollout("2.1.0")[1].turns) == 1
-    assert ledger.named_turns([Path(key).stem for key in keys]) == {Path(key).stem for key in keys}
+    assert ledger.turns.named([Path(key).stem for key in keys]) == {Path(key).stem for key in keys}
 
 
 def test_turns_that_are_not_there_are_named(ledger: Ledger, place: str, store: ObjectStore) -> None:
@@ -81,7 +81,7 @@ from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore
 
 with Ledger.open(sys.argv[1], payloads=Payloads(ObjectStore(sys.argv[2], syncs=True))) as ledger:
-    assert ledger.stow(rollout(1, 0)) is not None
+    assert ledger.turns.stow(rollout(1, 0)) is not None
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -104,18 +104,18 @@ def test_who_is_killed_between_object_and_row_leaves_an_open_slot_and_an_object_
 
 
 def sweep(ledger: Ledger, store: ObjectStore, *, older_than_s: float) -> int:
-    return Payloads(store).sweep(list, ledger.named_turns, older_than_s=older_than_s)
+    return Payloads(store).sweep(list, ledger.turns.named, older_than_s=older_than_s)
 
 
 def test_what_no_row_names_any_more_is_deleted_for_good(ledger: Ledger, store: ObjectStore) -> None:
     assert ledger.admit_group(task("a"), TRAIN, 2, 0) == 0
     first = rollout(0, 0)
-    turns = ledger.stow(first)
+    turns = ledger.turns.stow(first)
     assert turns is not None
     ledger.record(first, TRAIN, turns)
     ledger.record(replace(first, rollout_id="copy", slot=1), TRAIN, turns)
     payloads = Payloads(store)
-    assert not payloads.delete(turns.digest, ledger.named_turns)
+    assert not payloads.delete(turns.digest, ledger.turns.named)
     assert len(store.list("turns")) == 1
     assert payloads.delete(turns.digest, lambda digests: [])
     assert store.list("") == []

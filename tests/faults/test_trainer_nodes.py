@@ -1,4 +1,4 @@
-"""A trainer over two nodes, each a torchrun: one is killed, both start again as a group, and training goes on."""
+"""A trainer over two nodes, each a rank: one is killed, both start again as a group, and training goes on."""
 
 import os
 import signal

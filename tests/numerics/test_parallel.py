@@ -23,7 +23,7 @@ from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.run.numerics import published_state
-from etude.run.trainer_group import TrainerGroup
+from etude.run.trainer_group import GroupCommand, TrainerGroup
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
@@ -221,7 +221,7 @@ def crews(rank: int, folder: Path) -> None:
     for name, loss in LOSSES.items():
         grid = make_grid("dp cp ep")
         policy = make_policy(sharded(TINY_LATENT, grid), loss, grid)
-        trainer_group = TrainerGroup(policy, Checkpoints(folder / f"group {name}", grid.everyone), grid)
+        trainer_group = TrainerGroup(policy, Checkpoints(folder / f"group {name}", grid.everyone), grid, other_weights)
         if rank > 0:
             trainer_group.worker_loop()
             continue
@@ -262,7 +262,15 @@ def group_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
     step(2, batch)
     trainer_group.restore(trainer_group.saved)
     lone = step(3, batch[:1])  # of a lone trajectory most ranks have nothing
-    return [first, step(2, batch), lone, step(4, batch, make_distillation(batch, trainer_group.shares))]
+    second = step(2, batch)
+    hinted = step(4, batch, make_distillation(batch, trainer_group.shares))
+    trainer_group.load(7, "")  # and then on, from other weights and without moments
+    return [first, second, lone, hinted, step(5, batch)]
+
+
+def other_weights(command: GroupCommand) -> Decoder:
+    assert command.version == 7
+    return make_model(TINY_LATENT, seed=5)
 
 
 def everything(rank: int, folder: Path) -> None:
@@ -322,7 +330,7 @@ def test_one_process_writes_what_four_read(folder: Path, tmp_path: Path, kind: A
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_rank_group_steps_as_one_process_does(folder: Path, tmp_path: Path, name: str) -> None:
     policy = make_policy(make_model(TINY_LATENT), LOSSES[name], None)
-    with TrainerGroup(policy, Checkpoints(tmp_path), None) as alone:
+    with TrainerGroup(policy, Checkpoints(tmp_path), None, other_weights) as alone:
         expected = group_steps(alone)
     measured = json.loads((folder / f"group {name}.json").read_text())
     assert min(step["grad_norm"] for step in expected[:2]) > 0.01

@@ -28,12 +28,14 @@ from etude.ledger.turns import decode_turns
 from etude.objects import ObjectStore
 from etude.protocols import Engine
 from etude.run.gateway import GatewaySpec, RunningGateway, open_gateway
+from etude.run.live_sessions import LiveSessions
 from etude.run.serving import listening
 from etude.tokens.chat import ChatTemplate
 from etude.types import Json, RouteSpace, Turn
 from waiting import WAIT_S, until
 
 ADMIN_KEY, PRODUCT_KEY, OTHER_KEY = "the admin key", "a product's key", "another product's key"
+BROWSER_KEY = "a key of the product's users' browsers"
 VOCAB_SIZE = 300
 MAX_LENGTH = 64
 QUESTION: list[Json] = [{"role": "user", "content": "go"}]
@@ -144,6 +146,7 @@ class Setting:
     space: RouteSpace | None = None
     access_log: Path | None = None
     budget: KeyLimits = field(default_factory=KeyLimits)
+    live: LiveSessions | None = None
     port: int = 0
     max_length: int = MAX_LENGTH
 
@@ -152,8 +155,8 @@ def fake_engine(clock: GatedClock | SystemClock | None = None, token_s: float = 
     return FakeEngine(clock or SystemClock(), vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH, token_s=token_s)
 
 
-def key_of(key_id: str, secret: str, scope: Scope, limits: KeyLimits | None = None) -> Key:
-    return Key(key_id=key_id, digest=digest_of(secret), scope=scope, limits=limits or KeyLimits())
+def key_of(key_id: str, secret: str, scope: Scope, limits: KeyLimits | None = None, opener: str | None = None) -> Key:
+    return Key(key_id=key_id, digest=digest_of(secret), scope=scope, limits=limits or KeyLimits(), opener=opener)
 
 
 @asynccontextmanager
@@ -167,10 +170,13 @@ async def gateway(setting: Setting) -> AsyncIterator[Caller]:
             key_of("admin", ADMIN_KEY, Scope.ADMIN),
             key_of("product", PRODUCT_KEY, Scope.PRODUCTION, setting.budget),
             key_of("other", OTHER_KEY, Scope.PRODUCTION),
+            key_of("browser", BROWSER_KEY, Scope.FEEDBACK, setting.budget, opener="product"),
         ),
         sessions=setting.limits,
         admission=setting.admission,
         access_log=setting.access_log,
+        live=None if setting.live is None else setting.live.recorder,
+        more_routes=(lambda state: {}) if setting.live is None else setting.live.routes,
     )
     config = setting.config
     async with open_gateway(plan, config, SystemClock(), lambda _url: setting.engine) as parts:

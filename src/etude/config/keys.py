@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, JsonValue, PlainValidator
 from pydantic.fields import FieldInfo
@@ -128,18 +128,28 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
         for bound, phrase in BOUNDS.items()
         if (limit := getattr(constraint, bound, None)) is not None
     ]
-    names = next((rule.func for rule in field.metadata if isinstance(getattr(rule, "func", None), Registry)), None)
-    kind = _type(field.annotation) if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
+    kind = _registered(field.metadata) or _type(field.annotation)
     takes = ", ".join([kind, *bounds])
     default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
     return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
+
+
+def _registered(rules: Iterable[object]) -> str | None:
+    """The names of a key that takes any of a registry, in words; ``None`` for any other key."""
+    functions = (getattr(rule, "func", None) for rule in rules)
+    names = next((function for function in functions if isinstance(function, Registry)), None)
+    return None if names is None else _any_of([*map(json.dumps, names.builtins), "another's name"])
 
 
 def _type(annotation: Any) -> str:
     """A type in words that a writer of TOML knows."""
     if annotation is JsonValue:
         return "any value"
-    if annotation in SCALARS:
+    if get_origin(annotation) is Annotated:
+        plain, *rules = get_args(annotation)
+        names = _registered(rules)
+        return _type(plain) if names is None else names
+    if get_origin(annotation) is None and annotation in SCALARS:
         return SCALARS[annotation]
     kind, inner = get_origin(annotation), get_args(annotation)
     if kind is Literal:

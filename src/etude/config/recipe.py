@@ -12,10 +12,13 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from etude.config.credit import CreditConfig
+from etude.config.feedback import FeedbackConfig
 from etude.config.hints import HintsConfig
 from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
+from etude.config.live import LiveConfig
+from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
 from etude.config.section import Section
@@ -154,6 +157,12 @@ class RunConfig(Section):
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
     """The measurement."""
+    feedback: FeedbackConfig = FeedbackConfig()
+    """Signals of users."""
+    live: LiveConfig = LiveConfig()
+    """Learning from them."""
+    release: ReleaseConfig = ReleaseConfig()
+    """The way of a version to users."""
 
     @model_validator(mode="before")
     @classmethod
@@ -269,7 +278,8 @@ class RunConfig(Section):
                 f"credit.options.branches = {credit.branches} must divide rollouts.group_size = {size} and be below "
                 f"it: what all rollouts of a group share has nothing to be compared with"
             )
-        if credit.kind in ("shaped", "shared_prefix") and self.harness.kind != "coding":
+        by_signals = credit.kind == "shaped" and self.feedback.reward.is_by_turn
+        if credit.kind in ("shaped", "shared_prefix") and self.harness.kind != "coding" and not by_signals:
             raise ValueError(
                 f"credit.kind = {credit.kind!r} needs the built-in harness, whose turns can be told good from bad and "
                 f"gone through again: set harness.kind = 'coding' or choose another kind"
@@ -303,6 +313,46 @@ class RunConfig(Section):
             raise ValueError(
                 f"reward.shuffled = true is a control in which nothing can be learnt, but {teaching[0]} "
                 f"teaches without the rewards that are shuffled: leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lived(self) -> Self:
+        parts, live = self.feedback.reward.parts, self.live
+        by_turn = next((part.name for part in parts if part.per == "turn"), "")
+        if by_turn and self.credit.kind != "shaped":
+            raise ValueError(
+                f"feedback.reward.parts: {by_turn!r} is about single turns, and credit.kind = {self.credit.kind!r} "
+                f"gives all turns the same: set credit.kind = 'shaped', or per = 'session'"
+            )
+        if not live.groups_per_step:
+            return self
+        if not parts:
+            raise ValueError(
+                f"live.groups_per_step = {live.groups_per_step} has nothing to learn from: say in "
+                f"[[feedback.reward.parts]] what a session is worth"
+            )
+        if live.after_steps >= self.trainer.steps:
+            raise ValueError(
+                f"live.after_steps = {live.after_steps} leaves no step of trainer.steps = {self.trainer.steps} to live "
+                f"sessions: lower it"
+            )
+        alone = {
+            "loss.baseline = 'mean_std' (set 'mean' or 'leave_one_out')": self.loss.baseline == "mean_std",
+            "rollouts.max_resamples (leave it out)": self.rollouts.max_resamples > 0,
+            "credit.kind = 'shared_prefix' (set another)": self.credit.kind == "shared_prefix",
+            "reward.shuffled (leave it out)": self.reward.shuffled,
+        }
+        compares = [name for name, is_set in alone.items() if is_set]
+        if compares:
+            raise ValueError(
+                f"live.groups_per_step = {live.groups_per_step}: a live session is a group of one, and {compares[0]} "
+                f"needs the other rollouts of a group"
+            )
+        if self.loss.old_policy == "recomputed":
+            raise ValueError(
+                "loss.options.old_policy = 'recomputed' does not go with live sessions: after a rollback some are of "
+                "weights that the trainer no longer has; set loss.options.old_policy = 'engine'"
             )
         return self
 

@@ -49,6 +49,8 @@ class Try:
     turns: int
     summaries: int
     seconds: float
+    is_cheat: bool = False
+    """True if it looks like cheating."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

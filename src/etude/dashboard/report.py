@@ -15,7 +15,7 @@ from typing import TypeAlias
 from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import count, percent
 from etude.dashboard.heldout import heldout_figures
-from etude.dashboard.run_metrics import ALIKE, TRAIN, RunMetrics, Tally, total
+from etude.dashboard.run_metrics import ALIKE, LIVE, TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
 from etude.telemetry.metrics import METRICS, Metric, Notation
@@ -47,6 +47,7 @@ def build_report(
         "mismatch": _mismatch(run, steps),
         "weights": _weights(run),
         "rollouts": _rollouts(run.rollouts.get(TRAIN, Tally())),
+        "live": _rollouts(run.rollouts.get(LIVE, Tally())),
         "regions": {name or "home": asdict(use) for name, use in sorted(run.regions.items())},
         "cheating": run.hacks.get(TRAIN, HackRates()).figures(),
         "judge_alarms": [asdict(alarm) for alarm in run.judge_alarms],

@@ -45,7 +45,9 @@ PHASES = ("midtrain", "sft", "eval-before", "rl", "eval-after")
 """The phases that take time, in order, though not every run has all; ``done`` follows."""
 
 TRAIN = "train"
-"""Purpose of the rollouts that are trained on; those of evaluations are ``before-sampled``, ``after-greedy``, …"""
+"""Purpose of the simulated rollouts that are trained on; those of evaluations are ``before-sampled``, …"""
+LIVE = "live"
+"""Purpose of users' sessions."""
 
 ALIKE = 3
 """Failures in a row after which it is asked whether they are one and the same."""

@@ -51,6 +51,8 @@ class RequestRecord:
     """The traffic class of a request that may sample; empty for any other."""
     key_id: str = ""
     session_id: str = ""
+    live_session: str = ""
+    """Id of the live session that the call is recorded in; empty for none."""
     prompt_tokens: int = 0
     """Tokens of the prompt that engines read, or that was answered before."""
     completion_tokens: int = 0

@@ -30,9 +30,12 @@ from etude.clock import unix_s
 from etude.errors import CaptureError, EngineUnavailable, VersionPending
 from etude.gateway.api.calls import Answer, ApiError, Call, EventEncoder, FinishReason, Reply, new_id
 from etude.gateway.capture.conversations import Conversation, Prompt, SessionFull
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.request_log import RequestRecord
 from etude.gateway.routing.admission import PRIORITIES, AdmissionQueue, TrafficClass
+from etude.gateway.routing.arms import CallArm
 from etude.gateway.routing.pool import CallOptions, EnginePool
+from etude.gateway.routing.shadow import Shadow
 from etude.ledger.payloads import Payloads
 from etude.protocols import Clock, Completion, SamplingParams, TokenChunk, turn_of
 from etude.tokens.messages import (
@@ -68,6 +71,8 @@ class Caller:
     """Wait while no engine serves that version, instead of being told at once."""
     kind: TurnKind = TurnKind.ACT
     """The kind of the recorded turn."""
+    arm: CallArm | None = None
+    """The released weights that may answer a user; ``None``: any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +109,14 @@ class GenerationRequest:
 
 @final
 class CallService:
-    """Answers calls. ``max_length`` is the engines' limit on prompt and completion, in tokens."""
+    """Answers calls. ``max_length`` is the engines' limit on prompt and completion, in tokens; ``live`` records live
+    sessions, if there are any.
+    """
 
-    def __init__(self, sampler: "ReplySampler", *, max_length: int) -> None:
+    def __init__(self, sampler: "ReplySampler", *, max_length: int, live: LiveRecorder | None = None) -> None:
         self._sampler = sampler
         self._max_length = max_length
+        self._live = live
 
     def count(self, call: Call, conversation: Conversation) -> int:
         """The number of tokens of a call's prompt. Raises :class:`~etude.gateway.api.calls.ApiError`."""
@@ -124,6 +132,7 @@ class CallService:
             request = self._request(call, caller, record)
             replies = await self._sampler.sample(request)
             answer = self._record(request, replies, new_id(), int(unix_s()))
+        await self._keep(caller, answer)
         _note(answer, record)
         return answer
 
@@ -136,6 +145,7 @@ class CallService:
         """
         earlier = _earlier_answer(call, caller)
         if earlier is not None:
+            await self._keep(caller, earlier)
             _note(earlier, record)
             yield _replayed(earlier, events)
             return
@@ -154,6 +164,7 @@ class CallService:
                     yield data
         ordered = [replies[index] for index in sorted(replies)]
         answer = self._record(request, ordered, answer_id, created)
+        await self._keep(caller, answer)
         _note(answer, record)
         if answer.answer_id != answer_id:
             raise ApiError(409, "answered_meanwhile", "another attempt of this request was answered: ask for it again")
@@ -185,6 +196,13 @@ class CallService:
         return GenerationRequest(
             call=call, caller=caller, prompt=prompt, params=self._sampler.recorder.params(params), record=record
         )
+
+    async def _keep(self, caller: Caller, answer: Answer) -> None:
+        """Return once the answer is on the disk, if its session is recorded; again for one that was answered before, as
+        its caller may ask while it is still being written.
+        """
+        if self._live is not None:
+            await self._live.keep(caller.conversation, answer)
 
     def _record(self, request: GenerationRequest, replies: Sequence[Reply], answer_id: str, created: int) -> Answer:
         answer = Answer(
@@ -276,13 +294,21 @@ class ReplySampler:
     """Samples the replies of generation requests."""
 
     def __init__(
-        self, chat: ChatFormat, pool: EnginePool, admission: AdmissionQueue, recorder: "Recorder", clock: Clock
+        self,
+        chat: ChatFormat,
+        pool: EnginePool,
+        admission: AdmissionQueue,
+        recorder: "Recorder",
+        clock: Clock,
+        shadow: Shadow | None = None,
     ) -> None:
+        """``shadow`` samples some prompts of users again, unseen."""
         self.chat = chat
         self.recorder = recorder
         self._pool = pool
         self._admission = admission
         self._clock = clock
+        self._shadow = shadow
 
     async def sample(self, request: GenerationRequest) -> list[Reply]:
         """All replies that the call asks for, in order, whole."""
@@ -390,6 +416,10 @@ class ReplySampler:
             request.caller.conversation.session_id,
             reused=request.prompt.reused,
         )
+        if self._shadow is not None and request.caller.arm is not None:
+            began = request.record.dispatched
+            seconds = 0.0 if began is None else self._clock.now() - began
+            self._shadow.offer(request.prompt.token_ids, request.params_of(index), completion, request.session, seconds)
         return Reply(
             message=message,
             finish_reason=_finish_reason(message, reader, completion.finish),
@@ -403,6 +433,7 @@ class ReplySampler:
         return CallOptions(
             min_version=request.caller.min_version,
             wait_for_version=request.caller.wait_for_version,
+            arm=request.caller.arm,
             deadline_s=deadline_s,
             dispatched=partial(setattr, request.record, "dispatched"),
         )

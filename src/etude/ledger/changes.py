@@ -7,19 +7,27 @@ that is interrupted. The statements are :mod:`etude.ledger.rows`', the lives of 
 :mod:`etude.ledger.states`'.
 """
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from etude.errors import FencedError
 from etude.ledger import leases, rows
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease
-from etude.ledger.records import encode_task
-from etude.ledger.states import STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
-from etude.types import Rollout, RolloutStatus, Task
+from etude.ledger.records import encode_rollout, encode_task
+from etude.ledger.states import ERASURE_MOVES, STEP_MOVES, EndedAttempt, GroupSlots, GroupState, StepState, move
+from etude.types import Json, PayloadRef, Rollout, RolloutStatus, Task
 
 TRAIN = "train"
-"""The purpose of groups that are trained on; any other purpose is the label of an evaluation."""
+"""The purpose of simulated groups that are trained on."""
+LIVE = "live"
+"""The purpose of users' sessions that are trained on, each a group of one. Any other is the label of an evaluation."""
+LOAD = "trainer.load"
+"""The fact with the weights that the trainer is to go on with, as a JSON object with an ``id`` of its own."""
+LOADED = "trainer.loaded"
+"""The fact with the last of these that a step took, and that ``step``."""
 TRAINER = "trainer"
 """The lease of who may claim batches and commit steps."""
 ANY_WORKER = ""
@@ -28,6 +36,39 @@ ANY_WORKER = ""
 
 NO_SIGNAL = "no signal: all rewards are alike"
 """The reason for which a group is dropped that another one is sampled for."""
+
+
+DELETED = "deleted: its user, or the time for which sessions are kept, wanted it gone"
+"""The reason for which a live session that was not trained on is dropped later."""
+ERASED_TURNS = "erased-turns."
+"""Facts under this prefix: digests of objects with turns that no row names any more, and which have yet to go."""
+STALE = "stale: the batches that its tokens are fresh enough for are full"
+"""The reason for which a live session is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErasedSession:
+    """Result of erasing a live session."""
+
+    existed: bool
+    """False where the ledger knows no such session."""
+    is_busy: bool = False
+    """True where a step is computing with it: nothing was erased, try again once that is committed."""
+    step: int | None = None
+    """The step that trained on it, whose weight version has that number; ``None``: none did."""
+
+
+class LiveAdmission(StrEnum):
+    """Result of offering a live session."""
+
+    READY = "ready"
+    """Its group is there, and waits for its batch."""
+    STALE = "stale"
+    """Its group is there, dropped: no batch will have it."""
+    QUARANTINED = "quarantined"
+    """Likewise, because of its user."""
+    DUPLICATE = "duplicate"
+    """It was offered before: nothing changed."""
 
 
 class NotAdmitted(StrEnum):
@@ -60,6 +101,61 @@ def admit_drawn(db: Database, task: Task, group: rows.GroupRow, kept_below: int)
     rows.set_cursor(db, TRAIN, cursor._replace(drawn=cursor.drawn + 1))
     index = admit_group(db, task, TRAIN, group)
     return NotAdmitted.TRAINED if index is None else index
+
+
+def admit_live(
+    db: Database,
+    group: rows.GroupRow,
+    rollout: Rollout,
+    turns: PayloadRef | None,
+    observed: bytes,
+    kept_below: int,
+) -> LiveAdmission:
+    """Add the group of a live session with its one rollout, whose id is the session's: ready, or dropped at once as
+    stale or because its rollout is quarantined, which would take a place in a batch and teach nothing.
+
+    ``turns`` is the object that has its turns. The rollout of a dropped one is not written down: the session itself is
+    the product's to keep.
+    """
+    session, observation = rollout.rollout_id, rollout.observation
+    assert observation is not None, f"rollout {session} is of no live session"
+    if rows.is_admitted(db, session):
+        return LiveAdmission.DUPLICATE
+    outcome, reason = LiveAdmission.READY, ""
+    if rollout.verdict is not None and rollout.is_quarantined:
+        outcome, reason = LiveAdmission.QUARANTINED, f"quarantined: {rollout.verdict.reason}"
+    elif rows.usable_groups(db, LIVE) >= kept_below:
+        outcome, reason = LiveAdmission.STALE, STALE
+    state, index = GroupState.DROPPED if reason else GroupState.READY, rows.next_index(db, LIVE)
+    rows.insert_group(db, LIVE, session, group._replace(group_index=index, state=state))
+    rows.insert_observed(db, session, index, observation.user, observation.day, observed)
+    if reason:
+        rows.set_reason(db, LIVE, index, reason)
+        return outcome
+    placed = replace(rollout, group_index=index)
+    row = rows.RolloutRow(encode_rollout(placed, with_turns=turns is None), turns)
+    rows.insert_rollout(db, LIVE, placed, row)
+    return outcome
+
+
+def erase_live(db: Database, session_id: str) -> ErasedSession:
+    """Remove what a live session left: rollout, observation, and a group that no batch has. Of one that a step trained
+    on the group stays, which says that and has no content.
+
+    Nothing changes while a step is computing with it, which may have to be done again from the same bytes.
+    """
+    placed = rows.live_group(db, session_id)
+    if placed is None:
+        return ErasedSession(existed=False)
+    group, step = placed
+    if group.state is GroupState.CLAIMED:
+        return ErasedSession(existed=True, is_busy=True, step=step)
+    turns = rows.erase_rollout(db, session_id)
+    if group.state is GroupState.READY:
+        rows.move_group(db, LIVE, group, GroupState.DROPPED, DELETED, ERASURE_MOVES)
+    if turns is not None:
+        rows.set_fact(db, f"{ERASED_TURNS}{turns}", session_id)
+    return ErasedSession(existed=True, step=step)
 
 
 def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:
@@ -121,25 +217,60 @@ def take_over(db: Database, purpose: str, silent: Sequence[Lease], worker: str) 
             rows.reassign_groups(db, purpose, other, worker)
 
 
-def is_waiting(db: Database, step: int, num_groups: int) -> bool:
+def is_waiting(db: Database, step: int, num_groups: Mapping[str, int]) -> bool:
     """Return true if it is the turn of a step, and its batch is not complete."""
     claimed = rows.step_state(db, step) is StepState.CLAIMED
-    return not claimed and not _why_not(db, step) and not _next_batch(db, num_groups)
+    return not claimed and not _why_not(db, step) and _next_batch(db, num_groups) is None
 
 
-def claim_batch(db: Database, step: int, num_groups: int, own_lease: Lease | None) -> list[int] | None:
-    """Give a step its groups, or the ones that it has; ``None`` when they are not complete."""
+def claim_batch(
+    db: Database, step: int, num_groups: Mapping[str, int], own_lease: Lease | None
+) -> list[tuple[str, int]] | None:
+    """Give a step its groups, so many of each purpose, or the ones that it has; ``None`` when they are not complete."""
     _check_trainer(db, own_lease)
     if rows.step_state(db, step) is StepState.CLAIMED:
         return rows.groups_of_step(db, step)
     if why := _why_not(db, step):
         raise ValueError(f"step {step} cannot claim a batch: {why}")
-    batch = _next_batch(db, num_groups)
-    if not batch:
+    last = _next_batch(db, num_groups)
+    if last is None:
         return None
     rows.insert_step(db, step)
-    rows.claim_groups(db, step, batch[-1])
-    return batch
+    for purpose, index in last.items():
+        rows.claim_groups(db, step, purpose, index)
+    return rows.groups_of_step(db, step)
+
+
+def is_load_due(db: Database, step: int) -> bool:
+    """Return true if a step is one that loads weights, or is to become one: found without stopping any writer."""
+    wish, loaded = _load_fact(db, LOAD), _load_fact(db, LOADED)
+    return wish is not None and (loaded is None or loaded["id"] != wish["id"] or loaded["step"] == step)
+
+
+def claim_load(db: Database, step: int, own_lease: Lease | None) -> dict[str, Json] | None:
+    """Make a step one that loads weights and trains on no group, if that is asked for; return what it loads.
+
+    A step that took a load gets the same one again; ``None`` for one that is, or may become, a step of groups.
+    """
+    loaded = _load_fact(db, LOADED)
+    state = rows.step_state(db, step)
+    if state is StepState.CLAIMED:
+        return loaded if loaded is not None and loaded["step"] == step else None
+    wish = _load_fact(db, LOAD)
+    if wish is None or (loaded is not None and loaded["id"] == wish["id"]):
+        return None
+    _check_trainer(db, own_lease)
+    if why := _why_not(db, step):
+        raise ValueError(f"step {step} cannot load weights: {why}")
+    rows.insert_step(db, step)
+    taken = wish | {"step": step}
+    rows.set_fact(db, LOADED, json.dumps(taken))
+    return taken
+
+
+def _load_fact(db: Database, key: str) -> dict[str, Json] | None:
+    value = rows.get_fact(db, key)
+    return None if value is None else dict(json.loads(value))
 
 
 def commit_step(db: Database, step: int, own_lease: Lease | None) -> None:
@@ -207,11 +338,16 @@ def _why_not(db: Database, step: int) -> str:
     return f"step {last - 1} is not committed" if rows.step_state(db, last - 1) is StepState.CLAIMED else ""
 
 
-def _next_batch(db: Database, num_groups: int) -> list[int]:
-    """The first unused groups in admission order; none while one of them is not ready."""
-    unused = rows.unused_groups(db, TRAIN, num_groups)
-    complete = len(unused) == num_groups and all(state is GroupState.READY for _, state in unused)
-    return [index for index, _ in unused] if complete else []
+def _next_batch(db: Database, num_groups: Mapping[str, int]) -> dict[str, int] | None:
+    """Purpose → the last of its first unused groups in admission order; ``None`` while one of all is not ready."""
+    last: dict[str, int] = {}
+    for purpose, number in num_groups.items():
+        unused = rows.unused_groups(db, purpose, number)
+        if len(unused) < number or any(state is not GroupState.READY for _, state in unused):
+            return None
+        if unused:
+            last[purpose] = unused[-1][0]
+    return last
 
 
 def _check_trainer(db: Database, own_lease: Lease | None) -> None:

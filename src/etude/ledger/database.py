@@ -36,9 +36,10 @@ class LedgerUnavailable(InfrastructureError):
 class Database(Protocol):
     """One connection to a ledger's database, for one thread.
 
-    A statement writes ``?`` for each value and has no other question mark. Outside of a transaction it is one of its
-    own. Every method raises :class:`Interrupted` for a fault that may pass, and then the next call connects anew if it
-    must; :class:`~etude.errors.DamagedError` for one that will not.
+    A statement writes ``?`` for each value and has no other question mark; ``json_each(?)`` are the rows of a JSON
+    array, each in the column ``value``, of which ``value->>0`` is the first element, as text. Outside of a transaction
+    it is one of its own. Every method raises :class:`Interrupted` for a fault that may pass, and then the next call
+    connects anew if it must; :class:`~etude.errors.DamagedError` for one that will not.
     """
 
     @property
@@ -67,6 +68,9 @@ class Database(Protocol):
 
     def set_version(self, version: int) -> None:
         """Note the version of the tables, as a part of the transaction."""
+
+    def scrub(self) -> None:
+        """Make what was deleted unreadable, as far as the database can; not within a transaction."""
 
     def close(self) -> None:
         """Let go of the connection."""

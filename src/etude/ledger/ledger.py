@@ -13,30 +13,30 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self
 
 from etude.clock import SystemClock
 from etude.config.recipe import LedgerConfig
 from etude.errors import ConfigError
 from etude.ledger import changes, leases, rows
-from etude.ledger.archive import StoredGroup, read_group, whole_groups
 from etude.ledger.changes import ANY_WORKER, NotAdmitted
+from etude.ledger.changes import LIVE as LIVE
 from etude.ledger.changes import TRAIN as TRAIN
 from etude.ledger.database import Database
 from etude.ledger.leases import Lease, LeaseWatch
+from etude.ledger.live import LiveGroups
 from etude.ledger.open import open_database
 from etude.ledger.payloads import Payloads
 from etude.ledger.records import decode_task, encode_rollout
 from etude.ledger.rows import TaskOutcome
 from etude.ledger.states import GroupState
+from etude.ledger.stored_turns import StoredTurns, few
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.protocols import Clock
-from etude.types import Group, PayloadRef, Rollout, RolloutStatus, Split, Task
+from etude.types import Group, Json, PayloadRef, Rollout, RolloutStatus, Split, Task
 
 READ_AT_ONCE = 16
 """Groups that are read together: their turns are on the way at the same time."""
-ASKED_AT_ONCE = 500
-"""Digests of one question."""
 MAX_REPEATS = 10_000
 """Tasks in a row that were all admitted before in their epoch: the family has nothing new to offer."""
 
@@ -109,11 +109,13 @@ class Ledger(LedgerConnection):
         self, transactions: Transactions, *, term_s: float, clock: Clock, payloads: Payloads | None = None
     ) -> None:
         super().__init__(transactions)
-        self._payloads = payloads
         self.name = transactions.name
         """Name in messages; it has no secrets."""
         self.facts = Facts(transactions)
+        self.loads = Loads(transactions)
         self.leases = Leases(transactions, term_s=term_s, clock=clock)
+        self.turns = StoredTurns(transactions, payloads)
+        self.live = LiveGroups(transactions, self.turns)
 
     @classmethod
     def open(
@@ -189,33 +191,18 @@ class Ledger(LedgerConnection):
                 self._db.write(lambda db: changes.take_over(db, purpose, silent, worker))
         return self._db.read(lambda db: _open_slots(db, purpose, worker))
 
-    def stow(self, rollout: Rollout) -> PayloadRef | None:
-        """Store the turns of a rollout that is about to be recorded; ``None`` where the row will have them.
-
-        The one method that any thread may call: it knows no database, and may wait for a storage far away. Raises as
-        :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
-        """
-        if self._payloads is None or not rollout.turns:
-            return None
-        return self._payloads.stow_turns(rollout.turns, rollout.rollout_id)
-
-    @property
-    def stows(self) -> bool:
-        """True if turns are kept apart."""
-        return self._payloads is not None
-
     def record(
         self, rollout: Rollout, purpose: str, turns: PayloadRef | None = None, *, max_resamples: int = 0
     ) -> int | None:
         """Keep an ended rollout; return the attempt its slot needs next, or ``None`` when it needs no more.
 
-        ``turns`` are what :meth:`stow` made of its turns, which is called here otherwise: what a row names is there.
+        ``turns`` are what ``turns.stow`` made of its turns, which is called here otherwise: what a row names is there.
         With the last slot the group is ready; a training group whose rewards are all alike is dropped instead, for at
         most ``max_resamples`` groups between two batches. An infrastructure failure leaves the slot open. Recording the
         same rollout again changes nothing. Raises ``ValueError`` when the rollout does not fit: no such slot, a slot
         that is graded or lost already, an attempt out of turn, or dropped while its group is not.
         """
-        turns = turns or self.stow(rollout)
+        turns = turns or self.turns.stow(rollout)
         row = rows.RolloutRow(encode_rollout(rollout, with_turns=turns is None), turns)
         worker = self.leases.worker
         return self._db.write(lambda db: changes.record(db, rollout, purpose, row, worker, max_resamples))
@@ -234,17 +221,21 @@ class Ledger(LedgerConnection):
         """Give up an open group; later groups move up in the order of batches. ``ValueError`` if it is not open."""
         self._db.write(lambda db: changes.drop_group(db, purpose, index, reason, self.leases.worker))
 
-    def claim_batch(self, step: int, num_groups: int) -> list[Group] | None:
-        """The groups of an optimiser step: the first ``num_groups`` unused ones, or ``None`` while one is unfinished.
+    def claim_batch(self, step: int, num_groups: int, live_groups: int = 0) -> list[Group] | None:
+        """The groups of an optimiser step: the first ``num_groups`` unused ones and the first ``live_groups`` of users'
+        sessions, or ``None`` while one is unfinished.
 
         Strictly in admission order, which is what bounds staleness. A step that claimed its batch before gets the very
         same groups again. A step may claim while the weights of the one before are still being published, not earlier:
         raises ``ValueError`` for any other step than the one after the last claimed, and when two are not committed.
         """
-        if self._db.read(lambda db: changes.is_waiting(db, step, num_groups)):
+        batch = {TRAIN: num_groups, LIVE: live_groups}
+        if not any(batch.values()):
+            raise ValueError(f"step {step} cannot claim a batch: it has no group")
+        if self._db.read(lambda db: changes.is_waiting(db, step, batch)):
             return None  # the common answer, found without stopping any writer
-        indices = self._db.write(lambda db: changes.claim_batch(db, step, num_groups, self._db.lease))
-        return None if indices is None else self._read_groups(TRAIN, indices)
+        places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
+        return None if places is None else self.turns.read_groups(places)
 
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
@@ -274,26 +265,21 @@ class Ledger(LedgerConnection):
 
     def group(self, purpose: str, index: int) -> Group:
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
-        (group,) = self._read_groups(purpose, [index])
+        (group,) = self.turns.read_groups([(purpose, index)])
         return group
 
     def groups(self, purpose: str, states: Collection[GroupState] = tuple(GroupState)) -> Iterator[Group]:
         """Every group of a purpose that is in one of ``states``, in admission order, read a few at a time."""
         indices = self._db.read(lambda db: rows.group_indices(db, purpose, states))
-        return (group for some in _few(indices, READ_AT_ONCE) for group in self._read_groups(purpose, some))
+        return (
+            group
+            for some in few(indices, READ_AT_ONCE)
+            for group in self.turns.read_groups([(purpose, index) for index in some])
+        )
 
     def rewards(self, purpose: str) -> list[float]:
         """The reward of every graded rollout of a purpose, by group and slot."""
         return self._db.read(lambda db: rows.rewards(db, purpose))
-
-    def named_turns(self, digests: Sequence[str]) -> set[str]:
-        """Those of some objects with turns that a rollout refers to."""
-        some = _few(digests, ASKED_AT_ONCE)
-        return {digest for few in some for digest in self._db.read(partial(_named_turns, few))}
-
-    def _read_groups(self, purpose: str, indices: Sequence[int]) -> list[Group]:
-        stored = [self._db.read(partial(_read_group, purpose, index)) for index in indices]
-        return whole_groups(stored, self._payloads)
 
 
 class Facts:
@@ -309,6 +295,27 @@ class Facts:
     def get(self, key: str) -> str | None:
         """The fact that was last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
+
+
+class Loads:
+    """Weights that the trainer is asked to go on with (the fact :data:`~etude.ledger.changes.LOAD`)."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._db = transactions
+
+    def claim(self, step: int) -> dict[str, Json] | None:
+        """The load that a step does instead of training on groups; ``None`` for a step of groups. A step that took one
+        before gets the same one again.
+
+        Raises ``ValueError`` for any other step than the one after the last claimed.
+        """
+        if self._db.read(lambda db: changes.is_load_due(db, step)):
+            return self._db.write(lambda db: changes.claim_load(db, step, self._db.lease))
+        return None
+
+    def count(self, version: int) -> int:
+        """Number of steps up to a published version that claimed no group: they loaded weights and trained on none."""
+        return self._db.read(lambda db: rows.steps_without_groups(db, version))
 
 
 class Leases:
@@ -357,21 +364,6 @@ class Leases:
         seen = [self.look(name) for name in names if name != ANY_WORKER]
         silent = self._others.silent(seen, self._clock.now())
         return [lease for lease in seen if lease.name in silent]
-
-
-_Item = TypeVar("_Item")
-
-
-def _few(items: Sequence[_Item], most: int) -> Iterator[Sequence[_Item]]:
-    return (items[start : start + most] for start in range(0, len(items), most))
-
-
-def _read_group(purpose: str, index: int, db: Database) -> StoredGroup:
-    return read_group(db, purpose, index)
-
-
-def _named_turns(digests: Sequence[str], db: Database) -> set[str]:
-    return rows.named_turns(db, digests)
 
 
 def _take(db: Database, seen: Lease, holder: str, *, silent: bool) -> Lease | None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from etude.errors import RunFolderError
 from etude.ledger.database import Database
+from etude.ledger.schema import LEDGER, Schema
 from etude.ledger.sqlite import SqliteDatabase
 from etude.ledger.transactions import retry
 
@@ -28,8 +29,10 @@ LONGEST_LABEL = 40
 """Letters of a run's name that its schema keeps."""
 
 
-def open_database(place: Path | str, *, retry_timeout_s: float, read_only: bool = False) -> Database:
-    """Connect to a ledger's database, trying again for ``retry_timeout_s``, and make or migrate its tables.
+def open_database(
+    place: Path | str, *, retry_timeout_s: float, read_only: bool = False, tables: Schema = LEDGER
+) -> Database:
+    """Connect to a database of ``tables``, trying again for ``retry_timeout_s``, and make or migrate them.
 
     With ``read_only`` nothing is ever written there. Raises :class:`~etude.errors.RunFolderError` for what holds
     something else or a newer ledger, then also for none or an older one, :class:`~etude.errors.ConfigError` where the
@@ -38,13 +41,17 @@ def open_database(place: Path | str, *, retry_timeout_s: float, read_only: bool 
     opening: Callable[[], Database]
     if not is_url(place):
         path = Path(place)
-        opening = partial(SqliteDatabase.open, path, retry_timeout_s=retry_timeout_s, read_only=read_only)
+        opening = partial(
+            SqliteDatabase.open, path, retry_timeout_s=retry_timeout_s, read_only=read_only, schema=tables
+        )
         return retry(opening, str(path), retry_timeout_s)
     from etude.ledger.postgres import PostgresDatabase  # the client library is an extra
 
     server, schema = _split(str(place))
     name = f"{public(server)}#{schema}"
-    opening = partial(PostgresDatabase.open, server, schema, retry_timeout_s=retry_timeout_s, read_only=read_only)
+    opening = partial(
+        PostgresDatabase.open, server, schema, retry_timeout_s=retry_timeout_s, read_only=read_only, tables=tables
+    )
     return retry(opening, name, retry_timeout_s)
 
 

@@ -158,7 +158,7 @@ class Payloads:
     def delete(self, digest: str, named: "NamedTurns") -> bool:
         """Remove the turns of that digest for good, unless a row names them still; returns whether none did.
 
-        ``named`` is the ledger's (:meth:`~etude.ledger.ledger.Ledger.named_turns`): the row forgets them first. A
+        ``named`` is the ledger's (:meth:`~etude.ledger.stored_turns.StoredTurns.named`): the row forgets them first. A
         bucket that keeps versions of objects keeps this one, too, until its own rules remove it.
         """
         if named([digest]):

@@ -17,7 +17,7 @@ from typing import Any, Self
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
 from etude.ledger.open import public
-from etude.ledger.schema import check_newest, upgrade
+from etude.ledger.schema import LEDGER, Schema, check_newest, upgrade
 
 try:
     import psycopg
@@ -47,6 +47,8 @@ NETWORK = {
 TYPES = {"INTEGER": "BIGINT", "REAL": "DOUBLE PRECISION", "BLOB": "BYTEA"}
 """Types as the migrations say them → as PostgreSQL does."""
 TYPE = re.compile(rf"\b({'|'.join(TYPES)})\b")
+ROWS, POSTGRES_ROWS = "json_each(?)", "json_array_elements(CAST(? AS json))"
+"""The rows of a JSON array, each in the column ``value``, as statements say it and as PostgreSQL does."""
 VERSION_TABLE = "schema_version"
 """Holds one row: the version of the tables beside it."""
 
@@ -54,9 +56,12 @@ VERSION_TABLE = "schema_version"
 class PostgresDatabase:
     """One connection to the schema of a run, made again when it is lost."""
 
-    def __init__(self, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False) -> None:
+    def __init__(
+        self, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False, tables: Schema = LEDGER
+    ) -> None:
         self._server = server
         self._schema = schema
+        self._noun = tables.noun
         settings = SETTINGS | ({"default_transaction_read_only": "on"} if read_only else {})
         self._connection = _connection(server, schema, retry_timeout_s, settings)
         digest = blake2b(schema.encode(), digest_size=8).digest()
@@ -66,7 +71,9 @@ class PostgresDatabase:
         """The number of the last transaction that was begun."""
 
     @classmethod
-    def open(cls, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False) -> Self:
+    def open(
+        cls, server: str, schema: str, *, retry_timeout_s: float, read_only: bool = False, tables: Schema = LEDGER
+    ) -> Self:
         """Connect, and make or migrate the tables.
 
         ``server`` is a URL as libpq takes it. With ``read_only`` nothing is written: a schema that is missing or of an
@@ -75,19 +82,19 @@ class PostgresDatabase:
         :class:`~etude.ledger.database.Interrupted`.
         """
         try:
-            opened = cls(server, schema, retry_timeout_s=retry_timeout_s, read_only=read_only)
+            opened = cls(server, schema, retry_timeout_s=retry_timeout_s, read_only=read_only, tables=tables)
             try:
                 if read_only:
                     opened._check_there()
-                    check_newest(opened)
+                    check_newest(opened, tables)
                 else:
                     opened._match()
-                    upgrade(opened)
+                    upgrade(opened, tables)
             except BaseException:
                 opened.close()
                 raise
         except psycopg.Error as error:
-            raise ConfigError(f"the ledger in {public(server)} cannot be used: {error}") from error
+            raise ConfigError(f"the {tables.noun} in {public(server)} cannot be used: {error}") from error
         return opened
 
     @property
@@ -138,6 +145,10 @@ class PostgresDatabase:
         self.execute(f"DELETE FROM {VERSION_TABLE}")
         self.execute(f"INSERT INTO {VERSION_TABLE} (version) VALUES (?)", version)
 
+    def scrub(self) -> None:
+        """Vacuum the tables: no query finds what was deleted. The server's own log and backups are its keeper's."""
+        self._sent(f"VACUUM {', '.join(f'{self._schema}.{table}' for table in sorted(self._tables()))}")
+
     def close(self) -> None:
         """Let go of the connection."""
         if self._db is not None:
@@ -166,7 +177,7 @@ class PostgresDatabase:
             tables = self._tables()
             if tables and VERSION_TABLE not in tables:
                 raise RunFolderError(
-                    f"{self.name!r} is not a ledger of étude, it holds {min(tables)!r}: choose another schema"
+                    f"{self.name!r} is not a {self._noun} of étude, it holds {min(tables)!r}: choose another schema"
                 )
             if not tables:
                 self.execute(f"CREATE SCHEMA IF NOT EXISTS {self._schema}")
@@ -178,7 +189,7 @@ class PostgresDatabase:
 
     def _check_there(self) -> None:
         if VERSION_TABLE not in self._tables():
-            raise RunFolderError(f"no ledger at {self.name!r}, {NOTHING_THERE}")
+            raise RunFolderError(f"no {self._noun} at {self.name!r}, {NOTHING_THERE}")
 
     def _tables(self) -> set[str]:
         """Names of the tables in the schema, whether we may read them or not."""
@@ -199,4 +210,4 @@ def _connection(server: str, schema: str, retry_timeout_s: float, settings: Mapp
 @cache
 def _postgres_sql(statement: str) -> str:
     """A statement as PostgreSQL and psycopg say it; the ledger has a few dozen."""
-    return TYPE.sub(lambda word: TYPES[word[0]], statement).replace("?", "%s")
+    return TYPE.sub(lambda word: TYPES[word[0]], statement.replace(ROWS, POSTGRES_ROWS)).replace("?", "%s")

@@ -30,18 +30,32 @@ from dataclasses import asdict
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.errors import DamagedError
 from etude.ledger.turns import decode_turns, encode_turns
-from etude.types import Branch, Disposition, Finish, Hint, PayloadRef, Rollout, RolloutStatus, Task, Turn, Verdict
+from etude.types import (
+    Branch,
+    Disposition,
+    Finish,
+    Hint,
+    Observation,
+    ObservedSession,
+    PayloadRef,
+    Rollout,
+    RolloutStatus,
+    Task,
+    Turn,
+    Verdict,
+)
 
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
+Noun = TypeVar("Noun")
 KIND = "kind"
 """Field that names the noun of an object, where there is a choice."""
 
@@ -66,6 +80,7 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
         "turn_rewards": rollout.turn_rewards,
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
+        "observation": None if rollout.observation is None else asdict(rollout.observation),
     }
     text = json.dumps(header).encode()
     return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))
@@ -84,7 +99,7 @@ def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollou
         listed = header.pop("turns", None)
         if turns is None:
             turns = decode_turns(data[body:]) if listed is None else _listed_turns(listed, data, body)
-        branch = header.pop("branch", None)
+        branch, observation = header.pop("branch", None), header.pop("observation", None)
         return Rollout(
             status=RolloutStatus(header.pop("status")),
             turns=turns,
@@ -92,6 +107,7 @@ def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollou
             turn_rewards=tuple(header.pop("turn_rewards", ())),
             hints=tuple(Hint(**hint) for hint in header.pop("hints", ())),
             branch=None if branch is None else Branch(**branch),
+            observation=None if observation is None else Observation(**observation),
             **header,
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -154,12 +170,26 @@ def encode_task(task: Task) -> bytes:
 
 def decode_task(data: bytes) -> Task:
     """The task that :func:`encode_task` was given. Raises :class:`~etude.errors.DamagedError`."""
+    return _decode(data, Task, "task")
+
+
+def encode_observed(session: ObservedSession) -> bytes:
+    """An observed session as one line of JSON."""
+    return json.dumps(_to_json(session, ObservedSession)).encode()
+
+
+def decode_observed(data: bytes) -> ObservedSession:
+    """The session that :func:`encode_observed` was given. Raises :class:`~etude.errors.DamagedError`."""
+    return _decode(data, ObservedSession, "session")
+
+
+def _decode(data: bytes, noun: type[Noun], name: str) -> Noun:
     try:
-        task = _from_json(json.loads(data), Task)
-        assert isinstance(task, Task)
+        value = _from_json(json.loads(data), noun)
+        assert isinstance(value, noun)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"unreadable task record {data[:80]!r}: {error}") from error
-    return task
+        raise DamagedError(f"unreadable {name} record {data[:80]!r}: {error}") from error
+    return value
 
 
 def _to_json(value: Any, hint: Any) -> Any:

@@ -4,7 +4,7 @@ Owns how rows are found and written. Each function is one statement, or two, on 
 together, and whether it may be done at all, is decided in :mod:`etude.ledger.changes`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from etude.ledger.database import Database, Row
@@ -81,6 +81,45 @@ def is_trained_on(db: Database, task_id: str, epoch: int) -> bool:
     return bool(db.execute(sql, task_id, epoch))
 
 
+def is_admitted(db: Database, session_id: str) -> bool:
+    """Return true if a session's group was admitted, or dropped at once; ``live_once`` answers it."""
+    return bool(db.execute("SELECT 1 FROM groups WHERE purpose = 'live' AND task_id = ?", session_id))
+
+
+def live_group(db: Database, session_id: str) -> tuple[GroupRow, int | None] | None:
+    """The group of a live session and the step that claimed it; ``None`` where it was never offered."""
+    sql = f"SELECT step, {GROUP_COLUMNS} FROM groups WHERE purpose = 'live' AND task_id = ?"
+    rows = db.execute(sql, session_id)
+    return (_group_row(rows[0][1:]), rows[0][0]) if rows else None
+
+
+def erase_rollout(db: Database, rollout_id: str) -> str | None:
+    """Remove all of a live session but its group; the digest of its turns where they are an object."""
+    rows = db.execute("SELECT turns_digest FROM rollouts WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM catalogue WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM rollouts WHERE rollout_id = ?", rollout_id)
+    db.execute("DELETE FROM observations WHERE session_id = ?", rollout_id)
+    return rows[0][0] if rows else None
+
+
+def sessions_of_user(db: Database, user: str) -> list[str]:
+    """The live sessions of a user, by pseudonym."""
+    return [one for (one,) in db.execute("SELECT session_id FROM observations WHERE user_id = ?", user)]
+
+
+def insert_observed(db: Database, session_id: str, index: int, user: str, day: int, record: bytes) -> None:
+    """Add what is known of a live session beside its rollout."""
+    sql = "INSERT INTO observations (session_id, group_index, user_id, day, record) VALUES (?, ?, ?, ?, ?)"
+    db.execute(sql, session_id, index, user, day, record)
+
+
+def observed_records(db: Database, limit: int, before_step: int | None) -> list[bytes]:
+    """The newest observations, the oldest of them first: of all sessions, or of those that earlier steps claimed."""
+    claimed = " JOIN groups g ON g.purpose = 'live' AND g.group_index = o.group_index AND g.step < ?"
+    sql = f"SELECT o.record FROM observations o{claimed if before_step else ''} ORDER BY o.group_index DESC LIMIT ?"
+    return [record for (record,) in db.execute(sql, *([before_step] if before_step else []), limit)][::-1]
+
+
 def last_epoch(db: Database) -> int:
     """The newest epoch of which a group was admitted for training; 0 before there is any."""
     ((epoch,),) = db.execute("SELECT coalesce(max(epoch), 0) FROM groups WHERE purpose = 'train'")
@@ -120,23 +159,43 @@ def unused_groups(db: Database, purpose: str, limit: int) -> list[tuple[int, Gro
     return [(index, GroupState(state)) for index, state in db.execute(sql, purpose, limit)]
 
 
-def groups_of_step(db: Database, step: int) -> list[int]:
-    """The groups that a step claimed, in admission order."""
-    return [index for (index,) in db.execute("SELECT group_index FROM groups WHERE step = ? ORDER BY 1", step)]
+def groups_of_step(db: Database, step: int) -> list[tuple[str, int]]:
+    """Purpose and index of the groups that a step claimed: simulated ones, then live ones, in admission order."""
+    sql = "SELECT purpose, group_index FROM groups WHERE step = ? ORDER BY purpose DESC, group_index"
+    return [(purpose, index) for purpose, index in db.execute(sql, step)]
 
 
-def move_group(db: Database, purpose: str, group: GroupRow, to: GroupState, reason: str = "") -> None:
-    """Move a group to another state, noting why it is dropped; ``ValueError`` if it may not go there."""
-    state = move(GROUP_MOVES, group.state, to)
+def steps_without_groups(db: Database, last: int) -> int:
+    """Number of steps up to ``last`` that claimed no group."""
+    sql = "SELECT count(*) FROM steps s WHERE s.step <= ? AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.step = s.step)"
+    ((count,),) = db.execute(sql, last)
+    return int(count)
+
+
+def move_group(
+    db: Database,
+    purpose: str,
+    group: GroupRow,
+    to: GroupState,
+    reason: str = "",
+    moves: Mapping[GroupState, frozenset[GroupState]] = GROUP_MOVES,
+) -> None:
+    """Move a group to another state, noting why it is dropped; ``ValueError`` if ``moves`` has no such move."""
+    state = move(moves, group.state, to)
     sql = "UPDATE groups SET state = ?, reason = ? WHERE purpose = ? AND group_index = ?"
     db.execute(sql, state, reason, purpose, group.group_index)
 
 
-def claim_groups(db: Database, step: int, last: int) -> None:
-    """Move to a step all ready training groups up to index ``last``."""
+def set_reason(db: Database, purpose: str, index: int, reason: str) -> None:
+    """Note why a group is dropped."""
+    db.execute("UPDATE groups SET reason = ? WHERE purpose = ? AND group_index = ?", reason, purpose, index)
+
+
+def claim_groups(db: Database, step: int, purpose: str, last: int) -> None:
+    """Move to a step all ready groups of a purpose up to index ``last``."""
     state = move(GROUP_MOVES, GroupState.READY, GroupState.CLAIMED)
-    sql = "UPDATE groups SET state = ?, step = ? WHERE purpose = 'train' AND state = 'ready' AND group_index <= ?"
-    db.execute(sql, state, step, last)
+    sql = "UPDATE groups SET state = ?, step = ? WHERE purpose = ? AND state = 'ready' AND group_index <= ?"
+    db.execute(sql, state, step, purpose, last)
 
 
 def consume_groups(db: Database, step: int) -> None:
@@ -279,7 +338,7 @@ def resampled_since_batch(db: Database, reason: str) -> int:
     """Number of training groups dropped for a ``reason`` behind the last one that a step claimed."""
     sql = (
         "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
-        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE step IS NOT NULL)"
+        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE purpose = 'train' AND step IS NOT NULL)"
     )
     ((count,),) = db.execute(sql, reason)
     return int(count)
@@ -289,8 +348,8 @@ def resampled_before(db: Database, step: int, reason: str) -> int:
     """Number of training groups dropped for a ``reason`` between the last groups of the step before and of ``step``."""
     sql = (
         "SELECT count(*) FROM groups WHERE purpose = 'train' AND state = 'dropped' AND reason = ? AND group_index >"
-        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE step IS NOT NULL AND step < ?) AND group_index <"
-        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE step = ?)"
+        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE purpose = 'train' AND step < ?) AND group_index <"
+        " (SELECT coalesce(max(group_index), -1) FROM groups WHERE purpose = 'train' AND step = ?)"
     )
     ((count,),) = db.execute(sql, reason, step, step)
     return int(count)
@@ -391,6 +450,17 @@ def set_fact(db: Database, key: str, value: str) -> None:
     """Add or replace a fact."""
     sql = "INSERT INTO facts (key, value) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
     db.execute(sql, key, value)
+
+
+def facts_like(db: Database, prefix: str) -> dict[str, str]:
+    """Facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of the key → value."""
+    facts = db.execute("SELECT key, value FROM facts WHERE key LIKE ?", f"{prefix}%")
+    return {key.removeprefix(prefix): value for key, value in facts}
+
+
+def remove_fact(db: Database, key: str) -> None:
+    """Forget a fact."""
+    db.execute("DELETE FROM facts WHERE key = ?", key)
 
 
 def get_fact(db: Database, key: str) -> str | None:

@@ -1,13 +1,14 @@
 """The tables, as the migrations that made them: one schema for every database.
 
-Owns what the columns are and how a ledger of an older étude becomes one of this: forward, number by number, each in a
-transaction of its own. Does not own what the rows mean (:mod:`etude.ledger.states`) or who changes them
-(:mod:`etude.ledger.changes`). A migration is never edited once released: the next one corrects it.
+Owns what the columns are and how a ledger of an older étude becomes one of this, or any other set of tables: forward,
+number by number, each in a transaction of its own. Does not own what the rows mean (:mod:`etude.ledger.states`) or who
+changes them (:mod:`etude.ledger.changes`). A migration is never edited once released: the next one corrects it.
 
 Types are SQLite's words: INTEGER of 64 bits, REAL of 64, TEXT, BLOB.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from etude.errors import RunFolderError
 from etude.ledger.database import Database
@@ -146,24 +147,64 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {
         "ALTER TABLE rollouts ADD COLUMN turns_bytes INTEGER",
         "CREATE INDEX rollouts_by_turns ON rollouts (turns_digest) WHERE turns_digest IS NOT NULL",
     ),
+    10: (  # sessions of users: each is admitted once, and known by more than its rollout
+        "CREATE UNIQUE INDEX live_once ON groups (task_id) WHERE purpose = 'live'",
+        """
+        CREATE TABLE observations (
+            session_id TEXT PRIMARY KEY,        -- task_id of its group; where that is not dropped its rollout's id, too
+            group_index INTEGER NOT NULL,       -- of purpose 'live'
+            user_id TEXT NOT NULL,              -- a pseudonym
+            day INTEGER NOT NULL,
+            record BLOB NOT NULL                -- records.encode_observed
+        )
+        """,
+        "CREATE INDEX observations_by_group ON observations (group_index)",
+        "CREATE INDEX observations_by_user ON observations (user_id, day)",
+    ),
 }
 """Version → the statements that make it from the one before."""
 
-NEWEST = max(MIGRATIONS)
-"""The version that this étude reads and writes."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """One set of tables that étude keeps in a database of its own."""
+
+    noun: str
+    """Its name in messages."""
+    mark: bytes
+    """Four letters that mark an SQLite file as this, so that a stranger's database is never written to."""
+    migrations: Mapping[int, tuple[str, ...]]
+    """Version → the statements that make it from the one before."""
+
+    @property
+    def first(self) -> int:
+        """The oldest version that can be brought forward."""
+        return min(self.migrations)
+
+    @property
+    def newest(self) -> int:
+        """The version that this étude reads and writes."""
+        return max(self.migrations)
 
 
-def upgrade(database: Database) -> None:
+LEDGER = Schema(noun="ledger", mark=b"etud", migrations=MIGRATIONS)
+"""The ledger of a run."""
+NEWEST = LEDGER.newest
+"""The version of a ledger that this étude reads and writes."""
+
+
+def upgrade(database: Database, schema: Schema = LEDGER) -> None:
     """Bring the tables to the newest version; several processes may do so at once.
 
-    Raises :class:`~etude.errors.RunFolderError` for a ledger of a newer étude, or one too old, and leaves it as it is.
+    Raises :class:`~etude.errors.RunFolderError` for tables of a newer étude, or too old ones, and leaves them as they
+    are.
     """
-    if _checked(database) == NEWEST:
+    if _checked(database, schema) == schema.newest:
         return
-    for number, statements in sorted(MIGRATIONS.items()):
+    for number, statements in sorted(schema.migrations.items()):
         try:
             database.begin()
-            if _checked(database) < number:
+            if _checked(database, schema) < number:
                 for statement in statements:
                     database.execute(statement)
                 database.set_version(number)
@@ -173,22 +214,24 @@ def upgrade(database: Database) -> None:
         database.commit()
 
 
-def check_newest(database: Database) -> None:
-    """Raise :class:`~etude.errors.RunFolderError` for a ledger that is not of the newest version; change nothing."""
-    version = _checked(database)
-    if version < NEWEST:
+def check_newest(database: Database, schema: Schema = LEDGER) -> None:
+    """Raise :class:`~etude.errors.RunFolderError` for tables that are not of the newest version; change nothing."""
+    version = _checked(database, schema)
+    if version < schema.newest:
         raise RunFolderError(
-            f"{database.name!r} is a ledger of version {version}, which an older étude wrote; this one reads {NEWEST}: "
-            f"look into it with the étude that wrote it, or bring it forward with `etude run --resume RUN`"
+            f"{database.name!r} is a {schema.noun} of version {version}, which an older étude wrote; this one reads "
+            f"{schema.newest}: look into it with the étude that wrote it, or bring it forward with "
+            f"`etude run --resume RUN`"
         )
 
 
-def _checked(database: Database) -> int:
+def _checked(database: Database, schema: Schema) -> int:
     """The version of the tables, which is one that can be brought forward."""
     version = database.version()
-    if version > NEWEST or 0 < version < FIRST:
+    if version > schema.newest or 0 < version < schema.first:
         raise RunFolderError(
-            f"{database.name!r} is a ledger of version {version}, this étude reads {FIRST} to {NEWEST}: "
+            f"{database.name!r} is a {schema.noun} of version {version}, this étude reads {schema.first} to "
+            f"{schema.newest}: "
             f"use the étude that wrote it, or start a new run folder"
         )
     return version

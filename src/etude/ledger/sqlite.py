@@ -15,10 +15,8 @@ from uuid import uuid4
 from etude.errors import DamagedError, RunFolderError
 from etude.fsync import sync
 from etude.ledger.database import NOTHING_THERE, Interrupted, Row, Value
-from etude.ledger.schema import check_newest, upgrade
+from etude.ledger.schema import LEDGER, Schema, check_newest, upgrade
 
-APPLICATION_ID = int.from_bytes(b"etud", "big")
-"""Marks an SQLite file as ours, so that a stranger's database is never written to."""
 BUSY_TIMEOUT_S = 30.0
 """Longest wait of one call for another process's transaction; those take about a millisecond."""
 PASSING = frozenset(
@@ -39,14 +37,15 @@ PRIMARY = 0xFF
 
 
 class SqliteDatabase:
-    """One connection to a ledger file."""
+    """One connection to a ledger file, or one of another ``schema``."""
 
-    def __init__(self, path: Path, db: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, db: sqlite3.Connection, schema: Schema = LEDGER) -> None:
         self._path = path
         self._db = db
+        self._schema = schema
 
     @classmethod
-    def open(cls, path: Path, *, retry_timeout_s: float, read_only: bool = False) -> Self:
+    def open(cls, path: Path, *, retry_timeout_s: float, read_only: bool = False, schema: Schema = LEDGER) -> Self:
         """Open a ledger file, creating it when there is none; several processes may do so at once.
 
         With ``read_only`` nothing is written: a file that is missing or of an older étude is refused like a stranger's.
@@ -54,16 +53,16 @@ class SqliteDatabase:
         newer étude, and :class:`~etude.ledger.database.Interrupted`.
         """
         if not path.parent.is_dir():
-            raise RunFolderError(f"no folder {str(path.parent)!r} to keep a ledger in: create it first")
+            raise RunFolderError(f"no folder {str(path.parent)!r} to keep a {schema.noun} in: create it first")
         busy_s = min(retry_timeout_s, BUSY_TIMEOUT_S)
         try:
             if not path.exists():
                 if read_only:
-                    raise RunFolderError(f"no ledger at {str(path)!r}, {NOTHING_THERE}")
-                cls._create(path)
-            return cls._opened_to_read(path, busy_s) if read_only else cls._opened(path, busy_s)
+                    raise RunFolderError(f"no {schema.noun} at {str(path)!r}, {NOTHING_THERE}")
+                cls._create(path, schema)
+            return cls._opened_to_read(path, busy_s, schema) if read_only else cls._opened(path, busy_s, schema)
         except (sqlite3.DatabaseError, DamagedError) as error:
-            raise RunFolderError(f"{str(path)!r} cannot be opened as a ledger: {error}") from error
+            raise RunFolderError(f"{str(path)!r} cannot be opened as a {schema.noun}: {error}") from error
 
     @property
     def name(self) -> str:
@@ -100,31 +99,37 @@ class SqliteDatabase:
         """The version of the tables; raises :class:`~etude.errors.RunFolderError` for a stranger's database."""
         ((version,),) = self.execute("PRAGMA user_version")
         ((owner,),) = self.execute("PRAGMA application_id")
-        if owner != APPLICATION_ID:
-            raise RunFolderError(f"{self.name!r} is not a ledger of étude: choose a different run folder")
+        if owner != int.from_bytes(self._schema.mark):
+            raise RunFolderError(f"{self.name!r} is not a {self._schema.noun} of étude: choose a different run folder")
         return int(version)
 
     def set_version(self, version: int) -> None:
         """Note the version of the tables."""
         self.execute(f"PRAGMA user_version = {version}")
 
+    def scrub(self) -> None:
+        """Empty the write-ahead log: in the file itself deleted bytes are zeros already (``secure_delete``)."""
+        ((busy, *_),) = self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if busy:
+            raise Interrupted("another process reads what was deleted")
+
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
     @classmethod
-    def _create(cls, path: Path) -> None:
-        """Make a whole ledger under another name, then link it: half of one is never seen, and the first one stays.
+    def _create(cls, path: Path, schema: Schema) -> None:
+        """Make a whole file under another name, then link it: half of one is never seen, and the first one stays.
 
         SQLite itself cannot promise that: a change to WAL fails at once when another process has the file open.
         """
         draft = path.with_name(f"{path.name}.{uuid4().hex}")
         try:
             with closing(_connected(draft, BUSY_TIMEOUT_S)) as db:
-                made = cls(draft, db)
+                made = cls(draft, db, schema)
                 made.execute("PRAGMA journal_mode = WAL")
-                made.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                upgrade(made)
+                made.execute(f"PRAGMA application_id = {int.from_bytes(schema.mark)}")
+                upgrade(made, schema)
             with suppress(FileExistsError):
                 os.link(draft, path)
                 sync(path.parent)
@@ -133,22 +138,23 @@ class SqliteDatabase:
                 file.unlink(missing_ok=True)
 
     @classmethod
-    def _opened(cls, path: Path, busy_s: float) -> Self:
-        opened = cls(path, _connected(path, busy_s))
+    def _opened(cls, path: Path, busy_s: float, schema: Schema) -> Self:
+        opened = cls(path, _connected(path, busy_s), schema)
         try:
             opened.execute("PRAGMA synchronous = FULL")
             opened.execute("PRAGMA foreign_keys = ON")
-            upgrade(opened)
+            opened.execute("PRAGMA secure_delete = ON")
+            upgrade(opened, schema)
         except BaseException:
             opened.close()
             raise
         return opened
 
     @classmethod
-    def _opened_to_read(cls, path: Path, busy_s: float) -> Self:
-        opened = cls(path, _connected(path, busy_s, _reading_mode(path)))
+    def _opened_to_read(cls, path: Path, busy_s: float, schema: Schema) -> Self:
+        opened = cls(path, _connected(path, busy_s, _reading_mode(path)), schema)
         try:
-            check_newest(opened)
+            check_newest(opened, schema)
         except BaseException:
             opened.close()
             raise

@@ -1,7 +1,7 @@
 """The states of groups, their slots and steps, as tables.
 
-                 ┌──▶ dropped
-    group   open ┴──▶ ready ──▶ claimed ──▶ consumed          step   claimed ──▶ done
+                 ┌──▶ dropped ◀─┐ only where its user asks for deletion
+    group   open ┴──▶ ready ────┴▶ claimed ──▶ consumed          step   claimed ──▶ done
 
 A group's slots each end as graded or lost. With the last of them it is ready, or dropped when too few are graded. An
 evaluation's groups end as ready or dropped. Pure: how rollouts ended goes
@@ -50,6 +50,11 @@ GROUP_MOVES: Mapping[GroupState, frozenset[GroupState]] = {
     GroupState.DROPPED: frozenset(),
 }
 """State of a group → where it may go."""
+
+ERASURE_MOVES: Mapping[GroupState, frozenset[GroupState]] = {GroupState.READY: frozenset({GroupState.DROPPED})}
+"""The move of a live session whose user asks for deletion, or whose time is over, before a batch has it. Nothing else
+may drop what is ready, since what is dropped could then depend on rewards.
+"""
 
 UNSETTLED = (GroupState.OPEN, GroupState.READY, GroupState.CLAIMED)
 """States in which a group may still be trained on."""

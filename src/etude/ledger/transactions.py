@@ -77,6 +77,10 @@ class Transactions:
         """
         return retry(lambda: self._once(work), self.name, self._retry_timeout_s)
 
+    def scrub(self) -> None:
+        """Make what was deleted unreadable."""
+        retry(self._database.scrub, self.name, self._retry_timeout_s)
+
     def close(self) -> None:
         """Let go of the connection. What was written is kept even without."""
         self._database.close()
@@ -105,6 +109,12 @@ class LedgerConnection(Closing):
 
     def __init__(self, transactions: Transactions) -> None:
         self._db = transactions
+
+    def scrub(self) -> None:
+        """Make what was deleted unreadable, as far as the database can. Raises
+        :class:`~etude.ledger.database.LedgerUnavailable` while another process keeps it from that.
+        """
+        self._db.scrub()
 
     def close(self) -> None:
         """Let go of the database. What was committed is safe even without."""

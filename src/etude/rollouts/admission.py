@@ -1,43 +1,91 @@
 """Admission of rollout groups ahead of the trainer: the one rule that bounds staleness.
 
-Pure: counts in, a number of groups out. Legend: P groups per step, G rollouts per group, O maximal staleness,
-C concurrency, v the newest weight version that every engine serves.
+Pure: counts in, a number of groups out. Legend: G rollouts per group, O maximal staleness, C concurrency, v the newest
+weight version that every engine serves, P(c, j) the groups of class c in batch j, S(c, j) those of all batches before
+it. Classes are simulated groups and users' sessions (:mod:`etude.ledger.changes`). u(v) = v less the steps up to v that
+loaded weights instead of training on a batch.
 
-    window              W(v) = min( (v + O + 1)·P,  steps·P )          groups that may ever be admitted at version v
-    groups to admit          = min( W(v) − admitted,  ⌊(C − in flight) / G⌋ )
+    window              W(c, v) = min( S(c, u(v) + O + 1),  S(c, steps) )      groups of c that may be kept at version v
+    groups to admit             = min( W(v) − admitted,  ⌊(C − in flight) / G⌋ )
 
-(the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole). The
-window belongs to the run and is checked again by the ledger, in the transaction that admits: two processes may both
-have counted before either admits. Concurrency is each process's own.
+(the admission gate of Fireworks' open recipe, counted in groups instead of rollouts; a group is admitted whole). With P
+groups in every batch S(j) = j·P. The window belongs to the run and is checked again by the ledger, in the transaction
+that admits: two processes may both have counted before either admits. Concurrency is each process's own.
 
-No trained token is staler than O, nothing waits for itself, and nothing is thrown away for being late: the proofs, and
-what they rest on, are in ``docs/control.md``. O = 0 is strictly synchronous: nothing is admitted for the next batch
-before this one's weights are served.
+No trained token is staler than O, nothing waits for itself, and no simulated rollout is thrown away for being late: the
+proofs, and what they rest on, are in ``docs/control.md``. O = 0 is strictly synchronous: nothing is admitted for the
+next batch before this one's weights are served.
 """
 
+from dataclasses import dataclass
+from typing import Self
+
+from etude.config.live import LiveConfig
 from etude.config.rollouts import RolloutConfig
+from etude.ledger.changes import LIVE, TRAIN
+
+NOT_LIVE = LiveConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The groups of each class that batches are made of."""
+
+    after: int
+    """Batches before the first with a live session, of ``first`` simulated groups each."""
+    first: int
+    train: int
+    """Simulated groups of each batch from then on."""
+    live: int
+    """Live ones likewise."""
+
+    @classmethod
+    def of(cls, rollouts: RolloutConfig, live: LiveConfig) -> Self:
+        """The plan of a recipe."""
+        first = rollouts.groups_per_step
+        train = live.simulated_groups_per_step if live.groups_per_step else first
+        return cls(after=live.after_steps, first=first, train=train, live=live.groups_per_step)
+
+    def groups(self, purpose: str, batch: int) -> int:
+        """P: groups of a class in a batch, from 0."""
+        if batch < self.after:
+            return self.first if purpose == TRAIN else 0
+        return {TRAIN: self.train, LIVE: self.live}[purpose]
+
+    def before(self, purpose: str, batch: int) -> int:
+        """S: groups of a class in all batches before one."""
+        alone = min(batch, self.after)
+        return alone * self.groups(purpose, -1) + (batch - alone) * self.groups(purpose, self.after)
 
 
 class Admission:
     """Decides how many groups may start now."""
 
-    def __init__(self, config: RolloutConfig, *, steps: int) -> None:
+    def __init__(self, config: RolloutConfig, *, steps: int, live: LiveConfig = NOT_LIVE) -> None:
         self._config = config
-        self.groups_needed = steps * config.groups_per_step
-        """Groups that the whole run trains on."""
+        self._steps = steps
+        self.plan = BatchPlan.of(config, live)
+        """Composition of batches."""
 
-    def window(self, version: int) -> int:
-        """Groups that may have been admitted, the dropped ones aside, while every engine serves ``version``."""
-        ahead = (version + self._config.max_staleness + 1) * self._config.groups_per_step
-        return min(ahead, self.groups_needed)
+    def groups_needed(self, loads: int = 0, purpose: str = TRAIN) -> int:
+        """Groups of a class that the whole run trains on, if so many of its steps train on none."""
+        return self.plan.before(purpose, self._steps - loads)
 
-    def groups_to_admit(self, *, version: int, admitted: int, in_flight: int) -> int:
-        """Number of groups to admit.
+    def window(self, version: int, loads: int = 0, purpose: str = TRAIN) -> int:
+        """Groups of a class that may have been admitted, the dropped ones aside, while every engine serves ``version``,
+        up to which there were ``loads`` steps without a batch. Of a live session it is its own oldest version.
+        """
+        ahead = self.plan.before(purpose, version - loads + self._config.max_staleness + 1)
+        return min(ahead, self.groups_needed(loads, purpose))
+
+    def groups_to_admit(self, *, version: int, admitted: int, in_flight: int, loads: int = 0) -> int:
+        """Number of simulated groups to admit.
 
         Args:
             version: The newest weight version that every engine serves.
             admitted: Groups admitted since the start of the run, without the dropped ones.
             in_flight: Rollouts of this process that are running or waiting for their next attempt.
+            loads: Steps up to that version that trained on none.
         """
         idle_groups = (self._config.concurrency - in_flight) // self._config.group_size
-        return max(0, min(self.window(version) - admitted, idle_groups))
+        return max(0, min(self.window(version, loads) - admitted, idle_groups))

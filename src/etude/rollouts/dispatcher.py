@@ -17,9 +17,10 @@
 import math
 from collections.abc import Callable, Sequence
 
+from etude.config.live import LiveConfig
 from etude.config.rollouts import RolloutConfig
 from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
-from etude.rollouts.admission import Admission
+from etude.rollouts.admission import NOT_LIVE, Admission
 from etude.rollouts.runner import RolloutRunner
 from etude.rollouts.worker import RolloutContext
 from etude.telemetry.log import EventLog
@@ -58,17 +59,19 @@ class Dispatcher:
         self._events = events
         self._serving_version = serving_version
 
-    async def train(self, steps: int) -> None:
-        """Fill the groups of ``steps`` optimiser steps; return when every one of them is complete."""
-        admission = Admission(self._config, steps=steps)
+    async def train(self, steps: int, live: LiveConfig = NOT_LIVE) -> None:
+        """Fill the groups of ``steps`` optimiser steps, but for users' sessions; return when all are complete."""
+        admission, version, loads = Admission(self._config, steps=steps, live=live), -1, 0
         async with self._runner(TRAIN, TRAIN_TEMPERATURE) as runner:
             look_s = -math.inf
-            while (progress := self._ledger.progress()).complete < admission.groups_needed:
+            while (progress := self._ledger.progress()).complete < admission.groups_needed(loads):
                 if self._context.clock.now() >= look_s:
                     look_s = self._context.clock.now() + LOOK_S
                     runner.launch(slot for slot in self._ledger.open_slots(TRAIN) if slot not in runner)
-                version = self._serving_version()
-                self._admit(admission, runner, admitted=progress.usable, version=version)
+                if self._serving_version() != version:
+                    version = self._serving_version()
+                    loads = self._ledger.loads.count(version)
+                self._admit(admission, runner, admitted=progress.usable, version=version, loads=loads)
                 while not await runner.turn(POLL_S):
                     if self._serving_version() != version or self._context.clock.now() >= look_s:
                         break
@@ -97,14 +100,15 @@ class Dispatcher:
             events=self._events,
         )
 
-    def _admit(self, admission: Admission, runner: RolloutRunner, *, admitted: int, version: int) -> None:
+    def _admit(self, admission: Admission, runner: RolloutRunner, *, admitted: int, version: int, loads: int) -> None:
         """Let in as many groups as may; the ledger has the last word, as other processes may admit at the same time."""
-        for _ in range(admission.groups_to_admit(version=version, admitted=admitted, in_flight=len(runner))):
+        number = admission.groups_to_admit(version=version, admitted=admitted, in_flight=len(runner), loads=loads)
+        for _ in range(number):
             slots = self._ledger.admit_next(
                 self._draw,
                 size=self._config.group_size,
                 version=version,
-                kept_below=admission.window(version),
+                kept_below=admission.window(version, loads),
             )
             if slots is None:
                 return

@@ -166,9 +166,9 @@ class RolloutRunner:
 
     async def _stow(self, rollout: Rollout) -> PayloadRef | None:
         """Store the turns of an ended rollout before a row names them; the event loop goes on meanwhile."""
-        if not (self._ledger.stows and rollout.turns):
+        if not (self._ledger.turns.payloads and rollout.turns):
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._writers, self._ledger.stow, rollout)
+        return await asyncio.get_running_loop().run_in_executor(self._writers, self._ledger.turns.stow, rollout)
 
     def _fork_spec(self, slot: OpenSlot, rollout_id: str) -> ForkSpec | None:
         """The fork that a slot's rollout has to make for those that wait for it; ``None`` where none do."""

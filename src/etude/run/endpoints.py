@@ -15,7 +15,7 @@ from typing import Any
 from etude.config.inference import EngineConfig, GatewayConfig
 from etude.config.recipe import RunConfig
 from etude.errors import PortInUseError, RunFolderError
-from etude.run.process_name import ENGINE, GATEWAY, ProcessName
+from etude.run.process_name import ENGINE, GATEWAY, PRODUCT, PRODUCTION, ProcessName
 
 HOST = "127.0.0.1"
 """A run on one machine talks over loopback only."""
@@ -91,18 +91,25 @@ class Endpoints:
 
 def listeners(config: RunConfig) -> dict[ProcessName, int]:
     """Engines and gateways of a run on one machine, with the port that the recipe wants for each, 0 for any: of a
-    number, the first has it and each further one the next.
+    number, the first has it and each further one the next. Where versions are released users come to a gateway of
+    their own, which then has the gateway's port; engines for users have any.
     """
+    release, engine, gateway = config.release, config.engine, config.gateway
+    numbers = {ENGINE.command: (engine.port, engine.replicas), GATEWAY.command: (gateway.port, gateway.replicas)}
+    if release.enabled:
+        numbers[GATEWAY.command] = (0, gateway.replicas)
+        numbers |= {PRODUCT.command: (gateway.port, 1), PRODUCTION.command: (0, release.engines)}
     return {
-        ProcessName(command=command, replica=replica): section.port and section.port + replica
-        for command, section in _sections(config).items()
-        for replica in range(section.replicas)
+        ProcessName(command=command, replica=replica): port and port + replica
+        for command, (port, replicas) in numbers.items()
+        for replica in range(replicas)
     }
 
 
 def _sections(config: RunConfig) -> Mapping[str, EngineConfig | GatewayConfig]:
     """The section of each command that listens."""
-    return {ENGINE.command: config.engine, GATEWAY.command: config.gateway}
+    engine, gateway = config.engine, config.gateway
+    return {ENGINE.command: engine, PRODUCTION.command: engine, GATEWAY.command: gateway, PRODUCT.command: gateway}
 
 
 def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
@@ -115,7 +122,7 @@ def probe_ports(config: RunConfig, *, wait_s: float = 0.0) -> Ports:
     with contextlib.ExitStack() as probes:  # held together, or two processes could get one port
 
         def probe(name: ProcessName, port: int) -> int:
-            key = "engine.port" if name.command == ENGINE.command else "gateway.port"
+            key = "engine.port" if sections[name.command] is config.engine else "gateway.port"
             return probes.enter_context(probe_port(port, wait_s=wait_s, key=key))
 
         return Ports(

@@ -1,26 +1,31 @@
-"""The engine process: serves the newest published weights and swaps them while it serves.
+"""The engine process: serves published weights and swaps them while it serves.
 
 weight store ──WeightFollower──▶ engine of the recipe's kind ──▶ tokens over HTTP, in one format for all kinds
+                  ▲ which version
+                  └── `serve`: the newest      `production`: that of the arm which the routing table gives this engine
 """
 
 import asyncio
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import cast
+from typing import cast, final
 
 from etude.config.inference import ENGINES
 from etude.config.recipe import RunConfig
 from etude.engines.http import engine_app
 from etude.engines.kinds import EngineContext, Opener
 from etude.models.checkpoint import load_spec
+from etude.releases.routing import held_arm
+from etude.routing_table import RoutingTable
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.listener import run_listener
 from etude.run.numerics import largest_state, load_published, serving_model
 from etude.run.parent import tell_person
-from etude.run.process_name import ENGINE, ProcessName
+from etude.run.process_name import ENGINE, PRODUCTION, ProcessName
 from etude.run.region_stores import open_region_log, weights_url
+from etude.run.routing_tables import RoutingTables
 from etude.run.serving import run_until_signal
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_follower import WeightFollower
@@ -46,7 +51,11 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events)
         )
         log = await asyncio.to_thread(open_region_log, folder, name.region, outages)
-        follower = stack.enter_context(closing(await asyncio.to_thread(WeightFollower, log, largest_state(spec))))
+        arm = ServedArm(folder, config.release.engines, name) if name.command == PRODUCTION.command else None
+        target = (lambda: None) if arm is None else arm.version
+        follower = stack.enter_context(
+            closing(await asyncio.to_thread(WeightFollower, log, largest_state(spec), target))
+        )
         stack.enter_context(outages)  # ends before the follower, whose calls wait for it
         context = EngineContext(
             config=config,
@@ -58,6 +67,8 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             load=partial(load_published, config=config.numerics),
         )
         await first_version(log)
+        if arm is not None:
+            await arm.first()
         weights = await asyncio.to_thread(follower.start)
         async with (
             opener(context, weights) as served,
@@ -68,6 +79,36 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             for task in served.tasks:
                 tasks.create_task(task())
             tasks.create_task(follower.follow(served.updater, events))
+            if arm is not None:
+                tasks.create_task(arm.follow())
+
+
+@final
+class ServedArm:
+    """The arm of the routing table that one engine for users serves."""
+
+    def __init__(self, folder: RunFolder, engines: int, name: ProcessName) -> None:
+        self._tables = RoutingTables.open(folder)
+        self._engine, self._engines = name.replica, engines
+        self._table: RoutingTable | None = None
+
+    def version(self) -> int:
+        """The version to serve now."""
+        assert self._table is not None, "wait for the first table"
+        return held_arm(self._table, self._engine, self._engines).version
+
+    async def first(self) -> None:
+        """Wait until something is released: an engine for users has nothing to serve before."""
+        while (table := await asyncio.to_thread(self._tables.newest)) is None:
+            await asyncio.sleep(FIRST_POLL_S)
+        self._table = table
+
+    async def follow(self) -> None:
+        """Follow the routing table for ever."""
+        await self._tables.follow(self._receive)
+
+    def _receive(self, table: RoutingTable) -> None:
+        self._table = table
 
 
 async def first_version(log: WeightLog) -> None:

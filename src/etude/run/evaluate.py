@@ -19,6 +19,8 @@ from itertools import count
 from pathlib import Path
 
 from etude.aio import background_task, gather_or_cancel
+from etude.config.loading import load_recipe
+from etude.config.release import SuiteConfig
 from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive, RolloutOutcome
@@ -33,7 +35,7 @@ from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
-from etude.types import Group, Rollout, Task, TurnKind
+from etude.types import Disposition, Group, Rollout, Task, TurnKind
 
 POLL_S = 0.2
 """Interval at which engine and gateway are checked."""
@@ -64,6 +66,8 @@ class EvalRequest:
     """Sampled tries of each task."""
     greedy: bool = True
     """True if each task is tried greedily, too: once, as that gives nearly the same every time."""
+    suite: SuiteConfig | None = None
+    """Other tasks than the run's own, with a ledger of their own."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -81,21 +85,28 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
 
     Raises :class:`~etude.errors.UserError` for a version that is not there, or when nothing succeeds.
     """
-    config, copies = folder.config(), KeptFiles(folder, EVALUATIONS)
-    number, parts = request.tasks or config.eval.tasks, config.reward.parts
-    version, digest = _identified(folder, request.version)
-    ledger = folder.path / EVALUATIONS / f"v{version:06}-{digest[:12]}.db"
+    copies = KeptFiles(folder, EVALUATIONS)
+    version, digest = identified(folder, request.version)
+    ledger, number = _place(folder, request, version, digest)
     ledger.parent.mkdir(exist_ok=True)
     copies.bring()
     bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
+        tasks = None if request.suite is None else load_recipe(Path(request.suite.recipe)).tasks
         try:
-            with serving_version(folder, version, ledger=ledger) as served:
+            with serving_version(folder, version, ledger=ledger, tasks=tasks) as served:
                 watch = _Watch(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
             _keep(copies, ledger)
+    return read_evaluation(folder, request, version, digest)
+
+
+def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:
+    """The tries of an evaluation so far; none is made. Raises as :meth:`Archive.open` does."""
+    ledger, number = _place(folder, request, version, digest)
+    parts = folder.config().reward.parts
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
         return Evaluation(
@@ -109,6 +120,13 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
         )  # fmt: skip
 
 
+def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:
+    """The ledger of an evaluation, and its number of tasks."""
+    name = f"v{version:06}-{digest[:12]}" + (f"-{request.suite.name}" if request.suite else "")
+    number = request.tasks or (request.suite.count if request.suite else folder.config().eval.tasks)
+    return folder.path / EVALUATIONS / f"{name}.db", number
+
+
 def _keep(copies: KeptFiles, ledger: Path) -> None:
     """Keep a ledger of tries at the URL of its run; where that is away the tries are only here, which is told."""
     try:
@@ -117,7 +135,7 @@ def _keep(copies: KeptFiles, ledger: Path) -> None:
         logger.warning("the tries are in %s only: %s", ledger, error)
 
 
-def _identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
+def identified(folder: RunFolder, version: int | None) -> tuple[int, str]:
     """The version that is meant, and the digest of its weights."""
     log = open_log(folder)
     version = log.latest() if version is None else version
@@ -270,4 +288,5 @@ def _try(task: Task, rollout: Rollout) -> Try:
         turns=len(turns),
         summaries=sum(turn.kind is TurnKind.SUMMARY for turn in turns),
         seconds=rollout.seconds,
+        is_cheat=rollout.verdict is not None and rollout.verdict.disposition is not Disposition.KEEP,
     )

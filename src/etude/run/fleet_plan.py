@@ -3,6 +3,7 @@
     serve        engines, in their regions        rollouts     at home, beside the ledger
     gateway      in each region with engines      train        at home, one a node, all in one group
     relay        in each region but home          sandboxes    machines that lend sandboxes, in their regions
+    production, product, feedback, release        engines and gateway for users, their signals, releases: at home
 
 A run on one machine is a fleet of one region, :func:`one_machine`.
 """
@@ -16,7 +17,7 @@ from etude.config.rollouts import CommandOptions
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
 from etude.run.phase_folders import phases_of
-from etude.run.process_name import ProcessName
+from etude.run.process_name import FEEDBACK, PRODUCT, PRODUCTION, RELEASE, ProcessName
 
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Commands that end when their work is done; the others serve until they are stopped."""
@@ -72,7 +73,17 @@ def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessS
         *(spec for region in fleet.regions for spec in _plan_region(config, fleet, region, run)),
         *_plan_trainer(config, fleet, run),
         *(process_spec(ProcessName(command="rollouts", replica=n), fleet, run) for n in range(fleet.rollouts)),
+        *(process_spec(name, fleet, run) for name in _live_processes(config)),
     )
+
+
+def _live_processes(config: RunConfig) -> Iterator[ProcessName]:
+    """The processes by which signals of users are learnt from, and versions reach them, where the recipe has those."""
+    if config.feedback.window_s:
+        yield FEEDBACK
+    if config.release.enabled:
+        yield from (RELEASE, PRODUCT)
+        yield from (ProcessName(command=PRODUCTION.command, replica=n) for n in range(config.release.engines))
 
 
 def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, run: str) -> Iterator[ProcessSpec]:

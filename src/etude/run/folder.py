@@ -11,6 +11,7 @@
     harness/          files of an external harness .NAME.lock    held by the process of that name
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
+    feedback.db       live sessions and signals, unless the ledger is elsewhere
     data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
                       (etude.run.data_copies)                         payloads are there, and copies of the rest
 
@@ -31,7 +32,7 @@ from pathlib import Path
 from etude.config.loading import dump_run, load_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import RunFolderError
-from etude.ledger.open import place_of_run
+from etude.ledger.open import is_url, place_of_run
 from etude.objects import ObjectStore
 from etude.run.endpoints import Endpoints
 from etude.run.keys import KeyRole, derive_key, has_run_key, read_run_key, write_run_key
@@ -195,6 +196,12 @@ class RunFolder:
     def endpoints(self) -> Endpoints:
         """URLs of the listening processes."""
         return Endpoints(self.path / "endpoints.json")
+
+
+def feedback_place(folder: RunFolder) -> str:
+    """Path or URL of the live sessions and signals of a run: beside its ledger, in a schema of its own."""
+    ledger = folder.ledger
+    return f"{ledger}_live" if is_url(ledger) else str(folder.path / "feedback.db")
 
 
 def make_key(folder: RunFolder) -> None:

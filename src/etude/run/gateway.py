@@ -20,7 +20,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -32,15 +32,18 @@ from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.engines.http import http_engines
 from etude.errors import ConfigError, DamagedError, InfrastructureError, UserError
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.capture.sessions import DEFAULT_LIMITS, SessionLimits, SessionStore
 from etude.gateway.http.admin_api import AdminApi
-from etude.gateway.http.app import Gateway, GatewayState, http_server
+from etude.gateway.http.app import Gateway, GatewayState, RouteTable, http_server
 from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.request_log import AccessLog
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, InflightCalls
+from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool, PoolLimits
 from etude.gateway.routing.router import DEFAULT_HEALTH, EngineEntry, HealthLimits, Router, is_engine_url
+from etude.gateway.routing.shadow import Shadow, ShadowCall
 from etude.gateway.service import CallService, Recorder, ReplySampler
 from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore
@@ -50,11 +53,13 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import ENGINE_KEY_VARIABLE, KeyRole
 from etude.run.listener import run_listener
+from etude.run.live_sessions import open_live_sessions
 from etude.run.parent import tell_person
 from etude.run.payload_store import open_payloads
 from etude.run.placement import fleet_of
-from etude.run.process_name import ENGINE, ProcessName
+from etude.run.process_name import ENGINE, PRODUCT, PRODUCTION, ProcessName
 from etude.run.region_stores import open_directory, open_region_log, weights_url
+from etude.run.routing_tables import RoutingTables
 from etude.run.serving import STOP_S, listening, run_until_signal, tls_context
 from etude.run.store_outages import StoreOutages
 from etude.tokens.jinja import load_format
@@ -118,8 +123,9 @@ def run_standalone(options: StandaloneOptions) -> None:
 
 
 async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
-    config, fleet = folder.config(), fleet_of(folder)
-    engines = {} if fleet is not None else folder.endpoints.urls(ENGINE.command)
+    config, fleet, is_product = folder.config(), fleet_of(folder), name.command == PRODUCT.command
+    command = PRODUCTION.command if is_product else ENGINE.command
+    engines = {} if fleet is not None else folder.endpoints.urls(command)
     digest = digest_of(folder.key(KeyRole.ADMIN))
     admin = Key(key_id="run", digest=digest, scope=Scope.ADMIN, created=date_utc(), label="this run")
     spec = GatewaySpec(
@@ -131,14 +137,25 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
             sampled_only=config.numerics.replay == "completion",
         ),
         engines=tuple(EngineEntry(name=str(one), url=url, region=one.region) for one, url in engines.items()),
-        keys=(admin,),
+        keys=(admin, *_product_keys(folder, is_product)),
         health=HealthLimits(
-            healthy_poll_s=FRESH_S, suspect_poll_s=FRESH_S, max_lag=config.rollouts.max_staleness + LAG_ROOM
+            healthy_poll_s=FRESH_S,
+            suspect_poll_s=FRESH_S,
+            stale_poll_s=FRESH_S if is_product else HealthLimits().stale_poll_s,
+            max_lag=None if is_product else config.rollouts.max_staleness + LAG_ROOM,
         ),
+        arms=ReleasedArms() if is_product else None,
+        shadow_share=config.release.shadow_share if is_product and config.release.shadow_sessions else 0.0,
         sessions=_session_limits(config.gateway),
         access_log=folder.logs / f"{name}.access.jsonl" if config.gateway.access_log else None,
     )
     async with AsyncExitStack() as stack:
+        tables = RoutingTables.open(folder)
+        if spec.shadow_share:
+            spec = replace(spec, receive_shadow=partial(_keep_shadow, tables))
+        if config.feedback.window_s and (is_product or not config.release.enabled):
+            live = await stack.enter_async_context(open_live_sessions(folder, config.feedback, name))
+            spec = replace(spec, live=live.recorder, more_routes=live.routes)
         parts = await stack.enter_async_context(_connected(spec, config.gateway, folder.key(KeyRole.ENGINE)))
         events = stack.enter_context(open_events(folder, config, name, lossy=True))
         outages = stack.enter_context(
@@ -153,7 +170,9 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         work: dict[str, Work] = {"announcements": partial(announce, log, parts.pool.announce)}
         if fleet is not None:
             directory = open_directory(folder, name.region)
-            work["engines of the region"] = partial(follow_engines, directory, parts.pool)
+            work["engines of the region"] = partial(follow_engines, directory, parts.pool, command)
+        if spec.arms is not None:
+            work["routing tables"] = partial(tables.follow, spec.arms.follow)
         tasks = [asyncio.create_task(supervised(title, each)) for title, each in work.items()]
         for task in tasks:
             stack.callback(task.cancel)
@@ -181,6 +200,14 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
+
+
+def _product_keys(folder: RunFolder, is_product: bool) -> tuple[Key, ...]:
+    """The key of the run's own product, which a gateway for users knows from the start."""
+    if not is_product:
+        return ()
+    digest = digest_of(folder.key(KeyRole.PRODUCT))
+    return (Key(key_id="product", digest=digest, scope=Scope.PRODUCTION, created=date_utc(), label="the product"),)
 
 
 def _session_limits(config: GatewayConfig) -> SessionLimits:
@@ -231,8 +258,19 @@ async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
         await asyncio.sleep(ANNOUNCE_S)
 
 
-async def follow_engines(directory: Directory, pool: EnginePool) -> None:
-    """Keep the engines of ``pool`` those of a region's directory, for ever; while that is away, those that it had.
+def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:
+    """Keep a shadow's call in the background; where the store is away it is lost, as one that was never drawn."""
+
+    def keep() -> None:
+        with contextlib.suppress(InfrastructureError):
+            tables.add_shadow(call)
+
+    asyncio.get_running_loop().run_in_executor(None, keep)
+
+
+async def follow_engines(directory: Directory, pool: EnginePool, command: str = ENGINE.command) -> None:
+    """Keep the engines of ``pool`` those of ``command`` in a region's directory, for ever; while that is away, those
+    that it had.
 
     consumes: the directory; produces: engines, which the pool polls; waits for: nothing; woken by: its own polling; on
     shutdown: cancelled between two polls.
@@ -240,7 +278,7 @@ async def follow_engines(directory: Directory, pool: EnginePool) -> None:
     engines: dict[ProcessName, str] = {}
     while True:
         with contextlib.suppress(InfrastructureError):
-            urls = await asyncio.to_thread(directory.urls, ENGINE.command)
+            urls = await asyncio.to_thread(directory.urls, command)
             for name in [name for name, url in engines.items() if urls.get(name) != url]:
                 pool.remove(str(name))
                 del engines[name]
@@ -325,6 +363,16 @@ class GatewaySpec:
     sessions: SessionLimits = DEFAULT_LIMITS
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     access_log: Path | None = None
+    arms: ReleasedArms | None = None
+    """The weights that users may meet; ``None``: whatever engines have."""
+    shadow_share: float = 0.0
+    """Share of users' calls that a shadow is asked, too."""
+    receive_shadow: Callable[[ShadowCall], None] = lambda call: None
+    """Takes what came of each."""
+    live: LiveRecorder | None = None
+    """Recorder of the sessions of users who consent; ``None``: none are recorded."""
+    more_routes: Callable[[GatewayState], RouteTable] = lambda state: {}
+    """Requests that it answers beside its own."""
 
 
 @final
@@ -362,16 +410,27 @@ async def open_gateway(
     _load_keys(key_file, keyring, spec, clock)
     for entry in spec.engines:
         pool.add(entry)
-    sampler = ReplySampler(spec.chat, pool, admission, spec.recorder, clock)
+    shadow = None
+    if spec.arms is not None and spec.shadow_share:
+        shadow = Shadow(pool, spec.arms, clock, spec.receive_shadow, share=spec.shadow_share)
+    sampler = ReplySampler(spec.chat, pool, admission, spec.recorder, clock, shadow)
     state = GatewayState(
-        auth=Authenticator(keyring, sessions), pool=pool, admission=admission, inflight=InflightCalls(), clock=clock
+        auth=Authenticator(keyring, sessions),
+        pool=pool,
+        admission=admission,
+        inflight=InflightCalls(),
+        clock=clock,
+        arms=spec.arms,
+        live=spec.live,
     )
     with contextlib.ExitStack() as stack:
         log = None if spec.access_log is None else AccessLog(spec.access_log, unix_s)
         if log is not None:
             stack.callback(log.close)
-        admin, service = AdminApi(state, key_file), CallService(sampler, max_length=spec.max_length)
-        gateway = Gateway(service, state, config, admin=admin.routes(), metrics=admin.metrics, access_log=log)
+        admin = AdminApi(state, key_file)
+        service = CallService(sampler, max_length=spec.max_length, live=spec.live)
+        others = {**admin.routes(), **spec.more_routes(state)}
+        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log)
         background: dict[str, Work] = {
             "engine polls": pool.watch,
             "session expiry": partial(_expire, state.auth, clock),
@@ -387,6 +446,8 @@ async def open_gateway(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if shadow is not None:
+                await shadow.close()
 
 
 def _load_keys(key_file: KeyFile | None, keyring: Keyring, spec: GatewaySpec, clock: Clock) -> None:

@@ -1,9 +1,11 @@
 """The secrets of a run: one run key, from which each role's key is derived.
 
     run.key, or ETUDE_RUN_KEY ──HMAC-SHA256(role)──▶ engine    what engines want of who calls them
+                                                 ├─▶ product   serves users, and reports what they say
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
                                                  ├─▶ directory signs where processes listen
-                                                 └─▶ fleet     signs what is to run
+                                                 ├─▶ fleet     signs what is to run
+                                                 └─▶ users     makes pseudonyms of a product's users
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
 variables, never on a command line.
@@ -25,6 +27,8 @@ ENGINE_KEY_VARIABLE = "ETUDE_ENGINE_KEY"
 """Environment variable with the engine key alone: for a gateway of no run."""
 OLD_FILE = "admin.key"
 """The secret of runs of an older étude."""
+PSEUDONYM_DIGITS = 32
+"""128 bits: no two users get the same one."""
 SHORTEST = 32
 """Fewest characters of a run key: as many as make guessing hopeless."""
 
@@ -34,17 +38,28 @@ class KeyRole(StrEnum):
 
     ENGINE = "engine"
     """Calls to the run's engines."""
+    PRODUCT = "product"
+    """Calls and signals of the product whose users are served."""
     ADMIN = "admin"
     """Sessions and the administration of the run's gateways."""
     DIRECTORY = "directory"
     """Signatures of the entries that say where processes listen."""
+    ROUTING = "routing"
+    """Signatures of routing tables."""
     FLEET = "fleet"
     """Signatures of what is to run."""
+    USERS = "users"
+    """Pseudonyms of a product's users."""
 
 
 def derive_key(run_key: str, role: KeyRole) -> str:
     """The key of one role: 64 hexadecimal digits."""
     return hmac.new(run_key.encode(), role.value.encode(), hashlib.sha256).hexdigest()
+
+
+def pseudonym(users_key: str, user: str) -> str:
+    """The pseudonym of a user: 32 hexadecimal digits, the same for one user wherever it is asked for in a run."""
+    return hmac.new(users_key.encode(), user.encode(), hashlib.sha256).hexdigest()[:PSEUDONYM_DIGITS]
 
 
 def write_run_key(folder: Path) -> None:

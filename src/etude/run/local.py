@@ -29,6 +29,7 @@ from etude.run.events import open_events
 from etude.run.fleet_plan import plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
+from etude.run.live_notices import LiveNotices
 from etude.run.machine_info import describe_machine, source_commit
 from etude.run.phase_folders import PhaseFolders, check_complete, phases_of
 from etude.run.placement import RunPlacement, desired_of, place_here, place_on, remember_fleet
@@ -156,10 +157,12 @@ def _keep_alive(
         progress.notice,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
-    memory_s = time.monotonic()
+    memory_s, live = time.monotonic(), LiveNotices(folder, config)
     try:
         while not supervisor.check():
             progress.update()
+            for line in live.lines():
+                progress.notice(line)
             if time.monotonic() - memory_s >= MEMORY_S:
                 memory_s = time.monotonic()
                 events.write(MemoryUsed(size_bytes=supervisor.memory_bytes))

@@ -49,5 +49,13 @@ GATEWAY = ProcessName(command="gateway")
 """The first gateway at home."""
 ROLLOUTS = ProcessName(command="rollouts")
 """The first rollouts process, which also evaluates."""
+PRODUCTION = ProcessName(command="production")
+"""The first engine for users."""
+PRODUCT = ProcessName(command="product")
+"""The gateway for users."""
+RELEASE = ProcessName(command="release")
+"""The process that releases versions."""
+FEEDBACK = ProcessName(command="feedback")
+"""The process that joins signals and sessions of users."""
 TRAINER = ProcessName(command="train")
 """The trainer, or its rank 0."""

@@ -17,7 +17,7 @@ PREDECESSOR_S = 20.0
 """Longest time that the last process of a name may take to clean up after its supervisor was killed: above
 :data:`etude.run.serving.STOP_S`, which ends it.
 """
-NICENESS = {"serve": 10, "train": 5}
+NICENESS = {"serve": 10, "production": 8, "train": 5}
 """Computing gives way to the short work of gateway and rollouts where cores are scarce: an engine that computes while
 its callers wait for a core computes small, wasteful batches.
 """
@@ -28,6 +28,7 @@ DEVICES: Mapping[str, Role] = {
     "train": "trainer",
     "parity": "engine",
     "serve": "engine",
+    "production": "engine",
 }
 """Command → the section whose device its process computes on."""
 DATA_OF: Mapping[str, tuple[str, ...]] = {
@@ -87,14 +88,22 @@ def _run(name: ProcessName, folder: RunFolder) -> None:
             from etude.run.parity import gate
 
             gate(folder)
-        case "serve":
+        case "serve" | "production":
             from etude.run.engine import run_engine
 
             run_engine(folder, name)
-        case "gateway":
+        case "gateway" | "product":
             from etude.run.gateway import run_gateway
 
             run_gateway(folder, name)
+        case "feedback":
+            from etude.run.feedback import run_feedback
+
+            run_feedback(folder)
+        case "release":
+            from etude.run.release import run_release
+
+            run_release(folder)
         case "rollouts":
             from etude.run.rollouts import run_rollouts
 

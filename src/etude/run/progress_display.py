@@ -53,7 +53,9 @@ class ProgressDisplay:
 
     def notice(self, words: str) -> None:
         """Print a message that stays: the panel moves down."""
-        self._console.print(f"[{self._run.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False)
+        self._console.print(
+            f"[{self._run.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False, markup=False
+        )
 
     def _show(self) -> None:
         self._shown_s = time.monotonic()

@@ -116,6 +116,8 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     options = tree["harness"]["options"]
     if "mounts" in options:
         options["mounts"] = [_absolute(folder) for folder in options["mounts"]]
+    for suite in tree["release"]["suites"]:
+        suite["recipe"] = _absolute(suite["recipe"])
     return parse_config(tree, source="run.toml")
 
 

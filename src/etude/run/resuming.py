@@ -21,6 +21,7 @@ CHANGEABLE = frozenset(
     {
         "heartbeat_timeout_s",
         "trainer.steps",
+        "live.after_steps",
         *(f"trainer.{key}" for key in ("microbatch_tokens", "checkpoint_activations", "threads", "device")),
         *(f"engine.{key}" for key in ("max_running", "device", "host", "port", "replicas", "tls_cert", "tls_key")),
         *(f"engine.options.{key}" for key in ("max_waiting", "step_tokens", "cache_tokens", "spare_weights")),
@@ -75,7 +76,20 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
                 f"{key} = {new!r}: this run keeps {old!r}, since {reason}; start another run, from this one's weights "
                 f"with `etude weights export {folder.path} DIR` and model.checkpoint = 'DIR'"
             )
+    if after.live.after_steps != before.live.after_steps:
+        _check_after_steps(folder, before, after.live.after_steps)
     return after
+
+
+def _check_after_steps(folder: RunFolder, before: RunConfig, steps: int) -> None:
+    """Raise :class:`~etude.errors.ConfigError` unless all steps so far were, and stay, of simulated groups alone."""
+    with closing(Ledger.open(folder.ledger, before.ledger)) as ledger:
+        done = ledger.progress().steps_done
+    if steps < before.live.after_steps or done > before.live.after_steps:
+        raise ConfigError(
+            f"live.after_steps = {steps}: it can be raised from {before.live.after_steps} while users are not learnt "
+            f"from yet, and step {done} is done"
+        )
 
 
 def differences(

@@ -294,7 +294,7 @@ async def _help(folder: RunFolder, name: ProcessName) -> None:
     """Fill groups beside the first process, for as long as any are wanted."""
     async with open_parts(folder, name) as parts:
         await parts.served.reach(0)
-        await parts.dispatcher.train(parts.config.trainer.steps)
+        await parts.dispatcher.train(parts.config.trainer.steps, parts.config.live)
 
 
 async def _run(folder: RunFolder) -> None:
@@ -306,7 +306,7 @@ async def _run(folder: RunFolder) -> None:
         if ledger.progress().steps_done < steps:
             parts.events.write(PhaseStarted(phase="rl"))
             async with background_task(_evaluate_on_the_way(parts)) as evaluating:
-                await parts.dispatcher.train(steps)
+                await parts.dispatcher.train(steps, parts.config.live)
                 while ledger.progress().steps_done < steps:
                     await asyncio.sleep(POLL_S)
                 await evaluating

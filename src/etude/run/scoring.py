@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 FUNCTION_S = 60.0
 """Time that a reward function may take: one that asks a service sets a limit of its own below it."""
-REWARD_FACT, REWARD_SPEC_FACT = "reward", "reward_made_of"
+REWARD_SECTION = "reward"
 """Keys of the ledger for the digest of a run's reward, and for what it is the digest of."""
 
 
@@ -254,19 +254,20 @@ def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
     return "\n".join(pages)
 
 
-def freeze_reward(facts: Facts, spec: RewardSpec) -> None:
-    """Remember what a run's reward is made of, so that it is the same until its end: rewards of two specifications
-    cannot be compared. Raises :class:`~etude.errors.ConfigError` for another one than it began with.
+def freeze_reward(facts: Facts, spec: RewardSpec, section: str = REWARD_SECTION) -> None:
+    """Remember what a run's reward of a recipe's section is made of, so that it is the same until its end: rewards of
+    two specifications cannot be compared. Raises :class:`~etude.errors.ConfigError` for another one than it began with.
     """
-    before, now = facts.get(REWARD_FACT), digest_of(spec)
+    made_of = f"{section}_made_of"
+    before, now = facts.get(section), digest_of(spec)
     if before is None:
-        facts.set(REWARD_SPEC_FACT, to_json(spec).decode())
-        facts.set(REWARD_FACT, now)
+        facts.set(made_of, to_json(spec).decode())
+        facts.set(section, now)
     elif before != now:
-        old: RewardSpec = orjson.loads(facts.get(REWARD_SPEC_FACT) or "{}")
+        old: RewardSpec = orjson.loads(facts.get(made_of) or "{}")
         changes = "; ".join(differences(old, orjson.loads(to_json(spec))))
         raise ConfigError(
-            f"[reward] is {now[:12]}, but this run began with {before[:12]}: {changes}. Put it back as it was, or "
+            f"[{section}] is {now[:12]}, but this run began with {before[:12]}: {changes}. Put it back as it was, or "
             f"start another run"
         )
 

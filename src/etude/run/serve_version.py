@@ -14,6 +14,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 from etude.config.recipe import LedgerConfig
+from etude.config.release import ReleaseConfig
+from etude.config.tasks import TaskConfig
 from etude.errors import InfrastructureError
 from etude.run.fleet_plan import process_spec
 from etude.run.folder import RunFolder
@@ -45,20 +47,23 @@ class ServedRun:
 
 @contextlib.contextmanager
 def serving_version(
-    folder: RunFolder, version: int | None = None, *, ledger: Path | None = None
+    folder: RunFolder, version: int | None = None, *, ledger: Path | None = None, tasks: TaskConfig | None = None
 ) -> Iterator[ServedRun]:
     """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
     context is open.
 
-    What happens is recorded in ``ledger``, which stays; without one it is forgotten. Engine and gateway may still be
+    What happens is recorded in ``ledger``, which stays; without one it is forgotten. ``tasks`` are others than the
+    run's. Engine and gateway may still be
     starting: see :func:`wait_until_ready`.
     """
     pulled, recipe = pull(open_log(folder), version), folder.config()
     config = recipe.model_copy(
         update={
             "ledger": LedgerConfig(),  # nothing to be kept in anybody's database
-            "engine": recipe.engine.model_copy(update={"replicas": 1}),
-            "gateway": recipe.gateway.model_copy(update={"replicas": 1}),
+            "engine": recipe.engine.model_copy(update={"replicas": 1, "port": 0}),
+            "gateway": recipe.gateway.model_copy(update={"replicas": 1, "port": 0}),
+            "release": ReleaseConfig(),  # it serves what is measured, to nobody else
+            **({} if tasks is None else {"tasks": tasks}),
         }
     )
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:

@@ -13,6 +13,7 @@ from etude.config.recipe import RunConfig
 from etude.config.tasks import ENDLESS
 from etude.errors import ConfigError, UserError
 from etude.protocols import TaskFamily
+from etude.rollouts.admission import Admission
 from etude.run.task_families import NOTHING_HELD_OUT, open_family
 from etude.types import Split
 
@@ -32,11 +33,13 @@ class TaskPlan:
     """Held-out tasks; ``None``: without end, or not needed."""
     selection: str = "in_order"
     """The way in which training tasks are chosen."""
+    live: int = 0
+    """Groups, of those that so many steps would have, whose place users' sessions take."""
 
     @property
     def needed(self) -> int:
         """Groups that the run trains on, a task each."""
-        return self.steps * self.groups_per_step
+        return self.steps * self.groups_per_step - self.live
 
     def describe(self) -> list[str]:
         """The plan, a line each."""
@@ -99,6 +102,7 @@ def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
     if config.tasks.family not in ENDLESS:
         family = family or open_tasks(config)
         sizes = {split: family.size(split) for split in Split}
+    needed = Admission(config.rollouts, steps=config.trainer.steps, live=config.live).groups_needed()
     return TaskPlan(
         family=config.tasks.family,
         steps=config.trainer.steps,
@@ -107,4 +111,5 @@ def plan_tasks(config: RunConfig, family: TaskFamily | None = None) -> TaskPlan:
         train=sizes[Split.TRAIN],
         heldout=sizes[Split.HELDOUT] if config.eval.enabled else None,
         selection=config.tasks.selection.kind,
+        live=config.trainer.steps * config.rollouts.groups_per_step - needed,
     )

@@ -7,6 +7,9 @@
 Every arrow is durable and idempotent, and they happen in this order, so that after ``kill -9`` at any point the process
 starts again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same
 digest, a published one is committed. No batch is lost and none is trained on twice.
+
+A step may go on with other weights instead of a batch: with those that users have, after a candidate was taken back, or
+with a checkpoint that was proposed (``trainer.load``). It goes the same way.
 """
 
 import logging
@@ -23,7 +26,7 @@ from etude.closing import Closing
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import cut_short
 from etude.errors import DamagedError, EtudeError, MismatchError, UserError
-from etude.ledger.changes import TRAIN
+from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.changes import TRAINER as TRAINER_LEASE
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
@@ -32,6 +35,7 @@ from etude.models.checkpoint import load_spec, state_of
 from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
+from etude.rollouts.admission import BatchPlan
 from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.distillation import DistillationBatcher
 from etude.run.events import open_events
@@ -47,6 +51,7 @@ from etude.run.trainer_group import build_trainer
 from etude.run.weight_log import open_log
 from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
+from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.batching.packing import Cost, MicroBatch, pack
@@ -64,7 +69,7 @@ from etude.trainer.mismatch import (
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
-from etude.types import Batch, Group, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
+from etude.types import Batch, Group, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
@@ -91,6 +96,7 @@ class TrainerProcess(Closing):
         self._folder = folder
         self.config: RunConfig = folder.config()
         self._ledger = ledger
+        self._plan = BatchPlan.of(self.config.rollouts, self.config.live)
         self._events = events
         self._log = open_log(folder, outages)
         self.publishing = WeightPublishing(self._log, self.config.name, events)
@@ -124,10 +130,12 @@ class TrainerProcess(Closing):
         """Train until the recipe's last step is committed."""
         for step in range(self._ledger.progress().steps_done + 1, self.config.trainer.steps + 1):
             groups, wait_s = self._wait_for_batch(step)
+            if groups is None:
+                continue
             started_s = time.perf_counter()
             self._in_use[step] = payload_refs(groups)
             groups = fetch_payloads(groups, self._payloads, self._space)
-            batch = batch_of(step, groups, self._penalties.of(groups), self.config)
+            batch = batch_of(step, groups, self._penalties.of(groups), self.config, self._earlier(step))
             mismatch = self._measure_mismatch(step, groups)
             distillation = self._distillation(groups)
             trajectories = scored(batch, self.config, self._probe, self._reference)
@@ -240,15 +248,49 @@ class TrainerProcess(Closing):
             self._swept_s = time.monotonic()
             self._sweeping = self._sweeper.submit(sweep_payloads, self._folder)
 
-    def _wait_for_batch(self, step: int) -> tuple[list[Group], float]:
+    def _load(self, step: int, load: Mapping[str, Json]) -> None:
+        """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
+
+        It trains on nothing, and is saved, published and committed as any other, so that it is redone whole after
+        ``kill -9`` until its checkpoint is there, and finished after that.
+        """
+        self._commit_published()
+        version, checkpoint = load.get("version"), load.get("checkpoint", "")
+        self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
+        logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
+        self.trainer_group.save(step)
+        self._heartbeat.beat()
+        self.copies.start(step)
+        self._publish(step)
+        self._commit_published()
+
+    def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
+        """The groups of a step; ``None`` for one that loaded weights instead, and is done."""
         started_s = time.perf_counter()
-        while (groups := self._ledger.claim_batch(step, self.config.rollouts.groups_per_step)) is None:
+        train, live = self._groups_of(step)
+        while True:
+            load = self._ledger.loads.claim(step)
+            if load is not None:
+                self._load(step, load)
+                return None, time.perf_counter() - started_s
+            groups = self._ledger.claim_batch(step, train, live)
+            if groups is not None:
+                return groups, time.perf_counter() - started_s
             if self.publishing.is_visible and self.copies.is_complete:
                 self._commit_published()
             self.trainer_group.idle(time.monotonic())
             self._heartbeat.beat()
             time.sleep(POLL_S)
-        return groups, time.perf_counter() - started_s
+
+    def _groups_of(self, step: int) -> tuple[int, int]:
+        """Numbers of simulated groups and of live sessions that a step's batch is made of."""
+        batch = step - 1 - self._ledger.loads.count(step - 1)
+        return self._plan.groups(TRAIN, batch), self._plan.groups(LIVE, batch)
+
+    def _earlier(self, step: int) -> list[ObservedSession]:
+        """Live sessions of the steps before, that baselines learn from."""
+        live = self.config.live
+        return self._ledger.live.observed(live.history, before_step=step) if live.groups_per_step else []
 
     def _selection_metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """The metrics of the choice of tasks, where they were chosen."""
@@ -256,7 +298,7 @@ class TrainerProcess(Closing):
         if self.config.rollouts.max_resamples:
             metrics["groups_resampled"] = self._ledger.resampled(step)
         if self.config.tasks.selection.kind != "in_order":
-            metrics["selection_distance"] = selection_distance(groups)
+            metrics["selection_distance"] = selection_distance([group for group in groups if not group.is_live])
         return metrics
 
     def _shares(self, batch: Batch) -> list[list[MicroBatch]]:
@@ -308,16 +350,25 @@ def selection_distance(groups: Sequence[Group]) -> float:
     """Estimate, without bias, from one batch how far the draws of tasks are from all tasks alike: the total variation
     distance ½ Σ |q − 1/N| is the mean of ½ |1 − w| over draws, w = 1 / (N q).
     """
-    return sum(abs(1 - group.weight) for group in groups) / (2 * len(groups))
+    return sum(abs(1 - group.weight) for group in groups) / (2 * max(1, len(groups)))
 
 
-def batch_of(step: int, groups: Sequence[Group], penalties: Mapping[str, float], config: RunConfig) -> Batch:
-    """Build the batch of a step with the recipe's advantages; a control run's rewards are shuffled first."""
+def batch_of(
+    step: int,
+    groups: Sequence[Group],
+    penalties: Mapping[str, float],
+    config: RunConfig,
+    earlier: Sequence[ObservedSession] = (),
+) -> Batch:
+    """Build the batch of a step with the recipe's advantages, those of live sessions by ``earlier`` ones, too; a
+    control run's rewards are shuffled first.
+    """
     if not config.tasks.selection.importance_weights:
-        groups = [replace(group, weight=1.0) for group in groups]
+        groups = [group if group.is_live else replace(group, weight=1.0) for group in groups]
     if config.reward.shuffled:
         groups = [shuffle_rewards(group, seed=config.seed) for group in groups]
-    return build_batch(step, groups, config.loss.baseline, penalties, config.credit)
+    live = LiveComparison(baseline=config.live.baseline, earlier=earlier)
+    return build_batch(step, groups, config.loss.baseline, penalties, config.credit, live)
 
 
 def totals_of(batch: Batch) -> Totals:
@@ -432,8 +483,8 @@ def sweep_payloads(folder: RunFolder) -> None:
     try:
         with open_ledger(folder) as ledger:
             open_payloads(folder).sweep(
-                lambda: payload_refs(ledger.groups(TRAIN, UNSETTLED)),
-                ledger.named_turns,
+                lambda: payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED)),
+                ledger.turns.named,
                 older_than_s=LONGEST_ROLLOUT_S,
             )
     except EtudeError as error:
@@ -461,11 +512,16 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str, float]:
-    """The spread of rewards within groups, and the share of rollouts that a limit ended, by their reasons ``ended``."""
+    """The spread of rewards within groups, the share of rollouts that a limit ended, by their reasons ``ended``, and
+    live sessions with their mean reward.
+    """
     rewards = [[each.reward for each in group.rollouts if each.reward is not None] for group in groups]
-    spreads = [pstdev(of_group) for of_group in rewards if of_group]
+    spreads = [pstdev(some) for group, some in zip(groups, rewards, strict=True) if some and not group.is_live]
     share = cut_short(Counter(ended))
     metrics = {} if share is None else {"cut_short": share}
+    worths = [worth for group, some in zip(groups, rewards, strict=True) if group.is_live for worth in some]
+    if worths:
+        metrics |= {"live_sessions": len(worths), "live_reward": sum(worths) / len(worths)}
     return metrics | ({"reward_std": sum(spreads) / len(spreads)} if spreads else {})
 
 

@@ -16,14 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Self, final
+from typing import Self, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from etude.config.recipe import RunConfig
-from etude.models.checkpoint import check_state, fill, load_spec, load_state
+from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spec, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
@@ -31,7 +33,7 @@ from etude.run.numerics import decoded_state, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.trainer.batching.packing import MicroBatch
-from etude.trainer.checkpoint import Checkpoints
+from etude.trainer.checkpoint import Box, Checkpoints, box_of
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
@@ -54,6 +56,7 @@ class CommandKind(StrEnum):
     """Kinds of commands that all ranks execute together."""
 
     RESTORE = "restore"
+    LOAD = "load"
     STEP = "step"
     SAVE = "save"
     GATHER = "gather"
@@ -72,13 +75,22 @@ class GroupCommand:
     """For each share of the batch its micro-batches: indices of the trajectories that are sent along."""
     examples: tuple[tuple[MicroBatch, ...], ...] = ()
     """For each share its pieces of the examples: indices of pairs, student and teacher, that are sent behind them."""
+    version: int | None = None
+    """Weight version to load."""
+    checkpoint: str = ""
+    """Folder to load a checkpoint from, where no version is named."""
+
+
+Weights: TypeAlias = Callable[[GroupCommand], Decoder]
+"""Makes a model, whole and on the CPU, with the weights that a command to load names."""
 
 
 @final
 class TrainerGroup:
     """One rank's membership in the trainer; rank 0, or a single process, commands the others through it."""
 
-    def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None) -> None:
+    def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None, weights: Weights) -> None:
+        self._weights = weights
         self._policy = policy
         self._checkpoints = checkpoints
         self._grid = grid
@@ -108,6 +120,15 @@ class TrainerGroup:
         """Go back to the checkpoint of ``step``. Raises as :meth:`Checkpoints.load` does."""
         self._broadcast(GroupCommand(kind=CommandKind.RESTORE, step=step))
         self._restore(step)
+
+    def load(self, version: int | None, checkpoint: str) -> None:
+        """Go on with the weights of a version of the log, or else of a checkpoint folder, and with a new optimiser.
+
+        Raises :class:`~etude.errors.DamagedError` for weights of another model.
+        """
+        command = GroupCommand(kind=CommandKind.LOAD, version=version, checkpoint=checkpoint)
+        self._broadcast(command)
+        self._load(command)
 
     def step(
         self,
@@ -162,6 +183,8 @@ class TrainerGroup:
             match command.kind:
                 case CommandKind.RESTORE:
                     self._restore(command.step)
+                case CommandKind.LOAD:
+                    self._load(command)
                 case CommandKind.STEP:
                     self._step(command, decode_trajectories(self._receive_bytes()), lambda: None)
                 case CommandKind.SAVE:
@@ -174,6 +197,16 @@ class TrainerGroup:
     def _restore(self, step: int) -> None:
         optimisation = self._policy.optimisation
         optimisation.restore(self._checkpoints.load(step, optimisation.like))
+
+    def _load(self, command: GroupCommand) -> None:
+        """Copy a whole model's numbers into this rank's part of each tensor."""
+        chosen = self._weights(command).state_dict()
+        with torch.no_grad():
+            for name, place in self._policy.model.state_dict().items():
+                box = box_of(place)
+                part = chosen[name][box.inside(Box((0,) * place.ndim, tuple(place.shape)))]
+                (place.to_local() if isinstance(place, DTensor) else place).copy_(part)
+        self._policy.optimisation.reset()
 
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
@@ -229,7 +262,19 @@ def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: 
     context = None if grid is None else grid.context
     model = policy_model(folder, config, grid, log)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
-    return TrainerGroup(policy, Checkpoints(folder.checkpoints, None if grid is None else grid.everyone), grid)
+    checkpoints = Checkpoints(folder.checkpoints, None if grid is None else grid.everyone)
+    return TrainerGroup(policy, checkpoints, grid, partial(weights_of, folder, config, log))
+
+
+def weights_of(folder: RunFolder, config: RunConfig, log: WeightLog, command: GroupCommand) -> Decoder:
+    """A model on the CPU with the weights that a command to load names. Raises as :func:`load_state` does."""
+    model = training_model(load_spec(folder.model), config.numerics, "cpu")
+    if command.version is not None:
+        load_state(model, decoded_state(to_tensors(pull(log, command.version).state), config.numerics))
+    else:
+        _, state = load_checkpoint(Path(command.checkpoint))
+        load_state(model, state)
+    return model
 
 
 def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Decoder:

@@ -1,4 +1,5 @@
-"""The weight follower: keeps any kind of engine on the newest version of a log, with short pauses.
+"""The weight follower: keeps any kind of engine on the newest version of a log, or on one that is named to it, with
+short pauses.
 
     log ──fetch, verify──▶ copy on the host ──what changed──▶ updater.stage ──▶ swap: the pause
 
@@ -11,6 +12,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import final
 
@@ -42,17 +44,21 @@ logger = logging.getLogger(__name__)
 
 @final
 class WeightFollower:
-    """Updates one engine to the newest version of a log; one call at a time."""
+    """Updates one engine to the newest version of a log, or to the one that ``target`` names; one call at a time."""
 
-    def __init__(self, log: WeightLog, options: ReceiveOptions) -> None:
+    def __init__(
+        self, log: WeightLog, options: ReceiveOptions, target: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """``target`` gives the version to serve now, older ones too; ``None`` for the newest there is."""
         self._log = log
+        self._target = target
         self._receiver = Receiver(log, options)
         self._lease = log.lease(f"engine-{os.getpid()}-{uuid.uuid4().hex[:8]}")
         self._leased_s: float | None = None
 
     def start(self) -> PulledWeights:
-        """Fetch the newest version, to open an engine with. May block for as long as the store is away."""
-        self._receiver.advance()
+        """Fetch the version to open an engine with. May block for as long as the store is away."""
+        self._receiver.advance(self._target())
         pulled = self._receiver.weights()
         self._renew_lease(pulled.version)
         return pulled
@@ -69,7 +75,7 @@ class WeightFollower:
             await asyncio.to_thread(updater.settle)
 
     async def update(self, updater: WeightUpdater) -> tuple[float, float]:
-        """Move an engine to the newest version, once there is one after what it serves.
+        """Move an engine to the newest version, or the one that is named, once that is another than what it serves.
 
         Returns the seconds in which that was fetched and staged, and those for which the engine paused. While no sound
         way leads on, as while the store is away and waited for, the engine serves what it has: the receiver has left a
@@ -99,7 +105,9 @@ class WeightFollower:
         since_s, delays_s = None, BACKOFF.delays()
         while True:
             try:
-                if await self._is_behind(served):
+                if (target := self._target()) is not None and await self._is_named(target, served):
+                    return await asyncio.to_thread(self._receiver.advance, target)
+                if target is None and await self._is_behind(served):
                     return await asyncio.to_thread(self._receiver.advance)
                 since_s, delays_s = None, BACKOFF.delays()
             except DamagedError as error:
@@ -110,6 +118,15 @@ class WeightFollower:
                 elif now_s - since_s > RETRY_TIMEOUT_S:
                     raise
                 await asyncio.sleep(next(delays_s))
+
+    async def _is_named(self, target: int, served: int) -> bool:
+        """Report whether another version is named than the one served; else pause, and keep what is served leased."""
+        if target != served:
+            return True
+        with suppress(InfrastructureError):
+            await asyncio.to_thread(self._renew_lease, served)
+        await asyncio.sleep(POLL_S)
+        return False
 
     async def _is_behind(self, served: int) -> bool:
         """Report whether there is a version after ``served``, after waiting for it as long as that alone pays."""

@@ -103,6 +103,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             title="standard deviation of rewards within a group, mean over groups", chart=SPREAD_CHART, live="spread"
         ),
         "groups": _count("groups of the batch", "groups"),
+        "live_sessions": _count("live sessions among them", "sessions"),
+        "live_reward": Metric(title="mean reward of the live sessions"),
         "groups_without_signal": _count("groups in which every advantage is 0", "groups"),
         "groups_resampled": Metric(
             title="groups left out before, since all their rewards were alike",

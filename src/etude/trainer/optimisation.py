@@ -157,6 +157,10 @@ class Optimisation:
                 tensors[f"{OPTIMISER}/{name}/{key}"] = value
         return tensors
 
+    def reset(self) -> None:
+        """Forget the optimiser's moments: the weights were changed by something else than its steps."""
+        self._optimiser.state.clear()
+
     def like(self, name: str) -> Tensor | None:
         """The model's tensor that a saved one of this name is, or belongs to as a moment of it."""
         phase, _, rest = name.partition("/")

@@ -43,7 +43,7 @@ def test_every_way_through_a_group_ends_once_and_as_its_survivors_say(size: int,
     [
         (GroupState.CONSUMED, GroupState.CLAIMED, "nothing: that is an end"),
         (GroupState.READY, GroupState.CONSUMED, "it may become claimed"),
-        (GroupState.READY, GroupState.DROPPED, "it may become claimed"),
+        (GroupState.CLAIMED, GroupState.DROPPED, "it may become consumed"),
     ],
 )
 def test_a_move_that_is_not_in_the_table_is_refused(state: GroupState, to: GroupState, why: str) -> None:

@@ -245,12 +245,12 @@ class Factory:
 
     def admit(self, one: Dispatcher) -> None:
         one.may_admit -= 1
-        window = min(self.admission.window(one.heard) + self.rules.extra, self.admission.groups_needed)
+        window = min(self.admission.window(one.heard) + self.rules.extra, self.admission.groups_needed())
         slots = self.ledger.admit_next(
             draw,
             size=self.config.group_size,
             version=one.heard,
-            kept_below=window if self.rules.checks_count else self.admission.groups_needed,
+            kept_below=window if self.rules.checks_count else self.admission.groups_needed(),
         )
         for slot in slots or ():
             self.hold(one, slot)

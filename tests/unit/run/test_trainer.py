@@ -1,5 +1,7 @@
 """What the trainer makes of payloads before it trusts them, and of steps in which no rollout can be trusted."""
 
+import contextlib
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,8 @@ import ledgers
 from etude.config.loading import default_recipe
 from etude.config.training import DualClippedOptions, LossConfig
 from etude.errors import DamagedError, UserError
-from etude.ledger.ledger import TRAIN, Ledger
+from etude.ledger.changes import LOAD
+from etude.ledger.ledger import TRAIN, Ledger, Loads
 from etude.ledger.payloads import Payloads
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
@@ -35,10 +38,12 @@ from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventLog, EventReader
 from etude.trainer.batching.batch import build_batch
+from etude.trainer.checkpoint import Checkpoints
 from etude.types import (
     Disposition,
     Finish,
     Group,
+    Json,
     Rollout,
     RolloutStatus,
     Routes,
@@ -237,6 +242,55 @@ def test_a_newest_version_that_no_one_will_publish_again_ends_the_run(run: RunFo
     open_log(run).store.delete(commit_key(MAX_EMPTY_STEPS + 2))
     with pytest.raises(UserError, match=f"weight version {MAX_EMPTY_STEPS + 2} is not published"):
         run_trainer(run)
+
+
+class Killed(Exception):
+    """Stands for ``kill -9``: nothing that comes after it happens."""
+
+
+class DyingLoads(Loads):
+    """Dies behind what it has written."""
+
+    def claim(self, step: int) -> dict[str, Json] | None:
+        if super().claim(step) is not None:
+            raise Killed
+        return None
+
+
+class DyingLedger(Ledger):
+    """Dies before it commits a step that loads."""
+
+    def commit_step(self, step: int) -> None:
+        if self.loads.claim(step) is not None:
+            raise Killed
+        super().commit_step(step)
+
+
+@pytest.mark.parametrize("dies_at", ["claimed", "published", ""])
+def test_a_step_that_loads_released_weights_trains_on_nothing_and_survives_a_kill(run: RunFolder, dies_at: str) -> None:
+    for number in range(4):
+        admit(run, number)
+    train_until(run, 2)
+    with Ledger.open(run.ledger) as ledger:
+        ledger.facts.set(LOAD, json.dumps({"id": "a", "version": 1}))
+    kind = DyingLedger if dies_at == "published" else Ledger
+    with kind.open(run.ledger) as ledger, EventLog(run.events, "test") as events:
+        if dies_at == "claimed":
+            ledger.loads = DyingLoads(ledger._db)
+        process = TrainerProcess(run, events, ledger, None, StoreOutages(run.store, 0.0))
+        with contextlib.suppress(Killed), process.publishing, process.copies, process.trainer_group:
+            process.run()
+            assert not dies_at
+    run_trainer(run)
+    log = open_log(run)
+    digests = {version: record.digest for version in range(6) if (record := log.read(version)) is not None}
+    assert len(digests) == 6
+    assert digests[3] == digests[1] != digests[2]
+    assert len(set(digests.values())) == 5, "the others were trained"
+    with Ledger.open(run.ledger) as ledger:
+        assert (ledger.progress().consumed, ledger.progress().steps_done) == (4, 5)
+    moments = [name for name in Checkpoints(run.checkpoints).load(4) if name.startswith("optimiser/")]
+    assert moments
 
 
 def test_the_spread_of_a_group_and_its_rollouts_that_were_cut_are_measured() -> None:

@@ -57,6 +57,27 @@ def open_engine(
     return NativeUpdater.open(pulled, config, make_model, load)
 
 
+def test_a_named_version_is_served_and_an_older_one_again_when_that_is_named(tmp_path: Path) -> None:
+    model, named, digests = training_model(TINY, FLOAT32, "cpu"), [1], []
+    log = WeightLog(ObjectStore(str(tmp_path)))
+    with Publisher(log, ALONE) as publisher:
+        for version in range(3):
+            train(model, SPARSE, version)
+            state = to_stored(published_state(model, FLOAT32))
+            digests.append(publisher.publish(state, version=version, step=version).result().digest)
+
+    async def follow() -> None:
+        with closing(WeightFollower(log, largest_state(TINY), lambda: named[0])) as follower:
+            updater = open_engine(follower.start(), spare=True)
+            for version in (1, 2, 1, 0):
+                named[0] = version
+                if updater.version != version:
+                    await follower.update(updater)
+                assert (updater.version, state_in(updater)) == (version, digests[version])
+
+    asyncio.run(follow())
+
+
 def state_in(updater: NativeUpdater) -> str:
     """The digest of what is served, read anew."""
     return state_digest(to_stored(state_of(updater.engine.weights.model)))

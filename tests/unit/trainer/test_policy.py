@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etude.config.inference import NumericsConfig
-from etude.config.training import DualClippedOptions, LossConfig, OptimiserConfig
+from etude.config.training import BASELINES, DualClippedOptions, LossConfig, OptimiserConfig
 from etude.errors import DivergedError, InfrastructureError
 from etude.models.arithmetic import Arithmetic
 from etude.models.decoder import Decoder
@@ -17,11 +17,13 @@ from etude.models.experts import Routing
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
+from etude.trainer.batching.batch import build_batch
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import NOTHING_LEARNT, PolicyTrainer, sample_share
-from etude.types import NO_ROUTE, UNSAMPLED, Routes, Trajectory
+from etude.types import NO_ROUTE, UNSAMPLED, Finish, Group, Observation, Routes, Trajectory, Turn
+from records import TASK, make_rollout
 
 OFF = NumericsConfig(replay="off")
 TIS = LossConfig()
@@ -312,3 +314,34 @@ def test_the_temperature_is_part_of_the_policy() -> None:
 def test_an_undecided_replay_is_refused() -> None:
     with pytest.raises(ValueError, match="depends on the device"):
         make_trainer(NumericsConfig())
+
+
+def live_session(model: Decoder, name: int, ids: list[int], sampled: int, reward: float) -> Group:
+    engine = logprobs(model, ids)[-sampled:].numpy().astype(np.float32)
+    turn = Turn(
+        prompt_ids=np.array(ids[:-sampled], np.int32), completion_ids=np.array(ids[-sampled:], np.int32),
+        logprobs=engine - 0.1, versions=np.zeros(sampled, np.int32), finish=Finish.STOP,
+    )  # fmt: skip
+    observation = Observation(user=f"u{name}", day=0, template="t", arm="", prompt_tokens=len(ids) - sampled)
+    rollout = replace(make_rollout(f"s{name}", turn, group=name, reward=reward), observation=observation)
+    return Group(index=name, task=TASK, admitted_version=0, rollouts=(rollout,))
+
+
+@pytest.mark.parametrize("kind", BASELINES)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+def test_every_loss_learns_from_groups_of_one_held_to_a_reference_or_not(kind: str, kl_coef: float) -> None:
+    """A session's advantage comes from the others; what was liked gets likelier."""
+    options: dict[str, object] = {"aggregation_options": {"sequence_tokens": 4}} if kind == "dr_grpo" else {}
+    options |= {"options": {"clip_low": 0.9, "clip_high": 0.9}} if kind == "gspo" else {}
+    loss = LossConfig.model_validate({"kind": kind, "baseline": "mean", "kl_coef": kl_coef, **options})
+    trainer = make_trainer(loss=loss)
+    groups = [
+        live_session(trainer.model, 0, [1, 2, 3, 4], 1, 1.0), live_session(trainer.model, 1, [1, 2, 3, 6], 1, 0.0)
+    ]  # fmt: skip
+    batch = build_batch(1, groups)
+    trajectories = [replace(one, reference_logprobs=one.logprobs) for one in batch.trajectories]
+    before = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
+    stats = trainer.step(1, [trajectories], Totals(tokens=batch.num_loss_tokens, trajectories=2))
+    after = [float(logprobs(trainer.model, ids)[2]) for ids in ([1, 2, 3, 4], [1, 2, 3, 6])]
+    assert stats["grad_norm"] > 0
+    assert after[0] - before[0] > after[1] - before[1]

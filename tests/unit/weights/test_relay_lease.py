@@ -29,7 +29,12 @@ class CountedStore:
     def __init__(self, inner: Objects, slow_s: float = 0.0) -> None:
         self.url = inner.url
         self.put_if_absent, self.renew, self.exists = inner.put_if_absent, inner.renew, inner.exists
-        self.list, self.delete, self.now = inner.list, inner.delete, inner.now
+        self.list, self.delete, self.now, self.remove_partial = (
+            inner.list,
+            inner.delete,
+            inner.now,
+            inner.remove_partial,
+        )
         self.read_bytes = self.read_packs = 0
         self._inner = inner
         self._slow_s = slow_s
@@ -44,6 +49,11 @@ class CountedStore:
                 self.read_packs += 1
             time.sleep(self._slow_s)
         return data
+
+    def stream(self, key: str, first: int, part_bytes: int) -> Iterator[bytes] | None:
+        """An object from a byte on, late."""
+        data = self.get(key)
+        return None if data is None else iter((data[first:],))
 
     def entries(self, prefix: str) -> "list[ObjectEntry]":
         """As the store."""

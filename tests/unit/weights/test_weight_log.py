@@ -399,7 +399,7 @@ def test_a_store_that_takes_back_what_it_took_is_not_retried_for_ever() -> None:
             self.url = inner.url
             self.renew, self.exists, self.entries = inner.renew, inner.exists, inner.entries
             self.list, self.delete, self.now = inner.list, inner.delete, inner.now
-            self.remove_partial = inner.remove_partial
+            self.remove_partial, self.stream = inner.remove_partial, inner.stream
 
         def put_if_absent(self, key: str, data: bytes) -> bool:
             return False

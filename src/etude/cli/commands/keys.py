@@ -31,14 +31,24 @@ app = group()
 def add(
     file: KeyPath,
     *,
-    scope: Annotated[Literal["production", "admin"], typer.Option(help="Calls that it may make.")] = "production",
+    scope: Annotated[
+        Literal["production", "feedback", "admin"], typer.Option(help="Calls that it may make.")
+    ] = "production",
+    product: Annotated[
+        str, typer.Option(metavar="KEY", help="Id of the production key whose sessions a feedback key may name.")
+    ] = "",
+    consent: Annotated[
+        Literal["train", "none"], typer.Option(help="Consent of its users where a call says nothing.")
+    ] = "none",
     label: Annotated[str, typer.Option(help="A note on its use.")] = "",
     requests_per_minute: PerMinute = None,
     tokens_per_minute: PerMinute = None,
     expires_s: Annotated[float | None, typer.Option(help="Seconds until it is dead (default: never).")] = None,
 ) -> None:
     """Make a key; its secret is printed once."""
-    key_id, secret = add_key(file, scope, label, (requests_per_minute, tokens_per_minute), expires_s)
+    limits = (requests_per_minute, tokens_per_minute)
+    users = (product, consent == "train")
+    key_id, secret = add_key(file, scope, label, limits, expires_s, users)
     print(f"key {key_id}, scope {scope}; this is shown once:", file=sys.stderr)
     print(secret)
 
@@ -69,21 +79,37 @@ def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or th
 @app.command()
 def derive(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-    role: Annotated[Literal["engine", "admin"], typer.Argument(help="Calls to its engines; or administration.")],
+    role: Annotated[
+        Literal["engine", "product", "admin"],
+        typer.Argument(help="Calls to its engines; calls and signals of its product; administration."),
+    ],
 ) -> None:
     """Print a key of a run: what its engines want, or what its gateways are administered with."""
     print(RunFolder.open(run, writes=False).key(KeyRole(role)))
 
 
 def add_key(
-    file: Path, scope: str, label: str, per_minute: tuple[int | None, int | None], expires_s: float | None
+    file: Path,
+    scope: str,
+    label: str,
+    per_minute: tuple[int | None, int | None],
+    expires_s: float | None,
+    users: tuple[str, bool] = ("", False),
 ) -> tuple[str, str]:
     """Make a key that may make ``per_minute`` requests and take so many tokens.
 
+    ``users`` is the id of the production key whose users it reports on, and the consent of its own where a call says
+    nothing.
+
     Returns its id and its secret, which is stored nowhere. Raises :class:`~etude.errors.UserError`.
     """
+    product, consent = users
     if expires_s is not None and expires_s <= 0:
         raise UserError(f"--expires-s {expires_s:g}: the key would be dead already")
+    if bool(product) != (scope == Scope.FEEDBACK):
+        raise UserError("--product KEY goes with --scope feedback: the production key whose sessions it may name")
+    if consent and scope != Scope.PRODUCTION:
+        raise UserError("--consent train goes with --scope production: no other key has users")
     try:
         limits = KeyLimits(requests_per_minute=per_minute[0], tokens_per_minute=per_minute[1])
     except ValueError as error:
@@ -98,6 +124,11 @@ def add_key(
         expires_at=None if expires_s is None else now + expires_s,
         created=date_utc(),
         label=label,
+        opener=product or None,
+        consent=consent,
     )
-    KeyFile(file, now).add(key)
+    try:
+        KeyFile(file, now).add(key)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     return key.key_id, secret

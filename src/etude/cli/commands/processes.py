@@ -1,11 +1,11 @@
-"""`etude midtrain|sft|parity|serve|rollouts|train`: one process of a run; `etude run` starts them."""
+"""`etude midtrain|sft|parity|serve|production|product|rollouts|train`: one process of a run; `etude run` has them."""
 
 from typing import Annotated, TypeAlias
 
 import typer
 
 from etude.cli.options import group, process_name
-from etude.run.process_name import TRAINER, ProcessName
+from etude.run.process_name import PRODUCT, TRAINER, ProcessName
 from etude.run.processes import run_process
 from etude.run.ranks import ONE_NODE, Nodes
 from etude.run.working_folder import open_run_folder
@@ -41,6 +41,18 @@ def parity(*, run: Run) -> None:
 def serve(*, run: Run, replica: Replica = 0, region: Region = "") -> None:
     """One process of a run: an engine."""
     _run(process_name("serve", replica, region), run)
+
+
+@app.command()
+def production(*, run: Run, replica: Replica = 0) -> None:
+    """One process of a run: an engine for users, which serves released versions and those that are tried."""
+    _run(ProcessName(command="production", replica=replica), run)
+
+
+@app.command()
+def product(*, run: Run) -> None:
+    """One process of a run: the gateway for users."""
+    _run(PRODUCT, run)
 
 
 @app.command()

@@ -29,7 +29,7 @@ from etude.errors import DamagedError, UserError
 from etude.harnesses.contexts import Recall
 from etude.harnesses.summaries import read_summary
 from etude.ledger.archive import Archive, RolloutMatch, Search
-from etude.ledger.changes import TRAIN
+from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.states import GroupState
 from etude.rewards.score import penalty, trained_value
 from etude.rewards.transcript import SpokenTurn
@@ -42,6 +42,7 @@ from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
 from etude.tokens.jinja import load_format
 from etude.trainer.batching.advantage import group_weight
+from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch
 from etude.trainer.batching.turn_spans import Place, places
 from etude.types import AnswerChecks, Floats, Group, Rollout, Task, Trajectory, Turn, TurnKind
@@ -241,7 +242,7 @@ def _credit_of(
         return _CreditView(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=reasons)
     baseline = config.loss.baseline
     penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
-    batch = build_batch(1, [group], baseline, penalties, config.credit)
+    batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
         trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
@@ -259,7 +260,7 @@ def _credit_of(
         )
         for rollout in trained
     }
-    notes = tuple(_provisos(len(trained), state, config))
+    notes = tuple(_provisos(len(trained), state, config, is_live=group.is_live))
     return _CreditView(
         group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
     )
@@ -267,16 +268,18 @@ def _credit_of(
 
 def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:
     """Explain why no gradient comes from a group; empty where one does, or will."""
-    if purpose != TRAIN:
+    if purpose not in (TRAIN, LIVE):
         return "of an evaluation"
     if state is GroupState.DROPPED:
         return "its group was dropped"
     return "" if trained else "nothing of its group can be compared"
 
 
-def _provisos(trained: int, state: GroupState, config: RunConfig) -> Iterator[str]:
+def _provisos(trained: int, state: GroupState, config: RunConfig, *, is_live: bool) -> Iterator[str]:
     """Notes on what advantages and loss tokens do not say."""
     loss = config.loss
+    if is_live and config.live.baseline != "none":
+        yield f"advantages are without live.baseline = {config.live.baseline!r}, which takes the sessions of its step"
     if state is GroupState.OPEN:
         yield f"its group is open: advantages and loss tokens would be these if it ended now, with {trained} compared"
     if config.effort.weight and loss.baseline == "mean_std":

@@ -43,7 +43,7 @@ Array legend: P prompt tokens of a turn.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self, TypeAlias
 
@@ -53,7 +53,7 @@ import orjson
 from etude.errors import SessionLost
 from etude.gateway.api.calls import Answer, Call
 from etude.tokens.messages import ChatFormat, ChatMessage, Tool
-from etude.types import Ids, Turn
+from etude.types import Ids, LiveSession, Turn
 
 MAX_TURNS = 4096
 """Model calls of one session: days of work, and some 4 KB each beside their tokens."""
@@ -75,6 +75,21 @@ class Prompt:
     """[P]"""
     reused: int
     """Number of ids, from the first, that are an earlier turn's prompt and completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPlace:
+    """Place of an answer in its session."""
+
+    first: int
+    """Index of the first of its turns."""
+    turns: tuple[Turn, ...]
+    follows: int | None
+    """Index of the turn whose reply its call continued; ``None``: none, or its prompt was no messages."""
+    earlier: Turn | None
+    """The turn of ``follows``."""
+    message: str
+    """The last message of the user behind that reply; empty for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +129,12 @@ class Conversation:
         self.session_id = session_id
         self.closed = False
         """True once no turn may follow."""
+        self.on_close: Callable[[], None] | None = None
+        """Called once no turn may follow."""
+        self.admitted = bool(turns)
+        """True once it is decided if it is recorded as a live session."""
+        self.live: LiveSession | None = None
+        """The session as which it is recorded; ``None``: it is not."""
         self._format = chat_format
         self._turns = TurnStore() if turns is None else turns
         self._trees: list[tuple[_Preamble, Node]] = []
@@ -204,8 +225,26 @@ class Conversation:
             self._requests.setdefault(request_id, []).append(recorded)
         return answer
 
+    def placement(self, answer: Answer) -> AnswerPlace:
+        """The place of a recorded answer. Raises ``KeyError`` for one that is not recorded."""
+        recorded, node, message = self._answers[answer.answer_id], self._answers[answer.answer_id].end, ""
+        while node is not None and node.turn is None:
+            if not message and node.message.role == "user":
+                message = node.message.content
+            node = node.parent
+        follows = None if node is None else node.turn
+        return AnswerPlace(
+            first=recorded.first_turn,
+            turns=tuple(reply.turn for reply in answer.replies),
+            follows=follows,
+            earlier=None if follows is None else self._turns[follows].whole(),
+            message=message,
+        )
+
     def close(self) -> None:
         """Let no turn follow, and free the text."""
+        if self.on_close is not None and not self.closed:
+            self.on_close()
         self.closed = True
         for _, root in self._trees:
             free_tree(root)

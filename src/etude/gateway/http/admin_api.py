@@ -8,7 +8,8 @@
     GET    /openapi.json      the requests that this gateway understands  everyone
     GET    /metrics           Prometheus' text format                     admin, as all below
     GET    /keys              all but the secrets
-    POST   /keys              scope, label, budgets, expires_s → key_id, api_key, which is shown once
+    POST   /keys              scope, label, budgets, expires_s, consent → key_id, api_key, which is shown once
+                              of scope feedback: product, the id of the production key whose sessions it may name
     DELETE /keys/{id}         the key is dead
     GET    /engines           the health of each
     POST   /engines           name, url, region
@@ -77,6 +78,7 @@ class AdminApi:
         self._inflight = state.inflight
         self._clock = state.clock
         self._key_file = key_file
+        self._live = state.live
         self._openapi = orjson.dumps(document())
 
     def routes(self) -> RouteTable:
@@ -118,6 +120,7 @@ class AdminApi:
             scope=Scope.ROLLOUT,
             session_id=session_id,
             opener=key.key_id,
+            consent=key.consent,
             created=date_utc(),
         )
         self._keyring.add(rollout, now)
@@ -168,6 +171,8 @@ class AdminApi:
         self._key(request, record, Permission.KEYS)
         fields = await _read_fields(request, record)
         key, secret = _read_key(fields, self._clock.now())
+        if key.opener is not None and not self._is_product(key.opener):
+            raise fields.invalid("product", "the id of a production key of this gateway")
         try:
             if self._key_file is None:
                 self._keyring.add(key, self._clock.now())
@@ -177,6 +182,9 @@ class AdminApi:
         except (ValueError, ConfigError) as error:
             raise ApiError(409, "conflict", str(error)) from error
         return _json(record, {**self._key_facts(key), "api_key": secret})
+
+    def _is_product(self, key_id: str) -> bool:
+        return any(key.key_id == key_id and key.scope is Scope.PRODUCTION for key in self._keyring)
 
     async def _revoke_key(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.KEYS)
@@ -228,6 +236,8 @@ class AdminApi:
             "session_id": key.session_id,
             "requests_per_minute": key.limits.requests_per_minute,
             "tokens_per_minute": key.limits.tokens_per_minute,
+            "product": key.opener if key.scope is Scope.FEEDBACK else None,
+            "consent": "train" if key.consent else "none",
         }
 
     def _gauges(self) -> Mapping[str, Mapping[str, float]]:
@@ -240,6 +250,7 @@ class AdminApi:
             "etude_admission_limit": {"": controller.limit},
             "etude_sessions": {"": len(self._sessions)},
             "etude_engine_losses": {"": self._pool.counters.losses},
+            **({} if self._live is None else {"etude_live_sessions_unkept": {"": self._live.unkept}}),
         }
 
 
@@ -254,10 +265,16 @@ def _json(record: RequestRecord, facts: Mapping[str, Json], status: int = 200) -
 
 def _read_key(fields: JsonObject, now: float) -> tuple[Key, str]:
     """A new key and its secret."""
-    fields.refuse_unknown(frozenset({"scope", "label", "expires_s", "requests_per_minute", "tokens_per_minute"}))
-    scope = fields.choice("scope", [Scope.PRODUCTION.value, Scope.ADMIN.value])
+    fields.refuse_unknown(_KEY_FIELDS)
+    scope = fields.choice("scope", [Scope.PRODUCTION.value, Scope.FEEDBACK.value, Scope.ADMIN.value])
     if scope is None:
-        raise fields.invalid("scope", "production or admin")
+        raise fields.invalid("scope", "production, feedback or admin")
+    product = _optional_text(fields, "product")
+    if bool(product) != (scope == Scope.FEEDBACK):
+        raise fields.invalid("product", "the id of a production key, of a feedback key and of no other")
+    consent = fields.choice("consent", ["train", "none"])
+    if consent is not None and scope != Scope.PRODUCTION:
+        raise fields.invalid("consent", "nothing: only a production key has consent to give")
     lasts_s = fields.number("expires_s", low=0, high=MAX_AGE_S, above=True)
     secret = new_secret(Scope(scope))
     key = Key(
@@ -271,8 +288,15 @@ def _read_key(fields: JsonObject, now: float) -> tuple[Key, str]:
         expires_at=None if lasts_s is None else now + lasts_s,
         created=date_utc(),
         label=_optional_text(fields, "label"),
+        opener=product or None,
+        consent=consent == "train",
     )
     return key, secret
+
+
+_KEY_FIELDS = frozenset(
+    {"scope", "label", "expires_s", "requests_per_minute", "tokens_per_minute", "product", "consent"}
+)
 
 
 def _name(fields: JsonObject, name: str) -> str:

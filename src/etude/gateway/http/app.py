@@ -57,9 +57,11 @@ from etude.gateway.api.calls import (
     new_id,
     turn_kind_of,
 )
+from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.http.auth import Authenticator, Principal, retry_after
 from etude.gateway.request_log import AccessLog, Metrics, RequestRecord
-from etude.gateway.routing.admission import AdmissionQueue, InflightCalls
+from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
+from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool
 from etude.gateway.service import Caller, CallService
 from etude.protocols import Clock
@@ -80,10 +82,14 @@ MIN_VERSION = "X-Etude-Min-Version"
 """Header with the oldest weight version that may answer."""
 DEADLINE = "X-Etude-Deadline-S"
 """Header with a shorter deadline than the gateway's."""
+USER = "X-Etude-User"
+"""Header with who asks, in the product's words: the same users meet the same released weights."""
 VERSION = "X-Etude-Version"
 """Response header with the weight versions that answered; of a stream, those of its first tokens."""
 PROBES = frozenset({"GET /healthz", "GET /metrics"})
 """Routes that leave no line in the access log: they are asked many times a second, and by machines."""
+LIVE_SESSION = "X-Etude-Session-Id"
+"""Response header with the id of the live session that the call is recorded in."""
 DEADLINE_S = 600.0
 """Longest time of one call, waiting included; a caller may ask for less. As long as OpenAI's clients wait."""
 LAST_EVENT_S = 1.0
@@ -112,11 +118,15 @@ class GatewayState:
     admission: AdmissionQueue
     inflight: InflightCalls
     clock: Clock
+    arms: ReleasedArms | None = None
+    """The weights that users may meet; ``None``: whatever engines have."""
+    live: LiveRecorder | None = None
+    """Records the sessions of users who consent; ``None``: none are recorded."""
 
 
 @final
 class Gateway:
-    """Answers requests: model calls itself, those of ``admin`` by their handlers; counts all of them in ``metrics``."""
+    """Answers requests: model calls itself, all others by the handlers of ``others``; counts them in ``metrics``."""
 
     def __init__(
         self,
@@ -124,7 +134,7 @@ class Gateway:
         state: GatewayState,
         config: GatewayConfig,
         *,
-        admin: "RouteTable",
+        others: "RouteTable",
         metrics: Metrics,
         access_log: AccessLog | None = None,
     ) -> None:
@@ -132,17 +142,19 @@ class Gateway:
         self._auth = state.auth
         self._inflight = state.inflight
         self._clock = state.clock
+        self._arms = state.arms
         self._deadline_s = DEADLINE_S
         self._summary_mark = config.summary_mark
         self._access_log = access_log
         self._metrics = metrics
+        self._live = state.live
         calls = {path: {"POST": self._call} for path in PROTOCOLS} | {
             messages.COUNT_PATH: {"POST": self._count},
             "/v1/models": {"GET": self._models},
             "/v1/models/{}": {"GET": self._model},
             "/v1/queue_time": {"GET": self._queue_time},
         }
-        self._routes = Routes(admin, calls)
+        self._routes = Routes(others, calls)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request. Raises nothing but being cancelled."""
@@ -178,6 +190,7 @@ class Gateway:
         body = await read_body(request, record)
         parsed = api.parse(body)
         caller = self._caller(principal, request.headers, parsed.call)
+        self._admit_live(principal, request.headers, record, caller)
         record.own_deadline = DEADLINE in request.headers
         with self._inflight.call(), self._auth.sessions.queue_time(record.session_id).call():
             try:
@@ -267,7 +280,10 @@ class Gateway:
         if oldest is not None and not WHOLE.fullmatch(oldest):
             message = f"{MIN_VERSION}: expected a weight version, e.g. 12"
             raise ApiError(400, "invalid_request", message, param=MIN_VERSION)
-        versions = (self._auth.sessions.min_version(principal.conversation.session_id), oldest)
+        arm, session = None, principal.conversation.session_id
+        if self._arms is not None and principal.traffic is TrafficClass.PRODUCTION:
+            arm = self._arms.of_call(session, headers.get(USER) or session)
+        versions = (self._auth.sessions.min_version(session), oldest)
         return Caller(
             conversation=principal.conversation,
             traffic=principal.traffic,
@@ -278,7 +294,19 @@ class Gateway:
             min_version=max((int(version) for version in versions if version is not None), default=None),
             wait_for_version=oldest is None,
             kind=turn_kind_of(call, headers, self._summary_mark),
+            arm=arm,
         )
+
+    def _admit_live(
+        self, principal: Principal, headers: Mapping[str, str], record: RequestRecord, caller: Caller
+    ) -> None:
+        """Decide if a product's session is recorded, by the consent of its user."""
+        if self._live is None or principal.traffic is not TrafficClass.PRODUCTION:
+            return
+        conversation, key = principal.conversation, principal.key
+        arm = "" if caller.arm is None else caller.arm.label
+        self._live.admit(conversation, self._live.call(headers), key.account, by_default=key.consent, arm=arm)
+        record.live_session = "" if conversation.live is None else conversation.live.session_id
 
     def _late(self, error: Exception, caller: Caller) -> Exception:
         """The error of a call whose engines did not answer in time: its deadline, rather than their absence."""
@@ -302,8 +330,12 @@ def _protocol_of(request: web.BaseRequest, route: "Route | None") -> ApiProtocol
 
 
 def _headers(api: ApiProtocol, record: RequestRecord) -> "Headers":
-    request_id = (api.request_id_header, record.request_id)
-    return (request_id, (VERSION, "-".join(map(str, record.versions)))) if record.versions else (request_id,)
+    headers = [(api.request_id_header, record.request_id)]
+    if record.versions:
+        headers.append((VERSION, "-".join(map(str, record.versions))))
+    if record.live_session:
+        headers.append((LIVE_SESSION, record.live_session))
+    return tuple(headers)
 
 
 def _error_response(api_error: ApiError, api: ApiProtocol, record: RequestRecord) -> web.Response:

@@ -57,6 +57,10 @@ class Scope(StrEnum):
     """A product's traffic; it has sessions of its own."""
     ROLLOUT = "rollout"
     """One rollout: it opens its own session and nothing else, and dies with it, or with the key that opened that."""
+    FEEDBACK = "feedback"
+    """Reports signals about the sessions of the one product that it is made for, and does nothing else: it may lie in a
+    browser or an editor. It dies with that product's key, and has budgets of its own.
+    """
     ADMIN = "admin"
     """The people and processes that run the gateway. It does not sample: what is sampled needs an owner."""
 
@@ -74,11 +78,16 @@ class Permission(StrEnum):
     """See, add and remove engines."""
     METRICS = "metrics"
     """Read the metrics."""
+    REPORT = "report"
+    """Report signals about sessions of one's product."""
+    STATUS = "status"
+    """See what was reported about them."""
 
 
 ALLOWED: Mapping[Scope, frozenset[Permission]] = MappingProxyType(
     {
-        Scope.PRODUCTION: frozenset({Permission.SAMPLE, Permission.SESSIONS}),
+        Scope.PRODUCTION: frozenset({Permission.SAMPLE, Permission.SESSIONS, Permission.REPORT, Permission.STATUS}),
+        Scope.FEEDBACK: frozenset({Permission.REPORT}),
         Scope.ROLLOUT: frozenset({Permission.SAMPLE}),
         Scope.ADMIN: frozenset({Permission.SESSIONS, Permission.KEYS, Permission.ENGINES, Permission.METRICS}),
     }
@@ -117,7 +126,11 @@ class Key:
     session_id: str | None = None
     """The one session of a rollout's key."""
     opener: str | None = None
-    """Id of the key that opened that session: on its account calls are made, and without it none are."""
+    """Id of the key that opened that session: on its account calls are made, and without it none are. Of a feedback
+    key, the product's key that it was made for.
+    """
+    consent: bool = False
+    """True if the product's users have consented to training where a call says nothing of it."""
     limits: KeyLimits = NO_LIMITS
     expires_at: float | None = None
     """On the clock of its ring; ``None``: never."""
@@ -131,12 +144,19 @@ class Key:
             raise ValueError(f"digest {self.digest!r} of key {self.key_id!r} is no SHA-256 in hex")
         if (self.scope is Scope.ROLLOUT) != (self.session_id is not None):
             raise ValueError(f"key {self.key_id!r} has scope {self.scope} and session {self.session_id!r}")
-        if self.opener is not None and self.session_id is None:
+        if self.scope is Scope.FEEDBACK and self.opener is None:
+            raise ValueError(f"key {self.key_id!r} reports signals, and has no product whose sessions they are about")
+        if self.opener is not None and self.session_id is None and self.scope is not Scope.FEEDBACK:
             raise ValueError(f"key {self.key_id!r} has an opener, {self.opener!r}, and no session that it opened")
 
     @property
     def account(self) -> str:
         """Id of the key on whose account calls are made."""
+        return self.key_id if self.opener is None or self.scope is Scope.FEEDBACK else self.opener
+
+    @property
+    def product(self) -> str:
+        """Id of the key of the product whose sessions it may name."""
         return self.key_id if self.opener is None else self.opener
 
 
@@ -273,13 +293,17 @@ class Keyring:
         entry = self._by_digest.get(digest_of(secret))
         if entry is None:
             return None
-        account = self._account(entry.key)
-        if account is None or (account.key.expires_at is not None and now >= account.key.expires_at):
-            return None
+        # Its own life is that of the account for a rollout's key, which has no end of its own, and another's beside it
+        # for a feedback key.
+        for key_id in (entry.key.account, entry.key.product):
+            account = self._by_id.get(key_id)
+            if account is None or (account.key.expires_at is not None and now >= account.key.expires_at):
+                return None
         return entry.key
 
-    def charge_request(self, key: Key, now: float) -> float:
-        """Count a call as a request, for 0; where the budget is used up, count nothing and say the seconds to wait.
+    def charge_request(self, key: Key, now: float, requests: int = 1) -> float:
+        """Count a call as a request, or as several, for 0; where the budget is used up, count nothing and say the
+        seconds to wait.
 
         A call is let in while the key has any token left: how many it will take is not known before. What it took too
         much is missing afterwards.
@@ -289,7 +313,7 @@ class Keyring:
             return 0.0  # it was revoked while the call was being read
         delays_s = [0.0 if bucket is None else bucket.wait_s(1.0, now) for bucket in (entry.requests, entry.tokens)]
         if not any(delays_s) and entry.requests is not None:
-            entry.requests.level -= 1.0
+            entry.requests.level -= requests
         return max(delays_s)
 
     def spend(self, key: Key, tokens: int, now: float) -> None:
@@ -347,9 +371,9 @@ class Authenticator:
             raise ApiError(403, "forbidden", f"a key of scope {key.scope.value!r} may not do this")
         return key
 
-    def charge_request(self, key: Key, now: float) -> None:
-        """Count a request on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
-        wait_s = self.keyring.charge_request(key, now)
+    def charge_request(self, key: Key, now: float, requests: int = 1) -> None:
+        """Count requests on the account of ``key``. Raises :class:`ApiError`: 429 where its budget is used up."""
+        wait_s = self.keyring.charge_request(key, now, requests)
         if wait_s > 0:
             raise ApiError(429, OVER_BUDGET, "the budget of this key is used up for now", retry_after_s=wait_s)
 

@@ -3,6 +3,9 @@
     {"version": 1, "keys": [{"key_id", "digest", "scope", "label", "created", "expires",
                              "requests_per_minute", "tokens_per_minute"}]}
 
+A feedback key has ``"opener"``, the id of its product's key, too; a product's key ``"consent": true`` where its users
+have consented unless a call says otherwise.
+
 Owns the file's form, its replacement as a whole, and noticing that it was replaced. Keys of rollouts live as long as
 their sessions, in memory, and are never written. The rights of a key are :mod:`etude.gateway.http.auth`'s.
 """
@@ -44,6 +47,8 @@ class _FiledKey(BaseModel):
     expires: AwareDatetime | None
     requests_per_minute: int | None
     tokens_per_minute: int | None
+    opener: str | None = None
+    consent: bool = False
 
 
 class _Filed(BaseModel):
@@ -111,6 +116,8 @@ class KeyFile:
                 raise ValueError(f"key {key.key_id!r} is a rollout's: it lives in memory and dies with its session")
             if any(other.key_id == key.key_id or other.digest == key.digest for other in keys):
                 raise ValueError(f"{self.path} has a key {key.key_id!r} already")
+            if key.opener is not None and not any(other.key_id == key.opener for other in keys):
+                raise ValueError(f"{self.path} has no key {key.opener!r}: a feedback key is made for a production key")
             if len(keys) >= MAX_KEYS:
                 raise ValueError(f"{self.path} has {len(keys)} keys already: revoke some first")
             return [*keys, key]
@@ -162,7 +169,7 @@ class KeyFile:
         expires = None
         if key.expires_at is not None:
             expires = datetime.fromtimestamp(round(key.expires_at + self._unix_ahead_s), UTC).isoformat()
-        return {
+        record: dict[str, Json] = {
             "key_id": key.key_id,
             "digest": key.digest,
             "scope": key.scope.value,
@@ -172,6 +179,7 @@ class KeyFile:
             "requests_per_minute": key.limits.requests_per_minute,
             "tokens_per_minute": key.limits.tokens_per_minute,
         }
+        return record | ({"opener": key.opener} if key.opener else {}) | ({"consent": True} if key.consent else {})
 
     def _decode(self, data: bytes) -> tuple[Key, ...]:
         keys = tuple(self._key(record) for record in _Filed.model_validate_json(data).keys)
@@ -189,6 +197,8 @@ class KeyFile:
             created=filed.created,
             expires_at=None if filed.expires is None else filed.expires.timestamp() - self._unix_ahead_s,
             limits=KeyLimits(requests_per_minute=filed.requests_per_minute, tokens_per_minute=filed.tokens_per_minute),
+            opener=filed.opener,
+            consent=filed.consent,
         )
 
 

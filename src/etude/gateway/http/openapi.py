@@ -81,19 +81,23 @@ whose calls are to be made again and are answered as they were.
 KEY = object_schema(
     "key_id scope",
     key_id=TEXT,
-    scope=enum_schema("production", "rollout", "admin"),
+    scope=enum_schema("production", "rollout", "feedback", "admin"),
     label=TEXT,
     created=TEXT,
     expires_s=nullable({"type": "number"}),
     session_id=nullable(TEXT),
     requests_per_minute=BUDGET,
     tokens_per_minute=BUDGET,
+    product=nullable(TEXT),
+    consent=enum_schema("train", "none"),
     api_key=TEXT,
 )
 """A key; its secret is there once only, when it is made."""
 KEY_REQUEST = object_schema(
     "scope",
-    scope=enum_schema("production", "admin"),
+    scope=enum_schema("production", "feedback", "admin"),
+    product=nullable(LABEL),
+    consent=nullable(enum_schema("train", "none")),
     label=nullable(LABEL),
     expires_s=nullable({"type": "number", "exclusiveMinimum": 0, "maximum": MAX_AGE_S}),
     requests_per_minute=BUDGET,
@@ -263,6 +267,7 @@ def _headers() -> list[Json]:
     digits, visible = "[0-9]{1,9}", "[!-~]+"
     return [
         _header("X-Etude-Session", "A session of this key, by a name of the caller's.", NAME),
+        _header("X-Etude-User", "Who asks, in the product's words: a user meets one version.", _pattern(visible)),
         _header("X-Etude-Min-Version", "The oldest weight version that may answer.", _pattern(digits)),
         _header("X-Etude-Deadline-S", "Seconds until an answer is of no use.", _pattern(f"{digits}(\\.{digits})?")),
         _header("X-Etude-Turn", "The kind of the call; a summary is recorded as one.", enum_schema(*KINDS)),

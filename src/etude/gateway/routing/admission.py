@@ -57,6 +57,8 @@ PRIORITIES: Mapping[TrafficClass, int] = MappingProxyType({TrafficClass.PRODUCTI
 """Traffic class → priority at the engines, in order of service: the lower is served first there, too. Rollouts have the
 default, so that an engine without priorities serves a run as well.
 """
+SHADOW_PRIORITY = 1
+"""Priority at the engines of what nobody waits for."""
 DECREASE = 0.7
 """Factor of the limit after congestion: that of CUBIC (RFC 9438, section 4.6); half is for paths whose queues cannot be
 seen.

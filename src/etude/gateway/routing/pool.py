@@ -32,6 +32,7 @@ import numpy as np
 from etude.backoff import Backoff
 from etude.errors import EngineBusy, EngineUnavailable, VersionPending
 from etude.gateway.routing.admission import AdmissionController
+from etude.gateway.routing.arms import CallArm, ShadowArm
 from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, Reason, Router
 from etude.protocols import Clock, Completion, Engine, SamplingParams, TokenChunk
 from etude.types import Ids, TokenIds, as_list
@@ -66,6 +67,8 @@ class CallOptions:
     """Wait while no engine serves that version, as while there is no engine, instead of being told at once."""
     region: str | None = None
     """Region of the engine, if one there can take it."""
+    arm: CallArm | ShadowArm | None = None
+    """The released weights that may sample it; ``None``: whatever engines have."""
     deadline_s: float = 600.0
     """Seconds that the call may take in all, from now."""
     dispatched: Callable[[float | None], None] = lambda at: None
@@ -88,6 +91,8 @@ class PoolCounters:
     """Calls that an engine turned away because it had enough to do."""
     pauses: int = 0
     """Times that a call found no engine and paused."""
+    unreleased: int = 0
+    """Answers, or parts of them, that were thrown away since weights had sampled them which are not released."""
 
 
 @final
@@ -157,6 +162,7 @@ class EnginePool:
                 client = self._clients[name]
                 answer = client.engine.generate(prompt_ids, params, session=session)
                 completion = await self._bounded(client, call, answer)
+                self._check_released(name, completion.versions, call)
                 self._router.answered(name, self._clock.now(), _last(completion.versions))
                 return completion
 
@@ -184,7 +190,9 @@ class EnginePool:
         client = self._clients[name]
         async with aclosing(client.engine.stream(turn.prompt, turn.params, session=call.session)) as chunks:
             while not turn.complete:
-                chunk = turn.add(await self._bounded(client, call, _next(chunks)))
+                sampled = await self._bounded(client, call, _next(chunks))
+                self._check_released(name, sampled.versions, call)
+                chunk = turn.add(sampled)
                 self._router.answered(name, self._clock.now(), _last(chunk.versions) if turn.complete else None)
                 yield chunk
 
@@ -206,7 +214,11 @@ class EnginePool:
         while True:
             silent = [name for name, heard in call.lost.items() if self._router.heard(name) == heard]
             choice = self._router.choose(
-                call.session, min_version=options.min_version, region=options.region, avoid={*silent, *call.busy}
+                call.session,
+                min_version=options.min_version,
+                region=options.region,
+                avoid={*silent, *call.busy},
+                digests=None if options.arm is None else options.arm.digests(),
             )
             if choice.name is not None:
                 return choice.name
@@ -216,6 +228,19 @@ class EnginePool:
             pause_s = call.pause(self._clock.now(), self._limits.outage_s, self._random.random())
             self.counters.pauses += 1
             await self._clock.sleep(pause_s)
+
+    def _check_released(self, name: str, versions: Ids, call: "_RoutedCall") -> None:
+        """Raise :class:`~etude.errors.EngineUnavailable` for tokens of weights that the call must not get: its engine
+        swapped them since it said what it has. They are given to nobody, and the call goes elsewhere.
+        """
+        arm = call.options.arm
+        if arm is None:
+            return
+        for version in np.unique(versions).tolist():
+            digest = self._router.digest(version)
+            if digest is None or not arm.allows(digest):
+                self.counters.unreleased += 1
+                raise EngineUnavailable(f"{name} sampled with version {version}, which is not released")
 
     @contextmanager
     def _calling(self, name: str, call: "_RoutedCall") -> Iterator[None]:

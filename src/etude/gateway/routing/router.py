@@ -18,7 +18,7 @@ No clock and no I/O: facts and ``now`` in, in seconds. A fact about an engine th
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
@@ -68,8 +68,8 @@ class HealthLimits:
 
     dead_s: float = 15.0
     """Silence, with failures, after which an engine counts as dead."""
-    max_lag: int = 8
-    """Versions that an engine may be behind the newest announced one."""
+    max_lag: int | None = 8
+    """Versions that an engine may be behind the newest announced one; ``None`` for any number."""
     grace_s: float = 30.0
     """Time that a version may be served before it is announced: the log may be read later here than by the engine."""
     healthy_poll_s: float = 0.5
@@ -80,7 +80,7 @@ class HealthLimits:
     dead_poll_s: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.max_lag < ANNOUNCEMENTS:
+        if self.max_lag is not None and not 0 <= self.max_lag < ANNOUNCEMENTS:
             raise ValueError(
                 f"max_lag={self.max_lag}: expected 0 … {ANNOUNCEMENTS - 1}, as many digests are remembered"
             )
@@ -221,14 +221,18 @@ class Announcements:
         """
         if not self._digests:
             return ""
-        newest, announced = self._newest, self._digests.get(health.version)
-        if health.version < newest - self._limits.max_lag:
-            return f"version {health.version} is more than {self._limits.max_lag} behind {newest}, the newest announced"
+        newest, announced, lag = self._newest, self._digests.get(health.version), self._limits.max_lag
+        if lag is not None and health.version < newest - lag:
+            return f"version {health.version} is more than {lag} behind {newest}, the newest announced"
         if announced is not None and announced != health.digest:
             return f"version {health.version} is {_shown(announced)}, the engine holds {_shown(health.digest)}"
         if health.version > newest and now - self._seen(health.version, now) > self._limits.grace_s:
             return f"version {health.version} was not announced within {self._limits.grace_s:g} s; newest is {newest}"
         return ""
+
+    def digest(self, version: int) -> str | None:
+        """The digest that was announced of ``version``."""
+        return self._digests.get(version)
 
     def knows(self, version: int) -> bool:
         """True if the digest of ``version`` was announced."""
@@ -307,6 +311,7 @@ class Router:
         self._max_sessions = max_sessions
         self._records: dict[str, EngineRecord] = {}
         self._announced = Announcements(limits)
+        self._reported: OrderedDict[int, str] = OrderedDict()  # version → digest that was reported of it last
         self._inflight: Counter[str] = Counter()  # also of engines that were removed, until their calls end
         self._affinity: OrderedDict[str, str] = OrderedDict()  # session → engine, the longest unused first
 
@@ -351,6 +356,14 @@ class Router:
         record.note(health, now, self._inflight[name])
         record.judge(self._fault(record, now), now)
         record.polling, record.poll_at = False, now + self._limits.poll_s(record.state)
+        if _serves(record):
+            self._reported[health.version] = health.digest
+            if len(self._reported) > ANNOUNCEMENTS:
+                self._reported.popitem(last=False)
+
+    def digest(self, version: int) -> str | None:
+        """The digest of a weight version, as the log announced it, or else as a sound engine reported it."""
+        return self._announced.digest(version) or self._reported.get(version)
 
     def failed(self, name: str, reason: str, now: float, *, in_call: bool) -> EngineState | None:
         """A call, or else a poll, was not answered; returns the health of the engine now."""
@@ -410,13 +423,22 @@ class Router:
         return sum(record.health.waiting for record in self._records.values() if _serves(record) and record.health)
 
     def choose(
-        self, session: str, *, min_version: int | None = None, region: str | None = None, avoid: Collection[str] = ()
+        self,
+        session: str,
+        *,
+        min_version: int | None = None,
+        region: str | None = None,
+        avoid: Collection[str] = (),
+        digests: Sequence[str] | None = None,
     ) -> Choice:
         """The engine for the next call of ``session``; an empty session is none, and is not remembered.
 
-        ``avoid`` are engines that this call shall not go to.
+        ``avoid`` are engines that this call shall not go to. With ``digests`` only engines that report one of them are
+        considered, those of the first one before those of the next.
         """
         serving = [record for record in self._records.values() if _serves(record)]
+        if digests is not None:
+            serving = _holding(serving, digests, avoid)
         able = serving
         if min_version is not None:
             able = [record for record in serving if record.health and record.health.version >= min_version]
@@ -469,6 +491,15 @@ class Router:
             if fault or self._announced.knows(health.version)
             else digest_disagreement(record, self._records.values())
         )
+
+
+def _holding(records: list[EngineRecord], digests: Sequence[str], avoid: Collection[str]) -> list[EngineRecord]:
+    """The engines with the first of ``digests`` that one has which is not to be avoided; none for any other."""
+    for digest in digests:
+        holders = [record for record in records if record.health is not None and record.health.digest == digest]
+        if any(record.entry.name not in avoid for record in holders):
+            return holders
+    return []
 
 
 def _serves(record: EngineRecord) -> bool:

@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from etude.errors import ConfigError
-from etude.taskgen.fidelity.classifier import Area, Array, Labels, area, assign_folds, held_out_scores
+from etude.regression import Array, Labels
+from etude.taskgen.fidelity.classifier import Area, area, assign_folds, held_out_scores
 from etude.taskgen.fidelity.features import as_matrix, common_features, features_of
-from etude.taskgen.fidelity.sessions import Observation
+from etude.taskgen.fidelity.sessions import ToolObservation
 from etude.types import Json
 
 FOLDS = 5
@@ -70,7 +71,7 @@ class FidelityReport:
         return self.auc.low > 0.5
 
 
-def audit(production: Sequence[Observation], simulated: Sequence[Observation]) -> FidelityReport:
+def audit(production: Sequence[ToolObservation], simulated: Sequence[ToolObservation]) -> FidelityReport:
     """Compare the observations of two sides. Raises :class:`~etude.errors.ConfigError` for too few sessions."""
     sides = [_bounded(production), _bounded(simulated)]
     for name, side in zip(("production", "simulated"), sides, strict=True):
@@ -135,10 +136,10 @@ def to_json(report: FidelityReport) -> dict[str, Json]:
     }
 
 
-def _bounded(side: Sequence[Observation]) -> list[Observation]:
+def _bounded(side: Sequence[ToolObservation]) -> list[ToolObservation]:
     """Whole sessions, as many as are taken."""
-    taken: list[Observation] = []
-    sessions: dict[str, list[Observation]] = {}
+    taken: list[ToolObservation] = []
+    sessions: dict[str, list[ToolObservation]] = {}
     for observation in side:
         sessions.setdefault(observation.session, []).append(observation)
     for members in sessions.values():
@@ -148,7 +149,7 @@ def _bounded(side: Sequence[Observation]) -> list[Observation]:
     return taken
 
 
-def _check_enough(name: str, side: Sequence[Observation]) -> None:
+def _check_enough(name: str, side: Sequence[ToolObservation]) -> None:
     sessions = len({observation.session for observation in side})
     if sessions < MIN_SESSIONS:
         raise ConfigError(
@@ -161,7 +162,7 @@ def _tells(
     matrix_ND: Array,
     coefficients_D: Array,
     names: Sequence[str],
-    rows: Sequence[Observation],
+    rows: Sequence[ToolObservation],
     labels_S: Labels,
     sessions_N: Labels,
 ) -> tuple[Tell, ...]:
@@ -183,7 +184,7 @@ def _tells(
     return tuple(tells)
 
 
-def _example(rows: Sequence[Observation], has_N: Array, feature: str) -> str:
+def _example(rows: Sequence[ToolObservation], has_N: Array, feature: str) -> str:
     """The line that shows a feature in the first observation that has it; for one of form, its call and first line."""
     if not has_N.any():
         return ""

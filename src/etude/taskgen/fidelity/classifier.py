@@ -2,7 +2,6 @@
 
 Array legend: N rows, D features, S sessions.
 
-- :func:`fit` weighs features: ridge-penalised logistic loss by accelerated gradient descent (Nesterov 1983).
 - :func:`held_out_scores` scores every session by a model that has seen none of its rows: rows of one session are alike,
   and a model that knows some recognises the others (grouped cross-validation).
 - :func:`area` is the chance that a row of side 1 scores above one of side 0, over pairs that the same model scored, and
@@ -15,20 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.float64]
-Labels = npt.NDArray[np.int64]
+from etude.regression import Array, Labels, fit_logistic
 
-RIDGE = 0.02
-"""Strength of the penalty, per row: weak enough that a plain tell stands out, strong enough for more D than N."""
-ITERATIONS = 150
-"""Steps of gradient descent."""
 DRAWS = 2_000
 """Rounds of the bootstrap: the interval's ends are good to about one hundredth of its width."""
 CONFIDENCE = 0.95
-POWER_STEPS = 20
-"""To find how steep the loss can be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,23 +30,6 @@ class Area:
     """0.5: the sides cannot be told apart."""
     low: float
     high: float
-
-
-def fit(matrix_ND: Array, labels_N: Labels, weights_N: Array, *, ridge: float = RIDGE) -> tuple[Array, float]:
-    """Fit a logistic regression: coefficients [D] and intercept for ``labels_N`` (0 or 1) with ``weights_N``."""
-    weights_N = weights_N / weights_N.sum()
-    rows_NE = np.hstack((matrix_ND, np.ones((len(matrix_ND), 1))))
-    penalty_E = np.full(rows_NE.shape[1], ridge)
-    penalty_E[-1] = 0.0
-    step = 1.0 / (_steepest(rows_NE, weights_N) / 4 + ridge)
-    at_E = ahead_E = np.zeros(rows_NE.shape[1])
-    for iteration in range(ITERATIONS):
-        chance_N = 1.0 / (1.0 + np.exp(-np.clip(rows_NE @ ahead_E, -30, 30)))
-        slope_E = rows_NE.T @ (weights_N * (chance_N - labels_N)) + penalty_E * ahead_E
-        next_E = ahead_E - step * slope_E
-        ahead_E = next_E + iteration / (iteration + 3) * (next_E - at_E)
-        at_E = next_E
-    return at_E[:-1], float(at_E[-1])
 
 
 def held_out_scores(matrix_ND: Array, labels_N: Labels, sessions_N: Labels, folds_S: Labels) -> tuple[Array, Array]:
@@ -72,7 +46,7 @@ def held_out_scores(matrix_ND: Array, labels_N: Labels, sessions_N: Labels, fold
         known_N = fold_N != fold
         mean_D = matrix_ND[known_N].mean(axis=0)
         weights_N = balanced(labels_N[known_N], sessions_N[known_N])
-        fitted_D, intercept = fit(matrix_ND[known_N] - mean_D, labels_N[known_N], weights_N)
+        fitted_D, intercept = fit_logistic(matrix_ND[known_N] - mean_D, labels_N[known_N], weights_N)
         scores_N[~known_N] = (matrix_ND[~known_N] - mean_D) @ fitted_D + intercept
         coefficients_D += fitted_D / len(folds)
     return scores_N, coefficients_D
@@ -140,14 +114,3 @@ def _wins(ones: Array, zeros: Array) -> float:
     ordered = np.sort(zeros)
     below, upto = np.searchsorted(ordered, ones, "left"), np.searchsorted(ordered, ones, "right")
     return float((below + upto).mean() / (2 * len(zeros)))
-
-
-def _steepest(rows_NE: Array, weights_N: Array) -> float:
-    """The largest eigenvalue of the weighted second moments, from below, with a little room."""
-    vector_E = np.ones(rows_NE.shape[1])
-    size = 1.0
-    for _ in range(POWER_STEPS):
-        vector_E = rows_NE.T @ (weights_N * (rows_NE @ vector_E))
-        size = float(np.linalg.norm(vector_E))
-        vector_E = vector_E / max(size, 1e-12)
-    return size * 1.05

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from etude.taskgen.fidelity.sessions import Observation
+from etude.taskgen.fidelity.sessions import ToolObservation
 
 MAX_FEATURES = 600
 """The most common ones, by sessions: as many as a few hundred sessions can weigh."""
@@ -44,7 +44,7 @@ ESCAPE = re.compile(r"\x1b\[")
 WORD = re.compile(r"(?<![\w/.=-])[A-Za-z][a-z]{3,15}(?![\w/=(-])")
 
 
-def features_of(observation: Observation) -> frozenset[str]:
+def features_of(observation: ToolObservation) -> frozenset[str]:
     """All features of one observation."""
     text = observation.observation[:MAX_LETTERS]
     return frozenset((*_machine(text), *_form(observation), *_words(text)))
@@ -70,7 +70,7 @@ def _machine(text: str) -> Iterator[str]:
     yield from (f"kernel:{number}" for number in KERNEL.findall(text))
 
 
-def _form(observation: Observation) -> Iterator[str]:
+def _form(observation: ToolObservation) -> Iterator[str]:
     text = observation.observation
     yield f"size:{bucket(len(text))} letters"
     yield f"lines:{bucket(text.count(chr(10)))}"

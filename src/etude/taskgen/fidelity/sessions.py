@@ -23,7 +23,7 @@ MAX_LINE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class ToolObservation:
     """One tool call and what the agent saw of it."""
 
     session: str
@@ -37,7 +37,7 @@ class Observation:
     """From call to observation, where it was measured."""
 
 
-def read_sessions(path: Path) -> list[Observation]:
+def read_sessions(path: Path) -> list[ToolObservation]:
     """Read a file of sessions. Raises :class:`~etude.errors.ConfigError` that names file and line."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -46,7 +46,7 @@ def read_sessions(path: Path) -> list[Observation]:
         raise ConfigError(f"{path} cannot be read as recorded sessions: {error}") from error
 
 
-def write_sessions(path: Path, observations: Iterable[Observation]) -> None:
+def write_sessions(path: Path, observations: Iterable[ToolObservation]) -> None:
     """Write sessions, one observation a line, for :func:`read_sessions`; unknown fields are left out."""
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for observation in observations:
@@ -54,14 +54,14 @@ def write_sessions(path: Path, observations: Iterable[Observation]) -> None:
             file.write(json.dumps({"observation": "", **by_name}, ensure_ascii=False) + "\n")
 
 
-def observations_of(session: str, actions: Sequence[Action]) -> list[Observation]:
+def observations_of(session: str, actions: Sequence[Action]) -> list[ToolObservation]:
     """The observations of an agent in one of our rollouts; how long each call took is not recorded there.
 
     Calls of one reply share what followed it, which stands beside the last of them only.
     """
     last = {action.turn: index for index, action in enumerate(actions)}
     return [
-        Observation(
+        ToolObservation(
             session=session,
             tool=action.tool,
             arguments=action.arguments,
@@ -76,14 +76,14 @@ def _lines(file: Iterable[str]) -> Iterator[tuple[int, str]]:
     return ((number, text) for number, text in enumerate(file, start=1) if text.strip())
 
 
-def _observation(text: str, place: str) -> Observation:
+def _observation(text: str, place: str) -> ToolObservation:
     try:
         if len(text) > MAX_LINE_BYTES:
             raise ValueError(f"{len(text)} letters in one line")
         matches = json.loads(text)
         if not isinstance(matches, dict):
             raise TypeError("no JSON object")
-        unknown = matches.keys() - {one.name for one in fields(Observation)}
+        unknown = matches.keys() - {one.name for one in fields(ToolObservation)}
         if unknown:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
         return _checked(matches)
@@ -94,7 +94,7 @@ def _observation(text: str, place: str) -> Observation:
         ) from error
 
 
-def _checked(matches: dict[str, object]) -> Observation:
+def _checked(matches: dict[str, object]) -> ToolObservation:
     missing = {"session", "observation"} - matches.keys()
     if missing:
         raise KeyError(f"no {', '.join(sorted(missing))}")
@@ -106,7 +106,7 @@ def _checked(matches: dict[str, object]) -> Observation:
         raise TypeError(f"exit_code {code!r} or seconds {seconds!r} is no number")
     if not isinstance(matches["observation"], str):
         raise TypeError(f"observation {matches['observation']!r} is no text")
-    return Observation(
+    return ToolObservation(
         session=str(matches["session"]),
         tool=str(matches.get("tool") or ""),
         arguments={name: value if isinstance(value, str) else json.dumps(value) for name, value in arguments.items()},

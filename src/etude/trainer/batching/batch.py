@@ -17,6 +17,7 @@ import numpy as np
 from etude.config.credit import CreditConfig
 from etude.config.training import Baseline
 from etude.trainer.batching.advantage import Values, group_weight
+from etude.trainer.batching.baselines import LiveComparison, live_credits
 from etude.trainer.batching.build import build_trajectories, count_trajectories
 from etude.trainer.batching.credit import Credit, own_turns, turn_credits
 from etude.types import Batch, Group, Ids, Rollout, Trajectory
@@ -24,6 +25,7 @@ from etude.types import Batch, Group, Ids, Rollout, Trajectory
 NO_PENALTIES: Mapping[str, float] = MappingProxyType({})
 ALIKE_IN_ALL_TURNS = CreditConfig()
 """Credit of a recipe that says nothing of it."""
+NOT_LIVE = LiveComparison()
 
 
 def build_batch(
@@ -32,6 +34,7 @@ def build_batch(
     baseline: Baseline = "mean",
     penalties: Mapping[str, float] = NO_PENALTIES,
     credit: CreditConfig = ALIKE_IN_ALL_TURNS,
+    live: LiveComparison = NOT_LIVE,
 ) -> Batch:
     """The batch that turns weight version ``step - 1`` into ``step``.
 
@@ -40,9 +43,9 @@ def build_batch(
     are equal, has no signal: its rollouts are counted, in rewards and staleness, but not trained on. A quarantined
     rollout is in none of these: the others are compared without it, and count no more for that. A group that lost
     rollouts to infrastructure weighs what it would have weighed with them, in advantages and in what these are divided
-    by; a group of importance weight w counts w times in both. ``trajectories`` is empty when
-    nothing is left of any group. Raises ``ValueError`` without groups, and as
-    :func:`~etude.trainer.batching.credit.turn_credits` does.
+    by; a group of importance weight w counts w times in both. A live session is a group of one and is compared with the
+    other sessions, as ``live`` says. ``trajectories`` is empty when nothing is left of any group. Raises ``ValueError``
+    without groups, and as :func:`~etude.trainer.batching.credit.turn_credits` does.
     """
     if not groups:
         raise ValueError(f"step {step} has no groups: a batch needs at least one")
@@ -55,7 +58,10 @@ def build_batch(
         group.weight * (1 + group.lost / max(1, len(group.rollouts))) for group in groups
     ]  # for one that is there
     groups = [replace(group, rollouts=_trusted(group)) for group in groups]
-    credited = [_credits(group, penalties, credit, baseline) for group in groups]
+    of_sessions = iter(_live_credits(groups, penalties, credit, live))
+    credited = [
+        (next(of_sessions),) if group.is_live else _credits(group, penalties, credit, baseline) for group in groups
+    ]
     learnt = [
         _trajectories(group, of_group, weight) if _has_signal(of_group) else []
         for group, weight, of_group in zip(groups, weights, credited, strict=True)
@@ -91,8 +97,20 @@ def _rewards(group: Group) -> Values:
 def _credits(
     group: Group, penalties: Mapping[str, float], credit: CreditConfig, baseline: Baseline
 ) -> tuple[Credit, ...]:
-    penalties_G = np.array([penalties.get(rollout.rollout_id, 0.0) for rollout in group.rollouts], np.float64)
-    return turn_credits(group.rollouts, _rewards(group), credit, baseline, penalties_G)
+    return turn_credits(group.rollouts, _rewards(group), credit, baseline, _penalties(group.rollouts, penalties))
+
+
+def _live_credits(
+    groups: Sequence[Group], penalties: Mapping[str, float], credit: CreditConfig, live: LiveComparison
+) -> tuple[Credit, ...]:
+    """The credit of each live session, in the order of ``groups``."""
+    sessions = [group.rollouts[0] for group in groups if group.is_live]
+    return live_credits(sessions, credit, live, _penalties(sessions, penalties))
+
+
+def _penalties(rollouts: Sequence[Rollout], penalties: Mapping[str, float]) -> Values:
+    """[G]"""
+    return np.array([penalties.get(rollout.rollout_id, 0.0) for rollout in rollouts], np.float64)
 
 
 def _has_signal(credited: Sequence[Credit]) -> bool:

@@ -69,7 +69,7 @@ def turn_credits(
     else:
         advantages = alike_in_all_turns(rollouts, group_advantages(rewards_G, baseline, penalties_G))
     return tuple(
-        _masked(rollout, advantages_T, own_T, config)
+        masked(rollout, advantages_T, own_T, config)
         for rollout, advantages_T, own_T in zip(rollouts, advantages, own_turns(rollouts), strict=True)
     )
 
@@ -108,10 +108,7 @@ def discounted(
     Not γ^(T−1−t) · (R − mean): how long a rollout goes on is the turn's own doing, so that factor before the baseline
     would reward length by itself, and does so the more, the better the group is.
     """
-    assert isinstance(config.options, DiscountedOptions), config.kind
-    returns = [returns_to_go(reward, np.zeros(len(rollout.turns)), config.options.discount)
-               for rollout, reward in zip(rollouts, rewards_G.tolist(), strict=True)]  # fmt: skip
-    return _scaled(less_the_others(returns), baseline)
+    return _scaled(less_the_others(_turn_values(rollouts, rewards_G, config)), baseline)
 
 
 def shaped(rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig, baseline: Baseline) -> list[Values]:
@@ -120,14 +117,7 @@ def shaped(rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig,
     r are ``Rollout.turn_rewards`` and w is ``shaping``. Rewards of the form r_k = γ·Φ(h_{k+1}) − Φ(h_k), with Φ = 0 at
     the end, take Φ(h_t) off V_t and change no gradient (Ng, Harada and Russell, ICML 1999); any others may be farmed.
     """
-    options = config.options
-    assert isinstance(options, ShapedOptions), config.kind
-    returns = [
-        returns_to_go(reward, options.shaping * np.array(rollout.turn_rewards or np.zeros(len(rollout.turns))),
-                      options.discount)
-        for rollout, reward in zip(rollouts, rewards_G.tolist(), strict=True)
-    ]  # fmt: skip
-    return _scaled(less_the_others(returns), baseline)
+    return _scaled(less_the_others(_turn_values(rollouts, rewards_G, config)), baseline)
 
 
 def shared_prefix(
@@ -161,6 +151,21 @@ SHARES: Mapping[Baseline, Callable[[int], float]] = MappingProxyType(
 """Baseline → of G rollouts, the share of an advantage over the others' mean that it leaves."""
 
 
+def turn_values(
+    sessions: Sequence[tuple[int, Sequence[float]]], rewards: Floats | Values, config: CreditConfig
+) -> list[Values]:
+    """[T] V of the turns of each session, as its kind has it, before anything is taken off: ``sessions`` are their
+    numbers of turns and, where turns are rewarded, the rewards of these.
+    """
+    options = config.options
+    discount = options.discount if isinstance(options, DiscountedOptions | ShapedOptions) else 1.0
+    shaping = options.shaping if isinstance(options, ShapedOptions) else 0.0
+    return [
+        returns_to_go(reward, shaping * np.array(turn_rewards or np.zeros(turns)), discount)
+        for (turns, turn_rewards), reward in zip(sessions, rewards.tolist(), strict=True)
+    ]
+
+
 def returns_to_go(reward: float, turn_rewards_T: Values, discount: float) -> Values:
     """[T] V_t = Σ_{k≥t} γ^(k−t) · r_k + γ^(T−1−t) · R, from the last turn to the first."""
     backwards = [*turn_rewards_T[:-1][::-1].tolist()]
@@ -189,6 +194,10 @@ def less_the_others(values: Sequence[Values]) -> list[Values]:
         last = [values_T[shorter - 1] for values_T in values if len(values_T) == shorter]
         advantages[alone][shorter:] = values[alone][shorter:] - _mean(last)
     return advantages
+
+
+def _turn_values(rollouts: Sequence[Rollout], rewards_G: Floats, config: CreditConfig) -> list[Values]:
+    return turn_values([(len(rollout.turns), rollout.turn_rewards) for rollout in rollouts], rewards_G, config)
 
 
 def _key(rollout: Rollout, turn: int, by_id: Mapping[str, Rollout]) -> TurnKey:
@@ -241,7 +250,8 @@ def _scaled(advantages: Sequence[Values], baseline: Baseline) -> list[Values]:
     return [advantages_T * share for advantages_T in advantages]
 
 
-def _masked(rollout: Rollout, advantages_T: Floats | Values, own_T: Mask, config: CreditConfig) -> Credit:
+def masked(rollout: Rollout, advantages_T: Floats | Values, own_T: Mask, config: CreditConfig) -> Credit:
+    """The credit of a rollout, 0 where a turn is not trained on: another rollout's, or a summary that is masked."""
     trained_T = own_T
     if config.summaries == "mask":
         trained_T = own_T & np.array([turn.kind is not TurnKind.SUMMARY for turn in rollout.turns], bool)

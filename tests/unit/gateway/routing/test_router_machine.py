@@ -8,7 +8,8 @@ from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits,
 from etude.protocols import EngineHealth
 
 HEALTHY, SUSPECT = EngineState.HEALTHY, EngineState.SUSPECT
-LIMITS = HealthLimits(dead_s=5.0, max_lag=2, grace_s=4.0)
+MAX_LAG = 2
+LIMITS = HealthLimits(dead_s=5.0, max_lag=MAX_LAG, grace_s=4.0)
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -112,7 +113,7 @@ class RouterMachine(RuleBasedStateMachine):
                 continue
             if truth is not None and newest is not None:
                 assert self.announced.get(truth.version, truth.digest) == truth.digest
-                assert truth.version >= newest - LIMITS.max_lag
+                assert truth.version >= newest - MAX_LAG
             assert view.state is SUSPECT or truth is not None
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.harnesses.actions import Action
+from etude.regression import fit_logistic
 from etude.taskgen.fidelity.audit import audit, render, to_json
-from etude.taskgen.fidelity.classifier import area, assign_folds, fit, held_out_scores
+from etude.taskgen.fidelity.classifier import area, assign_folds, held_out_scores
 from etude.taskgen.fidelity.features import bucket, features_of
-from etude.taskgen.fidelity.sessions import Observation, observations_of, read_sessions, write_sessions
+from etude.taskgen.fidelity.sessions import ToolObservation, observations_of, read_sessions, write_sessions
 
 WORDS = ("parser", "matrix", "window", "colour", "budget", "ledger", "planet", "window", "socket", "branch")
 LINES = (
@@ -27,11 +28,11 @@ LINES = (
 )
 
 
-def session(name: str, rng: Random) -> list[Observation]:
+def session(name: str, rng: Random) -> list[ToolObservation]:
     """Calls that are alike within a session: each has its own words and its own pace."""
     words, pace = rng.sample(WORDS, 3), rng.uniform(0.01, 1.0)
     return [
-        Observation(
+        ToolObservation(
             session=name,
             tool="bash",
             arguments={"command": "ls"},
@@ -46,22 +47,22 @@ def session(name: str, rng: Random) -> list[Observation]:
     ]
 
 
-def side(seed: int, sessions: int = 30) -> list[Observation]:
+def side(seed: int, sessions: int = 30) -> list[ToolObservation]:
     return [one for index in range(sessions) for one in session(f"s{index}", Random(f"{seed}|{index}"))]
 
 
-def with_line(observations: list[Observation], line: str, every: int = 3) -> list[Observation]:
+def with_line(observations: list[ToolObservation], line: str, every: int = 3) -> list[ToolObservation]:
     return [
         replace(one, observation=f"{one.observation}\n{line}") if index % every == 0 else one
         for index, one in enumerate(observations)
     ]
 
 
-def slower(observations: list[Observation]) -> list[Observation]:
+def slower(observations: list[ToolObservation]) -> list[ToolObservation]:
     return [replace(one, seconds=(one.seconds or 0) * 40) for one in observations]
 
 
-def with_crlf(observations: list[Observation]) -> list[Observation]:
+def with_crlf(observations: list[ToolObservation]) -> list[ToolObservation]:
     return [replace(one, observation=one.observation.replace("\n", "\r\n")) for one in observations]
 
 
@@ -86,7 +87,7 @@ def test_equal_sandboxes_cannot_be_told_apart() -> None:
     ],
 )
 def test_a_planted_tell_is_found_and_named_first(
-    plant: Callable[[list[Observation]], list[Observation]], feature: str
+    plant: Callable[[list[ToolObservation]], list[ToolObservation]], feature: str
 ) -> None:
     report = audit(side(1), plant(side(2)))
     assert report.is_distinguishable
@@ -135,7 +136,7 @@ def test_logistic_regression_finds_what_made_the_labels() -> None:
     rng = np.random.default_rng(1)
     matrix_ND = rng.normal(size=(2000, 3))
     labels_N = (rng.random(2000) < 1 / (1 + np.exp(-(2 * matrix_ND[:, 0] - matrix_ND[:, 1] + 0.5)))).astype(np.int64)
-    coefficients_D, intercept = fit(matrix_ND, labels_N, np.ones(2000), ridge=0.0)
+    coefficients_D, intercept = fit_logistic(matrix_ND, labels_N, np.ones(2000), ridge=0.0)
     assert coefficients_D == pytest.approx([2, -1, 0], abs=0.25)
     assert intercept == pytest.approx(0.5, abs=0.2)
 
@@ -147,7 +148,7 @@ def test_too_little_is_refused_with_the_number(count: int) -> None:
 
 
 def test_sessions_without_any_shared_feature_are_not_told_apart() -> None:
-    rows = [Observation(session=f"s{index}", observation="same\n") for index in range(12)]
+    rows = [ToolObservation(session=f"s{index}", observation="same\n") for index in range(12)]
     report = audit(rows, rows)
     assert (report.auc.value, report.tells) == (0.5, ())
 
@@ -158,10 +159,10 @@ def test_the_same_sessions_give_the_same_report() -> None:
 
 def test_a_file_of_sessions_comes_back(tmp_path: Path) -> None:
     rows = [
-        Observation(
+        ToolObservation(
             session="a", observation="é\r\n", tool="bash", arguments={"command": "x"}, exit_code=1, seconds=0.5
         ),
-        Observation(session="a", observation=""),
+        ToolObservation(session="a", observation=""),
     ]
     write_sessions(tmp_path / "s.jsonl", rows)
     assert read_sessions(tmp_path / "s.jsonl") == rows
@@ -194,13 +195,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_our_rollouts_are_sessions_too() -> None:
     actions = [Action(tool="read", arguments={"path": "a"}, output="1 x", turn=0), Action(tool="submit", turn=1)]
     assert observations_of("r1", actions) == [
-        Observation(session="r1", tool="read", arguments={"path": "a"}, observation="1 x")
+        ToolObservation(session="r1", tool="read", arguments={"path": "a"}, observation="1 x")
     ]
 
 
 def test_what_an_observation_shows() -> None:
     shown = features_of(
-        Observation(
+        ToolObservation(
             session="a",
             observation="HOME=/home/agent\nTue 10:11:12 UTC\nen_US.UTF-8 numpy 1.26.4\n10.0.3.7 localhost:5432\t\x1b[",
             exit_code=2,

@@ -1,0 +1,141 @@
+"""`etude feedback`: what is kept of a product's users, who asked for what, and deletion.
+
+Owns what is printed. Users are named as the product names them, or by pseudonym, which is what is kept and shown.
+"""
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import orjson
+import typer
+
+from etude.cli.commands.show import console
+from etude.cli.options import group
+from etude.clock import unix_s
+from etude.dashboard import formatting
+from etude.dashboard.terminal import light_table
+from etude.errors import ConfigError, UserError
+from etude.feedback.privacy import AuditEntry, DeletionRequest
+from etude.feedback.store import FeedbackStore
+from etude.releases.store import ReleaseStore
+from etude.run.erasure import carry_out
+from etude.run.folder import RunFolder, feedback_place
+from etude.run.keys import PSEUDONYM_DIGITS, KeyRole, pseudonym
+from etude.run.payload_store import open_ledger
+from etude.run.process_name import FEEDBACK
+from etude.run.processes import run_process
+from etude.run.working_folder import open_run_folder
+
+COMMAND = "etude feedback"
+"""Its name in the audit log."""
+Run: TypeAlias = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
+User: TypeAlias = Annotated[str, typer.Option(metavar="NAME", help="A user, as the product says, or the pseudonym.")]
+
+app = group()
+
+
+@app.callback(invoke_without_command=True)
+def process(
+    context: typer.Context,
+    *,
+    run: Annotated[str, typer.Option("--run", metavar="RUN", help="The run whose feedback process this is.")] = "",
+) -> None:
+    """See and delete what is kept of a product's users."""
+    if context.invoked_subcommand is None:
+        if not run:
+            raise ConfigError("etude feedback needs a command, such as `etude feedback status RUN`, or --run RUN")
+        run_process(FEEDBACK, open_run_folder(run))
+
+
+@app.command()
+def status(run: Run) -> None:
+    """Count sessions and signals, by what became of them, and list requests for deletion."""
+    with _store(RunFolder.open(run, writes=False)) as store:
+        counts, requests = store.counts(), store.privacy.requests()
+    table = light_table("what", "number")
+    for name, number in counts.items():
+        table.add_row(name.replace("_", " "), f"{number:,}")
+    console().print(table)
+    if requests:
+        console().print(_request_table(requests))
+
+
+@app.command()
+def delete(
+    run: Run,
+    *,
+    user: User = "",
+    session: Annotated[str, typer.Option(metavar="ID", help="One session, by its id.")] = "",
+) -> None:
+    """Delete all that is kept of a user or a session, and name the weight versions that were trained on some of it."""
+    if bool(user) == bool(session):
+        raise UserError("etude feedback delete: say either --user NAME or --session ID")
+    folder = RunFolder.open(run)
+    with _store(folder) as store, open_ledger(folder) as ledger, open_releases(folder) as releases:
+        user = _pseudonym(folder, user)
+        request = store.privacy.request_deletion(user=user, session_id=session, actor=COMMAND, now=unix_s())
+        carry_out(store, ledger, releases, unix_s())
+        request = next(one for one in store.privacy.requests() if one.request_id == request.request_id)
+    console().print(_request_table([request]))
+    if request.done_at is None:
+        print(
+            "A training step is computing with some of it. The run finishes this request once the step is committed; "
+            "if it does not run, give this command again."
+        )
+
+
+@app.command()
+def export(run: Run, user: User) -> None:
+    """Print what is kept of a user, a session a line, as JSON: what a person may ask to see."""
+    folder = RunFolder.open(run)
+    with _store(folder) as store:
+        user = _pseudonym(folder, user)
+        for session in store.sessions_of_user(user):
+            print(orjson.dumps(session).decode())
+        store.privacy.audit(AuditEntry(at=unix_s(), actor=COMMAND, action="export", subject=user))
+
+
+@app.command()
+def audit(run: Run) -> None:
+    """Print the audit log: who did what with what is kept of users."""
+    with _store(RunFolder.open(run, writes=False)) as store:
+        entries = store.privacy.audit_log()
+    table = light_table("at", "by", "action", "of", "detail")
+    for entry in entries:
+        table.add_row(_time(entry.at), entry.actor, entry.action, entry.subject, entry.detail)
+    console().print(table)
+
+
+def _store(folder: RunFolder) -> FeedbackStore:
+    window_s = folder.config().feedback.window_s
+    if not window_s:
+        raise UserError(f"{folder.path} records no sessions of users: its recipe has no feedback.window_s")
+    return FeedbackStore.open(feedback_place(folder), window_s=window_s)
+
+
+def open_releases(folder: RunFolder) -> ReleaseStore:
+    """The releases of a run, whose tests count its sessions."""
+    return ReleaseStore.open(folder.ledger, folder.config().ledger)
+
+
+def _pseudonym(folder: RunFolder, user: str) -> str:
+    """The pseudonym of a user, who may be named by it."""
+    if not user or re.fullmatch(rf"[0-9a-f]{{{PSEUDONYM_DIGITS}}}", user):
+        return user
+    return pseudonym(folder.key(KeyRole.USERS), user)
+
+
+def _request_table(requests: list[DeletionRequest]) -> object:
+    table = light_table("request", "of", "asked", "done", "sessions", "trained on in versions")
+    for one in requests:
+        done = formatting.MISSING if one.done_at is None else _time(one.done_at)
+        versions = ", ".join(map(str, one.versions)) or "none"
+        subject = one.user or one.session_id
+        table.add_row(str(one.request_id), subject, _time(one.requested_at), done, str(one.sessions), versions)
+    return table
+
+
+def _time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,42 @@
+"""``[live]``: training on what users did with sessions, one rollout a prompt."""
+
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from etude.config.plugins import Registry
+from etude.config.section import Section
+
+LIVE_BASELINES = Registry(
+    "live.baseline",
+    "baseline",
+    {
+        name: f"etude.trainer.batching.baselines:{name}"
+        for name in ("none", "template_mean", "user_day_mean", "similar", "value_model", "control_variate")
+    },
+)
+"""Baselines without groups by name: each is a :data:`~etude.trainer.batching.baselines.LiveBaseline`."""
+
+
+class LiveConfig(Section):
+    """``[live]``: training on what users did with sessions, one rollout a prompt."""
+
+    groups_per_step: int = Field(default=0, ge=0)
+    """Live sessions per optimiser step (P_LIVE), each a group of one; 0: the run learns from none."""
+    simulated_groups_per_step: int = Field(default=0, ge=0)
+    """Groups of simulated rollouts beside them (P_TRAIN), of ``rollouts.group_size`` each; 0: live sessions alone."""
+    after_steps: int = Field(default=0, ge=0)
+    """Steps before users are served, of ``rollouts.groups_per_step`` simulated groups alone."""
+    baseline: Annotated[str, AfterValidator(LIVE_BASELINES)] = "control_variate"
+    """Baseline of a session's reward (``docs/live.md``): nothing, the mean of its template or of its user's
+    day, sessions like it, a model of its value, or the others' mean corrected by that model. Or a function of your own.
+    """
+    history: int = Field(default=2048, ge=0)
+    """Sessions of earlier steps, the newest, that a baseline may learn from."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        if not self.groups_per_step:
+            idle = [name for name in type(self).model_fields if name != "groups_per_step"]
+            self.refuse_idle("live", idle, "with live.groups_per_step = 0")
+        return self

@@ -1,0 +1,61 @@
+"""The joiner: closes the windows that are over, joins, hands on, exactly once.
+
+    end idle sessions ─▶ give up unmatched signals ─▶ close windows ─▶ closed() ─▶ sink.take ─▶ taken
+                                                                           ▲ killed here: taken again ┘
+
+consumes: closed windows of the feedback store; produces: joined sessions in a sink; waits for: windows, and the sink;
+woken by: its caller, now and then; on shutdown: dies at any point. A session is noted as taken only after the sink
+kept it, and the sink takes none twice: it is handed on at least once and counted exactly once.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+from etude.feedback.follow_up import FollowUpRule
+from etude.feedback.store import FeedbackStore
+from etude.protocols import JoinedSessions
+from etude.types import JoinedSession
+
+BATCH = 500
+"""Sessions that are joined at a time: as many as fit into memory with all their turns."""
+ABANDONED_S = 3600.0
+"""An open session without a turn for so long is of a gateway that did not come back: those end theirs after 15 min."""
+
+
+@final
+class Joiner:
+    """Takes the sessions whose windows are over from ``store`` to ``sink``, those that ended first in front."""
+
+    def __init__(
+        self, store: FeedbackStore, sink: JoinedSessions, follow_up: FollowUpRule | None, *, batch: int = BATCH
+    ) -> None:
+        self._store = store
+        self._sink = sink
+        self._follow_up = follow_up
+        self._batch = batch
+
+    def step(self, now: float) -> int:
+        """Do what is due, at most one batch; returns how many sessions were handed on.
+
+        Raises :class:`~etude.errors.InfrastructureError` where the store or the sink is out of reach, and
+        :class:`~etude.errors.DamagedError` for a session that cannot be read.
+        """
+        self._store.end_idle(now - ABANDONED_S, now)
+        self._store.give_up_unmatched(now - self._store.window_s)
+        joined, left_out = self._store.closed(self._batch, self._follow_up)
+        if not joined and self._store.close_windows(now, self._batch):
+            joined, left_out = self._store.closed(self._batch, self._follow_up)
+        if joined:
+            words = self._sink.take(joined)
+            results = {one.session.session_id: word for one, word in zip(joined, words, strict=True)}
+            self._store.taken(results, left_out, now)
+        return len(joined)
+
+
+@final
+class KeptAlone:
+    """The sink of a run that learns nothing from live sessions: they stay in the store."""
+
+    def take(self, sessions: Sequence[JoinedSession]) -> Sequence[str]:
+        """Nothing is done with them."""
+        return ["kept"] * len(sessions)

@@ -1,0 +1,180 @@
+"""Protection of training against users who would steer it: caps on what each counts for, and quarantine. Pure.
+
+    rated sessions ──▶ pace ─────────▶ ┐
+                       outliers ─────▶ ├ user → suspicion: quarantined, counted, for a person to look at
+                       collusion ────▶ ┘
+                   └─▶ shares ───────▶ session → weight, so that nobody is more than a share of what is learnt
+
+Nobody can tell a vandal from an unhappy user by one session, so what is judged is a user's sessions together, compared
+with what others say about the same kinds of request. Three rules, each blunt and each counted. Their price is named:
+an honest user whom all of them misjudge is not learnt from, which moves what is learnt by at most that user's share.
+
+Owns these rules. Does not own where sessions come from (:mod:`etude.feedback.store`) or what quarantine means
+(:mod:`etude.types`). Legend: U users, S sessions.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb, sqrt
+from statistics import median
+
+from etude.config.feedback import PoisoningLimits
+
+HOUR_S = 3600.0
+MAD_TO_DEVIATION = 1.4826
+"""A normal distribution's standard deviation over the median of its absolute deviations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatedSession:
+    """A live session whose user said something about it."""
+
+    session_id: str
+    user: str
+    template: str
+    """The kind of request: what is compared are ratings of one kind."""
+    ended_at: float
+    """Seconds since 1970, by the server's clock."""
+    value: float
+    """Its worth by its signals."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspicion:
+    """A reason for which a user is not learnt from."""
+
+    rule: str
+    """``pace``, ``outlier`` or ``collusion``: under it, it is counted."""
+    evidence: str
+    """One sentence for people; it names no other user."""
+
+
+def suspicions(sessions: Sequence[RatedSession], limits: PoisoningLimits) -> dict[str, Suspicion]:
+    """User → the reason for which none of their sessions is trained on; the first rule that speaks."""
+    residuals = _residuals(sessions)
+    suspected: dict[str, Suspicion] = {}
+    for rule in (_pace(sessions, limits), _outliers(residuals, limits), _collusion(sessions, residuals, limits)):
+        for user, suspicion in rule:
+            suspected.setdefault(user, suspicion)
+    return suspected
+
+
+def capped_weights(users: Sequence[str], largest_share: float) -> dict[str, float]:
+    """User → weight of each of their sessions: 1, or less, so that no user's total is above ``largest_share`` of all.
+
+    ``users`` [S] are those of the sessions. Where there are too few users for that they are all given the total of
+    the least. With counts n₁ ≥ n₂ ≥ … and the k first capped, the total T solves T = k · share · T + Σ_{i>k} n_i; the
+    right k is the smallest that leaves nobody else above the cap.
+    """
+    counts = Counter(users).most_common()
+    share = max(largest_share, 1 / len(counts)) if counts else 1.0
+    rest = len(users)
+    for capped, (_, count) in enumerate(counts):
+        cap = share * rest / max(1 - capped * share, 1e-12)
+        if count <= cap * (1 + 1e-9):
+            return {user: min(1.0, cap / of_user) for user, of_user in counts}
+        rest -= count
+    return {}
+
+
+def _pace(sessions: Iterable[RatedSession], limits: PoisoningLimits) -> Iterator[tuple[str, Suspicion]]:
+    """Users who rate more sessions within an hour than a person can."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for session in sessions:
+        times[session.user].append(session.ended_at)
+    for user, at in times.items():
+        at.sort()
+        first = next((i for i in range(len(at) - limits.per_hour) if at[i + limits.per_hour] - at[i] < HOUR_S), None)
+        if first is not None:
+            yield user, Suspicion(rule="pace", evidence=f"rated more than {limits.per_hour} sessions within an hour")
+
+
+def _outliers(
+    residuals: Mapping[str, Sequence[tuple[str, float]]], limits: PoisoningLimits
+) -> Iterator[tuple[str, Suspicion]]:
+    """Users whose ratings differ from others' of the same kinds by more than people differ from each other.
+
+    z = (m_u − median m) / √(τ² + σ²/n_u): m_u is a user's mean residual, σ² the variance of residuals around it, and τ²
+    what users differ by, estimated by the median absolute deviation so that vandals do not widen it themselves.
+    """
+    averages = {
+        user: (sum(r for _, r in own) / len(own), len(own))
+        for user, own in residuals.items()
+        if len(own) >= limits.min_sessions
+    }
+    if len(averages) < limits.min_users:
+        return
+    spread = [(r - averages[user][0]) ** 2 for user in averages for _, r in residuals[user]]
+    noise = sum(spread) / max(1, len(spread) - len(averages))
+    middle = median(mean for mean, _ in averages.values())
+    width = MAD_TO_DEVIATION * median(abs(mean - middle) for mean, _ in averages.values())
+    between = max(0.0, width**2 - noise * median(1 / count for _, count in averages.values()))
+    for user, (mean, count) in averages.items():
+        z = (mean - middle) / sqrt(between + noise / count + 1e-12)
+        if abs(z) > limits.outlier_z:
+            yield user, Suspicion(rule="outlier", evidence=f"{count} ratings, {z:+.1f} deviations from other users'")
+
+
+def _collusion(
+    sessions: Iterable[RatedSession], residuals: Mapping[str, Sequence[tuple[str, float]]], limits: PoisoningLimits
+) -> Iterator[tuple[str, Suspicion]]:
+    """Users who agree, kind of request by kind, more than chance lets any pair of so many agree, in rings.
+
+    What is compared is the sign of a user's mean residual of a template, less that user's own mean: a user who is never
+    content agrees with no other by that. Under independence the signs of two users agree as often as two draws of the
+    population do; a pair is linked where the binomial tail of its agreements, times the number of pairs (Bonferroni),
+    is below ``limits.alpha``; linked users are a ring where there are at least ``limits.min_ring``.
+    """
+    signs = {user: _signs(own) for user, own in residuals.items() if len(own) >= limits.min_sessions}
+    drawn = [sign for of_user in signs.values() for sign in of_user.values()]
+    if not drawn:
+        return
+    up = sum(drawn) / len(drawn)
+    chance = up**2 + (1 - up) ** 2
+    pairs = [(one, other) for one, other in combinations(sorted(signs), 2) if signs[one].keys() & signs[other].keys()]
+    ring_of = {user: frozenset({user}) for user in signs}
+    for one, other in pairs:
+        shared = signs[one].keys() & signs[other].keys()
+        agreed = sum(signs[one][template] == signs[other][template] for template in shared)
+        if _tail(len(shared), agreed, chance) * len(pairs) < limits.alpha:
+            ring = ring_of[one] | ring_of[other]
+            ring_of |= dict.fromkeys(ring, ring)
+    for user, ring in ring_of.items():
+        if len(ring) >= limits.min_ring:
+            evidence = f"rates as {len(ring) - 1} others do, kind by kind, more than chance allows"
+            yield user, Suspicion(rule="collusion", evidence=evidence)
+
+
+def _signs(residuals: Sequence[tuple[str, float]]) -> dict[str, bool]:
+    """Template → True where a user rates it above their own mean; none where all is equal."""
+    mean = sum(r for _, r in residuals) / len(residuals)
+    sums: defaultdict[str, float] = defaultdict(float)
+    for template, residual in residuals:
+        sums[template] += residual - mean
+    return {template: total > 0 for template, total in sums.items() if abs(total) > 1e-9}
+
+
+def _residuals(sessions: Iterable[RatedSession]) -> dict[str, list[tuple[str, float]]]:
+    """User → (template, value less the mean of other users' for that template); none where no other rated it."""
+    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)  # template → user → Σ value
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    rated = list(sessions)
+    for session in rated:
+        totals[session.template][session.user] += session.value  # type: ignore[assignment]  # a Counter of floats
+        counts[session.template][session.user] += 1
+    residuals: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
+    sums = {template: (sum(totals[template].values()), counts[template].total()) for template in counts}
+    for session in rated:
+        total, count = sums[session.template]
+        others = count - counts[session.template][session.user]
+        if others:
+            mean = (total - totals[session.template][session.user]) / others
+            residuals[session.user].append((session.template, session.value - mean))
+    return dict(residuals)
+
+
+def _tail(trials: int, successes: int, chance: float) -> float:
+    """P(X ≥ successes), X binomial."""
+    return sum(comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(successes, trials + 1))

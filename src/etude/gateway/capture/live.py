@@ -1,0 +1,184 @@
+"""Live sessions: conversations of a product's users who consented to training, kept for good as they happen.
+
+    first call of a session   consent ─▶ recorded, under an id of its own; none ─▶ not recorded, whatever comes later
+    each answer               its turns are on the disk before the caller gets it (of a stream: its last event)
+    a call that says none     consent is withdrawn: everything of the session is forgotten
+    closed, or idle           the session ends
+
+    X-Etude-Consent: train | none     default: the key's, which is none unless it was made so
+    X-Etude-User      the product's name of its user; becomes a pseudonym here, and is nowhere as it came
+    X-Etude-Template  the kind of request       X-Etude-Region  where the user is
+
+Owns which conversations are recorded and what is said of them. Does not own where they are kept: a
+:class:`LiveJournal` does, which ``run`` brings along. While that is out of reach users are served all the same: such a
+session ends with the turns that were kept, and is counted.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, final
+
+from etude.clock import unix_s
+from etude.errors import InfrastructureError
+from etude.gateway.api.calls import Answer, ApiError
+from etude.gateway.capture.conversations import Conversation
+from etude.types import LiveAnswer, LiveSession
+
+CONSENT, USER, TEMPLATE, REGION = "X-Etude-Consent", "X-Etude-User", "X-Etude-Template", "X-Etude-Region"
+TRAIN, NONE = "train", "none"
+"""Values of ``X-Etude-Consent``."""
+MAX_USER = 256
+"""Characters of a user's name."""
+WORD = re.compile(r"[A-Za-z0-9._:/-]{0,128}")
+"""Templates and regions: they stand in reports."""
+KEEP_S = 5.0
+"""Longest time for which an answer is held back until it is on the disk; a sync takes milliseconds."""
+SESSION_ID_BYTES = 12
+"""Randomness of a session's id: unique, not secret."""
+
+Pseudonym = Callable[[str], str]
+"""The pseudonym of a user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveCall:
+    """Properties of a product's call beside the call itself."""
+
+    user: str = ""
+    """Pseudonym of the user; empty where the product does not say."""
+    template: str = ""
+    region: str = ""
+    consent: bool | None = None
+    """``None``: it does not say."""
+
+
+class LiveJournal(Protocol):
+    """Keeps live sessions for good."""
+
+    async def keep(self, answer: LiveAnswer) -> None:
+        """Return when an answer is on the disk. Raises :class:`~etude.errors.InfrastructureError`."""
+        ...
+
+    def end(self, session_id: str) -> None:
+        """No turn of a session follows what was kept before."""
+        ...
+
+    def withdraw(self, session_id: str) -> None:
+        """Forget all that was kept of a session."""
+        ...
+
+
+def live_call(headers: Mapping[str, str], pseudonym: Pseudonym) -> LiveCall:
+    """Read the headers of a product's call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
+    consent = headers.get(CONSENT)
+    if consent not in (None, TRAIN, NONE):
+        raise ApiError(400, "invalid_request", f"{CONSENT}: expected {TRAIN!r} or {NONE!r}", param=CONSENT)
+    user = headers.get(USER, "")
+    if len(user) > MAX_USER:
+        raise ApiError(400, "invalid_request", f"{USER}: expected at most {MAX_USER} characters", param=USER)
+    words = {name: headers.get(name, "") for name in (TEMPLATE, REGION)}
+    for name, word in words.items():
+        if not WORD.fullmatch(word):
+            message = f"{name}: expected at most 128 letters, digits and ._:/-"
+            raise ApiError(400, "invalid_request", message, param=name)
+    return LiveCall(
+        user=pseudonym(user) if user else "",
+        template=words[TEMPLATE],
+        region=words[REGION],
+        consent=None if consent is None else consent == TRAIN,
+    )
+
+
+@final
+class LiveRecorder:
+    """Records the live sessions of a gateway in ``journal``; ``pseudonym`` is of a product's users. With ``regions``
+    those of users elsewhere are not recorded.
+    """
+
+    def __init__(
+        self,
+        journal: LiveJournal,
+        pseudonym: Pseudonym,
+        *,
+        regions: Collection[str] = (),
+        now: Callable[[], float] = unix_s,
+    ) -> None:
+        self.unkept = 0
+        """Sessions that ended because an answer could not be kept in time."""
+        self._journal = journal
+        self._pseudonym = pseudonym
+        self._regions = regions
+        self._now = now
+
+    def call(self, headers: Mapping[str, str]) -> LiveCall:
+        """Read the headers of a product's call. Raises :class:`~etude.gateway.api.calls.ApiError`."""
+        return live_call(headers, self._pseudonym)
+
+    def admit(self, conversation: Conversation, call: LiveCall, owner: str, *, by_default: bool, arm: str = "") -> None:
+        """Decide by its first call if a conversation is recorded; a later one may withdraw consent.
+
+        ``owner`` is the id of the product's key, ``by_default`` its consent where a call says nothing, ``arm`` the arm
+        of the routing table that serves the user.
+        """
+        live = conversation.live
+        if live is not None and call.consent is False:
+            conversation.live = None
+            self._journal.withdraw(live.session_id)
+        if live is not None or conversation.admitted:
+            return
+        conversation.admitted = True
+        if not (by_default if call.consent is None else call.consent):
+            return
+        if self._regions and call.region not in self._regions:
+            return
+        session_id, prefix = conversation.session_id, f"{owner}."
+        named = session_id.startswith(prefix)
+        conversation.live = LiveSession(
+            # A product may use a name again; an id that was drawn is new already.
+            session_id=secrets.token_hex(SESSION_ID_BYTES) if named else session_id,
+            owner=owner,
+            name=session_id.removeprefix(prefix) if named else "",
+            user=call.user,
+            template=call.template,
+            region=call.region,
+            consent=True,
+            opened_at=self._now(),
+            ended_at=None,
+            arm=arm,
+            first_version=None,
+            last_version=None,
+            turns=0,
+        )
+        conversation.on_close = partial(self._end, conversation)
+
+    async def keep(self, conversation: Conversation, answer: Answer) -> None:
+        """Return when a recorded answer of a live session is on the disk; of another one, at once."""
+        live = conversation.live
+        if live is None:
+            return
+        placed = conversation.placement(answer)
+        live_answer = LiveAnswer(
+            session=live,
+            first=placed.first,
+            turns=placed.turns,
+            completion=answer.answer_id,
+            follows=placed.follows,
+            earlier=placed.earlier,
+            message=placed.message,
+        )
+        try:
+            async with asyncio.timeout(KEEP_S):
+                await self._journal.keep(live_answer)
+        except (TimeoutError, InfrastructureError):
+            if conversation.live is not None:
+                self.unkept += 1
+                self._end(conversation)
+
+    def _end(self, conversation: Conversation) -> None:
+        if conversation.live is not None:
+            self._journal.end(conversation.live.session_id)
+            conversation.live = None

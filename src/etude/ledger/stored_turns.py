@@ -1,0 +1,61 @@
+"""The turns of a ledger's rollouts: objects beside it where it has payloads, else in its rows.
+
+Owns where turns are written to and read from. What an object is like is :mod:`etude.ledger.payloads`'.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from etude.ledger import rows
+from etude.ledger.archive import StoredGroup, read_group, whole_groups
+from etude.ledger.database import Database
+from etude.ledger.payloads import Payloads
+from etude.ledger.transactions import Transactions
+from etude.types import Group, PayloadRef, Rollout
+
+AT_ONCE = 500
+"""Digests of one question."""
+Item = TypeVar("Item")
+
+
+class StoredTurns:
+    """Turns of one connection's rollouts."""
+
+    def __init__(self, transactions: Transactions, payloads: Payloads | None) -> None:
+        self._db = transactions
+        self.payloads = payloads
+        """Their store; ``None``: they are in the rows."""
+
+    def stow(self, rollout: Rollout) -> PayloadRef | None:
+        """Store the turns of a rollout that is about to be recorded; ``None`` where the row will have them.
+
+        The one method that any thread may call: it knows no database, and may wait for a storage far away. Raises as
+        :meth:`~etude.ledger.payloads.Payloads.stow_turns`.
+        """
+        if self.payloads is None or not rollout.turns:
+            return None
+        return self.payloads.stow_turns(rollout.turns, rollout.rollout_id)
+
+    def named(self, digests: Sequence[str]) -> set[str]:
+        """Those of some objects with turns that a rollout refers to."""
+        some = few(digests, AT_ONCE)
+        return {digest for each in some for digest in self._db.read(partial(_named_turns, each))}
+
+    def read_groups(self, places: Sequence[tuple[str, int]]) -> list[Group]:
+        """Some groups, by purpose and index, whose turns are on the way at the same time. Raises ``ValueError``."""
+        stored = [self._db.read(partial(_read_group, purpose, index)) for purpose, index in places]
+        return whole_groups(stored, self.payloads)
+
+
+def few(items: Sequence[Item], most: int) -> Iterator[Sequence[Item]]:
+    """``items``, so many at a time."""
+    return (items[start : start + most] for start in range(0, len(items), most))
+
+
+def _read_group(purpose: str, index: int, db: Database) -> StoredGroup:
+    return read_group(db, purpose, index)
+
+
+def _named_turns(digests: Sequence[str], db: Database) -> set[str]:
+    return rows.named_turns(db, digests)

@@ -1,0 +1,349 @@
+"""The release controller: facts about versions, measurements, users and approvals in, moves out. Pure.
+
+    candidate ─gate─▶ gated ─approvals─▶ shadow ─▶ canary, its share growing ─A/B test─▶ released        one at a time
+                                                      └─ guardrail, mismatch, no proof, a person ─▶ rolled_back
+
+Owns what is decided and on which evidence; :mod:`etude.run.release` gathers the facts and acts. Moves that belong
+together come together and are recorded in one transaction. The simulator of ``bench live`` runs this very object.
+
+**Error rates.** Each stage of the canary is an experiment of its own, with sessions that were drawn under its share
+alone. Its looks are free: confidence sequences hold at all times (:mod:`etude.releases.experiment`). The chance
+``alpha`` of a false rollback is divided by the stages, and within one by its metrics and the sample-ratio test;
+that of a false promotion belongs to the last stage's one test.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import final
+
+from etude.config.release import MetricConfig, ReleaseConfig
+from etude.releases.experiment import ArmCounts, ArmDifference, Experiment, UserSums, mismatch_p_value
+from etude.releases.gate import GateFacts, checks, evidence_of
+from etude.releases.states import (
+    ON_THE_WAY,
+    TAKEN_BACK,
+    Release,
+    ReleaseState,
+    former_release,
+    live_release,
+    move_release,
+)
+from etude.types import Json
+
+TUNED_TIMES = 5
+"""Users at which sequences are narrowest, in ``min_users``: between the first look and the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShadowFacts:
+    """The calls of users that a shadow was asked, too."""
+
+    calls: int
+    failures: int
+    """Those that it did not answer, or answered with what is no reply."""
+    seconds: float
+    """Sum over its answers."""
+    live_seconds: float
+    """Those of the answers that users got to the same calls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CanaryFacts:
+    """Users of one stage of a canary: the control's, who have the released version, and the treatment's."""
+
+    control: ArmCounts
+    treatment: ArmCounts
+    sums: Mapping[str, tuple[UserSums, UserSums]]
+    """Metric → user by user, control and treatment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFacts:
+    """Loads of weights into the trainer (:mod:`etude.run.trainer`)."""
+
+    pending: bool = False
+    """True if one was asked for that has not become a version."""
+    version: int | None = None
+    """Version that the last load became; nothing before it will ever be a candidate."""
+    checkpoint: str = ""
+    """Checkpoint that it was of; empty for a version of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseFacts:
+    """All that a decision rests on."""
+
+    releases: tuple[Release, ...]
+    versions: Mapping[int, str]
+    """Newest published versions → their digests."""
+    loads: LoadFacts = LoadFacts()
+    gate: GateFacts | None = None
+    """Measurements of the candidate, once there are any."""
+    gate_failure: str = ""
+    """The reason for which it cannot be."""
+    approved_by: frozenset[str] = frozenset()
+    """People who agree with the version that is on its way."""
+    shadow: ShadowFacts | None = None
+    canary: CanaryFacts | None = None
+    rollback_by: str = ""
+    """A person who wants to go back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseMove:
+    """One move of a release, to be recorded with its evidence."""
+
+    release: Release
+    """The release as it is before."""
+    to: ReleaseState
+    reason: str
+    evidence: Mapping[str, Json] = field(default_factory=dict)
+    stage: int = 0
+    by: str = ""
+    """The person who wanted it; empty for the controller itself."""
+    is_new: bool = False
+    """True for a version that becomes a candidate now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseDecision:
+    """Moves that happen together."""
+
+    moves: tuple[ReleaseMove, ...]
+    load: int | None = None
+    """Version that the trainer goes back to."""
+
+
+@final
+class ReleaseController:
+    """Decides about releases by the rules of ``[release]``."""
+
+    def __init__(self, config: ReleaseConfig) -> None:
+        self._config = config
+        tests = len(config.canary_shares) * (2 + len(config.guardrails))
+        users = TUNED_TIMES * config.min_users
+        self._harm = Experiment(alpha=config.alpha / tests, tuned_users=users)
+        self._proof = Experiment(alpha=config.alpha, tuned_users=users)
+
+    def decide(self, facts: ReleaseFacts) -> ReleaseDecision | None:
+        """The next decision; ``None`` while there is nothing to decide."""
+        way = next((release for release in facts.releases if release.state in ON_THE_WAY), None)
+        live = live_release(facts.releases)
+        if facts.rollback_by:
+            return self._go_back(facts, way, live)
+        if way is None:
+            return self._next_candidate(facts, live)
+        match way.state:
+            case ReleaseState.CANDIDATE:
+                return self._gate(facts, way, live)
+            case ReleaseState.GATED:
+                return self._admit(facts, way, live)
+            case ReleaseState.SHADOW:
+                return self._look_at_shadow(facts, way, live)
+            case _:
+                return self._look_at_canary(facts, way, live)
+
+    def _next_candidate(self, facts: ReleaseFacts, live: Release | None) -> ReleaseDecision | None:
+        """The newest version that is due; a copy of what users have takes its place without a look, as it is the same.
+
+        While a load is pending nothing is: what the trainer publishes meanwhile descends from what was rejected.
+        """
+        loads, every = facts.loads, self._config.every_steps
+        after = max((release.version for release in facts.releases), default=-1)
+        if live is not None and loads.version is not None and facts.versions.get(loads.version) == live.digest:
+            copy = Release(
+                version=loads.version, digest=live.digest, state=ReleaseState.CANDIDATE, replaces=live.version
+            )
+            if loads.version > after:
+                return _renumbered(copy, live)
+        if loads.pending:
+            return None
+        first = max(after, -1 if loads.version is None else loads.version - 1)
+        proposed = loads.version if loads.checkpoint else None
+        due = [
+            version for version in facts.versions if version > first and (version % every == 0 or version == proposed)
+        ]
+        if proposed in due:
+            due = [version for version in due if version == proposed]
+        if not due:
+            return None
+        version = max(due)
+        candidate = Release(
+            version=version,
+            digest=facts.versions[version],
+            state=ReleaseState.CANDIDATE,
+            replaces=None if live is None else live.version,
+            loaded=loads.checkpoint if version == proposed else "",
+        )
+        return ReleaseDecision(
+            moves=(ReleaseMove(release=candidate, to=ReleaseState.CANDIDATE, reason="due", is_new=True),)
+        )
+
+    def _gate(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+        if facts.gate_failure:
+            return self._take_back(way, ReleaseState.REJECTED, facts.gate_failure, {}, live)
+        if facts.gate is None:
+            return None
+        results = checks(facts.gate, self._config)
+        evidence, failed = evidence_of(facts.gate, results), [check for check in results if not check.passed]
+        if failed:
+            reason = "; ".join(f"{check.name}: {check.says}" for check in failed)
+            return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
+        return ReleaseDecision(
+            moves=(ReleaseMove(release=way, to=ReleaseState.GATED, reason="passed the gate", evidence=evidence),)
+        )
+
+    def _admit(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+        """From the gate to users, once enough people agree."""
+        if len(facts.approved_by) < self._config.approvals:
+            return None
+        evidence: dict[str, Json] = {"approved_by": [*sorted(facts.approved_by)]}
+        if live is None:
+            reason = "the first release: there is nobody to compare it with"
+            return ReleaseDecision(
+                moves=(ReleaseMove(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),)
+            )
+        to = ReleaseState.SHADOW if self._config.shadow_sessions else ReleaseState.CANARY
+        return ReleaseDecision(moves=(ReleaseMove(release=way, to=to, reason="approved", evidence=evidence),))
+
+    def _look_at_shadow(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+        shadow, config = facts.shadow, self._config
+        if shadow is None or shadow.calls < config.shadow_sessions:
+            return None
+        evidence: dict[str, Json] = {"shadow": asdict(shadow)}
+        failures = shadow.failures / shadow.calls
+        if failures > config.max_shadow_failures:
+            reason = f"shadow: {failures:.1%} of calls failed, at most {config.max_shadow_failures:.1%}"
+            return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
+        if shadow.seconds > config.max_latency_ratio * shadow.live_seconds:
+            reason = f"shadow: {shadow.seconds:.1f} s where users waited {shadow.live_seconds:.1f} s"
+            return self._take_back(way, ReleaseState.REJECTED, reason, evidence, live)
+        return ReleaseDecision(
+            moves=(ReleaseMove(release=way, to=ReleaseState.CANARY, reason="shadow passed", evidence=evidence),)
+        )
+
+    def _look_at_canary(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
+        config, canary = self._config, facts.canary
+        assert live is not None, "a canary is compared with what users have"
+        if canary is None:
+            return None
+        share = config.canary_shares[way.stage]
+        mismatch = mismatch_p_value(canary.control.users, canary.treatment.users, share)
+        seen = {metric.name: self._harm.difference(*canary.sums[metric.name]) for metric in self._metrics}
+        evidence: dict[str, Json] = {
+            "stage": way.stage,
+            "share": share,
+            "users": [canary.control.users, canary.treatment.users],
+            "sessions": [canary.control.sessions, canary.treatment.sessions],
+            "sample_ratio_p": mismatch,
+            "alpha_of_each_test": self._harm.alpha,
+            "differences": {name: None if one is None else asdict(one) for name, one in seen.items()},
+        }
+        if mismatch < self._harm.alpha:
+            reason = f"sample-ratio mismatch: {canary.treatment.users} users of {share:.0%} (p = {mismatch:.1g})"
+            return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
+        for metric in self._metrics:
+            difference = seen[metric.name]
+            if difference is not None and self._counts(difference) and gain(difference, metric)[1] < -metric.margin:
+                reason = f"{metric.name} is worse: {_words(difference)}, margin {metric.margin:g}"
+                return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
+        if canary.treatment.sessions < config.min_sessions or canary.treatment.users < config.min_users:
+            return None
+        if way.stage + 1 < len(config.canary_shares):
+            reason = f"no harm at {share:.0%}"
+            move = ReleaseMove(
+                release=way, to=ReleaseState.CANARY, reason=reason, evidence=evidence, stage=way.stage + 1
+            )
+            return ReleaseDecision(moves=(move,))
+        return self._conclude(canary, way, live, evidence)
+
+    def _conclude(
+        self, canary: CanaryFacts, way: Release, live: Release, evidence: dict[str, Json]
+    ) -> ReleaseDecision | None:
+        """Promote with proof, take back without it when sessions are used up."""
+        metric, most = self._config.metric, self._config.max_sessions
+        difference = self._proof.difference(*canary.sums[metric.name])
+        evidence["proof"] = None if difference is None else asdict(difference)
+        if difference is not None and self._counts(difference) and gain(difference, metric)[0] > -metric.margin:
+            reason = f"{metric.name}: {_words(difference)}, must be above {-metric.margin:g}"
+            return ReleaseDecision(moves=(
+                ReleaseMove(release=way, to=ReleaseState.RELEASED, reason=reason, evidence=evidence),
+                ReleaseMove(release=live, to=ReleaseState.SUPERSEDED, reason=f"version {way.version} was released"),
+            ))  # fmt: skip
+        if canary.treatment.sessions >= most:
+            reason = f"inconclusive: {metric.name} was proven neither way in {canary.treatment.sessions} sessions"
+            return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
+        return None
+
+    def _go_back(self, facts: ReleaseFacts, way: Release | None, live: Release | None) -> ReleaseDecision | None:
+        """A person's rollback: of what is on its way, else of what is released."""
+        by = facts.rollback_by
+        if way is not None:
+            to = ReleaseState.ROLLED_BACK if way.state is ReleaseState.CANARY else ReleaseState.REJECTED
+            return self._take_back(way, to, "a person went back", {}, live, by)
+        former = former_release(facts.releases)
+        if live is None or former is None:
+            return None
+        return ReleaseDecision(
+            moves=(
+                ReleaseMove(release=live, to=ReleaseState.ROLLED_BACK, reason="a person went back", by=by),
+                ReleaseMove(
+                    release=former, to=ReleaseState.RELEASED, reason=f"instead of version {live.version}", by=by
+                ),
+            ),
+            load=former.version if self._config.revert else None,
+        )
+
+    def _take_back(
+        self,
+        way: Release,
+        to: ReleaseState,
+        reason: str,
+        evidence: Mapping[str, Json],
+        live: Release | None,
+        by: str = "",
+    ) -> ReleaseDecision:
+        assert to in TAKEN_BACK
+        move = ReleaseMove(release=way, to=to, reason=reason, evidence=evidence, stage=way.stage, by=by)
+        return ReleaseDecision(moves=(move,), load=live.version if live is not None and self._config.revert else None)
+
+    def _counts(self, difference: ArmDifference) -> bool:
+        return min(difference.users) >= self._config.min_users
+
+    @property
+    def _metrics(self) -> tuple[MetricConfig, ...]:
+        return (self._config.metric, *self._config.guardrails)
+
+
+def gain(difference: ArmDifference, metric: MetricConfig) -> tuple[float, float]:
+    """The interval of what the treatment gains, in the metric's better direction."""
+    low, high = difference.low, difference.high
+    return (low, high) if metric.direction == "up" else (-high, -low)
+
+
+def check_moves(decision: ReleaseDecision) -> None:
+    """Raise ``ValueError`` for a move that the table of states does not have."""
+    for move in decision.moves:
+        if not move.is_new:
+            move_release(move.release.state, move.to)
+
+
+def _renumbered(copy: Release, live: Release) -> ReleaseDecision:
+    """The same weights under a newer version: so what users say is of a version that the trainer counts as recent."""
+    reason = f"the weights of version {live.version}, loaded again"
+    steps = (ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.RELEASED)
+    before = (copy.state, *steps[:-1])
+    rises = [
+        ReleaseMove(release=_at(copy, state), to=to, reason=reason, is_new=to is ReleaseState.CANDIDATE)
+        for state, to in zip(before, steps, strict=True)
+    ]
+    return ReleaseDecision(moves=(*rises, ReleaseMove(release=live, to=ReleaseState.SUPERSEDED, reason=reason)))
+
+
+def _at(release: Release, state: ReleaseState) -> Release:
+    return Release(version=release.version, digest=release.digest, state=state, replaces=release.replaces)
+
+
+def _words(difference: ArmDifference) -> str:
+    users = sum(difference.users)
+    return f"{difference.value:+.4g} [{difference.low:+.4g}, {difference.high:+.4g}] over {users} users"

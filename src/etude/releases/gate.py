@@ -1,0 +1,113 @@
+"""The offline gate: measurements of a candidate and of what users have in, checks out. Pure.
+
+    held-out tasks, suites ──▶ paired intervals ─┐
+    signs of cheating, tokens, seconds, parity ──┴▶ checks, each with its value and its bound ──▶ passed, if all did
+
+Each difference is of the same tasks, and its interval is of 95 %; a candidate passes by non-inferiority, not for want
+of proof against it: the lower end must be above minus the margin. So too few tasks block a good candidate, and never
+let a bad one through. Where nothing was released yet only the absolute checks are made. Intervals are computed by
+:mod:`etude.run.release_gate`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+
+from etude.config.release import ReleaseConfig
+from etude.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """A mean with its interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Against:
+    """A candidate against the released version, task by task."""
+
+    reward: Interval
+    """Mean reward, candidate less released."""
+    cost_excess: Interval
+    """Sampled tokens of the candidate, less ``max_cost_ratio`` times those of the released version."""
+    latency_excess: Interval
+    """Seconds likewise."""
+    suites: Mapping[str, Interval] = field(default_factory=dict)
+    """Suite → mean reward, candidate less released."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateFacts:
+    """All that was measured of a candidate."""
+
+    reward: Interval
+    """Its mean reward on the held-out tasks."""
+    tries: int
+    """Its tries of all evaluations."""
+    cheats: int
+    """Those of them that look like cheating."""
+    parity: bool | None = None
+    """True if engine and trainer compute the same numbers from its weights; ``None`` where it cannot be compared."""
+    against: Against | None = None
+    """``None`` where nothing was released yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check of the gate."""
+
+    name: str
+    value: float
+    """The number that decides: of an interval, its worse end."""
+    bound: float
+    passed: bool
+    says: str
+    """The numbers in words."""
+
+
+def checks(facts: GateFacts, config: ReleaseConfig) -> tuple[Check, ...]:
+    """All checks of a candidate."""
+    return tuple(_checks(facts, config))
+
+
+def evidence_of(facts: GateFacts, results: tuple[Check, ...]) -> dict[str, Json]:
+    """Measurements and checks as JSON."""
+    return {"measured": asdict(facts), "checks": [asdict(check) for check in results]}
+
+
+def _checks(facts: GateFacts, config: ReleaseConfig) -> Iterator[Check]:
+    reward, bar = facts.reward.value, config.minimum_bar
+    yield Check(
+        name="minimum bar", value=reward, bound=bar, passed=reward >= bar, says=f"{reward:.3f}, at least {bar:g}"
+    )
+    share = facts.cheats / max(1, facts.tries)
+    yield Check(
+        name="cheating",
+        value=share,
+        bound=config.max_cheating,
+        passed=share <= config.max_cheating,
+        says=f"{facts.cheats} of {facts.tries} tries, at most {config.max_cheating:.1%}",
+    )
+    if facts.parity is not None:
+        says = "engine and trainer agree" if facts.parity else "engine and trainer compute different numbers"
+        yield Check(name="numerics", value=float(facts.parity), bound=1.0, passed=facts.parity, says=says)
+    if facts.against is None:
+        return
+    yield _not_inferior("held-out tasks", facts.against.reward, config.margin)
+    for suite in config.suites:
+        yield _not_inferior(f"suite {suite.name}", facts.against.suites[suite.name], suite.margin)
+    yield _within("cost", facts.against.cost_excess, config.max_cost_ratio)
+    yield _within("latency", facts.against.latency_excess, config.max_latency_ratio)
+
+
+def _not_inferior(name: str, difference: Interval, margin: float) -> Check:
+    says = f"{difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}], must be above {-margin:g}"
+    return Check(name=name, value=difference.low, bound=-margin, passed=difference.low > -margin, says=says)
+
+
+def _within(name: str, excess: Interval, ratio: float) -> Check:
+    says = f"{excess.high:+.3g} beyond {ratio:g} times the released version's, at most 0"
+    return Check(name=name, value=excess.high, bound=0.0, passed=excess.high <= 0, says=says)

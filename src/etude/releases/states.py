@@ -1,0 +1,97 @@
+"""The states of a release, as a table.
+
+    candidate ──▶ gated ──▶ shadow ──▶ canary ──▶ released ──▶ superseded
+        │           │          │          └────────────┴──▶ rolled_back
+        └───────────┴──────────┴──▶ rejected
+
+A candidate is one weight version of the run's log. Stages that the recipe leaves out are passed over, and the first
+release of a run goes from gated to released: there is nobody to compare it with. A canary moves to canary when its
+share grows. Pure.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+
+class ReleaseState(StrEnum):
+    """State of a weight version on its way to users."""
+
+    CANDIDATE = "candidate"
+    """Published, and chosen for a release; nothing of it has been measured."""
+    GATED = "gated"
+    """Passed the offline gate; waits for approval where that is asked for."""
+    SHADOW = "shadow"
+    """Samples the prompts of users, who do not see it."""
+    CANARY = "canary"
+    """Answers a share of the users."""
+    RELEASED = "released"
+    """Answers all users."""
+    SUPERSEDED = "superseded"
+    """A later release answers them."""
+    REJECTED = "rejected"
+    """Never met a user, and never will."""
+    ROLLED_BACK = "rolled_back"
+    """Met users, and was taken from them."""
+
+
+RELEASE_MOVES: Mapping[ReleaseState, frozenset[ReleaseState]] = MappingProxyType(
+    {
+        ReleaseState.CANDIDATE: frozenset({ReleaseState.GATED, ReleaseState.REJECTED}),
+        ReleaseState.GATED: frozenset(
+            {ReleaseState.SHADOW, ReleaseState.CANARY, ReleaseState.RELEASED, ReleaseState.REJECTED}
+        ),
+        ReleaseState.SHADOW: frozenset({ReleaseState.CANARY, ReleaseState.REJECTED}),
+        ReleaseState.CANARY: frozenset({ReleaseState.CANARY, ReleaseState.RELEASED, ReleaseState.ROLLED_BACK}),
+        ReleaseState.RELEASED: frozenset({ReleaseState.SUPERSEDED, ReleaseState.ROLLED_BACK}),
+        ReleaseState.SUPERSEDED: frozenset({ReleaseState.RELEASED}),  # what a rollback brings back
+        ReleaseState.REJECTED: frozenset(),
+        ReleaseState.ROLLED_BACK: frozenset(),
+    }
+)
+"""State of a release → where it may go."""
+
+ON_THE_WAY = frozenset({ReleaseState.CANDIDATE, ReleaseState.GATED, ReleaseState.SHADOW, ReleaseState.CANARY})
+"""States of a release that is not decided yet; of those there is one at a time."""
+TAKEN_BACK = frozenset({ReleaseState.REJECTED, ReleaseState.ROLLED_BACK})
+"""States behind which the trainer goes back to what users have."""
+
+
+def move_release(state: ReleaseState, to: ReleaseState) -> ReleaseState:
+    """The state after a move from ``state`` ``to`` another. Raises ``ValueError`` when the table has no such move."""
+    if to not in RELEASE_MOVES[state]:
+        allowed = ", ".join(sorted(RELEASE_MOVES[state])) or "nothing: that is an end"
+        raise ValueError(f"no move of a release from {state!s} to {to!s}; from {state!s} it may become {allowed}")
+    return to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A weight version on its way to users, as the ledger has it."""
+
+    version: int
+    """The version of the run's log, which names the release."""
+    digest: str
+    state: ReleaseState
+    stage: int = 0
+    """Number of a canary's share in ``release.canary_shares``, from 0."""
+    since: float = 0.0
+    """Time of its last move, in seconds since 1970."""
+    replaces: int | None = None
+    """The release that it is, or was, compared with; ``None`` for the first one."""
+    loaded: str = ""
+    """Checkpoint that was proposed and that its weights come from; empty for what the trainer learnt."""
+
+
+def live_release(releases: Sequence[Release]) -> Release | None:
+    """The release that users have."""
+    return next((release for release in releases if release.state is ReleaseState.RELEASED), None)
+
+
+def former_release(releases: Sequence[Release]) -> Release | None:
+    """The last release before the one that users have, with other weights."""
+    live = live_release(releases)
+    there = [release for release in releases if release.state is ReleaseState.SUPERSEDED]
+    others = [release for release in there if live is None or release.digest != live.digest]
+    return max(others, key=lambda release: (release.since, release.version), default=None)

@@ -1,0 +1,352 @@
+"""Releases in the ledger's database: what each is now, every move with its evidence, and what people asked for.
+
+    releases             version, digest, state, …            one row a release
+    release_moves        from, to, why, evidence as JSON, by  one row a move, never changed
+    release_requests     approve, rollback, propose; by, when one row a request, with what became of it: the audit
+    arm_sessions         label, user, metric → value          one row an ended session of a user: what A/B tests count
+
+Moves of one decision, and the load that the trainer is asked for with them, are one transaction: whoever dies between
+two decisions goes on from what is here. The tables are made when somebody opens them; a run without releases has none.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from etude.config.recipe import LedgerConfig
+from etude.ledger import rows
+from etude.ledger.changes import LOAD, LOADED
+from etude.ledger.database import Database, Row
+from etude.ledger.open import open_database
+from etude.ledger.states import StepState
+from etude.ledger.transactions import LedgerConnection, Transactions
+from etude.releases.controller import LoadFacts, ReleaseDecision, ReleaseMove
+from etude.releases.experiment import ArmCounts, UserSums
+from etude.releases.states import Release, ReleaseState, move_release
+from etude.types import Json
+
+TABLES = (
+    """
+    CREATE TABLE IF NOT EXISTS releases (
+        version INTEGER PRIMARY KEY,
+        digest TEXT NOT NULL,
+        state TEXT NOT NULL,                -- states.ReleaseState
+        stage INTEGER NOT NULL,
+        since REAL NOT NULL,
+        replaces INTEGER,
+        loaded TEXT NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS release_moves (
+        number INTEGER PRIMARY KEY,         -- from 1
+        version INTEGER NOT NULL,
+        from_state TEXT NOT NULL,           -- empty for a version that became a candidate
+        to_state TEXT NOT NULL,
+        stage INTEGER NOT NULL,
+        moved_at REAL NOT NULL,             -- seconds since 1970
+        moved_by TEXT NOT NULL,             -- a person; empty for the controller
+        reason TEXT NOT NULL,
+        evidence TEXT NOT NULL              -- JSON
+    )
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS release_requests (
+        number INTEGER PRIMARY KEY,         -- from 1
+        kind TEXT NOT NULL,                 -- RequestKind
+        version INTEGER,                    -- of an approval: what was approved
+        checkpoint TEXT NOT NULL,           -- of a proposal
+        asked_by TEXT NOT NULL,
+        asked_at REAL NOT NULL,
+        outcome TEXT NOT NULL               -- empty while it is open
+    )
+    """,
+    """
+    CREATE TABLE IF NOT EXISTS arm_sessions (
+        session_id TEXT PRIMARY KEY,
+        label TEXT NOT NULL,                -- routing_table.Assignment.label
+        pseudonym TEXT NOT NULL,            -- of the user
+        metrics TEXT NOT NULL               -- JSON: metric → value
+    )
+    """,
+    "CREATE INDEX IF NOT EXISTS arm_sessions_by_label ON arm_sessions (label)",
+)
+
+
+class RequestKind(StrEnum):
+    """Kind of what a person asks for."""
+
+    APPROVE = "approve"
+    ROLLBACK = "rollback"
+    PROPOSE = "propose"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseRequest:
+    """A person's request."""
+
+    kind: RequestKind
+    by: str
+    at: float
+    version: int | None = None
+    """The version that is approved."""
+    checkpoint: str = ""
+    """The folder that is proposed."""
+    number: int = 0
+    outcome: str = ""
+    """Empty while it is open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedMove:
+    """A move as it was recorded."""
+
+    version: int
+    from_state: str
+    to_state: str
+    stage: int
+    at: float
+    by: str
+    reason: str
+    evidence: Mapping[str, Json]
+
+
+class ReleaseStore(LedgerConnection):
+    """One process's way to the releases of a run; not to be shared between threads."""
+
+    @classmethod
+    def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
+        """Open those beside the ledger at a path or URL. Raises as :meth:`etude.ledger.ledger.Ledger.open` does."""
+        config = config or LedgerConfig()
+        database = open_database(place, retry_timeout_s=config.retry_timeout_s)
+        transactions = Transactions(database, retry_timeout_s=config.retry_timeout_s)
+        transactions.write(_make_tables)
+        return cls(transactions)
+
+    def releases(self) -> tuple[Release, ...]:
+        """All releases, by version."""
+        names = "version, digest, state, stage, since, replaces, loaded"
+        selected = self._db.read(lambda db: db.execute(f"SELECT {names} FROM releases ORDER BY version"))
+        return tuple(_release(row) for row in selected)
+
+    def moves(self, version: int | None = None) -> tuple[RecordedMove, ...]:
+        """All moves in their order, or those of one version."""
+        names = "version, from_state, to_state, stage, moved_at, moved_by, reason, evidence"
+        selected = self._db.read(lambda db: db.execute(f"SELECT {names} FROM release_moves ORDER BY number"))
+        return tuple(_move(row) for row in selected if version in (None, row[0]))
+
+    def apply(self, decision: ReleaseDecision, at: float, request: int | None = None) -> None:
+        """Record the moves of a decision, ask for its load, and close the ``request`` that it answers, all or nothing.
+
+        A decision that was made from other states than there are is refused: ``ValueError``.
+        """
+        self._db.write(lambda db: _apply(db, decision, at, request))
+
+    def add_session(self, session_id: str, label: str, user: str, metrics: Mapping[str, float]) -> None:
+        """Count an ended session of a user in the arm of that label; a second time changes nothing."""
+        sql = (
+            "INSERT INTO arm_sessions (session_id, label, pseudonym, metrics) VALUES (?, ?, ?, ?) "
+            "ON CONFLICT (session_id) DO NOTHING"
+        )
+        self._db.write(lambda db: db.execute(sql, session_id, label, user or session_id, json.dumps(dict(metrics))))
+
+    def forget_session(self, session_id: str) -> None:
+        """Forget what tests counted of a session."""
+        self._db.write(lambda db: db.execute("DELETE FROM arm_sessions WHERE session_id = ?", session_id))
+
+    def counts(self, label: str) -> ArmCounts:
+        """Users and ended sessions of a label: the protocol :class:`~etude.releases.experiment.ArmMetrics`."""
+        sql = "SELECT count(DISTINCT pseudonym), count(*) FROM arm_sessions WHERE label = ?"
+        ((users, sessions),) = self._db.read(lambda db: db.execute(sql, label))
+        return ArmCounts(users=users, sessions=sessions)
+
+    def sums(self, label: str, metric: str) -> UserSums:
+        """One metric of these sessions, user by user."""
+        sql = "SELECT pseudonym, metrics FROM arm_sessions WHERE label = ?"
+        totals, sessions = Counter[str](), Counter[str]()
+        for user, metrics in self._db.read(lambda db: db.execute(sql, label)):
+            value = json.loads(metrics).get(metric)
+            if value is not None:
+                totals[user] += value
+                sessions[user] += 1
+        users = list(sessions)
+        return UserSums(
+            totals_U=np.array([totals[user] for user in users], np.float64),
+            sessions_U=np.array([sessions[user] for user in users], np.float64),
+        )
+
+    def ask(self, request: ReleaseRequest) -> int:
+        """Keep a person's request; returns its number."""
+        return self._db.write(lambda db: _ask(db, request))
+
+    def requests(self, *, is_open: bool = False) -> tuple[ReleaseRequest, ...]:
+        """All requests in their order, or those that are open."""
+        names = "number, kind, version, checkpoint, asked_by, asked_at, outcome"
+        selected = self._db.read(lambda db: db.execute(f"SELECT {names} FROM release_requests ORDER BY number"))
+        return tuple(request for row in selected if not (request := _request(row)).outcome or not is_open)
+
+    def close_request(self, number: int, outcome: str) -> None:
+        """Note what became of a request."""
+        self._db.write(lambda db: _close(db, number, outcome))
+
+    def load_checkpoint(self, number: int, checkpoint: str) -> None:
+        """Ask the trainer to go on with a checkpoint, for the proposal of that number, and close that."""
+
+        def propose(db: Database) -> None:
+            rows.set_fact(db, LOAD, json.dumps({"id": f"proposal-{number}", "checkpoint": checkpoint}))
+            _close(db, number, "the trainer loads it")
+
+        self._db.write(propose)
+
+    def loads(self) -> LoadFacts:
+        """Loads of the trainer: is one pending, and what did the last one become."""
+        return self._db.read(_loads)
+
+
+def _make_tables(db: Database) -> None:
+    for table in TABLES:
+        db.execute(table)
+
+
+def _apply(db: Database, decision: ReleaseDecision, at: float, request: int | None) -> None:
+    if request is not None:
+        _close(db, request, "; ".join(f"version {move.release.version} is {move.to!s}" for move in decision.moves))
+    for move in decision.moves:
+        state = _state(db, move.release.version)
+        if state != ("" if move.is_new else move.release.state):
+            raise ValueError(f"release {move.release.version} is {state or 'unknown'} now, not {move.release.state!s}")
+        to = move.to if move.is_new else move_release(move.release.state, move.to)
+        _put(db, replace(move.release, state=to, stage=move.stage, since=at))
+        _record(db, move, at)
+    if decision.load is not None:
+        number = _next(db, "release_moves") - 1  # of the move that it belongs to: an id of its own
+        rows.set_fact(db, LOAD, json.dumps({"id": f"move-{number}", "version": decision.load}))
+
+
+def _state(db: Database, version: int) -> str:
+    selected = db.execute("SELECT state FROM releases WHERE version = ?", version)
+    return str(selected[0][0]) if selected else ""
+
+
+def _put(db: Database, release: Release) -> None:
+    db.execute(
+        "INSERT INTO releases (version, digest, state, stage, since, replaces, loaded) VALUES (?, ?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (version) DO UPDATE SET state = excluded.state, stage = excluded.stage, since = excluded.since",
+        release.version,
+        release.digest,
+        str(release.state),
+        release.stage,
+        release.since,
+        release.replaces,
+        release.loaded,
+    )
+
+
+def _record(db: Database, move: ReleaseMove, at: float) -> None:
+    db.execute(
+        "INSERT INTO release_moves (number, version, from_state, to_state, stage, moved_at, moved_by, reason, evidence)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        _next(db, "release_moves"),
+        move.release.version,
+        "" if move.is_new else str(move.release.state),
+        str(move.to),
+        move.stage,
+        at,
+        move.by,
+        move.reason,
+        json.dumps(finite(dict(move.evidence))),
+    )
+
+
+def _ask(db: Database, request: ReleaseRequest) -> int:
+    number = _next(db, "release_requests")
+    db.execute(
+        "INSERT INTO release_requests (number, kind, version, checkpoint, asked_by, asked_at, outcome)"
+        " VALUES (?, ?, ?, ?, ?, ?, '')",
+        number,
+        str(request.kind),
+        request.version,
+        request.checkpoint,
+        request.by,
+        request.at,
+    )
+    return number
+
+
+def _close(db: Database, number: int, outcome: str) -> None:
+    db.execute("UPDATE release_requests SET outcome = ? WHERE number = ? AND outcome = ''", outcome, number)
+
+
+def _next(db: Database, table: str) -> int:
+    return int(db.execute(f"SELECT coalesce(max(number), 0) + 1 FROM {table}")[0][0])
+
+
+def _loads(db: Database) -> LoadFacts:
+    facts = [rows.get_fact(db, key) for key in (LOAD, LOADED)]
+    wish, loaded = (None if text is None else json.loads(text) for text in facts)
+    if loaded is None:
+        return LoadFacts(pending=wish is not None)
+    is_done = rows.step_state(db, loaded["step"]) is StepState.DONE
+    return LoadFacts(
+        pending=not is_done or wish is None or wish["id"] != loaded["id"],
+        version=loaded["step"] if is_done else None,
+        checkpoint=loaded.get("checkpoint", "") if is_done else "",
+    )
+
+
+def _release(row: Row) -> Release:
+    version, digest, state, stage, since, replaces, loaded = row
+    return Release(
+        version=version,
+        digest=digest,
+        state=ReleaseState(state),
+        stage=stage,
+        since=since,
+        replaces=replaces,
+        loaded=loaded,
+    )
+
+
+def _move(row: Row) -> RecordedMove:
+    version, from_state, to_state, stage, at, by, reason, evidence = row
+    return RecordedMove(
+        version=version,
+        from_state=from_state,
+        to_state=to_state,
+        stage=stage,
+        at=at,
+        by=by,
+        reason=reason,
+        evidence=json.loads(evidence),
+    )
+
+
+def _request(row: Row) -> ReleaseRequest:
+    number, kind, version, checkpoint, by, at, outcome = row
+    return ReleaseRequest(
+        number=number,
+        kind=RequestKind(kind),
+        version=version,
+        checkpoint=checkpoint,
+        by=by,
+        at=at,
+        outcome=outcome,
+    )
+
+
+def finite(value: Json) -> Json:
+    """The value with numbers that JSON does not have as ``null``: an interval without an end."""
+    match value:
+        case dict():
+            return {key: finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [finite(each) for each in value]
+        case float() if value != value or value in (float("inf"), float("-inf")):
+            return None
+    return value

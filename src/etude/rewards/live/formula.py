@@ -1,0 +1,129 @@
+"""The formula that says what a live session is worth, by what its user said. Pure.
+
+    answers ────────────▶ part: the answer, a number for silence, or an estimate ──▶ Σ weight · part ─┬─▶ reward
+    earlier sessions ──fit──▶ models (:mod:`etude.rewards.live.propensity`) ──┘                        └─▶ of each turn
+
+Parts about the session add up to its reward, parts about turns to the rewards of these, which ``[credit]`` shares out.
+
+A run has one formula, as it has one ``[reward]``: its digest is a fact of the ledger, and another one is refused. Every
+session is compared with earlier ones, by baselines and by the test that decides about a release, and worths by two
+formulas cannot be compared. For another formula start another run from the checkpoint that is released.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+
+from etude.config.feedback import SignalPart, SignalReward
+from etude.rewards.live.propensity import PartEstimate, PartModels, fit_answers
+from etude.rewards.shaping.parts import RewardSpec
+from etude.session_features import UserRecord
+from etude.types import ObservedSession
+
+REFITS = 8
+"""Models are fitted again when one in so many sessions is new to them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSession:
+    """A live session and what it is worth."""
+
+    session: ObservedSession
+    """With its reward, the rewards of its turns, and its propensity."""
+    parts: Mapping[str, float]
+    """Part → its value, as given or estimated, of turns their mean; ``answered``, the share of what the formula asks
+    that was; ``bounded``, answers whose weight was.
+    """
+
+
+class LiveScorer:
+    """Scores live sessions in the order in which they ended, and learns from each who answers, and what.
+
+    The models are fitted again when an eighth of the sessions is new to them. One that they have seen is estimated by
+    those of its fold, which have not, and by what its user answered before. To score a session again changes nothing
+    until it is learnt from, as where it could not be written down.
+    """
+
+    def __init__(self, config: SignalReward, earlier: Iterable[ObservedSession] = ()) -> None:
+        self._config = config
+        self._estimated = [part for part in config.parts if part.missing == "estimate"]
+        self._sessions: deque[ObservedSession] = deque(maxlen=config.history)
+        self._records: defaultdict[tuple[str, str], UserRecord] = defaultdict(UserRecord)
+        self._models: Mapping[str, PartModels] = {}
+        self._unfitted = 0
+        self.learn(earlier)
+
+    @property
+    def sessions(self) -> Sequence[ObservedSession]:
+        """The sessions that were learnt from, as many as models may learn from."""
+        return tuple(self._sessions)
+
+    def score(self, sessions: Sequence[ObservedSession]) -> list[ScoredSession]:
+        """The worth of some sessions, the next that ended."""
+        everything = [*self._sessions, *sessions]
+        if not self._models or REFITS * (self._unfitted + len(sessions)) >= len(everything):
+            self._models, self._unfitted = fit_answers(everything, self._config), -len(sessions)
+        return [
+            scored_session(
+                session, {part.name: self._values(part, session) for part in self._config.parts}, self._config
+            )
+            for session in sessions
+        ]
+
+    def learn(self, sessions: Iterable[ObservedSession]) -> None:
+        """Let some sessions, once they are written down, count for those that come."""
+        for session in sessions:
+            self._sessions.append(session)
+            self._unfitted += 1
+            for part in self._estimated:
+                self._records[part.name, session.observation.user].add(session.answers[part.name])
+
+    def _values(self, part: SignalPart, session: ObservedSession) -> PartEstimate:
+        if part.name in self._models:
+            record = self._records[part.name, session.observation.user]
+            return self._models[part.name].estimate(session, record, self._config.max_inverse)
+        assert isinstance(part.missing, float), f"part {part.name} has no model"
+        (low, high), missing = part.range, part.missing
+        given = session.answers[part.name]
+        return PartEstimate(tuple(missing if each is None else min(max(each, low), high) for each in given), (), 0)
+
+
+def scored_session(
+    session: ObservedSession, estimates: Mapping[str, PartEstimate], config: SignalReward
+) -> ScoredSession:
+    """Add up what the parts of a session are estimated at."""
+    worth = [
+        fsum(part.weight * estimates[part.name].values[turn] for part in config.parts if part.per == "turn")
+        for turn in range(len(session.sampled_tokens))
+    ]
+    answers = [value for values in session.answers.values() for value in values]
+    propensities = [chance for estimate in estimates.values() for chance in estimate.propensities]
+    parts = {name: fsum(each.values) / len(each.values) for name, each in estimates.items() if each.values}
+    parts["answered"] = sum(value is not None for value in answers) / max(1, len(answers))
+    parts["bounded"] = float(sum(estimate.bounded for estimate in estimates.values()))
+    observation = replace(session.observation, propensity=min(propensities, default=1.0))
+    reward = fsum(part.weight * estimates[part.name].values[0] for part in config.parts if part.per == "session")
+    turn_rewards = tuple(worth) if config.is_by_turn else ()
+    scored = replace(session, observation=observation, reward=reward, turn_rewards=turn_rewards)
+    return ScoredSession(session=scored, parts=parts)
+
+
+def describe(config: SignalReward) -> list[str]:
+    """Description of the formula, for people; empty where there is none."""
+    if not config.parts:
+        return []
+    lines = ["a live session's reward:"]
+    for part in config.parts:
+        low, high = part.bounds
+        silence = "silence is estimated" if part.missing == "estimate" else f"silence is {part.missing:g}"
+        lines.append(f"  {part.name}: {low:g} to {high:g}, {part.weight:g} × {part.signal}, per {part.per}, {silence}")
+    return lines
+
+
+def formula_spec(config: SignalReward) -> RewardSpec:
+    """Specification of the formula: all that decides what a session is worth, given the models."""
+    spec: dict[str, Mapping[str, object]] = {
+        part.name: part.model_dump(mode="json", exclude={"name"}) for part in config.parts
+    }
+    return {**spec, "estimates": {"max_inverse": config.max_inverse}} if spec else {}

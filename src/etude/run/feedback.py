@@ -1,0 +1,100 @@
+"""The feedback process: live sessions whose windows are over in, groups of one for the trainer and facts for releases
+out.
+
+    feedback store ──Joiner──▶ joined sessions ──LiveRewards──▶ ledger: ready, or stale
+                                                     └────────▶ releases: sessions of each arm, which A/B tests count
+
+    consumes: closed windows      waits for: the next one      woken by: its own polling
+    produces: live groups, what tests count      on shutdown: dies at any point
+
+Each session is taken at least once and counted exactly once: ledger and releases know its id. Owns the wiring and what
+a session counts for in tests; what it is worth is :mod:`etude.run.live_rewards`'s.
+"""
+
+import asyncio
+from contextlib import ExitStack, closing
+from typing import cast
+
+from etude.clock import unix_s
+from etude.config.feedback import FOLLOW_UPS
+from etude.config.recipe import RunConfig
+from etude.errors import UserError
+from etude.feedback.follow_up import FollowUpRule
+from etude.feedback.joiner import Joiner, KeptAlone
+from etude.feedback.store import FeedbackStore
+from etude.ledger.ledger import Ledger
+from etude.protocols import JoinedSessions
+from etude.releases.store import ReleaseStore
+from etude.rewards.live.formula import ScoredSession
+from etude.run.erasure import carry_out, expire
+from etude.run.events import open_events
+from etude.run.folder import RunFolder, feedback_place
+from etude.run.live_rewards import LiveRewards
+from etude.run.parent import tell_person
+from etude.run.payload_store import open_ledger
+from etude.run.process_name import FEEDBACK
+from etude.run.serving import run_until_signal
+from etude.types import JoinedSession
+
+DAY_S = 86_400.0
+RIGHTS_S = 5.0
+"""Pause between two looks for requests for deletion, and for sessions whose time is over."""
+POLL_S = 0.2
+"""Pause between two looks for windows that are over."""
+REWARD = "reward"
+"""Metric of releases that is the formula's; others are the kinds of signals."""
+
+
+def run_feedback(folder: RunFolder) -> None:
+    """Join and hand on live sessions until a stop signal.
+
+    Raises :class:`~etude.errors.UserError` where none are kept.
+    """
+    run_until_signal(_serve(folder, folder.config()))
+
+
+async def _serve(folder: RunFolder, config: RunConfig) -> None:
+    feedback = config.feedback
+    if not feedback.window_s:
+        raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(FeedbackStore.open(feedback_place(folder), window_s=feedback.window_s)))
+        ledger = stack.enter_context(closing(open_ledger(folder)))
+        releases = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
+        sink: JoinedSessions = KeptAlone()
+        if config.live.groups_per_step:
+            events = stack.enter_context(open_events(folder, config, FEEDBACK, lossy=True))
+
+            def count(joined: JoinedSession, scored: ScoredSession) -> None:
+                session = joined.session
+                if session.arm:
+                    metrics = metrics_of(joined, scored)
+                    releases.add_session(session.session_id, session.arm, session.user, metrics)
+
+            sink = LiveRewards(config, ledger, events, count)
+        rule = cast("FollowUpRule", FOLLOW_UPS.make(feedback.follow_up)) if feedback.follow_up else None
+        joiner, due_s = Joiner(store, sink, rule), 0.0
+        tell_person(f"feedback of {folder.path}: a session is learnt from {feedback.window_s:g} s after its end")
+        while True:
+            if unix_s() >= due_s:
+                keep_records(store, ledger, releases, feedback.keep_days)
+                due_s = unix_s() + RIGHTS_S
+            if not joiner.step(unix_s()):  # this process does nothing else, and SQLite stays with its thread
+                await asyncio.sleep(POLL_S)
+
+
+def keep_records(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, keep_days: float) -> None:
+    """Finish requests for deletion that had to wait for a step, and forget the sessions whose time is over."""
+    for request in carry_out(store, ledger, releases, unix_s()):
+        tell_person(f"deletion request {request.request_id} is done: {request.sessions} sessions are gone")
+    while keep_days and expire(store, ledger, releases, keep_days * DAY_S, unix_s()):
+        pass
+
+
+def metrics_of(joined: JoinedSession, scored: ScoredSession) -> dict[str, float]:
+    """Metrics by which arms are compared: the reward, and the mean of each kind of signal that there was."""
+    values: dict[str, list[float]] = {}
+    for signal in joined.signals:
+        values.setdefault(signal.kind.value, []).append(signal.value)
+    reward = scored.session.reward + sum(scored.session.turn_rewards)
+    return {REWARD: reward} | {kind: sum(own) / len(own) for kind, own in values.items()}

@@ -1,0 +1,236 @@
+"""The release process: facts about versions and users in, routing tables out.
+
+    ledger: releases, requests, sessions by arm ─┐                       ┌─▶ ledger: moves with evidence, trainer.load
+    weight log: versions ────────────────────────┼──▶ ReleaseController ─┤
+    evaluations, in a process of their own ──────┘                       └─▶ routing table ──▶ gateway, engines
+
+    consumes: all on the left, by polling      waits for: nothing; a gate is measured beside
+    produces: moves, tables                    on shutdown: cancelled between two looks; a measurement is ended
+
+Moves are recorded first; the table follows from what is recorded, and is written if it is another than there is. So it
+may die at any point: its successor finds in the ledger what was decided, and in the store whether that was done.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack, closing
+from typing import TypeAlias, final
+
+from etude.clock import unix_s
+from etude.config.recipe import RunConfig
+from etude.errors import UserError
+from etude.gateway.routing.shadow import ShadowCall
+from etude.releases.controller import (
+    CanaryFacts,
+    LoadFacts,
+    ReleaseController,
+    ReleaseDecision,
+    ReleaseFacts,
+    ShadowFacts,
+)
+from etude.releases.experiment import ArmMetrics
+from etude.releases.gate import GateFacts
+from etude.releases.routing import routing_table
+from etude.releases.states import ON_THE_WAY, Release, ReleaseState, live_release
+from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
+from etude.routing_table import RoutingTable
+from etude.run.folder import RunFolder
+from etude.run.parent import tell_person
+from etude.run.release_gate import GateMeasurements
+from etude.run.routing_tables import RoutingTables
+from etude.run.serving import run_until_signal
+from etude.run.store_outages import StoreOutages
+from etude.run.weight_log import open_log
+from etude.weights.log import WeightLog
+
+POLL_S = 0.2
+"""Pause between two looks: a part of the time in which a rollback reaches users."""
+
+Measure: TypeAlias = Callable[[Release, Release | None], Awaitable[GateFacts]]
+"""Measures a candidate, beside the release that users have; raises :class:`~etude.errors.UserError` if it cannot."""
+
+logger = logging.getLogger(__name__)
+
+
+def run_release(folder: RunFolder) -> None:
+    """Release versions until a stop signal."""
+    run_until_signal(_serve(folder, folder.config()))
+
+
+async def _serve(folder: RunFolder, config: RunConfig) -> None:
+    if not config.release.enabled:
+        raise UserError(f"{folder.path} releases nothing: its recipe has release.every_steps = 0")
+    with ExitStack() as stack:
+        store = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
+        outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s))
+        log = await asyncio.to_thread(open_log, folder, outages)
+        gate = GateMeasurements(folder, config.release)
+        process = ReleaseProcess(folder, store, log, store, gate.measure)
+        tell_person(f"releases of {folder.path}: every {config.release.every_steps} steps a candidate")
+        try:
+            while True:
+                await process.look()
+                await asyncio.sleep(POLL_S)
+        finally:
+            await process.close()
+
+
+@final
+class ReleaseProcess:
+    """Gathers facts, asks the controller and acts; each :meth:`look` makes one decision at most."""
+
+    def __init__(
+        self, folder: RunFolder, store: ReleaseStore, log: WeightLog, metrics: ArmMetrics, measure: Measure
+    ) -> None:
+        config = folder.config()
+        self._config = config.release
+        self._first = config.live.after_steps
+        self._store = store
+        self._log = log
+        self._metrics = metrics
+        self._tables = RoutingTables.open(folder)
+        self._controller = ReleaseController(self._config)
+        self._measure = measure
+        self._gate: tuple[int, asyncio.Task[GateFacts]] | None = None
+        self._table: RoutingTable | None = None
+        self._shadow_calls: dict[str, ShadowCall] = {}
+
+    async def look(self) -> None:
+        """Decide what can be decided now, and see to it that the table is what it has to be."""
+        await asyncio.to_thread(self._route, self._store.releases())
+        releases, rollback = self._store.releases(), self._requests()
+        facts = await self._facts(releases, rollback)
+        decision = self._controller.decide(facts)
+        if decision is not None:
+            self._store.apply(decision, unix_s(), None if rollback is None else rollback.number)
+            _tell(decision)
+            await asyncio.to_thread(self._route, self._store.releases())
+        elif rollback is not None:
+            self._store.close_request(rollback.number, "there is no earlier release to go back to")
+
+    async def close(self) -> None:
+        """End a measurement that is under way."""
+        if self._gate is not None:
+            _, task = self._gate
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _route(self, releases: tuple[Release, ...]) -> None:
+        """Write the table that the releases ask for, unless it is there; another writer's counts first."""
+        self._table = self._tables.after(self._table) or self._table
+        table = routing_table(releases, self._config.canary_shares, self._table)
+        if table is None or table is self._table:
+            return
+        if self._tables.write(table):
+            self._table = table
+            logger.warning("routing table %d: %s", table.generation, _words(table))
+        else:
+            self._table = self._tables.newest()
+
+    def _requests(self) -> ReleaseRequest | None:
+        """Answer what people ask for; a rollback is the controller's to answer."""
+        for request in self._store.requests(is_open=True):
+            if request.kind is RequestKind.ROLLBACK:
+                return request
+            if request.kind is RequestKind.APPROVE:
+                self._store.close_request(request.number, "counted")
+            elif not self._on_the_way(self._store.releases()) and not self._store.loads().pending:
+                self._store.load_checkpoint(request.number, request.checkpoint)
+        return None
+
+    async def _facts(self, releases: tuple[Release, ...], rollback: ReleaseRequest | None) -> ReleaseFacts:
+        way, loads = self._on_the_way(releases), self._store.loads()
+        gate, failure = await self._measured(way, live_release(releases))
+        return ReleaseFacts(
+            releases=releases,
+            versions={} if way is not None else await asyncio.to_thread(self._versions, loads),
+            loads=loads,
+            gate=gate,
+            gate_failure=failure,
+            approved_by=self._approved(way),
+            shadow=await asyncio.to_thread(self._shadow, way),
+            canary=self._canary(way),
+            rollback_by="" if rollback is None else rollback.by,
+        )
+
+    async def _measured(self, way: Release | None, live: Release | None) -> tuple[GateFacts | None, str]:
+        """Measurements of a candidate, made beside, or the reason why there will be none."""
+        if way is None or way.state is not ReleaseState.CANDIDATE:
+            await self.close()
+            self._gate = None
+            return None, ""
+        if self._gate is None or self._gate[0] != way.version:
+            await self.close()
+            self._gate = way.version, asyncio.create_task(_awaited(self._measure(way, live)))
+        _, task = self._gate
+        if not task.done():
+            return None, ""
+        try:
+            return task.result(), ""
+        except UserError as error:
+            return None, str(error)
+
+    def _versions(self, loads: LoadFacts) -> Mapping[int, str]:
+        """The newest version that is due, and the one that a load became."""
+        latest = self._log.latest()
+        if latest is None:
+            return {}
+        due = latest - latest % self._config.every_steps
+        numbers = {*((due,) if due >= self._first else ()), *(() if loads.version is None else (loads.version,))}
+        records = {number: self._log.read(number) for number in numbers if number <= latest}
+        return {number: record.digest for number, record in records.items() if record is not None}
+
+    def _approved(self, way: Release | None) -> frozenset[str]:
+        if way is None:
+            return frozenset()
+        approvals = (one for one in self._store.requests() if one.kind is RequestKind.APPROVE)
+        return frozenset(one.by for one in approvals if one.version == way.version)
+
+    def _shadow(self, way: Release | None) -> ShadowFacts | None:
+        if way is None or way.state is not ReleaseState.SHADOW:
+            self._shadow_calls.clear()
+            return None
+        self._tables.shadow_calls(way.digest, self._shadow_calls)
+        calls = [call for call in self._shadow_calls.values() if call.digest == way.digest]
+        answered = [call for call in calls if not call.failed]
+        return ShadowFacts(
+            calls=len(calls),
+            failures=len(calls) - len(answered),
+            seconds=sum(call.seconds for call in answered),
+            live_seconds=sum(call.live_seconds for call in answered),
+        )
+
+    def _canary(self, way: Release | None) -> CanaryFacts | None:
+        """Users of the present stage: those whose sessions began under the present table."""
+        table = self._table
+        if way is None or way.state is not ReleaseState.CANARY or table is None or table.canary is None:
+            return None
+        labels = table.label(table.live), table.label(table.canary)
+        names = [self._config.metric.name, *(guardrail.name for guardrail in self._config.guardrails)]
+        return CanaryFacts(
+            control=self._metrics.counts(labels[0]),
+            treatment=self._metrics.counts(labels[1]),
+            sums={name: (self._metrics.sums(labels[0], name), self._metrics.sums(labels[1], name)) for name in names},
+        )
+
+    @staticmethod
+    def _on_the_way(releases: tuple[Release, ...]) -> Release | None:
+        return next((release for release in releases if release.state in ON_THE_WAY), None)
+
+
+async def _awaited(facts: Awaitable[GateFacts]) -> GateFacts:
+    return await facts
+
+
+def _tell(decision: ReleaseDecision) -> None:
+    for move in decision.moves:
+        logger.warning("version %d is %s: %s", move.release.version, move.to, move.reason)
+    if decision.load is not None:
+        logger.warning("the trainer goes back to version %d", decision.load)
+
+
+def _words(table: RoutingTable) -> str:
+    arms = [f"{arm.name} v{arm.version} {arm.share:.0%}" for arm in table.arms]
+    arms += [f"{arm.name} v{arm.version}" for arm in (table.shadow, table.fallback) if arm is not None]
+    return ", ".join(arms)

@@ -1,0 +1,233 @@
+"""The measurements of the release gate: evaluations in a process of their own, intervals from what they left.
+
+    python -m etude.run.release_gate RUN VERSION [SUITE] ──▶ evaluations/vNNNNNN-….db ──▶ paired intervals ──▶ GateFacts
+
+An evaluation serves its version from an engine and a gateway of its own (:mod:`etude.run.evaluate`), so users never
+wait for it. What was tried is kept: the released version is tried once, and a gate that was interrupted goes on.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+from etude.config.release import ReleaseConfig, SuiteConfig
+from etude.dashboard.evaluation import Try
+from etude.dashboard.statistics import Estimate, difference_of, mean_of
+from etude.errors import EtudeError, UserError
+from etude.ledger.ledger import Ledger
+from etude.models.checkpoint import load_spec
+from etude.releases.gate import Against, GateFacts, Interval
+from etude.releases.states import Release
+from etude.run.evaluate import EVALUATIONS, EvalRequest, evaluate, read_evaluation
+from etude.run.folder import RunFolder
+from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
+
+ATTEMPTS = 3
+"""Times that an evaluation is made which does not come to its end."""
+PARITY = "parity"
+"""The fact of an evaluation's ledger that engine and trainer computed the same numbers, or not: 1 or 0."""
+MODULE = "etude.run.release_gate"
+NO_SUITE = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One evaluation that a gate needs."""
+
+    release: Release
+    suite: SuiteConfig | None
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Version and suite."""
+        return self.release.version, self.suite.name if self.suite else NO_SUITE
+
+
+@final
+@dataclass(slots=True)
+class GateMeasurements:
+    """The evaluations of a run's gates: one at a time, each in a process that is ended when it takes too long."""
+
+    folder: RunFolder
+    config: ReleaseConfig
+    _done: set[tuple[int, str]] = field(default_factory=set)
+    """Evaluations that came to their end."""
+
+    async def measure(self, candidate: Release, live: Release | None) -> GateFacts:
+        """Make what is missing, and compare. Raises :class:`~etude.errors.UserError` for what cannot be measured."""
+        needed = list(self._needed(candidate, live))
+        for measurement in needed:
+            await self._make(measurement)
+        return await asyncio.to_thread(self._facts, candidate, live)
+
+    def _needed(self, candidate: Release, live: Release | None) -> Iterator[Measurement]:
+        for release in (candidate, *(() if live is None else (live,))):
+            for suite in (None, *self.config.suites):
+                yield Measurement(release=release, suite=suite)
+
+    async def _make(self, measurement: Measurement) -> None:
+        log = self.folder.logs / "release-gate.log"
+        for _ in range(ATTEMPTS):
+            if measurement.key in self._done:
+                return
+            if await self._attempt(measurement, log):
+                self._done.add(measurement.key)
+        if measurement.key not in self._done:
+            version, _ = measurement.key
+            raise UserError(f"the gate could not measure version {version} in {ATTEMPTS} attempts: see {log}")
+
+    async def _attempt(self, measurement: Measurement, log: Path) -> bool:
+        """Make an evaluation in a process of its own; true if it came to its end in time."""
+        version, suite = measurement.key
+        program = (sys.executable, "-m", MODULE, str(self.folder.path), str(version), suite)
+        # It is our own child, not the supervisor's.
+        environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
+        with log.open("ab") as out:
+            child = await asyncio.create_subprocess_exec(*program, stdout=out, stderr=out, env=environment)
+        try:
+            async with asyncio.timeout(self.config.gate_timeout_s):
+                return await child.wait() == 0
+        except TimeoutError:
+            return False
+        finally:
+            await _end(child)
+
+    def _facts(self, candidate: Release, live: Release | None) -> GateFacts:
+        own = {suite: self._tries(candidate, suite) for suite in (None, *self.config.suites)}
+        everything = [one for tries in own.values() for one in tries]
+        against = None
+        if live is not None:
+            theirs = {suite: self._tries(live, suite) for suite in own}
+            against = Against(
+                reward=paired(theirs[None], own[None], _reward),
+                cost_excess=paired(theirs[None], own[None], _sampled, self.config.max_cost_ratio),
+                latency_excess=paired(theirs[None], own[None], _seconds, self.config.max_latency_ratio),
+                suites={suite.name: paired(theirs[suite], own[suite], _reward) for suite in own if suite is not None},
+            )
+        return GateFacts(
+            reward=_interval(mean_of([one.reward for one in own[None]], _templates(own[None]))),
+            tries=len(everything),
+            cheats=sum(one.is_cheat for one in everything),
+            parity=_parity(self.folder, candidate),
+            against=against,
+        )
+
+    def _tries(self, release: Release, suite: SuiteConfig | None) -> list[Try]:
+        """All sampled tries, pass by pass. Raises :class:`~etude.errors.UserError` where some are missing."""
+        request = request_of(self.config, release.version, suite)
+        evaluation = read_evaluation(self.folder, request, release.version, release.digest)
+        tries = [one for each in evaluation.tries["sampled"] for one in each if one is not None]
+        if not tries:
+            raise UserError(f"no try of version {release.version} succeeded: see {self.folder.logs}")
+        return tries
+
+
+def request_of(config: ReleaseConfig, version: int, suite: SuiteConfig | None) -> EvalRequest:
+    """The evaluation that a gate makes of a version."""
+    tasks = config.tasks if suite is None else suite.count
+    return EvalRequest(version=version, tasks=tasks, passes=config.passes, greedy=False, suite=suite)
+
+
+def paired(before: Sequence[Try], after: Sequence[Try], value: Callable[[Try], float], times: float = 1.0) -> Interval:
+    """The mean over tasks of ``after`` less ``times`` what ``before`` had, over the tasks that both have tries of.
+
+    Raises :class:`~etude.errors.UserError` where they have none in common.
+    """
+    old, new = _by_task(before, value), _by_task(after, value)
+    common = [task for task in new if task in old]
+    if not common:
+        raise UserError("the gate has no task that both versions were tried on: nothing can be compared")
+    templates = {one.task_id: one.template or one.task_id for one in after}
+    differences = difference_of(
+        [times * old[task] for task in common], [new[task] for task in common], [templates[task] for task in common]
+    )
+    return _interval(differences)
+
+
+def _by_task(tries: Sequence[Try], value: Callable[[Try], float]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for one in tries:
+        values.setdefault(one.task_id, []).append(value(one))
+    return {task: sum(each) / len(each) for task, each in values.items()}
+
+
+def _interval(estimate: Estimate) -> Interval:
+    return Interval(value=estimate.value, low=estimate.low, high=estimate.high)
+
+
+def _templates(tries: Sequence[Try]) -> list[str]:
+    return [one.template or one.task_id for one in tries]
+
+
+def _reward(one: Try) -> float:
+    return one.reward
+
+
+def _sampled(one: Try) -> float:
+    return float(one.sampled_tokens)
+
+
+def _seconds(one: Try) -> float:
+    return one.seconds
+
+
+def _parity(folder: RunFolder, release: Release) -> bool | None:
+    file = folder.path / EVALUATIONS / f"v{release.version:06}-{release.digest[:12]}.db"
+    with contextlib.closing(Ledger.open(file)) as ledger:
+        word = ledger.facts.get(PARITY)
+    return None if not word else word == "1"
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """End an evaluation that still runs; its own processes end with it."""
+    if child.returncode is None:
+        child.terminate()
+        try:
+            async with asyncio.timeout(10.0):
+                await child.wait()
+        except TimeoutError:
+            child.kill()
+            await child.wait()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make one evaluation; of the run's own tasks, compare engine and trainer as well."""
+    die_with_parent()  # or the next release process would measure beside it
+    path, version, suite_name = arguments
+    folder = RunFolder.open(Path(path))
+    config = folder.config()
+    suite = next((one for one in config.release.suites if one.name == suite_name), None)
+    try:
+        evaluation = evaluate(folder, request_of(config.release, int(version), suite))
+        if suite is None:
+            file = folder.path / EVALUATIONS / f"v{evaluation.version:06}-{evaluation.digest[:12]}.db"
+            with contextlib.closing(Ledger.open(file)) as ledger:
+                if ledger.facts.get(PARITY) is None:
+                    ledger.facts.set(PARITY, _compared(folder, int(version)))
+    except EtudeError as error:
+        sys.stderr.write(f"etude: {error}\n")
+        return 1
+    return 0
+
+
+def _compared(folder: RunFolder, version: int) -> str:
+    """``1`` where engine and trainer agree on a version, ``0`` where not, nothing where it cannot be compared."""
+    from etude.run.parity import LONGEST, check_parity
+    from etude.run.weight_log import open_log
+    from etude.weights.pull import pull
+    from etude.weights.tensors import to_tensors
+
+    config, spec = folder.config(), load_spec(folder.model)
+    if config.engine.kind != "native" or spec.max_positions < LONGEST:
+        return ""
+    state = to_tensors(pull(open_log(folder), version).state)
+    return str(int(check_parity(spec, state, config.numerics, config.engine.device).passed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""Tables of arms, sequential tests and the store of releases."""
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.config.loading import default_recipe
+from etude.errors import ConfigError
+from etude.ledger.ledger import Ledger
+from etude.releases.controller import ReleaseDecision, ReleaseMove
+from etude.releases.experiment import Experiment, UserSums, mismatch_p_value
+from etude.releases.routing import held_arm, routing_table
+from etude.releases.states import RELEASE_MOVES, Release, ReleaseState, move_release
+from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
+from etude.routing_table import CANARY, FALLBACK, LIVE, RoutingTable, bucket
+
+OLD = Release(version=1, digest="old", state=ReleaseState.RELEASED, since=1.0)
+NEW = Release(version=2, digest="new", state=ReleaseState.CANARY)
+SHARES = (0.1, 0.5)
+
+
+def at(release: Release, state: ReleaseState, since: float = 2.0) -> Release:
+    return Release(version=release.version, digest=release.digest, state=state, since=since)
+
+
+def table(*releases: Release, before: RoutingTable | None = None) -> RoutingTable:
+    made = routing_table(releases, SHARES, before)
+    assert made is not None
+    return made
+
+
+def test_a_table_follows_from_the_releases_and_survives_json() -> None:
+    assert routing_table((at(OLD, ReleaseState.GATED),), SHARES, None) is None
+    first = table(OLD)
+    assert table(OLD, before=first) is first
+    tried = table(OLD, NEW, before=first)
+    assert RoutingTable.from_json(tried.to_json()) == tried
+    assert (tried.generation, [(arm.name, arm.share) for arm in tried.arms]) == (2, [(LIVE, 0.9), (CANARY, 0.1)])
+    released = table(at(OLD, ReleaseState.SUPERSEDED), at(NEW, ReleaseState.RELEASED), before=tried)
+    assert (released.live.digest, released.fallback and released.fallback.digest) == ("new", "old")
+    back = table(at(OLD, ReleaseState.RELEASED), at(NEW, ReleaseState.ROLLED_BACK), before=released)
+    assert (back.live.digest, back.canary, back.fallback) == ("old", None, None)
+    with pytest.raises(ValueError, match="no routing table"):
+        RoutingTable.from_json(b'{"arms": 1}')
+
+
+def test_users_stay_in_an_arm_that_grows() -> None:
+    small = table(OLD, NEW)
+    large = table(OLD, Release(version=2, digest="new", state=ReleaseState.CANARY, stage=1), before=small)
+    users = [f"user {number}" for number in range(2000)]
+    few, many = ({user for user in users if one.assign(user).arm.name == CANARY} for one in (small, large))
+    assert few < many
+    assert len(few) == pytest.approx(200, abs=60)
+    assert len(many) == pytest.approx(1000, abs=100)
+    assert 0 <= bucket("", "\ud800") < 1
+
+
+@given(st.integers(2, 9), st.text(min_size=1, max_size=4), st.text(min_size=1, max_size=4), st.sampled_from([0, 1]))
+def test_each_arm_has_an_engine_and_going_back_moves_no_bytes(engines: int, old: str, new: str, stage: int) -> None:
+    before = Release(version=1, digest="a" + old, state=ReleaseState.RELEASED)
+    canary = Release(version=2, digest="b" + new, state=ReleaseState.CANARY, stage=stage)
+    tried = table(before, canary)
+    during = [held_arm(tried, engine, engines).name for engine in range(engines)]
+    assert set(during) == {LIVE, CANARY}
+    released = table(at(before, ReleaseState.SUPERSEDED), at(canary, ReleaseState.RELEASED), before=tried)
+    after = [held_arm(released, engine, engines) for engine in range(engines)]
+    assert {arm.name for arm in after} == {LIVE, FALLBACK}
+    for name, arm in zip(during, after, strict=True):
+        if name == CANARY:
+            assert arm.digest == canary.digest, "it has it already"
+        if arm.name == FALLBACK:
+            assert name == LIVE, "it never had anything else"
+
+
+def test_states_move_as_the_table_says() -> None:
+    with pytest.raises(ValueError, match="no move of a release from rejected to released"):
+        move_release(ReleaseState.REJECTED, ReleaseState.RELEASED)
+    skipping = [state for state, to in RELEASE_MOVES.items() if ReleaseState.CANARY in to]
+    assert ReleaseState.CANDIDATE not in skipping
+
+
+def test_a_sequence_holds_at_all_looks_and_shares_are_watched() -> None:
+    random, rules, misses = np.random.default_rng(0), Experiment(alpha=0.05, tuned_users=100), 0
+    for _ in range(200):
+        values = random.normal(0, 1, (2, 400))
+        looks = (
+            rules.difference(*(UserSums(totals_U=one[:users], sessions_U=np.ones(users)) for one in values))
+            for users in range(20, 400, 20)
+        )
+        misses += any(look is not None and not look.low <= 0 <= look.high for look in looks)
+    assert misses <= 10
+    assert mismatch_p_value(950, 50, 0.05) > 0.5
+    assert mismatch_p_value(960, 10, 0.05) < 1e-3
+    with pytest.raises(ValueError, match="share=1"):
+        mismatch_p_value(1, 1, 1.0)
+
+
+def test_a_decision_is_recorded_whole_and_once(tmp_path: Path) -> None:
+    candidate = Release(version=4, digest="new", state=ReleaseState.CANDIDATE)
+    due = ReleaseMove(release=candidate, to=ReleaseState.CANDIDATE, reason="due", is_new=True)
+    rejected = ReleaseMove(
+        release=candidate, to=ReleaseState.REJECTED, reason="bad", evidence={"low": float("-inf"), "checks": [1.0]}
+    )
+    place = tmp_path / "ledger.db"
+    with closing(ReleaseStore.open(place)) as store, closing(ReleaseStore.open(place)) as other:
+        store.apply(ReleaseDecision(moves=(due,)), 1.0)
+        number = other.ask(ReleaseRequest(kind=RequestKind.ROLLBACK, by="a", at=2.0))
+        store.apply(ReleaseDecision(moves=(rejected,), load=2), 3.0, request=number)
+        with pytest.raises(ValueError, match="release 4 is rejected now, not candidate"):
+            other.apply(ReleaseDecision(moves=(rejected,), load=0), 4.0)
+        assert [move.to_state for move in other.moves(4)] == ["candidate", "rejected"]
+        assert other.moves(4)[1].evidence == {"low": None, "checks": [1.0]}
+        assert other.requests(is_open=True) == ()
+        assert other.requests()[0].outcome == "version 4 is rejected"
+        assert other.loads().pending
+
+
+def test_sessions_are_counted_once_by_arm_and_user(tmp_path: Path) -> None:
+    with closing(ReleaseStore.open(tmp_path / "ledger.db")) as store:
+        for session, user, metrics in (("s", "u", {"reward": 1.0}), ("t", "u", {"reward": 2.0}), ("v", "w", {})):
+            store.add_session(session, "live.1", user, metrics)
+            store.add_session(session, "canary.2", user, metrics)
+        assert (store.counts("live.1").users, store.counts("live.1").sessions) == (2, 3)
+        sums = store.sums("live.1", "reward")
+        assert (sums.totals_U.tolist(), sums.sessions_U.tolist()) == ([3.0], [2.0])
+        assert store.counts("canary.2").sessions == 0
+
+
+def test_a_load_is_taken_by_one_step_and_handed_out_again(tmp_path: Path) -> None:
+    with closing(ReleaseStore.open(tmp_path / "ledger.db")) as store, Ledger.open(tmp_path / "ledger.db") as ledger:
+        assert ledger.loads.claim(1) is None
+        store.load_checkpoint(1, "folder")
+        taken = ledger.loads.claim(1)
+        assert taken == {"id": "proposal-1", "checkpoint": "folder", "step": 1}
+        assert ledger.loads.claim(1) == taken
+        assert store.loads().version is None, "it is no version yet"
+        ledger.commit_step(1)
+        assert (store.loads().pending, store.loads().version, store.loads().checkpoint) == (False, 1, "folder")
+        assert ledger.loads.claim(2) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["release.margin=0.1"], "release.margin would have no effect with release.every_steps = 0"),
+        (["release.every_steps=2", "release.engines=1"], "release.engines"),
+        (["release.every_steps=2", "release.canary_shares=[0.5, 0.25]"], "expected ascending shares"),
+        (["release.every_steps=2", "release.max_sessions=10"], "no candidate could ever be promoted"),
+        (["release.every_steps=2", "release.shadow_share=0.5"], "release.shadow_share would have no effect"),
+        (["release.every_steps=2", 'release.guardrails=[{name="reward"}]'], "a metric is named twice"),
+    ],
+)
+def test_nonsense_is_refused_at_the_start(settings: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named.replace("[", r"\[")):
+        default_recipe(settings)
