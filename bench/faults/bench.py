@@ -291,6 +291,7 @@ class Campaign:
 
     def __exit__(self, *_: object) -> None:
         self._servers.close()
+        self._store.close()
 
     @property
     def noted(self) -> int:

@@ -6,6 +6,7 @@ run-0003.json     the verdict of a run that is over
 run-0003/         the run itself, where something was wrong in it
 """
 
+import fcntl
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,11 +17,12 @@ import orjson
 
 from bench.faults.audit import Finding, Wrong
 from bench.faults.chaos_run import FaultRecord, RunLog
+from etude.closing import Closing
 from etude.errors import DamagedError, UserError
 from etude.run.folder import RunFolder
 from etude.types import Json
 
-CAMPAIGN, FAULTS = "campaign.json", "faults.jsonl"
+CAMPAIGN, FAULTS, LOCK = "campaign.json", "faults.jsonl", ".lock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +91,8 @@ class Verdict:
         return orjson.dumps(asdict(self), option=orjson.OPT_INDENT_2) + b"\n"
 
 
-class VerdictStore:
-    """Verdicts in a folder."""
+class VerdictStore(Closing):
+    """Verdicts in a folder, which is one process's until it is closed."""
 
     def __init__(self, folder: Path, campaign: Mapping[str, Json]) -> None:
         """Raises :class:`~etude.errors.UserError` when the folder holds another campaign than ``campaign``."""
@@ -102,6 +104,15 @@ class VerdictStore:
                 f"{folder} holds another campaign, {file.read_text(encoding='utf-8').strip()}: choose another --out"
             )
         _write(file, described)
+        self._lock = (folder / LOCK).open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process goes on with this campaign: wait for it, or end it") from None
+
+    def close(self) -> None:
+        """Let another process go on with the campaign."""
+        self._lock.close()
 
     def find(self, run: int) -> Verdict | None:
         """The verdict on a run, if it is over. Raises :class:`~etude.errors.DamagedError`."""

@@ -82,6 +82,9 @@ def test_verdicts_are_found_again(tmp_path: Path) -> None:
         assert store.find(verdict.run) is None
         store.put(verdict, folder, [log])
     store.note(2, FaultRecord(fault=FAULT, struck_s=1.0, starts=0, resumes=0, healed_s=1.5, recovered_s=2.5, how="x"))
+    with pytest.raises(UserError, match="another process goes on with this campaign"):
+        VerdictStore(tmp_path / "out", CAMPAIGN)
+    store.close()
     again = VerdictStore(tmp_path / "out", CAMPAIGN)
     assert again.noted == 1
     assert json.loads((tmp_path / "out" / "faults.jsonl").read_text()) == {
