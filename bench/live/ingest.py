@@ -87,14 +87,14 @@ def measure_speed(place: str, events: int = EVENTS, batch: int = BATCH) -> dict[
         for start in range(0, events, 1000)
     ]
     with FeedbackStore.open(place, window_s=1.0) as store:
-        kept = _timed(lambda: _keep_sessions(store, sessions))
+        stored = _timed(lambda: _keep_sessions(store, sessions))
         reported = _timed(lambda: _report(store, bodies, batch // 1000))
         store.end([f"s{index}" for index in range(sessions)], 10.0)
         joined = _timed(lambda: _join(store, sessions))
         assert store.counts() == {"accepted": events, "session_kept": sessions}, store.counts()
     return {
-        "turns_kept_per_s": round(sessions / kept.wall_s),
-        "turns_kept_per_cpu_s": round(sessions / kept.cpu_s),
+        "turns_kept_per_s": round(sessions / stored.wall_s),
+        "turns_kept_per_cpu_s": round(sessions / stored.cpu_s),
         "reported_per_s": round(events / reported.wall_s),
         "joined_per_s": round(events / (reported.wall_s + joined.wall_s)),
         "joined_per_cpu_s": round(events / (reported.cpu_s + joined.cpu_s)),
@@ -234,12 +234,12 @@ async def _user(http: ClientSession, url: str, number: int, answered: Acknowledg
         early: Json = {"event_id": f"{name}.early", "session": name, "kind": "latency", "value": 1}
         await _report_on(http, url, [early], answered)
         for turn in range(dice.randint(1, 4)):
-            messages = [*messages, {"role": "user", "content": f"turn {turn}"}]
+            messages.append({"role": "user", "content": f"turn {turn}"})
             headers = {"X-Etude-Session": name, "X-Etude-Consent": "train", "X-Etude-User": f"user {number}"}
             body: Json = {"messages": messages, "max_tokens": 8}
             answer, session = await _answered(http, "POST", f"{url}/v1/chat/completions", PRODUCT_KEY, body, headers)
             answered.turns[session] += 1
-            messages = [*messages, answer["choices"][0]["message"]]
+            messages.append(answer["choices"][0]["message"])
             about: dict[str, Json] = {"completion": answer["id"]}
             events.append({"event_id": f"{name}.{turn}.kept", "kind": "kept", "value": 0.5, **about})
             events.append({"event_id": f"{name}.{turn}.thumbs", "kind": "thumbs", "value": 1, **about})
