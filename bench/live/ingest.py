@@ -240,7 +240,7 @@ async def _user(http: ClientSession, url: str, number: int, answered: Acknowledg
             answer, session = await _answered(http, "POST", f"{url}/v1/chat/completions", PRODUCT_KEY, body, headers)
             answered.turns[session] += 1
             messages.append(answer["choices"][0]["message"])
-            about: dict[str, Json] = {"completion": answer["id"]}
+            about: dict[str, Json] = {"completion": str(answer["id"])}
             events.append({"event_id": f"{name}.{turn}.kept", "kind": "kept", "value": 0.5, **about})
             events.append({"event_id": f"{name}.{turn}.thumbs", "kind": "thumbs", "value": 1, **about})
         events = [*events, *events]
