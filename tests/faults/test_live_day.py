@@ -60,6 +60,7 @@ def released(run: RunFolder) -> list[int]:
     return list({digests[version]: version for version in reversed(versions)}.values())[::-1]
 
 
+@pytest.mark.skipif(os.environ.get("ETUDE_LONG") != "1", reason="ten minutes and more: ETUDE_LONG=1")
 @pytest.mark.timeout(4 * DEADLINE_S)
 def test_signals_of_a_dozen_users_become_releases_and_one_is_taken_back(tmp_path: Path) -> None:
     start, run = make_tiny_start(tmp_path / "start"), RunFolder(tmp_path / "run")
