@@ -35,7 +35,7 @@ import orjson
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from bench.faults.database import Database, programs
-from bench.live.ingest_process import BROWSER_KEY, PRODUCT_KEY, SINK
+from bench.live.ingest_process import BROWSER_KEY, PRODUCT_KEY, SINK, UNNOTED_S
 from etude.feedback.joiner import Joiner, KeptAlone
 from etude.feedback.signals import Event, read_report
 from etude.feedback.store import FeedbackStore
@@ -52,7 +52,7 @@ WINDOW_S = 20.0
 USERS, LOAD_S, KILL_EVERY_S = 24, 20.0, (0.6, 1.6)
 TURN_TOKENS = 200
 RETRY_S, GIVE_UP_S = 0.05, 60.0
-DRAIN_S = 120.0
+DRAIN_S, DRAIN_KILLS = 120.0, 8
 
 
 def measure_ingest() -> dict[str, Json]:
@@ -187,7 +187,7 @@ def measure_loss(path: Path, load_s: float = LOAD_S) -> dict[str, Json]:
     answered, kills = Acknowledged(), Counter[str]()
     try:
         asyncio.run(_load(f"http://127.0.0.1:{port}", answered, processes, commands, kills, load_s))
-        _drained(path)
+        _drained(path, processes, commands, kills)
     finally:
         for process in processes.values():
             process.kill()
@@ -273,17 +273,33 @@ async def _answered(
     raise TimeoutError(f"{method} {url} had no answer for {GIVE_UP_S:g} s")
 
 
-def _drained(path: Path) -> None:
-    """Wait until every session was handed on: they end now, and their windows with them."""
+def _drained(
+    path: Path,
+    processes: "dict[str, subprocess.Popen[bytes]]",
+    commands: dict[str, list[str]],
+    kills: Counter[str],
+) -> None:
+    """Wait until every session was handed on: they end now, and their windows with them. What hands them on is killed
+    meanwhile, also between what the sink took and noting it.
+    """
+    dice = random.Random(2)
     with FeedbackStore.open(feedback_place(RunFolder(path)), window_s=WINDOW_S) as store:
         store.end_all_of("gateway", time.time())
-    deadline_s = time.monotonic() + DRAIN_S
+    deadline_s, total = time.monotonic() + DRAIN_S, 0
     while time.monotonic() < deadline_s:
         with _reading(path / "feedback.db") as db:
             ((left,),) = db.execute("SELECT count(*) FROM sessions WHERE taken_at IS NULL").fetchall()
         if not left:
             return
-        time.sleep(0.2)
+        total = max(left, total)
+        if left < total and kills["handing on"] < DRAIN_KILLS:
+            time.sleep(dice.uniform(0, 3 * UNNOTED_S))
+            processes["feedback"].kill()
+            processes["feedback"].wait()
+            kills["handing on"] += 1
+            total = left
+            processes["feedback"] = _start("feedback", commands["feedback"])
+        time.sleep(0.02)
     raise TimeoutError(f"{left} sessions were not handed on within {DRAIN_S:g} s")
 
 

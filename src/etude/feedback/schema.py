@@ -71,7 +71,8 @@ FEEDBACK = Schema(
             )
             """,
             "CREATE INDEX signals_by_session ON signals (session_id) WHERE session_id IS NOT NULL",
-            "CREATE INDEX signals_unmatched ON signals (owner, received_at) WHERE session_id IS NULL",
+            "CREATE INDEX signals_without_session ON signals (owner, name) WHERE session_id IS NULL",
+            "CREATE INDEX signals_without_turn ON signals (owner, completion) WHERE session_id IS NULL",
             "CREATE TABLE counts (name TEXT PRIMARY KEY, number INTEGER NOT NULL)",
         ),
         2: (  # rights of people

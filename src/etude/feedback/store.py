@@ -233,8 +233,11 @@ def _session(row: Row) -> LiveSession:
 
 def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
     """A part of a transaction: no turn of these sessions follows."""
-    for session_id in session_ids:
-        db.execute("UPDATE sessions SET ended_at = ? WHERE session_id = ? AND ended_at IS NULL", now, session_id)
+    sql = """
+        UPDATE sessions SET ended_at = ?
+        WHERE session_id IN (SELECT value->>0 FROM json_each(?)) AND ended_at IS NULL
+    """
+    db.execute(sql, now, _rows([[session_id] for session_id in session_ids]))
 
 
 def _withhold(session: LiveSession, db: Database) -> None:
@@ -259,8 +262,7 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
         """
         row = (session.session_id, session.owner, session.name, session.user, session.template, session.region)
         db.execute(sql, *row, session.opened_at, None, session.arm, oldest, newest, len(new.turns), gateway, now)
-        _match(db, "name = ?", (session.name,), session, None)
-        _match(db, "name = ?", (session.session_id,), session, None)
+        _match(db, "name", (session.name, session.session_id), session, None)
     else:
         sql = """
             UPDATE sessions SET used_at = ?, turns = CASE WHEN turns > ? THEN turns ELSE ? END,
@@ -278,17 +280,17 @@ def _keep(new: LiveAnswer, gateway: str, now: float, db: Database) -> None:
             VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (session_id, turn) DO NOTHING
         """
         db.execute(sql, session.session_id, index, new.completion, new.follows, shared, new.message, record)
-    _match(db, "completion = ?", (new.completion,), session, new.first)
+    _match(db, "completion", (new.completion,), session, new.first)
 
 
-def _match(db: Database, where: str, values: tuple[str, ...], session: LiveSession, turn: int | None) -> None:
+def _match(db: Database, column: str, names: Sequence[str], session: LiveSession, turn: int | None) -> None:
     """Give the signals that waited for a session, or one of its turns, to it."""
-    if values == ("",):
-        return
+    named = [name for name in names if name]  # in each row one of the columns is empty
     sql = f"""
-        UPDATE signals SET session_id = ?, turn = coalesce(turn, ?) WHERE session_id IS NULL AND owner = ? AND {where}
+        UPDATE signals SET session_id = ?, turn = coalesce(turn, ?)
+        WHERE session_id IS NULL AND owner = ? AND {column} IN ({", ".join("?" * len(named))})
     """
-    db.execute(sql, session.session_id, turn, session.owner, *values)
+    db.execute(sql, session.session_id, turn, session.owner, *named)
 
 
 def _report(
@@ -507,8 +509,12 @@ def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, l
 
 
 def _taken(results: Mapping[str, str], left_out: Mapping[str, int], now: float, db: Database) -> int:
-    sql = "UPDATE sessions SET taken_at = ?, result = ? WHERE session_id = ? AND taken_at IS NULL RETURNING 1"
-    fresh = [result for session_id, result in results.items() if db.execute(sql, now, result, session_id)]
+    sql = """
+        UPDATE sessions SET taken_at = ?, result = r.result
+        FROM (SELECT value->>0 AS session_id, value->>1 AS result FROM json_each(?)) AS r
+        WHERE sessions.session_id = r.session_id AND taken_at IS NULL RETURNING sessions.result
+    """
+    fresh = [result for (result,) in db.execute(sql, now, _rows([*results.items()]))]
     if fresh:
         add_counts(db, Counter(f"session_{result}" for result in fresh))
         add_counts(db, {f"left_out_{reason}": number for reason, number in left_out.items()})
