@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 START_S = 20.0
 """How long the router may take to make the sites, or to answer."""
-STOP_S = 5.0
+STOP_S = 60.0
 """How long processes may take to end once they are asked to."""
 
 Stream: TypeAlias = int | IO[bytes] | None
