@@ -5,15 +5,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
 from etude.errors import EtudeError
 from etude.releases.states import ReleaseState
-from etude.releases.store import RecordedMove, ReleaseStore
+from etude.releases.store import RecordedMove
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
+from etude.run.payload_store import open_releases
 from etude.run.process_name import PRODUCT
 
 POLL_S = 1.0
@@ -86,7 +87,7 @@ class LiveRun:
         if not self._folder.config_file.exists():
             return ()
         try:
-            with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
+            with open_releases(self._folder) as store:
                 return store.moves()
         except EtudeError:
             return ()  # there is no ledger yet
@@ -100,7 +101,7 @@ class LiveRun:
         ever = {move.version for move in self.moves() if move.to_state == ReleaseState.RELEASED}
         if not ever:
             return 0
-        with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
+        with open_releases(self._folder) as store:
             return len({release.digest for release in store.releases() if release.version in ever})
 
     def released_version(self) -> int:
@@ -114,12 +115,12 @@ class LiveRun:
         matches: list[int] = []
 
         def is_there() -> bool:
-            with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
+            with open_releases(self._folder) as store:
                 loaded = [one for one in store.releases() if one.loaded]
             matches[:] = [one.version for one in loaded if one.version not in earlier]
             return bool(matches)
 
-        with closing(ReleaseStore.open(self._folder.ledger, self._folder.config().ledger)) as store:
+        with open_releases(self._folder) as store:
             earlier = {one.version for one in store.releases() if one.loaded}
         if not self.wait_for(is_there, PROPOSED_S):
             raise SystemExit(f"day: {checkpoint} was proposed and became no version within {PROPOSED_S:g} s")

@@ -55,7 +55,7 @@ def suspicions(sessions: Sequence[RatedSession], limits: PoisoningLimits) -> dic
     """User → the reason for which none of their sessions is trained on; the first rule that speaks."""
     residuals = _residuals(sessions)
     suspected: dict[str, Suspicion] = {}
-    for rule in (_pace(sessions, limits), _outliers(residuals, limits), _collusion(sessions, residuals, limits)):
+    for rule in (_pace(sessions, limits), _outliers(residuals, limits), _collusion(residuals, limits)):
         for user, suspicion in rule:
             suspected.setdefault(user, suspicion)
     return suspected
@@ -118,7 +118,7 @@ def _outliers(
 
 
 def _collusion(
-    sessions: Iterable[RatedSession], residuals: Mapping[str, Sequence[tuple[str, float]]], limits: PoisoningLimits
+    residuals: Mapping[str, Sequence[tuple[str, float]]], limits: PoisoningLimits
 ) -> Iterator[tuple[str, Suspicion]]:
     """Users who agree, kind of request by kind, more than chance lets any pair of so many agree, in rings.
 
@@ -133,12 +133,14 @@ def _collusion(
         return
     up = sum(drawn) / len(drawn)
     chance = up**2 + (1 - up) ** 2
-    pairs = [(one, other) for one, other in combinations(sorted(signs), 2) if signs[one].keys() & signs[other].keys()]
+    pairs: list[tuple[str, str, int, int]] = []
+    for one, other in combinations(sorted(signs), 2):
+        if shared := signs[one].keys() & signs[other].keys():
+            agreed = sum(signs[one][template] == signs[other][template] for template in shared)
+            pairs.append((one, other, len(shared), agreed))
     ring_of = {user: frozenset({user}) for user in signs}
-    for one, other in pairs:
-        shared = signs[one].keys() & signs[other].keys()
-        agreed = sum(signs[one][template] == signs[other][template] for template in shared)
-        if _tail(len(shared), agreed, chance) * len(pairs) < limits.alpha:
+    for one, other, compared, agreed in pairs:
+        if _tail(compared, agreed, chance) * len(pairs) < limits.alpha:
             ring = ring_of[one] | ring_of[other]
             ring_of |= dict.fromkeys(ring, ring)
     for user, ring in ring_of.items():
@@ -156,17 +158,16 @@ def _signs(residuals: Sequence[tuple[str, float]]) -> dict[str, bool]:
     return {template: total > 0 for template, total in sums.items() if abs(total) > 1e-9}
 
 
-def _residuals(sessions: Iterable[RatedSession]) -> dict[str, list[tuple[str, float]]]:
+def _residuals(sessions: Sequence[RatedSession]) -> dict[str, list[tuple[str, float]]]:
     """User → (template, value less the mean of other users' for that template); none where no other rated it."""
-    totals: defaultdict[str, Counter[str]] = defaultdict(Counter)  # template → user → Σ value
+    totals: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))  # template → user → Σ
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    rated = list(sessions)
-    for session in rated:
-        totals[session.template][session.user] += session.value  # type: ignore[assignment]  # a Counter of floats
+    for session in sessions:
+        totals[session.template][session.user] += session.value
         counts[session.template][session.user] += 1
     residuals: defaultdict[str, list[tuple[str, float]]] = defaultdict(list)
     sums = {template: (sum(totals[template].values()), counts[template].total()) for template in counts}
-    for session in rated:
+    for session in sessions:
         total, count = sums[session.template]
         others = count - counts[session.template][session.user]
         if others:

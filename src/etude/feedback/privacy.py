@@ -52,7 +52,7 @@ class AuditEntry:
     actor: str
     """A key's id, or the command or process."""
     action: str
-    """``delete``, ``deleted``, ``expired``, ``export``, ``quarantine`` or ``release``."""
+    """``delete``, ``deleted``, ``expired`` or ``export``."""
     subject: str
     """Session id or pseudonym."""
     detail: str = ""

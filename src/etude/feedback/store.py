@@ -139,7 +139,7 @@ class FeedbackStore(LedgerConnection):
 
     def report(self, owner: str, events: Sequence[Event], clock: Callable[[], float]) -> list[EventResult]:
         """Keep events; returns the outcome of each, in order, once they are on the disk."""
-        return self._db.write(lambda db: _report(owner, events, clock, self.window_s, db))
+        return self._db.write(self.reporting(owner, events, clock))
 
     def status(self, owner: str, name: str) -> "SessionStatus | None":
         """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""

@@ -50,8 +50,6 @@ STALE = "stale: the batches that its tokens are fresh enough for are full"
 class ErasedSession:
     """Result of erasing a live session."""
 
-    existed: bool
-    """False where the ledger knows no such session."""
     is_busy: bool = False
     """True where a step is computing with it: nothing was erased, try again once that is committed."""
     step: int | None = None
@@ -146,16 +144,16 @@ def erase_live(db: Database, session_id: str) -> ErasedSession:
     """
     placed = rows.live_group(db, session_id)
     if placed is None:
-        return ErasedSession(existed=False)
+        return ErasedSession()
     group, step = placed
     if group.state is GroupState.CLAIMED:
-        return ErasedSession(existed=True, is_busy=True, step=step)
+        return ErasedSession(is_busy=True, step=step)
     turns = rows.erase_rollout(db, session_id)
     if group.state is GroupState.READY:
         rows.move_group(db, LIVE, group, GroupState.DROPPED, DELETED, ERASURE_MOVES)
     if turns is not None:
         rows.set_fact(db, f"{ERASED_TURNS}{turns}", session_id)
-    return ErasedSession(existed=True, step=step)
+    return ErasedSession(step=step)
 
 
 def new_group(task: Task, size: int, version: int, worker: str) -> rows.GroupRow:

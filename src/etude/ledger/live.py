@@ -47,7 +47,7 @@ class LiveGroups:
         erased = self._db.write(lambda db: changes.erase_live(db, session_id))
         if payloads is not None and not erased.is_busy:
             payloads.drop(bulky)
-            for digest in self._db.read(lambda db: rows.facts_like(db, changes.ERASED_TURNS)):
+            for digest in self._db.read(lambda db: rows.facts_under(db, changes.ERASED_TURNS)):
                 payloads.delete(digest, self._turns.named)
                 self._db.write(partial(_forget_fact, f"{changes.ERASED_TURNS}{digest}"))
         return erased

@@ -452,10 +452,9 @@ def set_fact(db: Database, key: str, value: str) -> None:
     db.execute(sql, key, value)
 
 
-def facts_like(db: Database, prefix: str) -> dict[str, str]:
-    """Facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of the key → value."""
-    facts = db.execute("SELECT key, value FROM facts WHERE key LIKE ?", f"{prefix}%")
-    return {key.removeprefix(prefix): value for key, value in facts}
+def facts_under(db: Database, prefix: str) -> list[str]:
+    """The facts whose keys begin with ``prefix``, which has none of LIKE's own characters: the rest of each key."""
+    return [key.removeprefix(prefix) for (key,) in db.execute("SELECT key FROM facts WHERE key LIKE ?", f"{prefix}%")]
 
 
 def remove_fact(db: Database, key: str) -> None:

@@ -20,13 +20,13 @@ from etude.config.release import MetricConfig, ReleaseConfig
 from etude.releases.experiment import ArmCounts, ArmDifference, Experiment, UserSums, mismatch_p_value
 from etude.releases.gate import GateFacts, checks, evidence_of
 from etude.releases.states import (
-    ON_THE_WAY,
     TAKEN_BACK,
     Release,
     ReleaseState,
     former_release,
     live_release,
     move_release,
+    release_on_the_way,
 )
 from etude.types import Json
 
@@ -127,7 +127,7 @@ class ReleaseController:
 
     def decide(self, facts: ReleaseFacts) -> ReleaseDecision | None:
         """The next decision; ``None`` while there is nothing to decide."""
-        way = next((release for release in facts.releases if release.state in ON_THE_WAY), None)
+        way = release_on_the_way(facts.releases)
         live = live_release(facts.releases)
         if facts.rollback_by:
             return self._go_back(facts, way, live)

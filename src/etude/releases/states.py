@@ -84,6 +84,11 @@ class Release:
     """Checkpoint that was proposed and that its weights come from; empty for what the trainer learnt."""
 
 
+def release_on_the_way(releases: Sequence[Release]) -> Release | None:
+    """The release that is not decided yet."""
+    return next((release for release in releases if release.state in ON_THE_WAY), None)
+
+
 def live_release(releases: Sequence[Release]) -> Release | None:
     """The release that users have."""
     return next((release for release in releases if release.state is ReleaseState.RELEASED), None)

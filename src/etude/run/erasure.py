@@ -21,9 +21,10 @@ AT_ONCE = 500
 def carry_out(store: FeedbackStore, ledger: Ledger, releases: ReleaseStore, now: float) -> list[DeletionRequest]:
     """Do what open requests ask for; returns those that are done now. Others wait for a step to be committed."""
     requests = store.privacy.requests(is_open=True)
+    if not requests:
+        return []
     done = [request.request_id for request in requests if _erase_all(request, store, ledger, releases, now)]
-    if requests:
-        _scrub(store, ledger)
+    _scrub(store, ledger)
     return [request for request in store.privacy.requests() if request.request_id in done]
 
 

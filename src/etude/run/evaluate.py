@@ -120,11 +120,16 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
         )  # fmt: skip
 
 
+def ledger_of_tries(folder: RunFolder, version: int, digest: str, suite: SuiteConfig | None = None) -> Path:
+    """The ledger of the evaluations of a version: of the run's own tasks, or of a suite's."""
+    name = f"v{version:06}-{digest[:12]}" + (f"-{suite.name}" if suite else "")
+    return folder.path / EVALUATIONS / f"{name}.db"
+
+
 def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:
     """The ledger of an evaluation, and its number of tasks."""
-    name = f"v{version:06}-{digest[:12]}" + (f"-{request.suite.name}" if request.suite else "")
     number = request.tasks or (request.suite.count if request.suite else folder.config().eval.tasks)
-    return folder.path / EVALUATIONS / f"{name}.db", number
+    return ledger_of_tries(folder, version, digest, request.suite), number
 
 
 def _keep(copies: KeptFiles, ledger: Path) -> None:

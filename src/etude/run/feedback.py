@@ -12,7 +12,7 @@ a session counts for in tests; what it is worth is :mod:`etude.run.live_rewards`
 """
 
 import asyncio
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import cast
 
 from etude.clock import unix_s
@@ -31,7 +31,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder, feedback_place
 from etude.run.live_rewards import LiveRewards
 from etude.run.parent import tell_person
-from etude.run.payload_store import open_ledger
+from etude.run.payload_store import open_ledger, open_releases
 from etude.run.process_name import FEEDBACK
 from etude.run.serving import run_until_signal
 from etude.types import JoinedSession
@@ -58,9 +58,9 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
     if not feedback.window_s:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
     with ExitStack() as stack:
-        store = stack.enter_context(closing(FeedbackStore.open(feedback_place(folder), window_s=feedback.window_s)))
-        ledger = stack.enter_context(closing(open_ledger(folder)))
-        releases = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
+        store = stack.enter_context(FeedbackStore.open(feedback_place(folder), window_s=feedback.window_s))
+        ledger = stack.enter_context(open_ledger(folder))
+        releases = stack.enter_context(open_releases(folder))
         sink: JoinedSessions = KeptAlone()
         if config.live.groups_per_step:
             events = stack.enter_context(open_events(folder, config, FEEDBACK, lossy=True))

@@ -4,6 +4,7 @@
                                                  ├─▶ product   serves users, and reports what they say
                                                  ├─▶ admin     opens gateway sessions, manages a gateway
                                                  ├─▶ directory signs where processes listen
+                                                 ├─▶ routing   signs who is served by which version
                                                  ├─▶ fleet     signs what is to run
                                                  └─▶ users     makes pseudonyms of a product's users
 

@@ -6,7 +6,6 @@ Owns the words. Releases are decided in :mod:`etude.releases`; nothing acts on t
 """
 
 import time
-from contextlib import closing
 
 from etude.config.recipe import RunConfig
 from etude.errors import EtudeError, UserError
@@ -36,7 +35,7 @@ class LiveNotices:
             return []
         self._looked_s = now_s
         try:
-            with closing(ReleaseStore.open(self._folder.ledger, self._config.ledger)) as store:
+            with ReleaseStore.open(self._folder.ledger, self._config.ledger) as store:
                 moves = store.moves()
         except EtudeError:
             return []  # it is told by those who need the database

@@ -83,21 +83,11 @@ class LiveRewards:
     def _protection(self, scored: Sequence[ObservedSession]) -> tuple[Mapping[str, float], Mapping[str, Suspicion]]:
         """User → weight of each of their sessions, and those who are not learnt from."""
         limits, everything = self._config.feedback.poisoning, [*self._scorer.sessions, *scored]
-        rated = [
-            RatedSession(
-                session_id=session.session_id,
-                user=session.observation.user,
-                template=session.observation.template,
-                ended_at=session.ended_at,
-                value=session.reward + sum(session.turn_rewards),
-            )
-            for session in everything
-            if _is_rated(session)
-        ]
-        users = [session.observation.user for session in everything]
         self._rated += sum(_is_rated(session) for session in scored)
         if self._rated - self._rated_then >= WATCH_EVERY:
+            rated = [_rated(session) for session in everything if _is_rated(session)]
             self._suspected, self._rated_then = suspicions(rated, limits), self._rated
+        users = [session.observation.user for session in everything]
         return capped_weights(users, limits.largest_share), self._suspected
 
     def _offer(self, joined: JoinedSession, scored: ScoredSession, suspicion: Suspicion | None) -> str:
@@ -114,6 +104,16 @@ class LiveRewards:
 
 def _is_rated(session: ObservedSession) -> bool:
     return any(value is not None for value in chain.from_iterable(session.answers.values()))
+
+
+def _rated(session: ObservedSession) -> RatedSession:
+    return RatedSession(
+        session_id=session.session_id,
+        user=session.observation.user,
+        template=session.observation.template,
+        ended_at=session.ended_at,
+        value=session.reward + sum(session.turn_rewards),
+    )
 
 
 def live_rollout(joined: JoinedSession, scored: ScoredSession, suspicion: Suspicion | None) -> Rollout:

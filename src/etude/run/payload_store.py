@@ -1,4 +1,4 @@
-"""Opening the ledger of a run with its payloads, which lie in its folder or at its URL."""
+"""Opening the ledger of a run with its payloads, which lie in its folder or at its URL, and the releases beside it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore, RetryingStore
+from etude.releases.store import ReleaseStore
 from etude.run.folder import RunFolder, holder
 from etude.run.process_name import ProcessName
 from etude.run.store_outages import StoreOutages
@@ -39,6 +40,11 @@ def open_archive(folder: RunFolder) -> Archive:
 def open_ledger(folder: RunFolder) -> Ledger:
     """Open a run's ledger and its payloads without a lease. Raises as :meth:`~etude.ledger.ledger.Ledger.open` does."""
     return Ledger.open(folder.ledger, folder.config().ledger, payloads=open_payloads(folder, syncs=True))
+
+
+def open_releases(folder: RunFolder) -> ReleaseStore:
+    """Open a run's releases, beside its ledger. Raises as :meth:`~etude.ledger.ledger.Ledger.open` does."""
+    return ReleaseStore.open(folder.ledger, folder.config().ledger)
 
 
 @contextmanager

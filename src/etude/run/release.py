@@ -13,8 +13,8 @@ may die at any point: its successor finds in the ledger what was decided, and in
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from typing import TypeAlias, final
 
 from etude.clock import unix_s
@@ -32,11 +32,12 @@ from etude.releases.controller import (
 from etude.releases.experiment import ArmMetrics
 from etude.releases.gate import GateFacts
 from etude.releases.routing import routing_table
-from etude.releases.states import ON_THE_WAY, Release, ReleaseState, live_release
+from etude.releases.states import Release, ReleaseState, live_release, release_on_the_way
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
 from etude.run.parent import tell_person
+from etude.run.payload_store import open_releases
 from etude.run.release_gate import GateMeasurements
 from etude.run.routing_tables import RoutingTables
 from etude.run.serving import run_until_signal
@@ -47,7 +48,7 @@ from etude.weights.log import WeightLog
 POLL_S = 0.2
 """Pause between two looks: a part of the time in which a rollback reaches users."""
 
-Measure: TypeAlias = Callable[[Release, Release | None], Awaitable[GateFacts]]
+Measure: TypeAlias = Callable[[Release, Release | None], Coroutine[None, None, GateFacts]]
 """Measures a candidate, beside the release that users have; raises :class:`~etude.errors.UserError` if it cannot."""
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
     if not config.release.enabled:
         raise UserError(f"{folder.path} releases nothing: its recipe has release.every_steps = 0")
     with ExitStack() as stack:
-        store = stack.enter_context(closing(ReleaseStore.open(folder.ledger, config.ledger)))
+        store = stack.enter_context(open_releases(folder))
         outages = stack.enter_context(StoreOutages(folder.store, config.rollouts.max_outage_s))
         log = await asyncio.to_thread(open_log, folder, outages)
         gate = GateMeasurements(folder, config.release)
@@ -98,8 +99,9 @@ class ReleaseProcess:
 
     async def look(self) -> None:
         """Decide what can be decided now, and see to it that the table is what it has to be."""
-        await asyncio.to_thread(self._route, self._store.releases())
-        releases, rollback = self._store.releases(), self._requests()
+        releases = self._store.releases()
+        await asyncio.to_thread(self._route, releases)
+        rollback = self._requests(releases)
         facts = await self._facts(releases, rollback)
         decision = self._controller.decide(facts)
         if decision is not None:
@@ -128,19 +130,19 @@ class ReleaseProcess:
         else:
             self._table = self._tables.newest()
 
-    def _requests(self) -> ReleaseRequest | None:
+    def _requests(self, releases: tuple[Release, ...]) -> ReleaseRequest | None:
         """Answer what people ask for; a rollback is the controller's to answer."""
         for request in self._store.requests(is_open=True):
             if request.kind is RequestKind.ROLLBACK:
                 return request
             if request.kind is RequestKind.APPROVE:
                 self._store.close_request(request.number, "counted")
-            elif not self._on_the_way(self._store.releases()) and not self._store.loads().pending:
+            elif not release_on_the_way(releases) and not self._store.loads().pending:
                 self._store.load_checkpoint(request.number, request.checkpoint)
         return None
 
     async def _facts(self, releases: tuple[Release, ...], rollback: ReleaseRequest | None) -> ReleaseFacts:
-        way, loads = self._on_the_way(releases), self._store.loads()
+        way, loads = release_on_the_way(releases), self._store.loads()
         gate, failure = await self._measured(way, live_release(releases))
         return ReleaseFacts(
             releases=releases,
@@ -162,7 +164,7 @@ class ReleaseProcess:
             return None, ""
         if self._gate is None or self._gate[0] != way.version:
             await self.close()
-            self._gate = way.version, asyncio.create_task(_awaited(self._measure(way, live)))
+            self._gate = way.version, asyncio.create_task(self._measure(way, live))
         _, task = self._gate
         if not task.done():
             return None, ""
@@ -213,14 +215,6 @@ class ReleaseProcess:
             treatment=self._metrics.counts(labels[1]),
             sums={name: (self._metrics.sums(labels[0], name), self._metrics.sums(labels[1], name)) for name in names},
         )
-
-    @staticmethod
-    def _on_the_way(releases: tuple[Release, ...]) -> Release | None:
-        return next((release for release in releases if release.state in ON_THE_WAY), None)
-
-
-async def _awaited(facts: Awaitable[GateFacts]) -> GateFacts:
-    return await facts
 
 
 def _tell(decision: ReleaseDecision) -> None:

@@ -7,7 +7,6 @@ wait for it. What was tried is kept: the released version is tried once, and a g
 """
 
 import asyncio
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from etude.ledger.ledger import Ledger
 from etude.models.checkpoint import load_spec
 from etude.releases.gate import Against, GateFacts, Interval
 from etude.releases.states import Release
-from etude.run.evaluate import EVALUATIONS, EvalRequest, evaluate, read_evaluation
+from etude.run.evaluate import EvalRequest, evaluate, ledger_of_tries, read_evaluation
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 
@@ -110,7 +109,7 @@ class GateMeasurements:
                 suites={suite.name: paired(theirs[suite], own[suite], _reward) for suite in own if suite is not None},
             )
         return GateFacts(
-            reward=_interval(mean_of([one.reward for one in own[None]], _templates(own[None]))),
+            reward=_interval(mean_of([one.reward for one in own[None]], [_template(one) for one in own[None]])),
             tries=len(everything),
             cheats=sum(one.is_cheat for one in everything),
             parity=_parity(self.folder, candidate),
@@ -142,7 +141,7 @@ def paired(before: Sequence[Try], after: Sequence[Try], value: Callable[[Try], f
     common = [task for task in new if task in old]
     if not common:
         raise UserError("the gate has no task that both versions were tried on: nothing can be compared")
-    templates = {one.task_id: one.template or one.task_id for one in after}
+    templates = {one.task_id: _template(one) for one in after}
     differences = difference_of(
         [times * old[task] for task in common], [new[task] for task in common], [templates[task] for task in common]
     )
@@ -160,8 +159,8 @@ def _interval(estimate: Estimate) -> Interval:
     return Interval(value=estimate.value, low=estimate.low, high=estimate.high)
 
 
-def _templates(tries: Sequence[Try]) -> list[str]:
-    return [one.template or one.task_id for one in tries]
+def _template(one: Try) -> str:
+    return one.template or one.task_id
 
 
 def _reward(one: Try) -> float:
@@ -177,8 +176,7 @@ def _seconds(one: Try) -> float:
 
 
 def _parity(folder: RunFolder, release: Release) -> bool | None:
-    file = folder.path / EVALUATIONS / f"v{release.version:06}-{release.digest[:12]}.db"
-    with contextlib.closing(Ledger.open(file)) as ledger:
+    with Ledger.open(ledger_of_tries(folder, release.version, release.digest)) as ledger:
         word = ledger.facts.get(PARITY)
     return None if not word else word == "1"
 
@@ -205,8 +203,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         evaluation = evaluate(folder, request_of(config.release, int(version), suite))
         if suite is None:
-            file = folder.path / EVALUATIONS / f"v{evaluation.version:06}-{evaluation.digest[:12]}.db"
-            with contextlib.closing(Ledger.open(file)) as ledger:
+            with Ledger.open(ledger_of_tries(folder, evaluation.version, evaluation.digest)) as ledger:
                 if ledger.facts.get(PARITY) is None:
                     ledger.facts.set(PARITY, _compared(folder, int(version)))
     except EtudeError as error:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 FUNCTION_S = 60.0
 """Time that a reward function may take: one that asks a service sets a limit of its own below it."""
 REWARD_SECTION = "reward"
-"""Keys of the ledger for the digest of a run's reward, and for what it is the digest of."""
+"""Section of a recipe with the reward of rollouts, and the fact of the ledger with its digest."""
 
 
 class PartJudge(Protocol):

@@ -19,11 +19,10 @@ from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError, UserError
 from etude.feedback.privacy import AuditEntry, DeletionRequest
 from etude.feedback.store import FeedbackStore
-from etude.releases.store import ReleaseStore
 from etude.run.erasure import carry_out
 from etude.run.folder import RunFolder, feedback_place
 from etude.run.keys import PSEUDONYM_DIGITS, KeyRole, pseudonym
-from etude.run.payload_store import open_ledger
+from etude.run.payload_store import open_ledger, open_releases
 from etude.run.process_name import FEEDBACK
 from etude.run.processes import run_process
 from etude.run.working_folder import open_run_folder
@@ -113,11 +112,6 @@ def _store(folder: RunFolder) -> FeedbackStore:
     if not window_s:
         raise UserError(f"{folder.path} records no sessions of users: its recipe has no feedback.window_s")
     return FeedbackStore.open(feedback_place(folder), window_s=window_s)
-
-
-def open_releases(folder: RunFolder) -> ReleaseStore:
-    """The releases of a run, whose tests count its sessions."""
-    return ReleaseStore.open(folder.ledger, folder.config().ledger)
 
 
 def _pseudonym(folder: RunFolder, user: str) -> str:

@@ -66,8 +66,3 @@ def check_live(config: RunConfig) -> None:
     missing = [f"{key} (for example {example})" for key, (example, is_there) in needed.items() if not is_there]
     if missing:
         raise ConfigError(f"a live run learns from users, and this recipe does not say how: set {', '.join(missing)}")
-    if config.live.after_steps >= config.trainer.steps:
-        raise ConfigError(
-            f"live.after_steps = {config.live.after_steps} leaves no step of trainer.steps = {config.trainer.steps} to "
-            f"users: raise the latter"
-        )

@@ -2,7 +2,6 @@
 
 import getpass
 import shutil
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -15,9 +14,9 @@ from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec
 from etude.releases.states import ON_THE_WAY
-from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
-from etude.run.folder import RunFolder
+from etude.releases.store import ReleaseRequest, RequestKind
 from etude.run.numerics import unfilled_model
+from etude.run.payload_store import open_releases
 from etude.run.process_name import RELEASE
 from etude.run.processes import run_process
 from etude.run.working_folder import open_run_folder
@@ -45,7 +44,7 @@ def process(
 @app.command()
 def status(run: RunPath, *, version: Annotated[int | None, typer.Option(help="This version alone.")] = None) -> None:
     """Show each release, and the moves that made it what it is, with their reasons."""
-    with closing(_store(open_run_folder(run))) as store:
+    with open_releases(open_run_folder(run)) as store:
         releases, moves, requests = store.releases(), store.moves(version), store.requests()
     table = light_table(">version", "state", ">stage", "digest", "since")
     for release in releases:
@@ -74,7 +73,7 @@ def approve(
     needed = folder.config().release.approvals
     if not needed:
         raise ConfigError("release.approvals = 0: nobody has to agree in this run")
-    with closing(_store(folder)) as store:
+    with open_releases(folder) as store:
         if not any(one.version == version and one.state in ON_THE_WAY for one in store.releases()):
             raise UserError(f"version {version} is no candidate now: see `etude release status {run}`")
         name = by or getpass.getuser()
@@ -85,7 +84,7 @@ def approve(
 @app.command()
 def rollback(run: RunPath, *, by: By = "") -> None:
     """Take back what is on its way to users, or else go back to the release before."""
-    with closing(_store(open_run_folder(run))) as store:
+    with open_releases(open_run_folder(run)) as store:
         store.ask(ReleaseRequest(kind=RequestKind.ROLLBACK, by=by or getpass.getuser(), at=unix_s()))
     print(f"asked for; what becomes of it: etude release status {run}")
 
@@ -103,13 +102,9 @@ def propose(
     if not config.release.enabled:
         raise ConfigError(f"{run} releases nothing: its recipe has release.every_steps = 0")
     StoredCheckpoint(checkpoint).check(unfilled_model(load_spec(folder.model), config.numerics, "cpu"))
-    with closing(_store(folder)) as store:
+    with open_releases(folder) as store:
         copy = folder.path / PROPOSALS / f"{int(unix_s() * 1e6)}"
         shutil.copytree(checkpoint, copy)
         name = by or getpass.getuser()
         store.ask(ReleaseRequest(kind=RequestKind.PROPOSE, by=name, at=unix_s(), checkpoint=str(copy.absolute())))
     print(f"proposed; what becomes of it: etude release status {run}")
-
-
-def _store(folder: RunFolder) -> ReleaseStore:
-    return ReleaseStore.open(folder.ledger, folder.config().ledger)

@@ -227,7 +227,8 @@ class Conversation:
 
     def placement(self, answer: Answer) -> AnswerPlace:
         """The place of a recorded answer. Raises ``KeyError`` for one that is not recorded."""
-        recorded, node, message = self._answers[answer.answer_id], self._answers[answer.answer_id].end, ""
+        recorded = self._answers[answer.answer_id]
+        node, message = recorded.end, ""
         while node is not None and node.turn is None:
             if not message and node.message.role == "user":
                 message = node.message.content

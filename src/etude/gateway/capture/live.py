@@ -16,7 +16,6 @@ session ends with the turns that were kept, and is counted.
 
 import asyncio
 import re
-import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from etude.clock import unix_s
 from etude.errors import InfrastructureError
 from etude.gateway.api.calls import Answer, ApiError
 from etude.gateway.capture.conversations import Conversation
+from etude.gateway.capture.sessions import name_in, new_session_id
 from etude.types import LiveAnswer, LiveSession
 
 CONSENT, USER, TEMPLATE, REGION = "X-Etude-Consent", "X-Etude-User", "X-Etude-Template", "X-Etude-Region"
@@ -37,8 +37,6 @@ WORD = re.compile(r"[A-Za-z0-9._:/-]{0,128}")
 """Templates and regions: they stand in reports."""
 KEEP_S = 5.0
 """Longest time for which an answer is held back until it is on the disk; a sync takes milliseconds."""
-SESSION_ID_BYTES = 12
-"""Randomness of a session's id: unique, not secret."""
 
 Pseudonym = Callable[[str], str]
 """The pseudonym of a user."""
@@ -135,13 +133,12 @@ class LiveRecorder:
             return
         if self._regions and call.region not in self._regions:
             return
-        session_id, prefix = conversation.session_id, f"{owner}."
-        named = session_id.startswith(prefix)
+        name = name_in(conversation.session_id, owner)
         conversation.live = LiveSession(
             # A product may use a name again; an id that was drawn is new already.
-            session_id=secrets.token_hex(SESSION_ID_BYTES) if named else session_id,
+            session_id=new_session_id() if name else conversation.session_id,
             owner=owner,
-            name=session_id.removeprefix(prefix) if named else "",
+            name=name,
             user=call.user,
             template=call.template,
             region=call.region,

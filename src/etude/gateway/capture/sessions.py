@@ -7,6 +7,7 @@ neither can leave the other none; and among products the one with the most gives
 """
 
 import re
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from etude.types import Json
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """Names that a product may give its sessions: they stand in paths and logs."""
+SESSION_ID_BYTES = 12
 TOO_MANY_SESSIONS = "as many sessions as may be are open or in the middle of a call: close some, or try again later"
 """Message for a caller that asks for one more."""
 
@@ -90,6 +92,17 @@ DEFAULT_LIMITS = SessionLimits()
 def named_id(owner: str, name: str) -> str:
     """The session id for ``name``, a name given by the client with key id ``owner``."""
     return f"{owner}.{name}"
+
+
+def name_in(session_id: str, owner: str) -> str:
+    """The name that the client with key id ``owner`` gave the session; empty for one whose id was drawn."""
+    prefix = named_id(owner, "")
+    return session_id.removeprefix(prefix) if session_id.startswith(prefix) else ""
+
+
+def new_session_id() -> str:
+    """An id for a session without a name: unique, not secret."""
+    return secrets.token_hex(SESSION_ID_BYTES)
 
 
 class SessionStore:

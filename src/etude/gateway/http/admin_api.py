@@ -20,7 +20,6 @@ Owns these requests and responses. The rights of a key are :mod:`etude.gateway.h
 """
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,7 +32,7 @@ from etude.clock import date_utc
 from etude.errors import ConfigError
 from etude.gateway.api.calls import ApiError
 from etude.gateway.api.fields import JsonObject, read_object
-from etude.gateway.capture.sessions import TOO_MANY_SESSIONS
+from etude.gateway.capture.sessions import TOO_MANY_SESSIONS, new_session_id
 from etude.gateway.http.app import GatewayState, Route, RouteTable, read_body, respond
 from etude.gateway.http.auth import (
     MAX_AGE_S,
@@ -55,8 +54,6 @@ from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, i
 from etude.ledger.turns import encode_turns
 from etude.types import Json
 
-SESSION_ID_BYTES = 12
-"""Randomness of a session id: unique, not secret."""
 BINARY = "application/octet-stream"
 FORK_OF, SESSION_MIN_VERSION = "fork_of", "min_version"
 MAX_VERSION = 10**9 - 1
@@ -103,7 +100,7 @@ class AdminApi:
         self._inflight.check_open()
         self._auth.expire(self._clock.now())
         self._auth.charge_request(key, self._clock.now())
-        session_id, secret, now = secrets.token_hex(SESSION_ID_BYTES), new_secret(Scope.ROLLOUT), self._clock.now()
+        session_id, secret, now = new_session_id(), new_secret(Scope.ROLLOUT), self._clock.now()
         origin = fields.text(FORK_OF, "")
         if origin and min_version is not None:
             raise fields.invalid(SESSION_MIN_VERSION, "nothing: a fork has that of the session it forks off")

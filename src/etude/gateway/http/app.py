@@ -57,7 +57,7 @@ from etude.gateway.api.calls import (
     new_id,
     turn_kind_of,
 )
-from etude.gateway.capture.live import LiveRecorder
+from etude.gateway.capture.live import USER, LiveRecorder
 from etude.gateway.http.auth import Authenticator, Principal, retry_after
 from etude.gateway.request_log import AccessLog, Metrics, RequestRecord
 from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
@@ -82,8 +82,6 @@ MIN_VERSION = "X-Etude-Min-Version"
 """Header with the oldest weight version that may answer."""
 DEADLINE = "X-Etude-Deadline-S"
 """Header with a shorter deadline than the gateway's."""
-USER = "X-Etude-User"
-"""Header with who asks, in the product's words: the same users meet the same released weights."""
 VERSION = "X-Etude-Version"
 """Response header with the weight versions that answered; of a stream, those of its first tokens."""
 PROBES = frozenset({"GET /healthz", "GET /metrics"})
