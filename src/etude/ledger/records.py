@@ -76,6 +76,7 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
         "reason": rollout.reason,
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
+        "stage_s": dict(rollout.stage_s),
         "verdict": None if rollout.verdict is None else asdict(rollout.verdict) | {"reward": rollout.reward},
         "turn_rewards": rollout.turn_rewards,
         "hints": [asdict(hint) for hint in rollout.hints],

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import pairwise
 from statistics import pstdev
 
 from torch import Tensor
@@ -49,7 +51,7 @@ from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import build_trainer
 from etude.run.weight_log import open_log
-from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
+from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone, StepSaved
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
@@ -150,13 +152,23 @@ class TrainerProcess(Closing):
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
             self._events.write(StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=ended))
-            self._commit_published()
-            self.trainer_group.save(step)
-            self._heartbeat.beat()
-            self.copies.start(step)
-            self._publish(step)
+            self._keep(step)
             self._check_empty_step(batch)
         self._commit_published()
+
+    def _keep(self, step: int) -> None:
+        """Save a step that was computed and begin to publish it, once the one before is committed."""
+        times = [time.perf_counter()]
+        for work in (self._commit_published, partial(self._save, step), partial(self._publish, step)):
+            work()
+            times.append(time.perf_counter())
+        landed_s, save_s, publish_s = (after - before for before, after in pairwise(times))
+        self._events.write(StepSaved(step=step, landed_s=landed_s, save_s=save_s, publish_s=publish_s))
+
+    def _save(self, step: int) -> None:
+        self.trainer_group.save(step)
+        self._heartbeat.beat()
+        self.copies.start(step)
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
@@ -258,9 +270,7 @@ class TrainerProcess(Closing):
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self.trainer_group.save(step)
-        self._heartbeat.beat()
-        self.copies.start(step)
+        self._save(step)
         self._publish(step)
         self._commit_published()
 

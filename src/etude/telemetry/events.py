@@ -100,6 +100,19 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepSaved:
+    """The trainer's work between computing a step and waiting for the next batch, one after the other."""
+
+    step: int
+    landed_s: float
+    """Waiting for the version before to be visible and for its checkpoint to be copied, and committing that step."""
+    save_s: float
+    """Writing the checkpoint."""
+    publish_s: float
+    """Handing the weights over to be published; that itself goes on beside the next step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchMeasured:
     """One row of a step's mismatch, broken down; statistics as in :mod:`etude.telemetry.metrics`. Like that, a step
     redone after a crash stands here twice.
@@ -175,6 +188,20 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayStats:
+    """Model calls of a gateway that ended since its previous event; written where there were any."""
+
+    window_s: float
+    calls: int
+    failed: int
+    """Those that were answered with an error, or whose caller hung up."""
+    call_s: float
+    """Sum of their durations."""
+    waited_s: float
+    """Part of that in which no engine worked on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutClosed:
     """A rollout ended; ``purpose`` is ``train`` or the label of an evaluation."""
 
@@ -201,6 +228,8 @@ class RolloutClosed:
     """True if its task cannot be passed honestly."""
     passed: bool = False
     """True if its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
+    stage_s: dict[str, float] = field(default_factory=dict)
+    """:class:`etude.types.RolloutStage` → seconds, in their order, except that model and tools take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,11 +312,13 @@ Event: TypeAlias = (
     | HeldoutLoss
     | PhaseEnded
     | StepDone
+    | StepSaved
     | MismatchMeasured
     | MismatchWarned
     | WeightsPublished
     | WeightsSwapped
     | EngineStats
+    | GatewayStats
     | RolloutClosed
     | EvalDone
     | JudgeAlarm

@@ -59,7 +59,7 @@ from etude.gateway.api.calls import (
 )
 from etude.gateway.capture.live import USER, LiveRecorder
 from etude.gateway.http.auth import Authenticator, Principal, retry_after
-from etude.gateway.request_log import AccessLog, Metrics, RequestRecord
+from etude.gateway.request_log import AccessLog, CallLoad, Metrics, RequestRecord
 from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
 from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool
@@ -175,6 +175,10 @@ class Gateway:
                 self._auth.sessions.queue_time(record.session_id).add(record)
             if self._access_log is not None and record.route not in PROBES:
                 self._access_log.add(record)
+
+    def take_load(self) -> CallLoad:
+        """Sums over the calls that ended since it was called the last time."""
+        return self._metrics.take_load()
 
     async def drain(self, seconds: float) -> None:
         """Take no more calls and wait until those in flight are over, at most ``seconds``; being cancelled ends it."""
