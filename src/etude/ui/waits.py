@@ -1,0 +1,187 @@
+"""Where the other half of the time went: what a trainer that waits waits for, in figures and in one sentence. Pure.
+
+    lanes of a window ──▶ shares of the trainer's time ─┐
+                     └──▶ in the time that it waited: what rollouts did, how busy engines were ──▶ the sentence
+
+What no event tells is said to be unknown, never guessed: engines that report no load, rollouts of an older étude, a
+window without a step. A stage is named as the cause where it has the most of the rollouts' time; that is where time
+goes, not a proof that less of it would be faster.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from etude.types import RolloutStage
+from etude.ui.spans import Floats, Spans
+from etude.ui.timeline import (
+    BUSY,
+    COMPUTING,
+    ENGINES,
+    HANDING,
+    IDLE,
+    LANDING,
+    ROLLOUTS,
+    SAVING,
+    TRAINER,
+    UNTOLD,
+    WAITING,
+    Timeline,
+    alive,
+)
+
+GRID = 4000
+"""Bins of a window within which two lanes are compared: waiting and busy at the same time."""
+NEARLY_NONE = 0.05
+"""A share of the time that is not worth a word."""
+SATURATED, SPARE = 0.8, 0.5
+"""Busy shares of engines above which they are full, and below which they had room."""
+STAGE_WORDS: Mapping[str, str] = {
+    RolloutStage.SESSION: "opening sessions",
+    RolloutStage.SANDBOX: "starting sandboxes",
+    RolloutStage.MODEL: "with the model",
+    RolloutStage.TOOLS: "in tools",
+    RolloutStage.GRADING: "being graded",
+    RolloutStage.SCORING: "being scored",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """The figures of one window."""
+
+    seconds: float
+    """In which the run was alive."""
+    trainer: Mapping[str, float] = field(default_factory=dict)
+    """State → share of that; ``other`` is what no event tells. Empty without a step."""
+    engines_busy: float | None = None
+    """Mean over engines and the time of which they reported."""
+    engines_busy_meanwhile: float | None = None
+    """Likewise, while the trainer waited."""
+    engines: int = 0
+    """Those that reported."""
+    in_flight: float | None = None
+    """Mean number of rollouts for training."""
+    in_flight_meanwhile: float | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Stage → share of the rollouts' time, while the trainer waited; without any waiting, of all."""
+    idle_alone: float | None = None
+    """Share of the engines' idle time in which less than one rollout was in flight."""
+
+
+def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
+    """The figures of a window, in seconds since the timeline's origin."""
+    seconds = sum(end - start for start, end in alive(timeline, from_s, to_s))
+    if seconds <= 0:
+        return Waits(seconds=0.0)
+    edges = np.linspace(from_s, to_s, GRID + 1)
+    trainers = timeline.lanes_of(TRAINER)
+    waiting = sum((_means(lane.states.get(WAITING), edges) for lane in trainers), np.zeros(GRID))
+    engines = timeline.lanes_of(ENGINES)
+    busy, idle = (sum((_means(lane.states.get(s), edges) for lane in engines), np.zeros(GRID)) for s in (BUSY, IDLE))
+    rollouts = {
+        name: _means(spans, edges) for lane in timeline.lanes_of(ROLLOUTS) for name, spans in lane.states.items()
+    }
+    in_flight = sum(rollouts.values(), np.zeros(GRID))
+    is_waiting = bool(waiting.sum() > 0)
+    weights = waiting if is_waiting else np.ones(GRID)
+    inside = float((weights * in_flight).sum())
+    return Waits(
+        seconds=seconds,
+        trainer=_trainer_shares(timeline, from_s, to_s, seconds),
+        engines_busy=_ratio(busy.sum(), (busy + idle).sum()),
+        engines_busy_meanwhile=_ratio((waiting * busy).sum(), (waiting * (busy + idle)).sum()),
+        engines=sum(lane.states[BUSY].total(from_s, to_s) + lane.states[IDLE].total(from_s, to_s) > 0
+                    for lane in engines if {BUSY, IDLE} <= lane.states.keys()),
+        in_flight=float(in_flight.sum()) * (to_s - from_s) / GRID / seconds if rollouts else None,
+        in_flight_meanwhile=_ratio((waiting * in_flight).sum(), waiting.sum()) if rollouts else None,
+        stages={name: float((weights * means).sum()) / inside for name, means in rollouts.items()} if inside else {},
+        idle_alone=_ratio((idle * (in_flight < 1)).sum(), idle.sum()) if rollouts else None,
+    )  # fmt: skip
+
+
+def sentence(waits: Waits, *, limit: int | None = None) -> str:
+    """The figures in words. ``limit`` is the recipe's bound on rollouts in flight."""
+    if not waits.trainer:
+        return "No step was computed in this time, so nobody waited for one."
+    waited = waits.trainer.get(WAITING, 0.0)
+    shares = [f"computed {_percent(waits.trainer.get(COMPUTING, 0.0))} of the time"]
+    keeping = sum(waits.trainer.get(state, 0.0) for state in (LANDING, SAVING, HANDING))
+    if keeping >= NEARLY_NONE / 5:
+        shares.append(f"saved and published {_percent(keeping)}")
+    shares.append(f"waited {_percent(waited)}")
+    first = f"The trainer {', '.join(shares[:-1])} and {shares[-1]}"
+    if waited < NEARLY_NONE:
+        return f"{first}: it is the trainer that others wait for{_idle_words(waits)}."
+    return f"{first}: {_cause(waits, limit)}."
+
+
+def _cause(waits: Waits, limit: int | None) -> str:
+    known = {stage: share for stage, share in waits.stages.items() if stage != UNTOLD}
+    if waits.in_flight_meanwhile is None:
+        return "what rollouts did meanwhile no event tells"
+    if waits.in_flight_meanwhile < 0.5:
+        return "for most of it no rollout was in flight, so none was admitted, or their processes were away"
+    number = f"of {waits.in_flight_meanwhile:.0f} rollouts in flight" if waits.in_flight_meanwhile >= 2 else "meanwhile"
+    if not known or waits.stages.get(UNTOLD, 0.0) > 0.5:
+        return f"meanwhile {waits.in_flight_meanwhile:.0f} rollouts were in flight, whose stages were not recorded" + (
+            _load_words(waits)
+        )
+    largest = sorted(known.items(), key=lambda pair: -pair[1])
+    spent = ", ".join(
+        f"{_percent(share)} {STAGE_WORDS.get(stage, stage)}" for stage, share in largest[:3] if share >= 0.01
+    )
+    return f"the time {number} went {spent}{_load_words(waits)}{_advice(largest[0][0], waits, limit)}"
+
+
+def _load_words(waits: Waits) -> str:
+    if waits.engines_busy_meanwhile is None:
+        return "; how busy engines were they do not say"
+    engines = "the engine was" if waits.engines == 1 else f"{waits.engines} engines were"
+    return f"; {engines} {_percent(waits.engines_busy_meanwhile)} busy"
+
+
+def _advice(stage: str, waits: Waits, limit: int | None) -> str:
+    """Where more would help, as far as the figures say so."""
+    if stage != RolloutStage.MODEL:
+        return ""
+    busy, flying = waits.engines_busy_meanwhile, waits.in_flight_meanwhile or 0.0
+    if busy is not None and busy >= SATURATED:
+        return ", so sampling is what the trainer waits for"
+    if busy is not None and busy < SPARE and limit is not None and flying < 0.9 * limit:
+        return f", with room for more than the {flying:.0f} of at most {limit} rollouts in flight"
+    return ""
+
+
+def _idle_words(waits: Waits) -> str:
+    if waits.engines_busy is None or waits.engines_busy > SATURATED:
+        return ""
+    alone = waits.idle_alone
+    tail = f", for {_percent(alone)} of that without a rollout in flight" if alone is not None and alone >= 0.2 else ""
+    engines = "the engine was" if waits.engines == 1 else "engines were"
+    return f"; {engines} idle {_percent(1 - waits.engines_busy)} of the time{tail}"
+
+
+def _trainer_shares(timeline: Timeline, from_s: float, to_s: float, seconds: float) -> Mapping[str, float]:
+    lanes = timeline.lanes_of(TRAINER)
+    shares = {
+        state: sum(lane.states[state].total(from_s, to_s) for lane in lanes if state in lane.states) / seconds
+        for state in (COMPUTING, LANDING, SAVING, HANDING, WAITING)
+        if any(state in lane.states for lane in lanes)
+    }
+    if not shares.get(COMPUTING):
+        return {}
+    return {**shares, "other": max(0.0, 1 - sum(shares.values()))}
+
+
+def _means(spans: Spans | None, edges: Floats) -> Floats:
+    return np.zeros(len(edges) - 1) if spans is None else spans.means(edges)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return float(part / whole) if whole > 1e-9 else None
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
