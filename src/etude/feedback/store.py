@@ -77,9 +77,12 @@ class FeedbackStore(LedgerConnection):
         window_s: float,
         keep_filter: Filter = unchanged,
         retry_timeout_s: float = RETRY_TIMEOUT_S,
+        read_only: bool = False,
     ) -> Self:
-        """Open the store at a path or URL (:mod:`etude.ledger.open`), making it when there is none."""
-        database = open_database(place, retry_timeout_s=retry_timeout_s, tables=FEEDBACK)
+        """Open the store at a path or URL (:mod:`etude.ledger.open`), making it when there is none, unless it is only
+        read.
+        """
+        database = open_database(place, retry_timeout_s=retry_timeout_s, tables=FEEDBACK, read_only=read_only)
         transactions = Transactions(database, retry_timeout_s=retry_timeout_s)
         return cls(transactions, window_s=window_s, keep_filter=keep_filter)
 
@@ -145,6 +148,37 @@ class FeedbackStore(LedgerConnection):
         """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""
         return self._db.read(partial(read_status, owner, name, self.window_s))
 
+    def states(self) -> dict[str, int]:
+        """Sessions by how far they are: open, ended, closed, taken."""
+        sql = f"SELECT {STATE}, count(*) FROM sessions GROUP BY 1"
+        return dict(self._db.read(lambda db: db.execute(sql)))
+
+    def newest(self, limit: int, offset: int = 0) -> "list[KeptSession]":
+        """Sessions with the signals about them, the newest opened first."""
+        return self._db.read(partial(_newest_sessions, limit, offset))
+
+    def kept(self, session_id: str) -> "KeptSession | None":
+        """One session likewise, by its id."""
+        return self._db.read(partial(_kept_session, session_id))
+
+    def signal_counts(self) -> "list[SignalCount]":
+        """All signals that are kept, by kind."""
+        sql = "SELECT kind, count(*), sum(late), sum(CASE WHEN session_id IS NULL THEN 1 ELSE 0 END), avg(value)"
+        rows = self._db.read(lambda db: db.execute(f"{sql} FROM signals GROUP BY kind ORDER BY kind"))
+        return [
+            SignalCount(kind=kind, number=number, late=int(late), unmatched=int(unmatched), mean=float(mean))
+            for kind, number, late, unmatched, mean in rows
+        ]
+
+    def ends(self, session_ids: Sequence[str]) -> dict[str, float]:
+        """Session → time of its end, of those that are kept and have ended."""
+        sql = """
+            SELECT s.session_id, s.ended_at FROM json_each(?) AS r JOIN sessions AS s ON s.session_id = r.value->>0
+            WHERE s.ended_at IS NOT NULL
+        """
+        ids = _rows([[session_id] for session_id in session_ids])
+        return dict(self._db.read(lambda db: db.execute(sql, ids)))
+
     def sessions_of_user(self, user: str) -> list[dict[str, Json]]:
         """All that is kept of a user, by pseudonym, for that person to read: each session with what was said in it by
         the user, and the signals about it.
@@ -208,6 +242,36 @@ class SessionStatus:
     """Kind → number of signals."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSession:
+    """A session as people look at it: how far it is, and what was said of it, late or not."""
+
+    session: LiveSession
+    state: str
+    """``open``, ``ended``, ``closed`` or ``taken``."""
+    result: str
+    """Outcome once it was taken; empty before."""
+    signals: tuple[tuple[Signal, bool], ...]
+    """In the order in which they were received, each with whether it was late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalCount:
+    """All signals of one kind."""
+
+    kind: str
+    number: int
+    late: int
+    unmatched: int
+    """Those whose session has not come."""
+    mean: float
+
+
+STATE = """
+    CASE WHEN ended_at IS NULL THEN 'open' WHEN closed_at IS NULL THEN 'ended'
+    WHEN taken_at IS NULL THEN 'closed' ELSE 'taken' END
+"""
+"""SQL of the state of a session."""
 SESSION_COLUMNS = (
     "session_id, owner, name, pseudonym, template, region, opened_at, ended_at, arm, first_version, last_version, turns"
 )
@@ -487,12 +551,18 @@ def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
 
 
 def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[Signal]]:
+    """Session → its signals that came in time."""
+    signals = _all_signals_of(db, ids, users)
+    return {session_id: [signal for signal, is_late in own if not is_late] for session_id, own in signals.items()}
+
+
+def _all_signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[tuple[Signal, bool]]]:
     sql = """
         SELECT s.session_id, s.event_id, s.kind, s.value, s.turn, s.span_start, s.span_end, s.pseudonym, s.sent_at,
-            s.received_at FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0 WHERE s.late = 0
+            s.received_at, s.late FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0
     """
-    signals: dict[str, list[Signal]] = {}
-    for session_id, event_id, kind, value, turn, start, end, user, sent_at, received_at in db.execute(sql, ids):
+    signals: dict[str, list[tuple[Signal, bool]]] = {}
+    for session_id, event_id, kind, value, turn, start, end, user, sent_at, received_at, late in db.execute(sql, ids):
         signal = Signal(
             event_id=event_id,
             session_id=session_id,
@@ -504,8 +574,35 @@ def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, l
             sent_at=sent_at,
             received_at=received_at,
         )
-        signals.setdefault(session_id, []).append(signal)
+        signals.setdefault(session_id, []).append((signal, bool(late)))
     return signals
+
+
+def _newest_sessions(limit: int, offset: int, db: Database) -> list[KeptSession]:
+    sql = (
+        f"SELECT {SESSION_COLUMNS}, {STATE}, result FROM sessions ORDER BY opened_at DESC, session_id LIMIT ? OFFSET ?"
+    )
+    return _kept_sessions(db, db.execute(sql, limit, offset))
+
+
+def _kept_session(session_id: str, db: Database) -> KeptSession | None:
+    sql = f"SELECT {SESSION_COLUMNS}, {STATE}, result FROM sessions WHERE session_id = ?"
+    return next(iter(_kept_sessions(db, db.execute(sql, session_id))), None)
+
+
+def _kept_sessions(db: Database, rows: Sequence[Row]) -> list[KeptSession]:
+    sessions = [(_session(tuple(columns)), state, result) for *columns, state, result in rows]
+    ids = _rows([[session.session_id] for session, _, _ in sessions])
+    signals = _all_signals_of(db, ids, {session.session_id: session.user for session, _, _ in sessions})
+    return [
+        KeptSession(
+            session=session,
+            state=state,
+            result=result,
+            signals=tuple(sorted(signals.get(session.session_id, ()), key=lambda pair: pair[0].received_at)),
+        )
+        for session, state, result in sessions
+    ]
 
 
 def _taken(results: Mapping[str, str], left_out: Mapping[str, int], now: float, db: Database) -> int:

@@ -11,6 +11,7 @@ asked of these does not find them (``Census.unlisted`` says how many). Only :met
 :meth:`Archive.group` decode records, and those only that are asked for.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -25,10 +26,10 @@ from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
 from etude.ledger.open import open_database
 from etude.ledger.payloads import Payloads
-from etude.ledger.records import decode_rollout, decode_task
+from etude.ledger.records import decode_observed, decode_rollout, decode_task
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
-from etude.types import Disposition, Group, Rollout, RolloutStatus
+from etude.types import Disposition, Group, ObservedSession, Rollout, RolloutStatus
 
 ALIKE_CHARACTERS = 60
 """Reasons that have so many in common at their beginning are counted as one."""
@@ -232,6 +233,18 @@ class Archive(LedgerConnection):
     def fact(self, key: str) -> str | None:
         """The fact that the run last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
+
+    def observed(self, session_ids: Sequence[str]) -> dict[str, ObservedSession]:
+        """Live session → what is known of it and what it came to, of those that were offered."""
+        sql = "SELECT o.record FROM json_each(?) AS r JOIN observations AS o ON o.session_id = r.value->>0"
+        ids = json.dumps([[session_id] for session_id in session_ids])
+        sessions = (decode_observed(record) for (record,) in self._db.read(lambda db: db.execute(sql, ids)))
+        return {session.session_id: session for session in sessions}
+
+    def quarantined(self, purpose: str) -> dict[str, int]:
+        """Cause → rollouts that were kept out of training for it."""
+        sql = "SELECT cause, count(*) FROM catalogue WHERE purpose = ? AND disposition = ? GROUP BY cause"
+        return dict(self._db.read(lambda db: db.execute(sql, purpose, str(Disposition.QUARANTINE))))
 
 
 class StoredGroup(NamedTuple):

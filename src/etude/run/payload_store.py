@@ -46,17 +46,19 @@ def open_ledger(folder: RunFolder) -> Ledger:
     return Ledger.open(folder.ledger, folder.config().ledger, payloads=open_payloads(folder, syncs=True))
 
 
-def open_releases(folder: RunFolder) -> ReleaseStore:
-    """Open a run's releases, beside its ledger. Raises as :meth:`~etude.ledger.ledger.Ledger.open` does."""
-    return ReleaseStore.open(folder.ledger, folder.config().ledger)
+def open_releases(folder: RunFolder, *, read_only: bool = False) -> ReleaseStore:
+    """Open a run's releases, beside its ledger. Raises as :meth:`ReleaseStore.open
+    <etude.releases.store.ReleaseStore.open>` does.
+    """
+    return ReleaseStore.open(folder.ledger, folder.config().ledger, read_only=read_only)
 
 
-def open_feedback(folder: RunFolder) -> FeedbackStore:
+def open_feedback(folder: RunFolder, *, read_only: bool = False) -> FeedbackStore:
     """Open the live sessions and signals of a run. Raises :class:`~etude.errors.UserError` where it keeps none."""
     window_s = folder.config().feedback.window_s
     if not window_s:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
-    return FeedbackStore.open(feedback_place(folder), window_s=window_s)
+    return FeedbackStore.open(feedback_place(folder), window_s=window_s, read_only=read_only)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from etude.dashboard.run_metrics import LIVE, TRAIN
-from etude.run.process_name import ProcessName
+from etude.run.process_name import PRODUCTION, ProcessName
 from etude.telemetry.events import (
     EngineStats,
     EvalDone,
@@ -74,6 +74,11 @@ class Lane:
     region: str = ""
     """Empty: home."""
     states: dict[str, Spans] = field(default_factory=dict)
+
+    @property
+    def serves_users(self) -> bool:
+        """True for an engine that samples nothing for the trainer."""
+        return self.name.startswith(PRODUCTION.command)
 
     def add(self, state: str, start_s: float, end_s: float, rate: float = 1.0) -> None:
         """Add a span of a state."""
@@ -217,9 +222,7 @@ class Timeline:
     def _add_swap(self, at_s: float, process: str, swapped: WeightsSwapped) -> None:
         text = f"{process} serves version {swapped.version}: paused {swapped.pause_ms:.3g} ms"
         facts = {"stage_ms": swapped.stage_ms, "pause_ms": swapped.pause_ms}
-        self.marks.append(
-            Mark(at_s=at_s, kind="swapped", text=text, lane=process, number=swapped.version, facts=facts)
-        )
+        self.marks.append(Mark(at_s=at_s, kind="swapped", text=text, lane=process, number=swapped.version, facts=facts))
 
     def _add_rollout(self, at_s: float, closed: RolloutClosed) -> None:
         if closed.purpose == LIVE:

@@ -34,12 +34,13 @@ def timeline(query: RunQuery) -> Json:
         raise UserError(f"bins={bins}: expected 1 to {MOST_BINS}")
     with folded.lock:
         from_s, to_s = _window(query, folded)
-        return view(folded, from_s, to_s, bins, limit=query.run.config.rollouts.concurrency)
+        config, waits = query.run.config, waits_of(folded, from_s, to_s)
+        words = sentence(waits, limit=config.rollouts.concurrency, sessions=config.live.groups_per_step)
+        return {**view(folded, from_s, to_s, bins), "words": words, "waits": asdict(waits)}
 
 
-def view(timeline: Timeline, from_s: float, to_s: float, bins: int, *, limit: int | None = None) -> Json:
-    """A window of a timeline. ``limit`` is the recipe's bound on rollouts in flight."""
-    waits = waits_of(timeline, from_s, to_s)
+def view(timeline: Timeline, from_s: float, to_s: float, bins: int) -> dict[str, Json]:
+    """A window of a timeline, without what it means."""
     edges = np.linspace(from_s, to_s, bins + 1)
     lanes = [_lane(lane, edges) for group in STATES for lane in timeline.lanes_of(group)]
     return {
@@ -51,8 +52,6 @@ def view(timeline: Timeline, from_s: float, to_s: float, bins: int, *, limit: in
         "phases": [{"at_s": at_s, "phase": phase} for at_s, phase in timeline.phases],
         "gaps": [list(gap) for gap in timeline.gaps if gap[1] > from_s and gap[0] < to_s],
         "lanes": [lane for lane in lanes if lane["seconds"]],
-        "words": sentence(waits, limit=limit),
-        "waits": asdict(waits),
         **_marks([mark for mark in timeline.marks if from_s <= mark.at_s <= to_s], edges),
     }
 

@@ -31,12 +31,14 @@ from etude.ui.timeline import (
     alive,
 )
 
+OTHER = "other"
+"""State of the trainer that no event tells."""
 GRID = 4000
 """Bins of a window within which two lanes are compared: waiting and busy at the same time."""
 NEARLY_NONE = 0.05
 """A share of the time that is not worth a word."""
-SATURATED, SPARE = 0.8, 0.5
-"""Busy shares of engines above which they are full, and below which they had room."""
+SATURATED = 0.8
+"""Busy share of engines above which they are full."""
 STAGE_WORDS: Mapping[str, str] = {
     RolloutStage.SESSION: "opening sessions",
     RolloutStage.SANDBOX: "starting sandboxes",
@@ -54,7 +56,7 @@ class Waits:
     seconds: float
     """In which the run was alive."""
     trainer: Mapping[str, float] = field(default_factory=dict)
-    """State → share of that; ``other`` is what no event tells. Empty without a step."""
+    """State → share of that; with what no event tells. Empty without a step."""
     engines_busy: float | None = None
     """Mean over engines and the time of which they reported."""
     engines_busy_meanwhile: float | None = None
@@ -78,7 +80,7 @@ def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
     edges = np.linspace(from_s, to_s, GRID + 1)
     trainers = timeline.lanes_of(TRAINER)
     waiting = sum((_means(lane.states.get(WAITING), edges) for lane in trainers), np.zeros(GRID))
-    engines = timeline.lanes_of(ENGINES)
+    engines = [lane for lane in timeline.lanes_of(ENGINES) if not lane.serves_users]
     busy, idle = (sum((_means(lane.states.get(s), edges) for lane in engines), np.zeros(GRID)) for s in (BUSY, IDLE))
     rollouts = {
         name: _means(spans, edges) for lane in timeline.lanes_of(ROLLOUTS) for name, spans in lane.states.items()
@@ -101,8 +103,8 @@ def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
     )  # fmt: skip
 
 
-def sentence(waits: Waits, *, limit: int | None = None) -> str:
-    """The figures in words. ``limit`` is the recipe's bound on rollouts in flight."""
+def sentence(waits: Waits, *, limit: int | None = None, sessions: int = 0) -> str:
+    """The figures in words. ``limit`` bounds rollouts in flight; a batch takes so many ``sessions`` of users."""
     if not waits.trainer:
         return "No step was computed in this time, so nobody waited for one."
     waited = waits.trainer.get(WAITING, 0.0)
@@ -112,46 +114,38 @@ def sentence(waits: Waits, *, limit: int | None = None) -> str:
         shares.append(f"saved and published {_percent(keeping)}")
     shares.append(f"waited {_percent(waited)}")
     first = f"The trainer {', '.join(shares[:-1])} and {shares[-1]}"
+    untold = waits.trainer.get(OTHER, 0.0)
+    last = (
+        f" The other {_percent(untold)} no event tells: starts, and the step that is under way." if untold > 0.1 else ""
+    )
     if waited < NEARLY_NONE:
-        return f"{first}: it is the trainer that others wait for{_idle_words(waits)}."
-    return f"{first}: {_cause(waits, limit)}."
+        return f"{first}: it is the trainer that others wait for{_idle_words(waits)}.{last}"
+    if waits.in_flight is None and sessions:
+        return f"{first} for users: a batch takes {sessions} of their sessions, each when its window is over.{last}"
+    return f"{first}: {_cause(waits, limit)}.{last}"
 
 
 def _cause(waits: Waits, limit: int | None) -> str:
-    known = {stage: share for stage, share in waits.stages.items() if stage != UNTOLD}
-    if waits.in_flight_meanwhile is None:
+    flying = waits.in_flight_meanwhile
+    if flying is None:
         return "what rollouts did meanwhile no event tells"
-    if waits.in_flight_meanwhile < 0.5:
-        return "for most of it no rollout was in flight, so none was admitted, or their processes were away"
-    number = f"of {waits.in_flight_meanwhile:.0f} rollouts in flight" if waits.in_flight_meanwhile >= 2 else "meanwhile"
-    if not known or waits.stages.get(UNTOLD, 0.0) > 0.5:
-        return f"meanwhile {waits.in_flight_meanwhile:.0f} rollouts were in flight, whose stages were not recorded" + (
-            _load_words(waits)
-        )
-    largest = sorted(known.items(), key=lambda pair: -pair[1])
-    spent = ", ".join(
-        f"{_percent(share)} {STAGE_WORDS.get(stage, stage)}" for stage, share in largest[:3] if share >= 0.01
-    )
-    return f"the time {number} went {spent}{_load_words(waits)}{_advice(largest[0][0], waits, limit)}"
+    if flying < 0.5:
+        return "for most of it no rollout was in flight: none was admitted, or their processes were away"
+    most = f" of at most {limit}" if limit is not None and flying < 0.5 * limit else ""
+    number = f"while it waited, {max(1.0, flying):.0f}{most} rollouts were in flight"
+    if waits.stages.get(UNTOLD, 0.0) > 0.5:
+        return f"{number}, whose stages were not recorded{_load_words(waits)}"
+    largest = sorted(waits.stages.items(), key=lambda pair: -pair[1])[:3]
+    spent = [f"{_percent(share)} {STAGE_WORDS.get(stage, stage)}" for stage, share in largest if share >= 0.01]
+    return f"{number}, their time {', '.join(spent)}{_load_words(waits)}"
 
 
 def _load_words(waits: Waits) -> str:
-    if waits.engines_busy_meanwhile is None:
+    busy = waits.engines_busy_meanwhile
+    if busy is None:
         return "; how busy engines were they do not say"
     engines = "the engine was" if waits.engines == 1 else f"{waits.engines} engines were"
-    return f"; {engines} {_percent(waits.engines_busy_meanwhile)} busy"
-
-
-def _advice(stage: str, waits: Waits, limit: int | None) -> str:
-    """Where more would help, as far as the figures say so."""
-    if stage != RolloutStage.MODEL:
-        return ""
-    busy, flying = waits.engines_busy_meanwhile, waits.in_flight_meanwhile or 0.0
-    if busy is not None and busy >= SATURATED:
-        return ", so sampling is what the trainer waits for"
-    if busy is not None and busy < SPARE and limit is not None and flying < 0.9 * limit:
-        return f", with room for more than the {flying:.0f} of at most {limit} rollouts in flight"
-    return ""
+    return f"; {engines} {_percent(busy)} busy{', so sampling is the bottleneck' if busy >= SATURATED else ''}"
 
 
 def _idle_words(waits: Waits) -> str:
@@ -172,7 +166,7 @@ def _trainer_shares(timeline: Timeline, from_s: float, to_s: float, seconds: flo
     }
     if not shares.get(COMPUTING):
         return {}
-    return {**shares, "other": max(0.0, 1 - sum(shares.values()))}
+    return {**shares, OTHER: max(0.0, 1 - sum(shares.values()))}
 
 
 def _means(spans: Spans | None, edges: Floats) -> Floats:
