@@ -152,7 +152,7 @@ class Timeline:
             case RolloutClosed() as closed:
                 self._add_rollout(at_s, closed)
             case EvalDone() as done:
-                text = f"evaluated {done.label}: {100 * done.sampled_pass:.1f} % passed"
+                text = f"evaluated {done.label}: {100 * done.sampled_pass:.1f}% passed"
                 self.marks.append(Mark(at_s=at_s, kind="evaluated", text=text, lane=EVALUATIONS, number=done.version))
             case ProcessStarted(restarts=restarts) as started if restarts:
                 self.marks.append(Mark(at_s=at_s, kind="restarted", text=f"{started.process} was started again"))

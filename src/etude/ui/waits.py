@@ -8,7 +8,7 @@ window without a step. A stage is named as the cause where it has the most of th
 goes, not a proof that less of it would be faster.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -113,7 +113,7 @@ def sentence(waits: Waits, *, limit: int | None = None, sessions: int = 0) -> st
     if keeping >= NEARLY_NONE / 5:
         shares.append(f"saved and published {_percent(keeping)}")
     shares.append(f"waited {_percent(waited)}")
-    first = f"The trainer {', '.join(shares[:-1])} and {shares[-1]}"
+    first = f"The trainer {_list(shares)}"
     untold = waits.trainer.get(OTHER, 0.0)
     last = (
         f" The other {_percent(untold)} no event tells: starts, and the step that is under way." if untold > 0.1 else ""
@@ -137,7 +137,11 @@ def _cause(waits: Waits, limit: int | None) -> str:
         return f"{number}, whose stages were not recorded{_load_words(waits)}"
     largest = sorted(waits.stages.items(), key=lambda pair: -pair[1])[:3]
     spent = [f"{_percent(share)} {STAGE_WORDS.get(stage, stage)}" for stage, share in largest if share >= 0.01]
-    return f"{number}, their time {', '.join(spent)}{_load_words(waits)}"
+    return f"{number}, {_list(spent)} of their time{_load_words(waits)}"
+
+
+def _list(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + f" and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
 def _load_words(waits: Waits) -> str:
@@ -178,4 +182,4 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
+    return f"{100 * share:.0f}%"
