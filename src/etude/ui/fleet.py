@@ -49,7 +49,7 @@ def _one_machine(run: RunReader, history: WeightHistory, now_s: float) -> Json:
         "name": "this machine",
         "is_home": True,
         "store": run.folder.store,
-        "remark": "" if is_alive else "the run is not going on",
+        "remark": "",
         **_served("", history, now_s),
         **_sandboxes(run, 0),
         "processes": sorted(processes, key=_order),
@@ -60,7 +60,7 @@ def _one_machine(run: RunReader, history: WeightHistory, now_s: float) -> Json:
 def _local(name: str, beat_s: float | None, is_alive: bool, history: WeightHistory, now_s: float) -> Facts:
     started_s, started = history.started[name]
     age_s = None if beat_s is None else now_s - beat_s
-    health, state = (WELL, "runs") if is_alive else (GONE, "the run is not going on")
+    health, state = (WELL, "runs") if is_alive else (GONE, "ended with the run")
     if is_alive and age_s is not None and age_s > SILENT_S:
         health, state = (GONE, "ended, or silent") if age_s > 3 * SILENT_S else (ILL, f"silent for {age_s:.0f} s")
     return {

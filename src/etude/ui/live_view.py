@@ -241,6 +241,7 @@ def _release_facts(run: RunReader, store: ReleaseStore) -> Json:
         "every_steps": config.every_steps,
         "approvals": config.approvals,
         "shares": list(config.canary_shares),
+        "has_shadow": config.shadow_sessions > 0,
         "live": None if live is None else live.version,
         "former": None if former is None else former.version,
         "way": None if way is None else {"version": way.version, "state": str(way.state), "stage": way.stage},

@@ -65,7 +65,7 @@ def weights(query: RunQuery) -> Json:
             "total": len(numbers),
             "state_bytes": state_bytes,
             "versions": [_version(record, page, history) for record in page.records],
-            "engines": [_engine(engine, newest) for _, engine in sorted(history.engines.items())],
+            "engines": [_engine(engine, newest) for engine in sorted(history.engines.values(), key=_place)],
             "regions": _lags(history),
         }
 
@@ -145,6 +145,10 @@ def _version(record: WeightVersion, page: VersionPage, history: WeightHistory) -
         "served_by": [engine.name for engine in history.engines.values() if engine.version == record.version],
         "release": None if release is None else str(release.state),
     }
+
+
+def _place(engine: EngineHistory) -> tuple[str, str]:
+    return engine.region, engine.name
 
 
 def _engine(engine: EngineHistory, newest: int | None) -> Json:

@@ -1,5 +1,7 @@
 // Nouns of the tab "Weights", and the pure half of its drawings.
 
+import { significant } from "../format";
+
 export interface Version {
   readonly version: number;
   readonly base: number | null;
@@ -118,8 +120,22 @@ export function healthOf(region: Region): Health {
   return WORST.find((health) => region.processes.some((process) => process.health === health)) ?? "unknown";
 }
 
+/** How near the nearest region is to home, as a share of the farthest. */
+const NEAREST = 0.8;
+export const ORBITS: readonly number[] = [NEAREST, (1 + NEAREST) / 2, 1];
+
+export interface Extent {
+  readonly width: number;
+  readonly height: number;
+  /** Room around the farthest region. */
+  readonly margin: readonly [number, number];
+}
+
+export const WIDE: Extent = { width: 660, height: 470, margin: [84, 80] };
+export const NARROW: Extent = { width: 380, height: 480, margin: [64, 80] };
+
 /** Regions around home: as far out as their weights come late, so that the far ones look far. */
-export function placed(regions: readonly Region[], width: number, height: number): Placed[] {
+export function placed(regions: readonly Region[], { width, height, margin }: Extent): Placed[] {
   const others = regions.filter((region) => !region.is_home);
   const lags = others.map((region) => Math.log10(1 + 20 * (region.lag_s ?? 1)));
   const least = Math.min(...lags), most = Math.max(...lags);
@@ -129,8 +145,8 @@ export function placed(regions: readonly Region[], width: number, height: number
     if (index < 0) return { region, ...centre };
     const far = most > least ? ((lags[index] ?? 0) - least) / (most - least) : 0.5;
     const angle = -0.35 + (2 * Math.PI * index) / others.length;
-    const reach = 0.62 + 0.38 * far;
-    return { region, x: centre.x + Math.cos(angle) * (width / 2 - 120) * reach, y: centre.y + Math.sin(angle) * (height / 2 - 62) * reach };
+    const reach = NEAREST + (1 - NEAREST) * far;
+    return { region, x: centre.x + Math.cos(angle) * (width / 2 - margin[0]) * reach, y: centre.y + Math.sin(angle) * (height / 2 - margin[1]) * reach };
   });
 }
 
@@ -141,6 +157,12 @@ export function ring(region: Region, radius: number): { process: Process; x: num
     const angle = -Math.PI / 2 + (2 * Math.PI * index) / Math.max(1, number);
     return { process, x: Math.cos(angle) * radius, y: Math.sin(angle) * radius };
   });
+}
+
+/** A time that may be short: 4.7 ms, 0.34 s, 12 s. */
+export function seconds(value: number | null): string {
+  if (value === null) return "–";
+  return value < 0.1 ? `${significant(1000 * value, 2)} ms` : value < 10 ? `${value.toFixed(2)} s` : `${value.toFixed(0)} s`;
 }
 
 /** A region in words. */

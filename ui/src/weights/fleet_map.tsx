@@ -2,10 +2,8 @@
 
 import { useState } from "preact/hooks";
 
-import { decimal, percent, size } from "../format";
-import { describe, healthOf, placed, ring, type Fleet, type Process, type Region } from "./data";
-
-const WIDTH = 760, HEIGHT = 380;
+import { percent, size } from "../format";
+import { describe, healthOf, NARROW, ORBITS, placed, ring, seconds, WIDE, type Fleet, type Process, type Region } from "./data";
 
 export function FleetMap({ fleet }: { fleet: Fleet }) {
   const [chosen, setChosen] = useState<string | null>(null);
@@ -15,35 +13,41 @@ export function FleetMap({ fleet }: { fleet: Fleet }) {
       <h2 id="fleet-title">{fleet.kind === "fleet" ? "Fleet" : "Processes"}</h2>
       {fleet.problem && <p class="weights-remark">{fleet.problem}</p>}
       {fleet.regions.length > 1 && (
-        <>
-          <p class="note">
-            {fleet.regions.length} regions, placed by the launcher {fleet.launcher}
-            {fleet.generation !== null && `, generation ${fleet.generation}`}. The farther from home, the later a version is served there.
-          </p>
-          <Map fleet={fleet} chosen={region?.name ?? ""} onChoose={setChosen} />
-          <div class="weights-regions" role="group" aria-label="Regions">
-            {fleet.regions.map((each) => (
-              <button type="button" key={each.name} aria-pressed={each.name === region?.name} onClick={() => setChosen(each.name)}>
-                <i class={`weights-dot is-${healthOf(each)}`} aria-hidden="true" />
-                {each.name}
-                <span class="hidden">{describe(each)}</span>
-              </button>
-            ))}
-          </div>
-        </>
+        <p class="note">
+          {fleet.regions.length} regions, placed by the launcher {fleet.launcher}
+          {fleet.generation !== null && `, generation ${fleet.generation}`}. The farther from home, the later a version is served there.
+        </p>
       )}
-      {region && <RegionPanel region={region} isOnly={fleet.regions.length === 1} />}
+      <div class={fleet.regions.length > 1 ? "weights-fleet" : ""}>
+        {fleet.regions.length > 1 && (
+          <div>
+            <Map fleet={fleet} chosen={region?.name ?? ""} onChoose={setChosen} />
+            <div class="weights-regions" role="group" aria-label="Regions">
+              {fleet.regions.map((each) => (
+                <button type="button" key={each.name} aria-pressed={each.name === region?.name} onClick={() => setChosen(each.name)}>
+                  <i class={`weights-dot is-${healthOf(each)}`} aria-hidden="true" />
+                  {each.name}
+                  <span class="hidden">{describe(each)}</span>
+                </button>
+              ))}
+            </div>
+          </div>
+        )}
+        {region && <RegionPanel region={region} isOnly={fleet.regions.length === 1} />}
+      </div>
     </section>
   );
 }
 
 function Map({ fleet, chosen, onChoose }: { fleet: Fleet; chosen: string; onChoose: (name: string) => void }) {
-  const places = placed(fleet.regions, WIDTH, HEIGHT);
+  const extent = matchMedia("(max-width: 640px)").matches ? NARROW : WIDE;
+  const { width, height, margin } = extent;
+  const places = placed(fleet.regions, extent);
   const home = places.find(({ region }) => region.is_home);
   return (
-    <svg class="weights-map" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} aria-hidden="true">
-      {[0.36, 0.68, 1].map((share) => (
-        <ellipse key={share} class="weights-orbit" cx={WIDTH / 2} cy={HEIGHT / 2} rx={(WIDTH / 2 - 90) * share} ry={(HEIGHT / 2 - 36) * share} />
+    <svg class="weights-map" viewBox={`0 0 ${width} ${height}`} aria-hidden="true">
+      {ORBITS.map((share) => (
+        <ellipse key={share} class="weights-orbit" cx={width / 2} cy={height / 2} rx={(width / 2 - margin[0]) * share} ry={(height / 2 - margin[1]) * share} />
       ))}
       {home &&
         places
@@ -51,8 +55,8 @@ function Map({ fleet, chosen, onChoose }: { fleet: Fleet; chosen: string; onChoo
           .map(({ region, x, y }) => (
             <g key={region.name} class={region.is_away ? "is-away" : ""}>
               <line class="weights-link" x1={home.x} y1={home.y} x2={x} y2={y} stroke-width={1 + Math.min(6, Math.sqrt(region.sessions ?? 0))} />
-              <text class="weights-lag" x={(home.x + x) / 2} y={(home.y + y) / 2 - 5}>
-                {region.is_away ? "away" : region.lag_s === null ? "" : `${decimal(region.lag_s, region.lag_s < 1 ? 2 : 1)} s`}
+              <text class="weights-lag" x={home.x + 0.56 * (x - home.x)} y={home.y + 0.56 * (y - home.y) + 4}>
+                {region.is_away ? "away" : region.lag_s === null ? "" : seconds(region.lag_s)}
               </text>
             </g>
           ))}
@@ -83,7 +87,7 @@ function Map({ fleet, chosen, onChoose }: { fleet: Fleet; chosen: string; onChoo
 function RegionPanel({ region, isOnly }: { region: Region; isOnly: boolean }) {
   const facts: [string, string][] = [
     ["serves", region.version === null ? "nothing yet" : `version ${region.version}${region.behind ? `, ${region.behind} behind` : ""}`],
-    ["lag", region.lag_s === null ? "not measured" : `${decimal(region.lag_s, 2)} s`],
+    ["lag", region.lag_s === null ? "not measured" : seconds(region.lag_s)],
     ...(region.sessions === null ? [] : ([["sessions", String(region.sessions)]] as [string, string][])),
     ["sandboxes", `${region.sandboxes}${region.sandbox_hosts ? `, ${region.sandbox_hosts} hosts here` : ""}`],
     ...(region.lent_engines ? ([["lent", `${region.lent_engines} of ${region.engines} engines are on machines of production`]] as [string, string][]) : []),

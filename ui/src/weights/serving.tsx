@@ -1,7 +1,7 @@
 // Who serves what where: every engine on the line of versions, how late it is and what it costs.
 
-import { ago, decimal, percent, significant } from "../format";
-import { regionName, type Engine } from "./data";
+import { ago, percent, significant } from "../format";
+import { regionName, seconds, type Engine } from "./data";
 
 /** Versions that the line shows, up to the newest. */
 const SHOWN = 12;
@@ -36,7 +36,7 @@ export function Serving({ engines, newest }: { engines: readonly Engine[]; newes
                 <td>
                   <Line engine={engine} newest={newest} />
                 </td>
-                <td class="number">{engine.lag_s === null ? "–" : `${decimal(engine.lag_s, 2)} s`}</td>
+                <td class="number">{seconds(engine.lag_s)}</td>
                 <td class="number">{engine.pause_ms === null ? "–" : pause(engine.pause_ms)}</td>
                 <td class="number">{percent(engine.busy, 0)}</td>
                 <td class="number">{engine.running === null ? "–" : `${engine.running}${engine.waiting ? ` + ${engine.waiting}` : ""}`}</td>

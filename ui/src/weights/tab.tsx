@@ -8,7 +8,7 @@ import { count, decimal, size } from "../format";
 import { useJson } from "../resource";
 import { useSlowly } from "../slowly";
 import type { TabProps } from "../tabs";
-import { regionName, type Fleet, type History, type Weights } from "./data";
+import { regionName, seconds, type Fleet, type History, type Weights } from "./data";
 import { FleetMap } from "./fleet_map";
 import { Serving } from "./serving";
 import { Versions } from "./versions";
@@ -20,7 +20,7 @@ export function WeightsTab({ run, tick }: TabProps) {
   const [before, setBefore] = useState<number | null>(null);
   const news = useSlowly(tick?.cursor ?? 0, REFRESH_MS);
   const base = `/runs/${encodeURIComponent(run.id)}`;
-  const weights = useJson<Weights>(`${base}/weights?limit=40${before === null ? "" : `&before=${before}`}`, news);
+  const weights = useJson<Weights>(`${base}/weights?limit=20${before === null ? "" : `&before=${before}`}`, news);
   const history = useJson<History>(`${base}/weights/history`, tick?.step ?? 0);
   const fleet = useJson<Fleet>(`${base}/fleet`, news);
   const error = weights.error ?? fleet.error;
@@ -32,8 +32,8 @@ export function WeightsTab({ run, tick }: TabProps) {
       {fleet.data !== null && fleet.data.kind === "fleet" && <FleetMap fleet={fleet.data} />}
       {weights.data !== null && <Serving engines={weights.data.engines} newest={weights.data.newest} />}
       {history.data !== null && history.data.version.length > 1 && <Charts history={history.data} />}
-      {weights.data !== null && <Versions weights={weights.data} before={before} onBefore={setBefore} />}
       {fleet.data !== null && fleet.data.kind === "machine" && <FleetMap fleet={fleet.data} />}
+      {weights.data !== null && <Versions weights={weights.data} before={before} onBefore={setBefore} />}
     </div>
   );
 }
@@ -46,7 +46,7 @@ function Head({ weights, history }: { weights: Weights; history: History | null 
   const figures: [string, string, string][] = [
     ["newest version", weights.newest === null ? "–" : String(weights.newest), `${count(weights.total)} in the log`],
     ["delta, mean", size(mean), weights.state_bytes === null || mean === null ? "" : `1 / ${decimal(weights.state_bytes / mean, 1)} of ${size(weights.state_bytes)}`],
-    ["lag of the last", worst === null ? "–" : `${decimal(worst.last_s, 2)} s`, worst === null ? "" : `step’s end to the last engine, ${regionName(worst.region)}`],
+    ["lag of the last", worst === null ? "–" : seconds(worst.last_s), worst === null ? "" : `step’s end to the last engine, ${regionName(worst.region)}`],
     ["engines", String(weights.engines.length), late === 0 ? "all serve the newest" : `${late} behind the newest`],
   ];
   return (

@@ -2,8 +2,8 @@
 
 import { useState } from "preact/hooks";
 
-import { ago, decimal, size } from "../format";
-import { regionName, type Version, type Weights } from "./data";
+import { ago, size } from "../format";
+import { regionName, seconds, type Version, type Weights } from "./data";
 
 export function Versions({ weights, before, onBefore }: { weights: Weights; before: number | null; onBefore: (before: number | null) => void }) {
   const last = weights.versions[weights.versions.length - 1]?.version ?? 0;
@@ -27,7 +27,7 @@ export function Versions({ weights, before, onBefore }: { weights: Weights; befo
                   <th scope="col">size</th>
                   <th scope="col">digest of the state</th>
                   <th scope="col" class="number">published in</th>
-                  <th scope="col" class="number">lag</th>
+                  <th scope="col" class="number">lag, worst</th>
                   <th scope="col">other ways here</th>
                   <th scope="col">served by</th>
                   <th scope="col">made</th>
@@ -59,7 +59,7 @@ export function Versions({ weights, before, onBefore }: { weights: Weights; befo
 }
 
 function VersionRow({ version, largest }: { version: Version; largest: number }) {
-  const lags = Object.entries(version.lags);
+  const lags = Object.entries(version.lags).sort(([, one], [, other]) => other - one);
   return (
     <tr>
       <th scope="row" class="number">
@@ -79,8 +79,11 @@ function VersionRow({ version, largest }: { version: Version; largest: number })
       <td>
         <Digest digest={version.digest} />
       </td>
-      <td class="number">{version.seconds === null ? "–" : `${decimal(version.seconds, 2)} s`}</td>
-      <td class="number">{lags.length === 0 ? "–" : lags.map(([region, lag]) => `${lags.length > 1 ? `${regionName(region)} ` : ""}${decimal(lag, 2)} s`).join(", ")}</td>
+      <td class="number">{seconds(version.seconds)}</td>
+      <td class="number" title={lags.map(([region, lag]) => `${regionName(region)} ${seconds(lag)}`).join(", ")}>
+        {lags.length > 1 && <small>{regionName(lags[0]?.[0] ?? "")} </small>}
+        {seconds(lags[0]?.[1] ?? null)}
+      </td>
       <td>
         {version.links.map((link) => (
           <small key={`${link.kind}${link.source}`} class="weights-chip" title={`${link.kind} link of ${size(link.size_bytes)}`}>
