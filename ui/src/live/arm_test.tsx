@@ -51,7 +51,7 @@ export function ArmTestCard({ test }: { test: ArmTest }) {
             <div>
               <dt>users of the canary</dt>
               <dd>
-                {percent(total ? evidence.users[1] / total : null)} of {percent(evidence.share, 0)} drawn{" "}
+                {percent(total ? evidence.users[1] / total : null)} of all, {percent(evidence.share, 0)} drawn{" "}
                 <b class={isSound ? "is-good" : "is-bad"}>{isSound ? "as drawn" : "mismatch"}</b> <small>p = {small(evidence.sample_ratio_p)}</small>
               </dd>
             </div>

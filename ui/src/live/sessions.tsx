@@ -220,7 +220,7 @@ function SessionRows({ run, session, most, now_s, isOpen, onToggle }: SessionRow
       {isOpen && (
         <tr class="live-detail">
           <td colSpan={10}>
-            <Detail run={run} id={session.id} />
+            <Detail run={run} session={session} />
           </td>
         </tr>
       )}
@@ -251,8 +251,8 @@ interface DetailData {
 }
 
 /** How what was said of one session became its reward. */
-function Detail({ run, id }: { run: string; id: string }) {
-  const { data, error } = useJson<DetailData>(`/runs/${encodeURIComponent(run)}/live/sessions/${encodeURIComponent(id)}`);
+function Detail({ run, session }: { run: string; session: Session }) {
+  const { data, error } = useJson<DetailData>(`/runs/${encodeURIComponent(run)}/live/sessions/${encodeURIComponent(session.id)}`);
   if (error !== null) return <p role="alert">{error}</p>;
   if (data === null) return <p class="note">…</p>;
   return (
@@ -261,7 +261,7 @@ function Detail({ run, id }: { run: string; id: string }) {
         <p key={part.name}>
           <b>{part.name}</b> {answered(part.answers)}
           {part.silence && `, ${part.silence}`}
-          {part.value !== null && ` → ${small(part.value, 3)} × ${part.weight} = ${signed(part.worth)}`}
+          {part.value !== null && `; counts as ${small(part.value, 3)}${inverse(part, session)}, × ${part.weight} = ${signed(part.worth)}`}
         </p>
       ))}
       <p>
@@ -273,6 +273,13 @@ function Detail({ run, id }: { run: string; id: string }) {
       {data.rollout !== null && <a href={routeTo(run, "rollouts", [data.rollout])}>Read the session</a>}
     </div>
   );
+}
+
+/** Why an answer counts for more than it says: it stands for the silent sessions that are like it. */
+function inverse(part: DetailData["parts"][number], session: Session): string {
+  const answer = part.answers.length === 1 ? part.answers[0] : null;
+  const isOther = answer !== null && answer !== undefined && part.value !== null && Math.abs(answer - part.value) > 1e-6;
+  return isOther && session.propensity !== null ? ` since only ${small(session.propensity)} of such sessions are answered` : "";
 }
 
 function answered(answers: readonly (number | null)[]): string {

@@ -120,33 +120,38 @@ export function healthOf(region: Region): Health {
   return WORST.find((health) => region.processes.some((process) => process.health === health)) ?? "unknown";
 }
 
-/** How near the nearest region is to home, as a share of the farthest. */
-const NEAREST = 0.8;
-export const ORBITS: readonly number[] = [NEAREST, (1 + NEAREST) / 2, 1];
-
+/** The extent of a map, where home is in it, and how far out the latest region is. */
 export interface Extent {
   readonly width: number;
   readonly height: number;
-  /** Room around the farthest region. */
-  readonly margin: readonly [number, number];
+  readonly home: readonly [number, number];
+  readonly reach: readonly [number, number];
 }
 
-export const WIDE: Extent = { width: 660, height: 470, margin: [84, 80] };
-export const NARROW: Extent = { width: 380, height: 480, margin: [64, 80] };
+export const WIDE: Extent = { width: 660, height: 430, home: [330, 352], reach: [272, 288] };
+export const NARROW: Extent = { width: 380, height: 440, home: [190, 362], reach: [136, 300] };
+/** How far out the promptest region is, as a share of the latest: home needs room. */
+const NEAREST = 0.5;
+const ORBITS = [0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000];
 
-/** Regions around home: as far out as their weights come late, so that the far ones look far. */
-export function placed(regions: readonly Region[], { width, height, margin }: Extent): Placed[] {
+/** The lags of a fleet as distances from home, on a logarithmic scale; what is not measured is far. */
+export function scale(regions: readonly Region[]): { distance: (lag_s: number | null) => number; orbits: readonly number[] } {
+  const lags = regions.filter(({ is_home }) => !is_home).flatMap(({ lag_s }) => (lag_s !== null && lag_s > 0 ? [Math.log(lag_s)] : []));
+  const low = Math.min(...lags), high = Math.max(low + 0.7, ...lags);
+  if (lags.length === 0) return { distance: () => 1, orbits: [] };
+  const distance = (lag_s: number | null) => (lag_s === null || lag_s <= 0 ? 1 : NEAREST + ((1 - NEAREST) * (Math.log(lag_s) - low)) / (high - low));
+  return { distance, orbits: ORBITS.filter((lag_s) => distance(lag_s) > 0.3 && distance(lag_s) < 1.05) };
+}
+
+/** Regions fanned out above home, as far as their weights come late. */
+export function placed(regions: readonly Region[], { home, reach }: Extent): Placed[] {
   const others = regions.filter((region) => !region.is_home);
-  const lags = others.map((region) => Math.log10(1 + 20 * (region.lag_s ?? 1)));
-  const least = Math.min(...lags), most = Math.max(...lags);
-  const centre = { x: width / 2, y: height / 2 };
+  const { distance } = scale(regions);
   return regions.map((region) => {
     const index = others.indexOf(region);
-    if (index < 0) return { region, ...centre };
-    const far = most > least ? ((lags[index] ?? 0) - least) / (most - least) : 0.5;
-    const angle = -0.35 + (2 * Math.PI * index) / others.length;
-    const reach = NEAREST + (1 - NEAREST) * far;
-    return { region, x: centre.x + Math.cos(angle) * (width / 2 - margin[0]) * reach, y: centre.y + Math.sin(angle) * (height / 2 - margin[1]) * reach };
+    if (index < 0) return { region, x: home[0], y: home[1] };
+    const angle = Math.PI * (1 - (index + 0.5) / others.length), far = distance(region.lag_s);
+    return { region, x: home[0] + Math.cos(angle) * reach[0] * far, y: home[1] - Math.sin(angle) * reach[1] * far };
   });
 }
 

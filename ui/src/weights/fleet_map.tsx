@@ -3,7 +3,7 @@
 import { useState } from "preact/hooks";
 
 import { percent, size } from "../format";
-import { describe, healthOf, NARROW, ORBITS, placed, ring, seconds, WIDE, type Fleet, type Process, type Region } from "./data";
+import { describe, healthOf, NARROW, placed, ring, scale, seconds, WIDE, type Fleet, type Process, type Region } from "./data";
 
 export function FleetMap({ fleet }: { fleet: Fleet }) {
   const [chosen, setChosen] = useState<string | null>(null);
@@ -41,14 +41,23 @@ export function FleetMap({ fleet }: { fleet: Fleet }) {
 
 function Map({ fleet, chosen, onChoose }: { fleet: Fleet; chosen: string; onChoose: (name: string) => void }) {
   const extent = matchMedia("(max-width: 640px)").matches ? NARROW : WIDE;
-  const { width, height, margin } = extent;
+  const { width, height, home: [left, base], reach } = extent;
+  const { distance, orbits } = scale(fleet.regions);
   const places = placed(fleet.regions, extent);
   const home = places.find(({ region }) => region.is_home);
   return (
     <svg class="weights-map" viewBox={`0 0 ${width} ${height}`} aria-hidden="true">
-      {ORBITS.map((share) => (
-        <ellipse key={share} class="weights-orbit" cx={width / 2} cy={height / 2} rx={(width / 2 - margin[0]) * share} ry={(height / 2 - margin[1]) * share} />
-      ))}
+      {orbits.map((lag_s) => {
+        const [rx, ry] = [reach[0] * distance(lag_s), reach[1] * distance(lag_s)];
+        return (
+          <g key={lag_s}>
+            <path class="weights-orbit" d={`M${left - rx} ${base}A${rx} ${ry} 0 0 1 ${left + rx} ${base}`} />
+            <text class="weights-small" x={left + rx} y={base + 15}>
+              {seconds(lag_s)}
+            </text>
+          </g>
+        );
+      })}
       {home &&
         places
           .filter((place) => place !== home)
@@ -64,8 +73,8 @@ function Map({ fleet, chosen, onChoose }: { fleet: Fleet; chosen: string; onChoo
         <g key={region.name} class={`weights-node ${region.name === chosen ? "is-chosen" : ""}`} transform={`translate(${x} ${y})`} onClick={() => onChoose(region.name)}>
           <circle class="weights-disc" r="34" />
           <circle class="weights-halo" r="25" />
-          {ring(region, 25).map(({ process, x: left, y: top }) => (
-            <circle key={process.name} class={`weights-process is-${process.health} ${process.command === "serve" ? "is-engine" : ""}`} cx={left} cy={top} r={process.command === "serve" || process.command === "train" ? 6 : 4}>
+          {ring(region, 25).map(({ process, x: across, y: down }) => (
+            <circle key={process.name} class={`weights-process is-${process.health} ${process.command === "serve" ? "is-engine" : ""}`} cx={across} cy={down} r={process.command === "serve" || process.command === "train" ? 6 : 4}>
               <title>{`${process.name}: ${process.state}`}</title>
             </circle>
           ))}
