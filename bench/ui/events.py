@@ -2,8 +2,8 @@
 
     python -m bench.ui.events FOLDER --steps 10000 --rollouts 100000
 
-Owns a made-up course of training: a pass rate that rises and levels off, noise, a few cheats, failures of machines. It is
-the same for the same seed. Nothing was trained.
+Owns a made-up training: a pass rate that rises and levels off, noise, a few cheats, failures of machines. It is the same
+for the same seed. Nothing was trained.
 """
 
 import argparse
@@ -61,16 +61,16 @@ def write_events(folder: RunFolder, steps: int, rollouts: int, *, seed: int = 0,
     with ExitStack() as stack:
         names = ("supervisor", "train", "rollouts", "serve")
         logs = {name: stack.enter_context(EventLog(folder.events, name)) for name in names}
-        course = Course(steps, random.Random(seed), logs)
-        course.begin()
+        run = SyntheticRun(steps, random.Random(seed), logs)
+        run.begin()
         for step in range(1, steps + 1):
-            course.step(step, rollouts * step // steps - rollouts * (step - 1) // steps)
+            run.step(step, rollouts * step // steps - rollouts * (step - 1) // steps)
             if step % max(1, steps // evals) == 0 and step < steps:
-                course.evaluate(f"step-{step}", step)
-        course.end()
+                run.evaluate(f"step-{step}", step)
+        run.end()
 
 
-class Course:
+class SyntheticRun:
     """Writes the events of one run, step by step."""
 
     def __init__(self, steps: int, chance: random.Random, logs: dict[str, EventLog]) -> None:
@@ -112,7 +112,8 @@ class Course:
             "reward_low": 0.0, "reward_high": 1.0, "reward_std": 0.45 * math.sqrt(reward * (1 - reward)),
             "groups": GROUPS, "groups_without_signal": silent, "groups_resampled": chance.randrange(4),
             "epoch": step // 500, "cut_short": cut / 128, "signal_share": 1 - silent / GROUPS,
-            "grad_norm": math.exp(chance.gauss(-1.5, 0.3)), "learning_rate": 4e-4, "loss_tokens": tokens, "trained_tokens": 3 * tokens,
+            "grad_norm": math.exp(chance.gauss(-1.5, 0.3)), "learning_rate": 4e-4, "loss_tokens": tokens,
+            "trained_tokens": 3 * tokens,
             "truncated_share": abs(chance.gauss(0, 0.002)), "masked_share": abs(chance.gauss(0, 0.001)),
             "staleness_sum": ages[1] + 2 * ages[2], "staleness_tokens": tokens,
             "staleness_max": 2 if ages[2] else 1, "staleness_mean": (ages[1] + 2 * ages[2]) / tokens,

@@ -102,7 +102,7 @@ class StepDone:
     ended: dict[str, int] = field(default_factory=dict)
     """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
     token_ages: list[int] = field(default_factory=list)
-    """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` has all older ones."""
+    """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` has all older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
