@@ -10,13 +10,14 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import ClassVar
 
-from etude.dashboard.statistics import mean_of
+from etude.dashboard.statistics import difference_of, mean_of
 from etude.telemetry.metrics import METRICS
 from etude.types import Json
 from etude.ui.event_lines import Fields
 
 PART, END, AGE = "part:", "end:", "age:"
 """Begin the names of columns that are no metrics: parts of the reward, rollouts by how they ended, tokens by age."""
+WAYS = ("sampled", "greedy")
 TRAIN = "train"
 """Purpose of the rollouts that are trained on."""
 
@@ -76,6 +77,7 @@ class Curves:
             "at_s": list(self._at_s[first:]),
             "columns": {name: [row.get(name) for row in rows] for name in ordered},
             "heldout": [self._measured[label] for label in by_version],
+            "gain": self._gain(by_version[-1]) if by_version else None,
             "losses": [_some(loss, "phase", "step", "loss", "action_loss") for _, loss in sorted(self._losses.items())],
             "imitation": {
                 phase: [_some(each, "step", "loss", "action_loss", "tokens_per_s") for _, each in sorted(steps.items())]
@@ -84,6 +86,13 @@ class Curves:
             "phases": [{"at_s": at_s, "phase": phase} for at_s, phase in sorted(self._phases)],
             "lineage": [_some(each, "phase", "steps", "tokens", "loss", "digest") for each in self._lineage.values()],
         }
+
+    def _gain(self, newest: str) -> Json:
+        """The newest evaluation − the one before RL, per sampling mode; ``None`` where they cannot be paired."""
+        before, after = self.evals.get("before"), self.evals[newest]
+        if before is None or newest == "before" or before["clusters"] != after["clusters"]:
+            return None
+        return {way: _difference(before, after, way) for way in WAYS}
 
     def _add_step(self, fields: Fields) -> None:
         while self._steps and self._steps[-1] >= fields["step"]:
@@ -131,12 +140,28 @@ class RolloutCurves:
 def measured(done: Fields) -> Json:
     """One held-out evaluation, with intervals over templates; of rewards that are fractions their mean, too."""
     ways: dict[str, Json] = {}
-    for way in ("sampled", "greedy"):
+    for way in WAYS:
         rewards = done.get(f"{way}_rewards") or []
         ways[way] = _interval(done[f"{way}_pass"], done.get(f"{way}_passed") or [], done["clusters"])
-        pays_fractions = any(reward not in (None, 0, 1) for reward in rewards)
-        ways[f"{way}_reward"] = _interval(None, rewards, done["clusters"]) if pays_fractions else None
+        ways[f"{way}_reward"] = _interval(None, rewards, done["clusters"]) if _has_fractions(done) else None
     return {"step": done["version"], "label": done["label"], "tasks": done["tasks"], "at_s": done["at_s"], **ways}
+
+
+def _has_fractions(done: Fields) -> bool:
+    """True where some reward was neither 0 nor 1, so that the mean reward is no pass rate."""
+    return any(reward not in (None, 0, 1) for way in WAYS for reward in done.get(f"{way}_rewards") or [])
+
+
+def _difference(before: Fields, after: Fields, way: str) -> Json:
+    """Of pass rates, or where rewards are fractions of mean rewards: paired, over the tasks that both have tried."""
+    what = "rewards" if _has_fractions(before) or _has_fractions(after) else "passed"
+    values = zip(before.get(f"{way}_{what}") or [], after.get(f"{way}_{what}") or [], after["clusters"], strict=False)
+    pairs = [(float(a), float(b), cluster) for a, b, cluster in values if a is not None and b is not None]
+    if not pairs:
+        return None
+    firsts, seconds, clusters = zip(*pairs, strict=True)
+    change = difference_of(firsts, seconds, clusters)
+    return {"value": change.value, "low": change.low, "high": change.high, "tried": len(pairs)}
 
 
 def _interval(share: float | None, values: list[float | None], clusters: list[str]) -> Json:
