@@ -56,8 +56,12 @@ export function smooth(values: Values, radius: number): Values {
   });
 }
 
+/** As many neighbours as the width of the page wants: none of few points, a hundredth of very many. */
+export const AUTO = -1;
+
 /** A curve as a smooth line over its faint self. */
-export function smoothed(curve: Curve, radius: number): Curve[] {
+export function smoothed(curve: Curve, chosen: number): Curve[] {
+  const radius = chosen === AUTO ? (curve.y.length < 80 ? 0 : Math.ceil(curve.y.length / 100)) : chosen;
   if (radius <= 0 || curve.style === "points" || curve.style === "area" || curve.y.length < 5) return [curve];
   const { low: _low, high: _high, ...bare } = curve;
   const edges = curve.low && curve.high ? { low: smooth(curve.low, radius), high: smooth(curve.high, radius) } : {};
@@ -106,9 +110,10 @@ export function overSeeds(name: string, tone: Tone, seeds: readonly Curve[]): Cu
 /** The range of a y axis: from 0 unless the data are far from it; a share never goes beyond 0 and 1. */
 export function range(low: number, high: number, notation: Notation): [number, number] {
   if (!(low <= high)) return [0, 1];
+  if (high - low <= 1e-6 * Math.abs(high)) return high === 0 ? [0, 1] : high > 0 ? [0, 2 * high] : [2 * low, 0];
   const from = low >= 0 && low < 0.75 * high ? 0 : low;
   const to = high <= 0 && high > 0.75 * low ? 0 : high;
-  const room = to === from ? Math.abs(to) * 0.5 || 1 : (to - from) * 0.08;
+  const room = (to - from) * 0.08;
   const [bottom, top] = [from === 0 ? 0 : from - room, to === 0 ? (from === 0 ? room : 0) : to + room];
   return notation === "percent" ? [Math.max(low < 0 ? bottom : 0, bottom), high <= 1 ? Math.min(1, top) : top] : [bottom, top];
 }

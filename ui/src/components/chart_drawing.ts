@@ -44,7 +44,7 @@ export function drawing(drawn: Drawn, width: number, listeners: Listeners): uPlo
   return {
     width,
     height: drawn.height,
-    padding: [10, 10, 0, 0],
+    padding: [10, 16, 0, 0],
     legend: { show: false },
     cursor: { y: false, drag: { x: true, y: false, setScale: false }, sync: { key: drawn.group }, points: { size: 7, width: 0 }, bind: { dblclick: () => () => (listeners.onZoom(null), null) } },
     scales: { x: { time: false, range: xRange }, y: scale(drawn) },

@@ -1,12 +1,13 @@
 // Controls of all charts of the tab: which runs are laid over each other, over what, how smooth.
 
 import type { RunOverview } from "../api";
+import { AUTO } from "../components/chart_data";
 import { routeTo } from "../routes";
 import type { Across } from "./axis";
 
 export interface Options {
   readonly across: Across;
-  /** Neighbours on both sides that are averaged. */
+  /** Neighbours on both sides that are averaged; AUTO by how many points there are. */
   readonly radius: number;
   /** True where runs of one recipe are one curve, with an interval for other seeds. */
   readonly asSeeds: boolean;
@@ -20,7 +21,7 @@ interface ControlsProps {
   readonly onOptions: (options: Options) => void;
 }
 
-const RADII: readonly (readonly [number, string])[] = [[0, "none"], [3, "7 steps"], [12, "25 steps"], [50, "101 steps"]];
+const RADII: readonly (readonly [number, string])[] = [[AUTO, "auto"], [0, "none"], [3, "7 steps"], [12, "25 steps"], [50, "101 steps"]];
 
 export function Controls({ run, runs, others, options, onOptions }: ControlsProps) {
   const show = (ids: readonly string[]) => (location.hash = routeTo(run.id, "run", [], { with: ids.join(",") }));

@@ -1,14 +1,40 @@
 // Figures that are no curves: token ages, what it cost, everything else of the report.
 
-import { count, percent } from "../format";
+import { brief, count, duration, percent } from "../format";
 
 export interface Report {
   readonly warnings: readonly string[];
   readonly summary: readonly (readonly [string, string])[];
+  readonly seconds: { readonly total: number | null };
+  readonly busy: { readonly trainer: number | null; readonly engine: number | null };
+  readonly rollouts: Readonly<Record<string, number | null>>;
+  readonly tokens: { readonly generated: number | null };
   readonly judges: Readonly<Record<string, number>> | null;
   readonly staleness: { readonly bound: number | null };
   readonly cheating: { readonly hack_rate: number | null; readonly by_detector: Readonly<Record<string, number>> };
   readonly config: { readonly numerics?: { readonly warn_k3?: number } };
+}
+
+/** A few figures beside the headline. */
+export function Stats({ report }: { report: Report }) {
+  const failed = report.rollouts.failed_infra;
+  const rows: [string, string][] = [
+    ["time", duration(report.seconds.total)],
+    ["rollouts", count(report.rollouts.graded) + (failed ? `, ${count(failed)} failed` : "")],
+    ["tokens sampled", brief(report.tokens.generated)],
+    ["trainer busy", percent(report.busy.trainer, 0)],
+    ["engines busy", percent(report.busy.engine, 0)],
+  ];
+  return (
+    <dl class="run-stats">
+      {rows.map(([name, text]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{text}</dd>
+        </div>
+      ))}
+    </dl>
+  );
 }
 
 /** The histogram of token ages. */

@@ -3,14 +3,14 @@
 import { useMemo, useState } from "preact/hooks";
 
 import { Chart, type Zoom } from "../components/chart";
-import { smoothed, type Curve } from "../components/chart_data";
+import { AUTO, smoothed, type Curve } from "../components/chart_data";
 import { useJson } from "../resource";
 import type { TabProps } from "../tabs";
 import { stepsOf } from "./axis";
 import { agesOf, canBeLog, CHARTS, endsOf, linesOf, meanOf, partsOf, type MetricChart, type RolloutSums } from "./charts";
 import { Controls, type Options } from "./controls";
 import { useCurves, type CurvesData } from "./curves";
-import { Ages, Figures, type Report } from "./figures";
+import { Ages, Figures, Stats, type Report } from "./figures";
 import { gainText, headline, measuredCurve, notationOf, ofOneRun, ofRuns, type NamedData } from "./heldout";
 import { Imitation, Phases } from "./phases";
 import { useSlow } from "./slow";
@@ -18,7 +18,7 @@ import "./style.css";
 
 export function RunTab({ run, runs, route, tick }: TabProps) {
   const others = (route.options.with ?? "").split(",").filter((id) => id !== run.id && runs.some((each) => each.id === id));
-  const [options, setOptions] = useState<Options>({ across: "step", radius: 0, asSeeds: false });
+  const [options, setOptions] = useState<Options>({ across: "step", radius: AUTO, asSeeds: false });
   const [zoom, setZoom] = useState<Zoom>(null);
   const slow = useSlow(tick?.cursor ?? 0);
   const version = `${tick?.step ?? run.step}|${tick?.phase ?? run.phase}|${slow}`;
@@ -72,6 +72,7 @@ function Headline({ data, report }: { data: CurvesData; report: Report | null })
   return (
     <div class="run-head">
       <h1>{headline(data)}</h1>
+      {report && <Stats report={report} />}
       {gain && <p class="run-gain">{gain}</p>}
       {report?.warnings.map((warning) => (
         <p class="run-warning" key={warning} role="alert">
@@ -89,7 +90,7 @@ function Heldout({ shown, options, zoom, onZoom }: ViewProps) {
     return ofRuns(shown, options.asSeeds, (data, name, tone) => measuredCurve(data, "sampled", name, tone, options.across));
   }, [shown.map((each) => each.data), options].flat());
   const notation = notationOf(shown[0]?.data);
-  return <Chart title={notation === "percent" ? "Held-out tasks solved" : "Held-out mean reward"} unit="95 % intervals over templates" curves={curves} notation={notation} height={300} across={options.across} zoom={zoom} onZoom={onZoom} empty="no held-out evaluation yet: eval.every_steps says how often" />;
+  return <Chart title={notation === "percent" ? "Held-out tasks solved" : "Held-out mean reward"} unit={`95 % intervals over ${options.asSeeds ? "seeds, or templates" : "templates"}`} curves={curves} notation={notation} height={300} across={options.across} zoom={zoom} onZoom={onZoom} empty="no held-out evaluation yet: eval.every_steps says how often" />;
 }
 
 function Reward({ shown, options, zoom, onZoom }: ViewProps) {
@@ -99,7 +100,12 @@ function Reward({ shown, options, zoom, onZoom }: ViewProps) {
         ? overlay(shown, options, "reward_mean")
         : shown.flatMap(({ data }) => {
             const mean = data.columns.reward_mean ?? [], spread = data.columns.reward_std ?? [];
-            const edge = (sign: number) => mean.map((value, index) => (value === null ? null : value + sign * (spread[index] ?? 0)));
+            const [least, most] = [data.columns.reward_low ?? [], data.columns.reward_high ?? []];
+            const edge = (sign: number) =>
+              mean.map((value, index) => {
+                const end = (value ?? 0) + sign * (spread[index] ?? 0);
+                return value === null ? null : Math.min(most[index] ?? end, Math.max(least[index] ?? end, end));
+              });
             return smoothed({ name: "mean ± spread within a group", tone: "main", x: stepsOf(data, options.across), y: mean, low: edge(-1), high: edge(1) }, options.radius);
           }),
     [shown.map((each) => each.data), options].flat(),
@@ -144,7 +150,7 @@ function PlainChart({ title, notation, curves, options, zoom, onZoom }: ViewProp
 }
 
 function Lengths({ sums, options }: { sums: RolloutSums } & ViewProps) {
-  const curve = (column: string, name: string) => smoothed(meanOf(sums, column, name), Math.min(options.radius, 20));
+  const curve = (column: string, name: string) => smoothed(meanOf(sums, column, name), options.radius);
   const common = { across: "version", group: "versions" } as const;
   return (
     <>
