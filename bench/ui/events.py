@@ -2,8 +2,8 @@
 
     python -m bench.ui.events FOLDER --steps 10000 --rollouts 100000
 
-Owns a made-up training: a pass rate that rises and levels off, noise, a few cheats, failures of machines. It is the same
-for the same seed. Nothing was trained.
+Owns a made-up training: a pass rate that rises and levels off, noise, a few cheats, failures of machines. It is the
+same for the same seed. Nothing was trained.
 """
 
 import argparse

@@ -153,7 +153,7 @@ def _has_fractions(done: Fields) -> bool:
 
 
 def _difference(before: Fields, after: Fields, way: str) -> Json:
-    """Of pass rates, or where rewards are fractions of mean rewards: paired, over the tasks that both have tried."""
+    """The difference of pass rates, or of mean rewards that are fractions: paired, over the tasks that both tried."""
     what = "rewards" if _has_fractions(before) or _has_fractions(after) else "passed"
     values = zip(before.get(f"{way}_{what}") or [], after.get(f"{way}_{what}") or [], after["clusters"], strict=False)
     pairs = [(float(a), float(b), cluster) for a, b, cluster in values if a is not None and b is not None]

@@ -33,6 +33,7 @@ VIEWS: tuple[Routes, ...] = (
     timeline_view.ROUTES,
     weights_view.ROUTES,
     live_view.ROUTES,
+    compare_view.ROUTES,
 )
 """Routes below ``/api/runs/{run}``."""
 TICK_S = 1.0
