@@ -13,15 +13,15 @@ from etude.types import Json
 from etude.ui.curves import Curves, RolloutCurves
 from etude.ui.routes import Routes, RunQuery
 
+CURVES = ("midtrain_curve", "sft_curve", "heldout_curve")
+"""Parts of a report that the page has from its curves."""
+
 
 def report(query: RunQuery) -> Json:
-    """The figures of ``report.json`` as they are now, without the steps; its table as the report page has it; warnings
-    that hold, and what judges have cost.
+    """The figures of ``report.json`` as they are now, without what is drawn over steps; its table as the report page
+    has it; warnings that hold, and what judges have cost. Of the newest phase; of a long run some minutes old.
     """
-    run, metrics = query.run, query.run.metrics
-    figures = build_figures(metrics, run.config, machine=describe_machine(), date=date_utc(), commit=source_commit())
-    table = cast("list[Json]", [[label, text] for label, text in summary(figures)])
-    return figures | {"summary": table, "warnings": list(warnings(metrics)), "judges": _judges(query)}
+    return query.run.figures(f"report {query.options.get('phase', '')}", lambda: _report(query))
 
 
 def curves(query: RunQuery) -> Json:
@@ -40,6 +40,17 @@ def rollout_curves(query: RunQuery) -> Json:
 def metric_table() -> Json:
     """Titles, units and notations by name, in the order of the table."""
     return {name: {**asdict(metric), "notation": str(metric.notation)} for name, metric in METRICS.items()}
+
+
+def _report(query: RunQuery) -> Json:
+    run, metrics = query.run, query.run.metrics
+    figures = build_figures(metrics, run.config, machine=describe_machine(), date=date_utc(), commit=source_commit())
+    cheating = figures["cheating"]
+    assert isinstance(cheating, dict)
+    del cheating["by_step"]
+    table = cast("list[Json]", [[label, text] for label, text in summary(figures)])
+    kept = {name: value for name, value in figures.items() if name not in CURVES}
+    return kept | {"summary": table, "warnings": list(warnings(metrics)), "judges": _judges(query)}
 
 
 def _judges(query: RunQuery) -> Json:

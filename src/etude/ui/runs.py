@@ -32,6 +32,9 @@ from etude.ui.event_lines import EventLines, Fields
 
 ALIVE_S = 15.0
 """A run whose supervisor wrote nothing for so long is not going on: it notes the memory in use every two seconds."""
+FIGURES_SHARE = 0.003
+"""Of a core, for figures that are made anew while somebody looks: a run of 10,000 steps has new ones every two minutes.
+"""
 FETCH_S = 5.0
 """Interval at which events are fetched from the URL of a run that somebody looks at."""
 LONGEST_LINE = 1 << 16
@@ -74,6 +77,9 @@ class RunReader:
         self._line_lock = threading.Lock()
         self._newest: dict[tuple[Path, str], tuple[int, dict[str, Json]]] = {}
         """File and kind of event → how far the file was searched, and the newest one."""
+        self._figures: dict[str, tuple[float, Json]] = {}
+        """Name → when it may be made anew, and as it is."""
+        self._figures_lock = threading.Lock()
         self._fetched_s = -math.inf
         self._config: tuple[int, RunConfig] | None = None
 
@@ -103,6 +109,18 @@ class RunReader:
             for kind, fields in lines.new():
                 fold.add(kind, fields)
             yield fold  # type: ignore[misc]  # the fold of this very class
+
+    def figures(self, name: str, make: Callable[[], Json]) -> Json:
+        """Figures that take long to make, made anew only so often that this takes :data:`FIGURES_SHARE` of a core."""
+        with self._figures_lock:
+            due_s, figures = self._figures.get(name, (-math.inf, None))
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                started_s = time.thread_time()
+                figures = make()
+                due_s = time.monotonic() + (time.thread_time() - started_s) / FIGURES_SHARE
+                self._figures[name] = due_s, figures
+            return figures
 
     @property
     def metrics(self) -> RunMetrics:

@@ -2,7 +2,7 @@
 
 import type { Curve, Notation, Tone, Values } from "../components/chart_data";
 import { stacked } from "../components/chart_data";
-import type { CurvesData } from "./curves";
+import type { CurvesData, RolloutSums } from "./curves";
 
 export interface MetricChart {
   readonly title: string;
@@ -81,12 +81,6 @@ export function agesOf(data: CurvesData, x: readonly number[], zoom: readonly [n
   });
   const oldest = Math.max(0, ...sums.filter(({ tokens }) => tokens > 0).map(({ age }) => age));
   return Array.from({ length: sums.length > 0 ? oldest + 1 : 0 }, (_, age) => ({ age, tokens: sums.find((each) => each.age === age)?.tokens ?? 0 }));
-}
-
-/** Sums over rollouts by weight version, as the server has them. */
-export interface RolloutSums {
-  readonly version: readonly number[];
-  readonly columns: Readonly<Record<string, readonly number[]>>;
 }
 
 const BINS = 400;

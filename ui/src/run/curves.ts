@@ -65,6 +65,37 @@ export function merged(old: CurvesData | undefined, fresh: CurvesData): CurvesDa
   };
 }
 
+/** Sums over rollouts by weight version. */
+export interface RolloutSums {
+  readonly version: readonly number[];
+  readonly columns: Readonly<Record<string, readonly number[]>>;
+}
+
+/** Put newer sums in the place of those of the same versions and later ones. */
+export function mergedSums(old: RolloutSums | null, fresh: RolloutSums): RolloutSums {
+  const first = fresh.version[0];
+  if (old === null || first === undefined) return old ?? fresh;
+  const kept = old.version.filter((version) => version < first).length;
+  const column = (name: string) => [...(old.columns[name] ?? []).slice(0, kept), ...(fresh.columns[name] ?? [])];
+  return { version: [...old.version.slice(0, kept), ...fresh.version], columns: Object.fromEntries(Object.keys(fresh.columns).map((name) => [name, column(name)])) };
+}
+
+/** Versions before the newest of which rollouts may still be under way. */
+const OPEN_VERSIONS = 20;
+
+export function useRolloutSums(run: string | null, version: number): RolloutSums | null {
+  const [sums, setSums] = useState<RolloutSums | null>(null);
+  useEffect(() => {
+    if (run === null) return;
+    const since = Math.max(0, (sums?.version[sums.version.length - 1] ?? 0) - OPEN_VERSIONS);
+    getJson<RolloutSums>(`/runs/${run}/rollout-curves?since=${since}`).then(
+      (fresh) => setSums((old) => mergedSums(old, fresh)),
+      () => undefined, // the next time, then
+    );
+  }, [run, version]);
+  return sums;
+}
+
 /** The curves of some runs; each is asked again, for what is new alone, when its version changes. */
 export function useCurves(wanted: readonly { readonly id: string; readonly version: string }[]): [ReadonlyMap<string, CurvesData>, string | null] {
   const [data, setData] = useState<ReadonlyMap<string, CurvesData>>(new Map());

@@ -7,9 +7,9 @@ import { AUTO, smoothed, type Curve } from "../components/chart_data";
 import { useJson } from "../resource";
 import type { TabProps } from "../tabs";
 import { stepsOf } from "./axis";
-import { agesOf, canBeLog, CHARTS, endsOf, linesOf, meanOf, partsOf, type MetricChart, type RolloutSums } from "./charts";
+import { agesOf, canBeLog, CHARTS, endsOf, linesOf, meanOf, partsOf, type MetricChart } from "./charts";
 import { Controls, type Options } from "./controls";
-import { useCurves, type CurvesData } from "./curves";
+import { useCurves, useRolloutSums, type CurvesData, type RolloutSums } from "./curves";
 import { Ages, Figures, Stats, type Report } from "./figures";
 import { gainText, headline, measuredCurve, notationOf, ofOneRun, ofRuns, type NamedData } from "./heldout";
 import { Imitation, Phases } from "./phases";
@@ -25,8 +25,8 @@ export function RunTab({ run, runs, route, tick }: TabProps) {
   const wanted = [{ id: run.id, version }, ...others.map((id) => ({ id, version: String(runs.find((each) => each.id === id)?.step) }))];
   const [curves, error] = useCurves(wanted);
   const data = curves.get(run.id);
-  const { data: report } = useJson<Report>(data ? `/runs/${run.id}/report` : null, `${run.phase}|${slow}`);
-  const { data: sums } = useJson<RolloutSums>(data ? `/runs/${run.id}/rollout-curves` : null, slow);
+  const { data: report } = useJson<Report>(data ? `/runs/${run.id}/report?phase=${run.phase}` : null, slow);
+  const sums = useRolloutSums(data ? run.id : null, slow);
   if (data === undefined) return error === null ? <p class="note" role="status">Reading the run …</p> : <p role="alert">{error}</p>;
   const shown = wanted.flatMap(({ id }): NamedData[] => {
     const its = curves.get(id);
