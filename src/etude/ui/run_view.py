@@ -49,8 +49,8 @@ def _report(query: RunQuery) -> Json:
     assert isinstance(cheating, dict)
     del cheating["by_step"]
     table = cast("list[Json]", [[label, text] for label, text in summary(figures)])
-    kept = {name: value for name, value in figures.items() if name not in CURVES}
-    return kept | {"summary": table, "warnings": list(warnings(metrics)), "judges": _judges(query)}
+    plain = {name: value for name, value in figures.items() if name not in CURVES}
+    return plain | {"summary": table, "warnings": list(warnings(metrics)), "judges": _judges(query)}
 
 
 def _judges(query: RunQuery) -> Json:

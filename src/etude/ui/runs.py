@@ -33,7 +33,7 @@ from etude.ui.event_lines import EventLines, Fields
 ALIVE_S = 15.0
 """A run whose supervisor wrote nothing for so long is not going on: it notes the memory in use every two seconds."""
 FIGURES_SHARE = 0.003
-"""Of a core, for figures that are made anew while somebody looks: a run of 10,000 steps has new ones every two minutes.
+"""Share of a core for figures that are made anew while somebody looks: those of 10,000 steps every two minutes.
 """
 FETCH_S = 5.0
 """Interval at which events are fetched from the URL of a run that somebody looks at."""
