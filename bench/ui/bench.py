@@ -12,15 +12,11 @@
 """
 
 import argparse
-import os
 import random
-import secrets
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,11 +26,11 @@ from bench.report import Goal, envelope, heading
 from bench.tables import draw, page, results_of
 from bench.ui.events import SyntheticRun, write_events
 from bench.ui.rollouts import SIZE, write_run
+from bench.ui.serving import CHROMIUM, serving
 from bench.usage import cpu_s, family
 from etude.run.folder import RunFolder
 from etude.telemetry.log import EventLog
 from etude.types import Json
-from etude.ui.page import TOKEN_VARIABLE
 
 OPEN_S = Goal("open_s", "at most", 1)
 FILTER_S = Goal("filter_s", "at most", 0.3)
@@ -56,7 +52,6 @@ TRIES = 3
 STEP_S = 1.0
 """Interval at which the run goes on by a step while the server's time is taken: faster than most runs are."""
 START_S = 60.0
-CHROMIUM = "/usr/bin/chromium"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +77,12 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
         stack.callback(browser.close)
         opened, again = [], []
         for _ in range(TRIES):
-            with serving(folder) as (_, url):
+            with serving(folder.path) as (_, url):
                 tab = browser.new_page()
                 opened.append(_open(tab, url))
                 again.append(_open(tab, url))
                 tab.close()
-        with serving(folder) as (server, url):
+        with serving(folder.path) as (server, url):
             tab = browser.new_page()
             _open(tab, url)
             filters = {name: _filter(tab, query) for name, query in FILTERS.items()}
@@ -111,19 +106,6 @@ def table(result: dict[str, Json]) -> str:
     """Draw a bench object."""
     title = heading(result, f"{result['steps']} steps, {result['rollouts']} rollouts")
     return page(result, draw(title, results_of(result), ("case", "seconds", "share")))
-
-
-@contextmanager
-def serving(folder: RunFolder) -> Iterator[tuple[int, str]]:
-    """`etude ui` of a run while the context is open: its process, and its URL."""
-    environment = os.environ | {TOKEN_VARIABLE: secrets.token_urlsafe(8)}
-    command = [sys.executable, "-m", "etude", "ui", str(folder.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
-        assert server.stdout is not None
-        try:
-            yield server.pid, server.stdout.readline().strip()
-        finally:
-            server.terminate()
 
 
 def _open(tab: Page, url: str) -> float:

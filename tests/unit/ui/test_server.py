@@ -10,7 +10,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientSession, StreamReader, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from bench.ui.events import write_events
@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def page(*places: Path) -> AsyncIterator[TestClient]:
+async def page(*places: Path) -> AsyncIterator[TestClient[web.Request, web.Application]]:
     async with TestClient(TestServer(ui_app(RunList(places), TOKEN, tick_s=0.05))) as client:
         yield client
 
@@ -189,7 +189,7 @@ def test_the_stream_tells_of_a_change_and_is_silent_without(tmp_path: Path) -> N
     assert asyncio.run(watch()) == [3, 4]
 
 
-async def tick(content: asyncio.StreamReader) -> int:
+async def tick(content: StreamReader) -> int:
     while True:
         line = await content.readline()
         if line.startswith(b"data: "):
