@@ -104,6 +104,7 @@ def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_p
         name = "watched"
         tasks.options.kinds = ["arith"]
         model.checkpoint = "{make_tiny_start(tmp_path / "start")}"
+        midtrain.tokens = 0
         rollouts = {{ groups_per_step = 4, group_size = 4, max_staleness = 1, concurrency = 16 }}
         trainer.steps = {STEPS}
         eval = {{ tasks = 8, every_steps = 8 }}
@@ -117,7 +118,7 @@ def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_p
         run = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         stack.callback(run.terminate)
         assert run.stdout is not None
-        (url,) = (line.split()[1] for line in [next(line for line in run.stdout if line.startswith("page: "))])
+        url = next(line for line in run.stdout if line.startswith("page: ")).split()[1]
         page = stack.enter_context(opened(browser, url))
         page.wait_for_selector("header.top")
         states = list(_states(page))

@@ -71,7 +71,7 @@ function Headline({ data, report }: { data: CurvesData; report: Report | null })
   const gain = gainText(data.gain?.sampled, isRate);
   return (
     <div class="run-head">
-      <h1>{headline(data)}</h1>
+      <h2 class="headline">{headline(data)}</h2>
       {report && <Stats report={report} />}
       {gain && <p class="run-gain">{gain}</p>}
       {report?.warnings.map((warning) => (
