@@ -77,12 +77,9 @@ class FeedbackStore(LedgerConnection):
         window_s: float,
         keep_filter: Filter = unchanged,
         retry_timeout_s: float = RETRY_TIMEOUT_S,
-        read_only: bool = False,
     ) -> Self:
-        """Open the store at a path or URL (:mod:`etude.ledger.open`), making it when there is none, unless it is only
-        read.
-        """
-        database = open_database(place, retry_timeout_s=retry_timeout_s, tables=FEEDBACK, read_only=read_only)
+        """Open the store at a path or URL (:mod:`etude.ledger.open`), making it when there is none."""
+        database = open_database(place, retry_timeout_s=retry_timeout_s, tables=FEEDBACK)
         transactions = Transactions(database, retry_timeout_s=retry_timeout_s)
         return cls(transactions, window_s=window_s, keep_filter=keep_filter)
 
@@ -148,37 +145,6 @@ class FeedbackStore(LedgerConnection):
         """State of the session that ``owner`` calls by its id or name; ``None`` if there is none."""
         return self._db.read(partial(read_status, owner, name, self.window_s))
 
-    def states(self) -> dict[str, int]:
-        """Sessions by how far they are: open, ended, closed, taken."""
-        sql = f"SELECT {STATE}, count(*) FROM sessions GROUP BY 1"
-        return dict(self._db.read(lambda db: db.execute(sql)))
-
-    def newest(self, limit: int, offset: int = 0) -> "list[KeptSession]":
-        """Sessions with the signals about them, the newest opened first."""
-        return self._db.read(partial(_newest_sessions, limit, offset))
-
-    def kept(self, session_id: str) -> "KeptSession | None":
-        """One session likewise, by its id."""
-        return self._db.read(partial(_kept_session, session_id))
-
-    def signal_counts(self) -> "list[SignalCount]":
-        """All signals that are kept, by kind."""
-        sql = "SELECT kind, count(*), sum(late), sum(CASE WHEN session_id IS NULL THEN 1 ELSE 0 END), avg(value)"
-        rows = self._db.read(lambda db: db.execute(f"{sql} FROM signals GROUP BY kind ORDER BY kind"))
-        return [
-            SignalCount(kind=kind, number=number, late=int(late), unmatched=int(unmatched), mean=float(mean))
-            for kind, number, late, unmatched, mean in rows
-        ]
-
-    def ends(self, session_ids: Sequence[str]) -> dict[str, float]:
-        """Session → time of its end, of those that are kept and have ended."""
-        sql = """
-            SELECT s.session_id, s.ended_at FROM json_each(?) AS r JOIN sessions AS s ON s.session_id = r.value->>0
-            WHERE s.ended_at IS NOT NULL
-        """
-        ids = _rows([[session_id] for session_id in session_ids])
-        return dict(self._db.read(lambda db: db.execute(sql, ids)))
-
     def sessions_of_user(self, user: str) -> list[dict[str, Json]]:
         """All that is kept of a user, by pseudonym, for that person to read: each session with what was said in it by
         the user, and the signals about it.
@@ -242,42 +208,13 @@ class SessionStatus:
     """Kind → number of signals."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptSession:
-    """A session as people look at it: how far it is, and what was said of it, late or not."""
-
-    session: LiveSession
-    state: str
-    """``open``, ``ended``, ``closed`` or ``taken``."""
-    result: str
-    """Outcome once it was taken; empty before."""
-    signals: tuple[tuple[Signal, bool], ...]
-    """In the order in which they were received, each with whether it was late."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalCount:
-    """All signals of one kind."""
-
-    kind: str
-    number: int
-    late: int
-    unmatched: int
-    """Those whose session has not come."""
-    mean: float
-
-
-STATE = """
-    CASE WHEN ended_at IS NULL THEN 'open' WHEN closed_at IS NULL THEN 'ended'
-    WHEN taken_at IS NULL THEN 'closed' ELSE 'taken' END
-"""
-"""SQL of the state of a session."""
 SESSION_COLUMNS = (
     "session_id, owner, name, pseudonym, template, region, opened_at, ended_at, arm, first_version, last_version, turns"
 )
 
 
-def _session(row: Row) -> LiveSession:
+def session_of(row: Row) -> LiveSession:
+    """A session from its :data:`SESSION_COLUMNS`."""
     return LiveSession(
         session_id=row[0],
         owner=row[1],
@@ -301,7 +238,7 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
         UPDATE sessions SET ended_at = ?
         WHERE session_id IN (SELECT value->>0 FROM json_each(?)) AND ended_at IS NULL
     """
-    db.execute(sql, now, _rows([[session_id] for session_id in session_ids]))
+    db.execute(sql, now, json_rows([[session_id] for session_id in session_ids]))
 
 
 def _withhold(session: LiveSession, db: Database) -> None:
@@ -401,8 +338,8 @@ TURNS_ANSWERED = """
 
 def _places(db: Database, owner: str, events: Sequence[Event]) -> dict[str, MatchedSession]:
     """Name, id or completion, as events have it → its session."""
-    sessions = _rows([[one] for one in {event.session for event in events if event.session}])
-    completions = _rows([[one] for one in {event.completion for event in events if event.completion}])
+    sessions = json_rows([[one] for one in {event.session for event in events if event.session}])
+    completions = json_rows([[one] for one in {event.completion for event in events if event.completion}])
     rows = [
         *(db.execute(SESSIONS_NAMED, sessions, owner, owner) if sessions != NO_ROWS else ()),
         *(db.execute(TURNS_ANSWERED, completions, owner) if completions != NO_ROWS else ()),
@@ -455,10 +392,11 @@ INSERT_SIGNALS = f"""
 
 def _insert_signals(db: Database, rows: Sequence[Sequence[object]]) -> set[str]:
     """Add the signals that are new; returns their event ids."""
-    return {event_id for (event_id,) in db.execute(INSERT_SIGNALS, _rows(rows))} if rows else set()
+    return {event_id for (event_id,) in db.execute(INSERT_SIGNALS, json_rows(rows))} if rows else set()
 
 
-def _rows(rows: object) -> str:
+def json_rows(rows: object) -> str:
+    """Rows as one JSON array, which the database takes apart."""
     return orjson.dumps(rows).decode()
 
 
@@ -483,7 +421,7 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
     if not rows:
         return None
     *columns, result = rows[0]
-    session = _session(tuple(columns))
+    session = session_of(tuple(columns))
     kinds = db.execute("SELECT kind, count(*) FROM signals WHERE session_id = ? GROUP BY kind", session.session_id)
     closes_at = None if session.ended_at is None else session.ended_at + window_s
     return SessionStatus(session=session, closes_at=closes_at, result=result, signals=dict(sorted(kinds)))
@@ -491,8 +429,8 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
 
 def _sessions_of_user(user: str, db: Database) -> list[dict[str, Json]]:
     sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE pseudonym = ? ORDER BY opened_at, session_id"
-    sessions = [_session(row) for row in db.execute(sql, user)]
-    ids = _rows([[session.session_id] for session in sessions])
+    sessions = [session_of(row) for row in db.execute(sql, user)]
+    ids = json_rows([[session.session_id] for session in sessions])
     turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
     return [
         {
@@ -511,8 +449,8 @@ def _closed(
         SELECT {SESSION_COLUMNS} FROM sessions WHERE closed_at IS NOT NULL AND taken_at IS NULL
         ORDER BY ended_at, session_id LIMIT ?
     """
-    sessions = [_session(row) for row in db.execute(sql, limit)]
-    ids = _rows([[session.session_id] for session in sessions])
+    sessions = [session_of(row) for row in db.execute(sql, limit)]
+    ids = json_rows([[session.session_id] for session in sessions])
     turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
     joined, left_out = [], Counter[str]()
     for session in sessions:
@@ -552,11 +490,12 @@ def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
 
 def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[Signal]]:
     """Session → its signals that came in time."""
-    signals = _all_signals_of(db, ids, users)
+    signals = all_signals_of(db, ids, users)
     return {session_id: [signal for signal, is_late in own if not is_late] for session_id, own in signals.items()}
 
 
-def _all_signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[tuple[Signal, bool]]]:
+def all_signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[tuple[Signal, bool]]]:
+    """Session → its signals, each with whether it was late; ``ids`` as :func:`json_rows` has them."""
     sql = """
         SELECT s.session_id, s.event_id, s.kind, s.value, s.turn, s.span_start, s.span_end, s.pseudonym, s.sent_at,
             s.received_at, s.late FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0
@@ -578,40 +517,13 @@ def _all_signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[st
     return signals
 
 
-def _newest_sessions(limit: int, offset: int, db: Database) -> list[KeptSession]:
-    sql = (
-        f"SELECT {SESSION_COLUMNS}, {STATE}, result FROM sessions ORDER BY opened_at DESC, session_id LIMIT ? OFFSET ?"
-    )
-    return _kept_sessions(db, db.execute(sql, limit, offset))
-
-
-def _kept_session(session_id: str, db: Database) -> KeptSession | None:
-    sql = f"SELECT {SESSION_COLUMNS}, {STATE}, result FROM sessions WHERE session_id = ?"
-    return next(iter(_kept_sessions(db, db.execute(sql, session_id))), None)
-
-
-def _kept_sessions(db: Database, rows: Sequence[Row]) -> list[KeptSession]:
-    sessions = [(_session(tuple(columns)), state, result) for *columns, state, result in rows]
-    ids = _rows([[session.session_id] for session, _, _ in sessions])
-    signals = _all_signals_of(db, ids, {session.session_id: session.user for session, _, _ in sessions})
-    return [
-        KeptSession(
-            session=session,
-            state=state,
-            result=result,
-            signals=tuple(sorted(signals.get(session.session_id, ()), key=lambda pair: pair[0].received_at)),
-        )
-        for session, state, result in sessions
-    ]
-
-
 def _taken(results: Mapping[str, str], left_out: Mapping[str, int], now: float, db: Database) -> int:
     sql = """
         UPDATE sessions SET taken_at = ?, result = r.result
         FROM (SELECT value->>0 AS session_id, value->>1 AS result FROM json_each(?)) AS r
         WHERE sessions.session_id = r.session_id AND taken_at IS NULL RETURNING sessions.result
     """
-    fresh = [result for (result,) in db.execute(sql, now, _rows([*results.items()]))]
+    fresh = [result for (result,) in db.execute(sql, now, json_rows([*results.items()]))]
     if fresh:
         add_counts(db, Counter(f"session_{result}" for result in fresh))
         add_counts(db, {f"left_out_{reason}": number for reason, number in left_out.items()})

@@ -25,7 +25,7 @@ class RegionStatus:
     host: str = ""
     """Machine of its supervisor."""
     age_s: float | None = None
-    """Of the observation."""
+    """Age of the observation."""
 
 
 def region_status(folder: RunFolder, region: str, generation: int) -> RegionStatus:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from etude.config.recipe import RunConfig
 from etude.errors import UserError
+from etude.feedback.archive import SessionArchive
 from etude.feedback.store import FeedbackStore
 from etude.ledger.archive import Archive
 from etude.ledger.heartbeat import leased
@@ -53,12 +54,21 @@ def open_releases(folder: RunFolder, *, read_only: bool = False) -> ReleaseStore
     return ReleaseStore.open(folder.ledger, folder.config().ledger, read_only=read_only)
 
 
-def open_feedback(folder: RunFolder, *, read_only: bool = False) -> FeedbackStore:
+def open_feedback(folder: RunFolder) -> FeedbackStore:
     """Open the live sessions and signals of a run. Raises :class:`~etude.errors.UserError` where it keeps none."""
     window_s = folder.config().feedback.window_s
     if not window_s:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
-    return FeedbackStore.open(feedback_place(folder), window_s=window_s, read_only=read_only)
+    return FeedbackStore.open(feedback_place(folder), window_s=window_s)
+
+
+def open_sessions(folder: RunFolder) -> SessionArchive:
+    """Look into the live sessions of a run. Raises :class:`~etude.errors.UserError` where it keeps none, or has none
+    yet.
+    """
+    if not folder.config().feedback.window_s:
+        raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
+    return SessionArchive.open(feedback_place(folder))
 
 
 @contextmanager

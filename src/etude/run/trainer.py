@@ -35,7 +35,6 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
-from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
@@ -164,16 +163,16 @@ class TrainerProcess(Closing):
     def _keep(self, step: int) -> None:
         """Save a step that was computed and begin to publish it, once the one before is committed."""
         times = [time.perf_counter()]
-        for work in (self._commit_published, partial(self._save, step), partial(self._publish, step)):
-            work()
-            times.append(time.perf_counter())
-        landed_s, save_s, publish_s = (after - before for before, after in pairwise(times))
-        self._events.write(StepSaved(step=step, landed_s=landed_s, save_s=save_s, publish_s=publish_s))
-
-    def _save(self, step: int) -> None:
+        self._commit_published()
+        times.append(time.perf_counter())
         self.trainer_group.save(step)
         self._heartbeat.beat()
         self.copies.start(step)
+        times.append(time.perf_counter())
+        self._publish(step)
+        times.append(time.perf_counter())
+        landed_s, save_s, publish_s = (after - before for before, after in pairwise(times))
+        self._events.write(StepSaved(step=step, landed_s=landed_s, save_s=save_s, publish_s=publish_s))
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
@@ -218,15 +217,12 @@ class TrainerProcess(Closing):
             self._commit_published()
         self._sweep()
 
-    def _scorer(self) -> Decoder:
-        """A model of its own for scoring what was sampled under other weights than the policy's."""
-        return training_model(self._spec, self._numerics, self.config.trainer.device)
-
     def _mismatch_probe(self) -> MismatchProbe | None:
         """``None`` where nothing is scored again: its scorer is a whole model in memory."""
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
-        return MismatchProbe(self._scorer(), self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
 
     def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
         if self._probe is not None:
@@ -238,7 +234,8 @@ class TrainerProcess(Closing):
         if not loss.needs_reference:
             return None
         published = to_tensors(pull(self._log, loss.reference_version).state)
-        return Reference(self._scorer(), decoded_state(published, self._numerics))
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        return Reference(scorer, decoded_state(published, self._numerics))
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
@@ -275,8 +272,7 @@ class TrainerProcess(Closing):
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self._save(step)
-        self._publish(step)
+        self._keep(step)
         self._commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import numpy as np
 
 from etude.config.release import MetricConfig, ReleaseConfig
-from etude.feedback.store import FeedbackStore
+from etude.feedback.archive import SessionArchive
 from etude.releases.controller import ReleaseController, canary_facts
 from etude.releases.experiment import ArmDifference, UserSums
 from etude.releases.states import release_on_the_way
@@ -25,7 +25,7 @@ PLACES = 40
 
 
 def arm_test(
-    config: ReleaseConfig, store: ReleaseStore, feedback: FeedbackStore | None, table: RoutingTable | None
+    config: ReleaseConfig, store: ReleaseStore, feedback: SessionArchive | None, table: RoutingTable | None
 ) -> Json:
     """The test that is under way; ``None`` where none is."""
     way = release_on_the_way(store.releases())
@@ -59,13 +59,13 @@ def _metrics(config: ReleaseConfig) -> tuple[MetricConfig, ...]:
 
 
 def _metric(metric: MetricConfig, sums: tuple[UserSums, UserSums], decides: bool) -> Json:
-    means = [float(arm.values.mean()) if len(arm.totals_U) else None for arm in sums]
+    averages: list[Json] = [float(arm.values.mean()) if len(arm.totals_U) else None for arm in sums]
     return {
         "name": metric.name,
         "direction": metric.direction,
         "margin": metric.margin,
         "decides": decides,
-        "means": list(means),
+        "means": averages,
         "users": [len(arm.totals_U) for arm in sums],
     }
 

@@ -27,18 +27,13 @@ WELL, WAITS, ILL, GONE, UNKNOWN = "well", "waits", "ill", "gone", "unknown"
 """It runs; waits for a machine, or is drained; its machine or heartbeat is silent; it ended; nobody looked."""
 SILENT_S = 20.0
 """A heartbeat of a running process, which is one a second, is this old only where something holds it up."""
-STALE_S = 15.0
-"""A region of which rollouts said nothing for so long is told with its age."""
 Facts: TypeAlias = dict[str, Json]
 
 
 def fleet(run: RunReader, history: WeightHistory, now_s: float) -> Json:
     """The map. ``now_s`` is Unix time."""
     config = fleet_of(run.folder)
-    with history.lock:
-        if config is None:
-            return _one_machine(run, history, now_s)
-        return _regions(run, config, history, now_s)
+    return _one_machine(run, history, now_s) if config is None else _regions(run, config, history, now_s)
 
 
 def _one_machine(run: RunReader, history: WeightHistory, now_s: float) -> Json:
@@ -58,7 +53,7 @@ def _one_machine(run: RunReader, history: WeightHistory, now_s: float) -> Json:
 
 
 def _local(name: str, beat_s: float | None, is_alive: bool, history: WeightHistory, now_s: float) -> Facts:
-    started_s, started = history.started[name]
+    started = history.started[name]
     age_s = None if beat_s is None else now_s - beat_s
     health, state = (WELL, "runs") if is_alive else (GONE, "ended with the run")
     if is_alive and age_s is not None and age_s > SILENT_S:
@@ -69,9 +64,9 @@ def _local(name: str, beat_s: float | None, is_alive: bool, history: WeightHisto
         "health": health,
         "state": state,
         "host": "",
-        "pid": started.pid,
-        "restarts": started.restarts,
-        "started_s": started_s,
+        "pid": started["pid"],
+        "restarts": started["restarts"],
+        "started_s": started["at_s"],
         "beat_age_s": age_s,
         "memory_bytes": None,
         "is_lent": False,
@@ -111,7 +106,7 @@ def _regions(run: RunReader, config: FleetConfig, history: WeightHistory, now_s:
 
 
 def _desired(run: RunReader) -> tuple[Desired | None, int, str]:
-    """What is to run, its generation, and why it is not known."""
+    """The desired state, its generation, and the reason for which it is not known."""
     try:
         home = fleet_objects(run.folder)
         generation = home.generation()
@@ -134,8 +129,8 @@ def _placed(
             "state": state_words(status, is_drained=is_drained) if seen.age_s is not None or is_drained else "not seen",
             "host": status.host if status else "",
             "pid": status.pid if status and status.pid else None,
-            "restarts": None if started is None else started[1].restarts,
-            "started_s": None if started is None else started[0],
+            "restarts": None if started is None else started["restarts"],
+            "started_s": None if started is None else started["at_s"],
             "beat_age_s": None,
             "memory_bytes": status.memory_bytes if status and status.memory_bytes else None,
             "is_lent": spec.is_lent,
@@ -148,9 +143,7 @@ def _health(status: ProcessStatus | None, seen: RegionStatus, *, is_drained: boo
         return WAITS
     if seen.age_s is None or seen.remark.startswith("nobody"):
         return UNKNOWN
-    if status is None:
-        return WAITS
-    if status.is_pending:
+    if status is None or status.is_pending:
         return WAITS
     if status.is_lost:
         return ILL
@@ -168,11 +161,10 @@ def _served(region: str, history: WeightHistory, now_s: float) -> Facts:
         "lag_s": lags[max(lags)] if lags else None,
         "sessions": None,
         "is_away": False,
-        "payload_bytes": None,
     }
     if region in history.regions:
-        at_s, served = history.regions[region]
-        facts |= {"sessions": served.open, "is_away": served.is_away, "told_age_s": now_s - at_s}
+        event = history.regions[region]
+        facts |= {"sessions": event["open"], "is_away": event["is_away"], "told_age_s": now_s - event["at_s"]}
     return facts
 
 
@@ -181,8 +173,8 @@ def _load(name: str, history: WeightHistory) -> Facts:
     load = None if engine is None else engine.load
     return {
         "version": engine.version if engine is not None and engine.version >= 0 else None,
-        "busy": None if load is None else min(1.0, load.busy_s / load.window_s),
-        "running": None if load is None else load.running,
+        "busy": None if load is None else min(1.0, load["busy_s"] / load["window_s"]),
+        "running": None if load is None else load["running"],
     }
 
 

@@ -17,13 +17,13 @@ from dataclasses import asdict
 from etude.clock import unix_s
 from etude.config.feedback import SignalPart
 from etude.errors import RunFolderError, UserError
-from etude.feedback.store import FeedbackStore, KeptSession
+from etude.feedback.archive import SessionArchive, SessionRecord
 from etude.ledger.archive import Archive
 from etude.releases.states import former_release, live_release, release_on_the_way, release_to_take_back
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind, finite
 from etude.routing_table import RoutingTable
 from etude.run.keys import KeyRole
-from etude.run.payload_store import open_archive, open_feedback, open_releases
+from etude.run.payload_store import open_archive, open_releases, open_sessions
 from etude.run.routing_tables import RoutingTables
 from etude.types import Json, ObservedSession, Rollout
 from etude.ui.arm_test import arm_test
@@ -60,18 +60,18 @@ def live(query: RunQuery) -> Json:
 
 
 def session(query: RunQuery) -> Json:
-    """One session, and how what was said of it became a reward."""
+    """One session, with each part of its reward."""
     session_id = query.names["session"]
     with ExitStack() as stack:
         archive = stack.enter_context(closing(open_archive(query.run.folder)))
         feedback, _ = _feedback(query.run, stack)
-        kept = None if feedback is None else feedback.kept(session_id)
+        record = None if feedback is None else feedback.session(session_id)
         observed = archive.observed([session_id]).get(session_id)
-        if kept is None and observed is None:
+        if record is None and observed is None:
             raise NotFound(f"there is no session {session_id!r}: it may have been deleted")
         rollout = _rollout(archive, session_id)
         return {
-            "session": None if kept is None else _row(kept, observed),
+            "session": None if record is None else _row(record, observed),
             "parts": [_worth(part, observed, rollout) for part in query.run.config.feedback.reward.parts],
             "bounded": None if rollout is None else rollout.reward_parts.get("bounded"),
             "reward": None if observed is None else observed.reward,
@@ -117,9 +117,9 @@ def _request(body: Json) -> tuple[int, str]:
     return version, by.strip()
 
 
-def _feedback(run: RunReader, stack: ExitStack) -> tuple[FeedbackStore | None, str]:
+def _feedback(run: RunReader, stack: ExitStack) -> tuple[SessionArchive | None, str]:
     try:
-        return stack.enter_context(closing(open_feedback(run.folder, read_only=True))), ""
+        return stack.enter_context(closing(open_sessions(run.folder))), ""
     except UserError as error:
         return None, str(error)
 
@@ -133,9 +133,9 @@ def _releases(run: RunReader, stack: ExitStack) -> tuple[ReleaseStore | None, st
         return None, str(error)
 
 
-def _sessions(feedback: FeedbackStore, archive: Archive, limit: int, offset: int) -> Json:
+def _sessions(feedback: SessionArchive, archive: Archive, limit: int, offset: int) -> Json:
     states, newest = feedback.states(), feedback.newest(limit, offset)
-    observed = archive.observed([kept.session.session_id for kept in newest])
+    observed = archive.observed([record.session.session_id for record in newest])
     return {
         "problem": "",
         "states": {state: states.get(state, 0) for state in ("open", "ended", "closed", "taken")},
@@ -143,12 +143,12 @@ def _sessions(feedback: FeedbackStore, archive: Archive, limit: int, offset: int
         "signals": [asdict(count) for count in feedback.signal_counts()],
         "total": sum(states.values()),
         "offset": offset,
-        "rows": [_row(kept, observed.get(kept.session.session_id)) for kept in newest],
+        "rows": [_row(record, observed.get(record.session.session_id)) for record in newest],
     }
 
 
-def _row(kept: KeptSession, observed: ObservedSession | None) -> dict[str, Json]:
-    session = kept.session
+def _row(record: SessionRecord, observed: ObservedSession | None) -> dict[str, Json]:
+    session = record.session
     return {
         "id": session.session_id,
         "user": session.user[:SHORT],
@@ -159,12 +159,12 @@ def _row(kept: KeptSession, observed: ObservedSession | None) -> dict[str, Json]
         "versions": [session.first_version, session.last_version],
         "opened_s": session.opened_at,
         "ended_s": session.ended_at,
-        "state": kept.state,
-        "result": kept.result,
+        "state": record.state,
+        "result": record.result,
         "signals": [
             {"kind": str(signal.kind), "value": signal.value, "turn": signal.turn, "late": is_late,
              "received_s": signal.received_at}
-            for signal, is_late in kept.signals
+            for signal, is_late in record.signals
         ],
         "reward": None if observed is None else observed.reward + sum(observed.turn_rewards),
         "propensity": None if observed is None else observed.observation.propensity,
@@ -213,11 +213,11 @@ def _rollout(archive: Archive, session_id: str) -> Rollout | None:
         return None
 
 
-def _poisoning(run: RunReader, archive: Archive, feedback: FeedbackStore | None) -> Json:
-    """How many sessions protection kept out or held down."""
+def _poisoning(run: RunReader, archive: Archive, feedback: SessionArchive | None) -> Json:
+    """Counts of sessions that protection keeps out of learning, or holds down."""
     limits = run.config.feedback.poisoning
     newest = [] if feedback is None else feedback.newest(MOST_ROWS)
-    observed = archive.observed([kept.session.session_id for kept in newest])
+    observed = archive.observed([record.session.session_id for record in newest])
     capped = {one.observation.user for one in observed.values() if one.observation.weight < 1}
     return {
         "quarantined": {cause.removeprefix("user."): number for cause, number in archive.quarantined("live").items()},

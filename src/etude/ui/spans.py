@@ -42,7 +42,7 @@ class Spans:
         begun, over = self._sums
         return begun.until(times_s) - over.until(times_s)
 
-    def means(self, edges_s: Floats) -> Floats:
+    def rates(self, edges_s: Floats) -> Floats:
         """[B] mean rate between each two of ascending edges."""
         return np.diff(self.until(edges_s)) / np.diff(edges_s)
 

@@ -1,4 +1,4 @@
-"""Who did what when, folded from a run's events: lanes of processes, with the states that each is in.
+"""Lanes of who did what when, folded from a run's events: lanes of processes, with the states that each is in.
 
     StepDone, StepSaved ─▶ trainer     computing · waiting for the batch · waiting for the version before · saving …
     EngineStats ─────────▶ each engine busy, of what it reported; swaps are marks
@@ -11,29 +11,14 @@ has no lane. Owns this fold. What a window of it looks like is :mod:`etude.ui.ti
 :mod:`etude.ui.waits`'.
 """
 
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from etude.dashboard.run_metrics import LIVE, TRAIN
 from etude.run.process_name import PRODUCTION, ProcessName
-from etude.telemetry.events import (
-    EngineStats,
-    EvalDone,
-    GatewayStats,
-    Logged,
-    Outage,
-    PhaseStarted,
-    ProcessStarted,
-    RegionServed,
-    RolloutClosed,
-    RunStarted,
-    StepDone,
-    StepSaved,
-    WeightsPublished,
-    WeightsSwapped,
-)
 from etude.types import RolloutStage
+from etude.ui.event_lines import Fields
 from etude.ui.spans import Spans
 
 TRAINER, PUBLISHING, ENGINES, GATEWAYS, ROLLOUTS, EVALUATIONS, AWAY = (
@@ -52,6 +37,8 @@ BUSY, IDLE = "busy", "idle"
 AT_ENGINE, QUEUED = "at an engine", "queued"
 UNTOLD = "not told"
 """Stage of rollouts that an older étude recorded."""
+TURNS = (RolloutStage.MODEL, RolloutStage.TOOLS)
+"""Stages of a rollout that take turns."""
 STATES: Mapping[str, tuple[str, ...]] = {
     TRAINER: (COMPUTING, LANDING, SAVING, HANDING, WAITING),
     PUBLISHING: ("publishing",),
@@ -70,7 +57,7 @@ class Lane:
 
     group: str
     name: str
-    """Of its process; of rollouts that of all."""
+    """Name of its process; of rollouts one for all."""
     region: str = ""
     """Empty: home."""
     states: dict[str, Spans] = field(default_factory=dict)
@@ -101,11 +88,17 @@ class Mark:
 
 
 class Timeline:
-    """The lanes of one run, up to the last event added. May be read by one thread while another one adds."""
+    """The lanes of one run, up to the last event that was settled.
+
+    Events of several processes come in any order; :meth:`settle` folds in what came since, in order of time.
+    """
+
+    KINDS: ClassVar[frozenset[str]] = frozenset(
+        {"RunStarted", "PhaseStarted", "ProcessStarted", "StepDone", "StepSaved", "WeightsPublished", "WeightsSwapped"}
+        | {"EngineStats", "GatewayStats", "RolloutClosed", "EvalDone", "Outage", "RegionServed"}
+    )
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        """Held by :meth:`add`, and by who reads."""
         self.origin_s = 0.0
         """Unix time of the first event: all other times count from there."""
         self.end_s = 0.0
@@ -116,51 +109,55 @@ class Timeline:
         """Times in which the run was stopped."""
         self.marks: list[Mark] = []
         """In the order of their events, which is nearly that of time."""
-        self._step_ends: dict[int, float] = {}
+        self._pending: list[tuple[float, str, Fields]] = []
         self._handed: dict[int, float] = {}
         self._away: dict[str, float] = {}
 
-    def add(self, logged: Logged) -> None:
-        """Fold in one event."""
-        with self.lock:
-            if not self.origin_s:
-                self.origin_s = logged.at_s
-            at_s = logged.at_s - self.origin_s
-            if isinstance(logged.event, RunStarted) and logged.event.resumed:
+    def add(self, kind: str, fields: Fields) -> None:
+        """Take one event, to be folded in."""
+        self._pending.append((fields["at_s"], kind, fields))
+
+    def settle(self) -> None:
+        """Fold in what was added, in order of time."""
+        pending, self._pending = sorted(self._pending, key=lambda event: event[0]), []
+        if pending and not self.origin_s:
+            self.origin_s = pending[0][0]
+        for time_s, kind, fields in pending:
+            at_s = time_s - self.origin_s
+            if kind == "RunStarted" and fields["resumed"]:
                 self.gaps.append((self.end_s, at_s))
             self.end_s = max(self.end_s, at_s)
-            self._fold(at_s, logged)
+            self._fold(at_s, kind, fields)
 
-    def _fold(self, at_s: float, logged: Logged) -> None:
-        match logged.event:
-            case PhaseStarted(phase=phase):
-                self.phases.append((at_s, phase))
-            case StepDone() as done:
-                self._add_step(at_s, logged.process, done)
-            case StepSaved() as saved:
-                self._add_saved(at_s, logged.process, saved)
-            case WeightsPublished() as published:
-                self._add_published(at_s, published)
-            case EngineStats() as stats:
-                self._add_load(at_s, logged.process, stats)
-            case WeightsSwapped() as swapped:
-                self._add_swap(at_s, logged.process, swapped)
-            case GatewayStats() as stats:
-                lane = self._lane(GATEWAYS, logged.process)
-                lane.add(AT_ENGINE, at_s - stats.window_s, at_s, (stats.call_s - stats.waited_s) / stats.window_s)
-                lane.add(QUEUED, at_s - stats.window_s, at_s, stats.waited_s / stats.window_s)
-            case RolloutClosed() as closed:
-                self._add_rollout(at_s, closed)
-            case EvalDone() as done:
-                text = f"evaluated {done.label}: {100 * done.sampled_pass:.1f}% passed"
-                self.marks.append(Mark(at_s=at_s, kind="evaluated", text=text, lane=EVALUATIONS, number=done.version))
-            case ProcessStarted(restarts=restarts) as started if restarts:
-                self.marks.append(Mark(at_s=at_s, kind="restarted", text=f"{started.process} was started again"))
-            case Outage(seconds=seconds) as outage if seconds:
-                text = f"{logged.process} waits for {outage.what}: {outage.reason}"
-                self.marks.append(Mark(at_s=at_s - seconds, kind="outage", text=text))
-            case RegionServed() as served:
-                self._add_region(at_s, served)
+    def _fold(self, at_s: float, kind: str, fields: Fields) -> None:
+        match kind:
+            case "PhaseStarted":
+                self.phases.append((at_s, fields["phase"]))
+            case "StepDone":
+                self._add_step(at_s, fields)
+            case "StepSaved":
+                self._add_saved(at_s, fields)
+            case "WeightsPublished":
+                self._add_published(at_s, fields)
+            case "EngineStats":
+                self._add_load(at_s, fields)
+            case "WeightsSwapped":
+                self._add_swap(at_s, fields)
+            case "GatewayStats":
+                self._add_calls(at_s, fields)
+            case "RolloutClosed":
+                self._add_rollout(at_s, fields)
+            case "EvalDone":
+                text = f"evaluated {fields['label']}: {100 * fields['sampled_pass']:.1f}% passed"
+                mark = Mark(at_s=at_s, kind="evaluated", text=text, lane=EVALUATIONS, number=fields["version"])
+                self.marks.append(mark)
+            case "ProcessStarted" if fields["restarts"]:
+                self.marks.append(Mark(at_s=at_s, kind="restarted", text=f"{fields['process']} was started again"))
+            case "Outage" if fields["seconds"]:
+                text = f"{fields['writer']} waits for {fields['what']}: {fields['reason']}"
+                self.marks.append(Mark(at_s=at_s - fields["seconds"], kind="outage", text=text))
+            case "RegionServed":
+                self._add_region(at_s, fields)
             case _:
                 pass
 
@@ -176,80 +173,82 @@ class Timeline:
         later = [at_s for at_s, name in self.phases if at_s > begun[-1] and name != phase]
         return begun[0], later[0] if later else self.end_s
 
-    def step_end_s(self, step: int) -> float | None:
-        """The time at which a step was computed, the last time that it was; ``None`` where no event says so."""
-        return self._step_ends.get(step)
-
     def _lane(self, group: str, name: str) -> Lane:
         key = group, name
         if key not in self.lanes:
             self.lanes[key] = Lane(group, name, _region(name))
         return self.lanes[key]
 
-    def _add_step(self, at_s: float, process: str, done: StepDone) -> None:
-        lane, busy_s, wait_s = self._lane(TRAINER, process), done.metrics["busy_s"], done.metrics.get("wait_s", 0.0)
+    def _add_step(self, at_s: float, fields: Fields) -> None:
+        metrics, process, step = fields["metrics"], fields["writer"], fields["step"]
+        lane, busy_s, wait_s = self._lane(TRAINER, process), metrics["busy_s"], metrics.get("wait_s", 0.0)
         lane.add(COMPUTING, at_s - busy_s, at_s)
         lane.add(WAITING, at_s - busy_s - wait_s, at_s - busy_s)
-        self._step_ends[done.step] = at_s
+        text = f"step {step}: computed {busy_s:.2f} s after waiting {wait_s:.2f} s"
         facts = {"busy_s": busy_s, "wait_s": wait_s}
-        text = f"step {done.step}: computed {busy_s:.2f} s after waiting {wait_s:.2f} s"
-        self.marks.append(Mark(at_s=at_s, kind="step", text=text, lane=process, number=done.step, facts=facts))
+        self.marks.append(Mark(at_s=at_s, kind="step", text=text, lane=process, number=step, facts=facts))
 
-    def _add_saved(self, at_s: float, process: str, saved: StepSaved) -> None:
-        lane, end_s = self._lane(TRAINER, process), at_s
-        parts = (HANDING, saved.publish_s), (SAVING, saved.save_s), (LANDING, saved.landed_s)
-        for state, seconds in parts:
-            lane.add(state, end_s - seconds, end_s)
-            end_s -= seconds
-        self._handed[saved.step] = at_s
+    def _add_saved(self, at_s: float, fields: Fields) -> None:
+        lane, end_s = self._lane(TRAINER, fields["writer"]), at_s
+        for state, name in ((HANDING, "publish_s"), (SAVING, "save_s"), (LANDING, "landed_s")):
+            lane.add(state, end_s - fields[name], end_s)
+            end_s -= fields[name]
+        self._handed[fields["step"]] = at_s
 
-    def _add_published(self, at_s: float, published: WeightsPublished) -> None:
+    def _add_published(self, at_s: float, fields: Fields) -> None:
         """A version is logged when the trainer comes by; it began when the step handed it over."""
-        start_s = self._handed.get(published.version, at_s - published.seconds)
-        self._lane(PUBLISHING, PUBLISHING).add("publishing", start_s, start_s + published.seconds)
-        text = f"version {published.version} published: {published.kind}, {published.size_bytes / 1e6:.2f} MB"
-        facts = {"seconds": published.seconds, "size_bytes": float(published.size_bytes)}
-        self.marks.append(Mark(
-            at_s=start_s + published.seconds, kind="published", text=text, lane=PUBLISHING, number=published.version,
-            facts=facts,
-        ))  # fmt: skip
+        version, seconds = fields["version"], fields["seconds"]
+        start_s = self._handed.get(version, at_s - seconds)
+        end_s = start_s + seconds
+        self._lane(PUBLISHING, PUBLISHING).add("publishing", start_s, end_s)
+        text = f"version {version} published: {fields['kind']}, {fields['size_bytes'] / 1e6:.2f} MB"
+        facts = {"seconds": seconds, "size_bytes": float(fields["size_bytes"])}
+        self.marks.append(Mark(at_s=end_s, kind="published", text=text, lane=PUBLISHING, number=version, facts=facts))
 
-    def _add_load(self, at_s: float, process: str, stats: EngineStats) -> None:
-        lane, busy = self._lane(ENGINES, process), min(1.0, stats.busy_s / stats.window_s)
-        lane.add(BUSY, at_s - stats.window_s, at_s, busy)
-        lane.add(IDLE, at_s - stats.window_s, at_s, 1 - busy)
+    def _add_load(self, at_s: float, fields: Fields) -> None:
+        lane, start_s = self._lane(ENGINES, fields["writer"]), at_s - fields["window_s"]
+        busy = min(1.0, fields["busy_s"] / fields["window_s"])
+        lane.add(BUSY, start_s, at_s, busy)
+        lane.add(IDLE, start_s, at_s, 1 - busy)
 
-    def _add_swap(self, at_s: float, process: str, swapped: WeightsSwapped) -> None:
-        text = f"{process} serves version {swapped.version}: paused {swapped.pause_ms:.3g} ms"
-        facts = {"stage_ms": swapped.stage_ms, "pause_ms": swapped.pause_ms}
-        self.marks.append(Mark(at_s=at_s, kind="swapped", text=text, lane=process, number=swapped.version, facts=facts))
+    def _add_calls(self, at_s: float, fields: Fields) -> None:
+        lane, window_s = self._lane(GATEWAYS, fields["writer"]), fields["window_s"]
+        lane.add(AT_ENGINE, at_s - window_s, at_s, (fields["call_s"] - fields["waited_s"]) / window_s)
+        lane.add(QUEUED, at_s - window_s, at_s, fields["waited_s"] / window_s)
 
-    def _add_rollout(self, at_s: float, closed: RolloutClosed) -> None:
-        if closed.purpose == LIVE:
+    def _add_swap(self, at_s: float, fields: Fields) -> None:
+        version, process = fields["version"], fields["writer"]
+        text = f"{process} serves version {version}: paused {fields['pause_ms']:.3g} ms"
+        facts = {"stage_ms": fields["stage_ms"], "pause_ms": fields["pause_ms"]}
+        self.marks.append(Mark(at_s=at_s, kind="swapped", text=text, lane=process, number=version, facts=facts))
+
+    def _add_rollout(self, at_s: float, fields: Fields) -> None:
+        purpose, start_s = fields["purpose"], at_s - fields["seconds"]
+        if purpose == LIVE:
             return  # between a user's calls nobody waits
-        start_s = at_s - closed.seconds
-        if closed.purpose != TRAIN:
+        if purpose != TRAIN:
             self._lane(EVALUATIONS, EVALUATIONS).add("tried", start_s, at_s)
             return
-        lane, stages = self._lane(ROLLOUTS, ROLLOUTS), closed.stage_s
+        lane, stages = self._lane(ROLLOUTS, ROLLOUTS), fields.get("stage_s")
         if not stages:
             lane.add(UNTOLD, start_s, at_s)
             return
-        playing_s = stages.get(RolloutStage.MODEL, 0.0) + stages.get(RolloutStage.TOOLS, 0.0)
+        playing_s = sum(stages.get(stage, 0.0) for stage in TURNS)
         for stage, seconds in stages.items():
-            if stage in (RolloutStage.MODEL, RolloutStage.TOOLS):  # they take turns
+            if stage in TURNS:
                 lane.add(stage, start_s, start_s + playing_s, seconds / playing_s if playing_s else 0.0)
                 start_s += playing_s if stage == RolloutStage.TOOLS else 0.0
             else:
                 lane.add(stage, start_s, start_s + seconds)
                 start_s += seconds
 
-    def _add_region(self, at_s: float, served: RegionServed) -> None:
-        since_s = self._away.pop(served.region, None)
+    def _add_region(self, at_s: float, fields: Fields) -> None:
+        region = fields["region"]
+        since_s = self._away.pop(region, None)
         if since_s is not None:
-            self._lane(AWAY, f"region {served.region or 'home'}").add("away", since_s, at_s)
-        if served.is_away:
-            self._away[served.region] = at_s
+            self._lane(AWAY, f"region {region or 'home'}").add("away", since_s, at_s)
+        if fields["is_away"]:
+            self._away[region] = at_s
 
 
 def alive(timeline: Timeline, from_s: float, to_s: float) -> Iterator[tuple[float, float]]:

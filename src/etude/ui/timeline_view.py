@@ -28,11 +28,11 @@ LEAST_S = 0.05
 
 def timeline(query: RunQuery) -> Json:
     """A window of the run's time."""
-    folded = query.run.fold(Timeline)
     bins = query.number("bins", 400)
     if not 1 <= bins <= MOST_BINS:
         raise UserError(f"bins={bins}: expected 1 to {MOST_BINS}")
-    with folded.lock:
+    with query.run.folded(Timeline) as folded:
+        folded.settle()
         from_s, to_s = _window(query, folded)
         config, waits = query.run.config, waits_of(folded, from_s, to_s)
         words = sentence(waits, limit=config.rollouts.concurrency, sessions=config.live.groups_per_step)
@@ -40,7 +40,7 @@ def timeline(query: RunQuery) -> Json:
 
 
 def view(timeline: Timeline, from_s: float, to_s: float, bins: int) -> dict[str, Json]:
-    """A window of a timeline, without what it means."""
+    """A window of a timeline, without its meaning."""
     edges = np.linspace(from_s, to_s, bins + 1)
     lanes = [_lane(lane, edges) for group in STATES for lane in timeline.lanes_of(group)]
     return {
@@ -82,15 +82,15 @@ def _lane(lane: Lane, edges: Floats) -> dict[str, Json]:
     for state in STATES[lane.group]:
         if state not in lane.states:
             continue
-        means = lane.states[state].means(edges)
-        total_s = float(means.sum() * (edges[1] - edges[0]))
+        rates = lane.states[state].rates(edges)
+        total_s = float(rates.sum() * (edges[1] - edges[0]))
         seconds += total_s
-        states.append({"state": state, "seconds": round(total_s, 3), "values": _rounded(means)})
+        states.append({"state": state, "seconds": round(total_s, 3), "values": _rounded(rates)})
     return {"group": lane.group, "name": lane.name, "region": lane.region, "seconds": seconds, "states": states}
 
 
 def _rounded(means: Floats) -> list[Json]:
-    rounded: list[Json] = np.round(np.maximum(means, 0.0), 3).tolist()
+    rounded: list[Json] = np.round(np.maximum(rates, 0.0), 3).tolist()
     return rounded
 
 

@@ -1,4 +1,4 @@
-"""Where the other half of the time went: what a trainer that waits waits for, in figures and in one sentence. Pure.
+"""The other half of the time: what a trainer that waits waits for, in figures and in one sentence. Pure.
 
     lanes of a window ──▶ shares of the trainer's time ─┐
                      └──▶ in the time that it waited: what rollouts did, how busy engines were ──▶ the sentence
@@ -79,11 +79,11 @@ def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
         return Waits(seconds=0.0)
     edges = np.linspace(from_s, to_s, GRID + 1)
     trainers = timeline.lanes_of(TRAINER)
-    waiting = sum((_means(lane.states.get(WAITING), edges) for lane in trainers), np.zeros(GRID))
+    waiting = sum((_rates(lane.states.get(WAITING), edges) for lane in trainers), np.zeros(GRID))
     engines = [lane for lane in timeline.lanes_of(ENGINES) if not lane.serves_users]
-    busy, idle = (sum((_means(lane.states.get(s), edges) for lane in engines), np.zeros(GRID)) for s in (BUSY, IDLE))
+    busy, idle = (sum((_rates(lane.states.get(s), edges) for lane in engines), np.zeros(GRID)) for s in (BUSY, IDLE))
     rollouts = {
-        name: _means(spans, edges) for lane in timeline.lanes_of(ROLLOUTS) for name, spans in lane.states.items()
+        name: _rates(spans, edges) for lane in timeline.lanes_of(ROLLOUTS) for name, spans in lane.states.items()
     }
     in_flight = sum(rollouts.values(), np.zeros(GRID))
     is_waiting = bool(waiting.sum() > 0)
@@ -98,7 +98,7 @@ def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
                     for lane in engines if {BUSY, IDLE} <= lane.states.keys()),
         in_flight=float(in_flight.sum()) * (to_s - from_s) / GRID / seconds if rollouts else None,
         in_flight_meanwhile=_ratio((waiting * in_flight).sum(), waiting.sum()) if rollouts else None,
-        stages={name: float((weights * means).sum()) / inside for name, means in rollouts.items()} if inside else {},
+        stages={name: float((weights * rates).sum()) / inside for name, rates in rollouts.items()} if inside else {},
         idle_alone=_ratio((idle * (in_flight < 1)).sum(), idle.sum()) if rollouts else None,
     )  # fmt: skip
 
@@ -173,8 +173,8 @@ def _trainer_shares(timeline: Timeline, from_s: float, to_s: float, seconds: flo
     return {**shares, OTHER: max(0.0, 1 - sum(shares.values()))}
 
 
-def _means(spans: Spans | None, edges: Floats) -> Floats:
-    return np.zeros(len(edges) - 1) if spans is None else spans.means(edges)
+def _rates(spans: Spans | None, edges: Floats) -> Floats:
+    return np.zeros(len(edges) - 1) if spans is None else spans.rates(edges)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -10,18 +10,10 @@ versions has served these when it serves a later one.
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from threading import RLock
+from typing import ClassVar
 
 from etude.run.process_name import ProcessName
-from etude.telemetry.events import (
-    EngineStats,
-    Logged,
-    ProcessStarted,
-    RegionServed,
-    StepDone,
-    WeightsPublished,
-    WeightsSwapped,
-)
+from etude.ui.event_lines import Fields
 
 RECENT = 50
 """Swaps of an engine that means are of."""
@@ -29,7 +21,7 @@ RECENT = 50
 
 @dataclass(slots=True, kw_only=True)
 class EngineHistory:
-    """What one engine served, and its load."""
+    """Versions that one engine served, and its load."""
 
     name: str
     region: str
@@ -41,44 +33,56 @@ class EngineHistory:
     lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     stages_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     pauses_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    load: EngineStats | None = None
+    load: Fields | None = None
+    """The newest event of its load."""
     seen_s: float = 0.0
     """Unix time of its newest event."""
 
 
 class WeightHistory:
-    """The versions of one run, up to the last event added. May be read by one thread while another one adds."""
+    """The versions of one run, up to the last event that was settled.
+
+    Events of several processes come in any order; :meth:`settle` folds in what came since, in order of time.
+    """
+
+    KINDS: ClassVar[frozenset[str]] = frozenset(
+        {"StepDone", "WeightsPublished", "WeightsSwapped", "EngineStats", "RegionServed", "ProcessStarted"}
+    )
 
     def __init__(self) -> None:
-        self.lock = RLock()
-        """Held by :meth:`add`, and by who reads."""
-        self.published: dict[int, tuple[float, WeightsPublished]] = {}
-        """Version → time of its event, and that."""
+        self.published: dict[int, Fields] = {}
+        """Version → its event."""
         self.engines: dict[str, EngineHistory] = {}
         self.lags_s: dict[str, dict[int, float]] = {}
         """Region → version → lag of its last engine."""
-        self.regions: dict[str, tuple[float, RegionServed]] = {}
+        self.regions: dict[str, Fields] = {}
         """Region → the newest that rollouts saw of it."""
-        self.started: dict[str, tuple[float, ProcessStarted]] = {}
+        self.started: dict[str, Fields] = {}
         """Process → its newest start."""
         self._step_ends: dict[int, float] = {}
+        self._pending: list[tuple[float, str, Fields]] = []
 
-    def add(self, logged: Logged) -> None:
-        """Fold in one event."""
-        with self.lock:
-            match logged.event:
-                case StepDone(step=step):
-                    self._step_ends[step] = logged.at_s
-                case WeightsPublished() as published:
-                    self.published[published.version] = logged.at_s, published
-                case WeightsSwapped() as swapped:
-                    self._swap(logged.at_s, self._engine(logged), swapped)
-                case EngineStats() as stats:
-                    self._engine(logged).load = stats
-                case RegionServed() as served:
-                    self.regions[served.region] = logged.at_s, served
-                case ProcessStarted() as started:
-                    self.started[started.process] = logged.at_s, started
+    def add(self, kind: str, fields: Fields) -> None:
+        """Take one event, to be folded in."""
+        self._pending.append((fields["at_s"], kind, fields))
+
+    def settle(self) -> None:
+        """Fold in what was added, in order of time."""
+        pending, self._pending = sorted(self._pending, key=lambda event: event[0]), []
+        for at_s, kind, fields in pending:
+            match kind:
+                case "StepDone":
+                    self._step_ends[fields["step"]] = at_s
+                case "WeightsPublished":
+                    self.published[fields["version"]] = fields
+                case "WeightsSwapped":
+                    self._swap(at_s, self._engine(fields), fields)
+                case "EngineStats":
+                    self._engine(fields).load = fields
+                case "RegionServed":
+                    self.regions[fields["region"]] = fields
+                case "ProcessStarted":
+                    self.started[fields["process"]] = fields
                 case _:
                     pass
 
@@ -89,30 +93,31 @@ class WeightHistory:
 
     def has_changed(self, version: int) -> bool | None:
         """True if the weights of a version differ from those of the one before; ``None`` where that is not known."""
-        digests = [self.published[one][1].digest for one in (version - 1, version) if one in self.published]
+        digests = [self.published[one].get("digest") for one in (version - 1, version) if one in self.published]
         return digests[0] != digests[1] if len(digests) == 2 and all(digests) else None
 
     def lags_of(self, version: int) -> Mapping[str, float]:
         """Region → seconds from the end of the step to its last engine."""
         return {region: lags[version] for region, lags in self.lags_s.items() if version in lags}
 
-    def _engine(self, logged: Logged) -> EngineHistory:
-        name = logged.process
+    def _engine(self, fields: Fields) -> EngineHistory:
+        name = fields["writer"]
         if name not in self.engines:
             self.engines[name] = EngineHistory(name=name, region=ProcessName.parse(name).region)
-        self.engines[name].seen_s = logged.at_s
+        self.engines[name].seen_s = fields["at_s"]
         return self.engines[name]
 
-    def _swap(self, at_s: float, engine: EngineHistory, swapped: WeightsSwapped) -> None:
-        engine.stages_ms.append(swapped.stage_ms)
-        engine.pauses_ms.append(swapped.pause_ms)
+    def _swap(self, at_s: float, engine: EngineHistory, fields: Fields) -> None:
+        served = fields["version"]
+        engine.stages_ms.append(fields["stage_ms"])
+        engine.pauses_ms.append(fields["pause_ms"])
         if engine.first >= 0:
             lags = self.lags_s.setdefault(engine.region, {})
-            for version in range(engine.version + 1, swapped.version + 1):
+            for version in range(engine.version + 1, served + 1):
                 if version in self._step_ends:
                     lag_s = at_s - self._step_ends[version]
                     lags[version] = max(lag_s, lags.get(version, lag_s))
-            if swapped.version in self._step_ends:
-                engine.lags_s.append(at_s - self._step_ends[swapped.version])
-        engine.first = swapped.version if engine.first < 0 else engine.first
-        engine.version, engine.since_s = swapped.version, at_s
+            if served in self._step_ends:
+                engine.lags_s.append(at_s - self._step_ends[served])
+        engine.first = served if engine.first < 0 else engine.first
+        engine.version, engine.since_s = served, at_s

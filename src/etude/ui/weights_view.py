@@ -28,6 +28,8 @@ from etude.weights.log import WeightLog
 from etude.weights.records import Link, link_key, parse_link_key
 
 MOST_ROWS = 200
+COLUMNS = ("at_s", "kind", "size_bytes", "seconds", "blocked_s")
+"""Fields of a published version that are drawn."""
 LOGS: WeakKeyDictionary[RunReader, WeightLog] = WeakKeyDictionary()
 """Logs that were read before, with the records that they know."""
 
@@ -42,8 +44,7 @@ class VersionPage:
 
 
 def weights(query: RunQuery) -> Json:
-    """Who serves what, and a page of versions."""
-    history = query.run.fold(WeightHistory)
+    """Engines with what they serve, and a page of versions."""
     limit = query.number("limit", 50)
     if not 1 <= limit <= MOST_ROWS:
         raise UserError(f"limit={limit}: expected 1 to {MOST_ROWS}")
@@ -56,9 +57,10 @@ def weights(query: RunQuery) -> Json:
     except EtudeError as error:
         numbers, page = [], VersionPage(records=(), links={}, releases={})
         about = {"log_id": None, "store": query.run.folder.store, "problem": str(error)}
-    with history.lock:
+    with query.run.folded(WeightHistory) as history:
+        history.settle()
         newest = max([*numbers[-1:], *([] if history.newest is None else [history.newest])], default=None)
-        state_bytes = history.published[max(history.published)][1].state_bytes if history.published else None
+        state_bytes = history.published[max(history.published)]["state_bytes"] if history.published else None
         return {
             **about,
             "newest": newest,
@@ -72,18 +74,15 @@ def weights(query: RunQuery) -> Json:
 
 def weight_history(query: RunQuery) -> Json:
     """Columns over versions after ``since``, as events told of them."""
-    history, since = query.run.fold(WeightHistory), query.number("since", -1)
-    with history.lock:
+    since = query.number("since", -1)
+    with query.run.folded(WeightHistory) as history:
+        history.settle()
         versions = sorted(version for version in history.published if version > since)
-        events = [history.published[version][1] for version in versions]
+        events = [history.published[version] for version in versions]
         return {
             "since": since,
             "version": list(versions),
-            "at_s": [history.published[version][0] for version in versions],
-            "kind": [event.kind for event in events],
-            "size_bytes": [event.size_bytes for event in events],
-            "seconds": [event.seconds for event in events],
-            "blocked_s": [event.blocked_s for event in events],
+            **{name: [event[name] for event in events] for name in COLUMNS},
             "lags": {
                 region: [lags.get(version) for version in versions] for region, lags in sorted(history.lags_s.items())
             },
@@ -100,9 +99,9 @@ def _log(run: RunReader) -> WeightLog:
 
 
 def _read(run: RunReader, log: WeightLog, numbers: Iterable[int]) -> VersionPage:
-    wanted = [*numbers]
-    records = [record for number in wanted if (record := log.read(number)) is not None]
-    ends = [ends for key in log.store.list("links") if (ends := parse_link_key(key)) and ends[1] in set(wanted)]
+    shown = [*numbers]
+    records = [record for number in shown if (record := log.read(number)) is not None]
+    ends = [ends for key in log.store.list("links") if (ends := parse_link_key(key)) and ends[1] in set(shown)]
     links: dict[int, list[Link]] = {}
     for link in log.records.read_sound(Link, [link_key(*pair) for pair in ends]):
         links.setdefault(link.target, []).append(link)
@@ -135,8 +134,8 @@ def _version(record: WeightVersion, page: VersionPage, history: WeightHistory) -
         "created": record.created,
         "writer": record.writer,
         "changed": history.has_changed(record.version),
-        "seconds": None if published is None else published[1].seconds,
-        "blocked_s": None if published is None else published[1].blocked_s,
+        "seconds": None if published is None else published["seconds"],
+        "blocked_s": None if published is None else published["blocked_s"],
         "lags": dict(history.lags_of(record.version)),
         "links": [
             {"kind": link.kind, "source": link.source, "size_bytes": sum(pack.size_bytes for pack in link.packs)}
@@ -164,10 +163,10 @@ def _engine(engine: EngineHistory, newest: int | None) -> Json:
         "lag_last_s": engine.lags_s[-1] if engine.lags_s else None,
         "stage_ms": fmean(engine.stages_ms) if engine.stages_ms else None,
         "pause_ms": max(engine.pauses_ms) if engine.pauses_ms else None,
-        "busy": None if load is None else min(1.0, load.busy_s / load.window_s),
-        "running": None if load is None else load.running,
-        "waiting": None if load is None else load.waiting,
-        "tokens_per_s": None if load is None else load.generated_tokens / load.window_s,
+        "busy": None if load is None else min(1.0, load["busy_s"] / load["window_s"]),
+        "running": None if load is None else load["running"],
+        "waiting": None if load is None else load["waiting"],
+        "tokens_per_s": None if load is None else load["generated_tokens"] / load["window_s"],
     }
 
 
@@ -183,7 +182,9 @@ def _lags(history: WeightHistory) -> Json:
 
 def fleet_view(query: RunQuery) -> Json:
     """The regions of a run and their processes; one machine is a fleet of one region."""
-    return fleet(query.run, query.run.fold(WeightHistory), time())
+    with query.run.folded(WeightHistory) as history:
+        history.settle()
+        return fleet(query.run, history, time())
 
 
 ROUTES: Routes = {"GET /weights": weights, "GET /weights/history": weight_history, "GET /fleet": fleet_view}
