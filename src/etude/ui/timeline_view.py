@@ -89,7 +89,7 @@ def _lane(lane: Lane, edges: Floats) -> dict[str, Json]:
     return {"group": lane.group, "name": lane.name, "region": lane.region, "seconds": seconds, "states": states}
 
 
-def _rounded(means: Floats) -> list[Json]:
+def _rounded(rates: Floats) -> list[Json]:
     rounded: list[Json] = np.round(np.maximum(rates, 0.0), 3).tolist()
     return rounded
 

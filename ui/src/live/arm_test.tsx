@@ -22,7 +22,9 @@ export function ArmTestCard({ test }: { test: ArmTest }) {
             <caption class="hidden">Arms of the test</caption>
             <thead>
               <tr>
-                <th scope="col" />
+                <th scope="col">
+                  <span class="hidden">arm</span>
+                </th>
                 <th scope="col" class="number">users</th>
                 <th scope="col" class="number">sessions</th>
                 {test.metrics.map((metric) => (

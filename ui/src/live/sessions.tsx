@@ -135,7 +135,7 @@ export function Newest({ run, live, offset, onOffset }: { run: string; live: Liv
   return (
     <section aria-labelledby="newest-title">
       <h2 id="newest-title">Newest sessions</h2>
-      <div class="live-scroll" tabIndex={0} role="region" aria-label="Newest sessions">
+      <div class="live-scroll" tabIndex={0} role="region" aria-label="Table of sessions">
         <table class="live-sessions">
           <thead>
             <tr>

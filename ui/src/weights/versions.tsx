@@ -18,7 +18,7 @@ export function Versions({ weights, before, onBefore }: { weights: Weights; befo
           <p class="note">
             {weights.total} in the log <code>{weights.log_id?.slice(0, 12)}</code> at <code>{weights.store}</code>
           </p>
-          <div class="weights-scroll" tabIndex={0} role="region" aria-label="Versions">
+          <div class="weights-scroll" tabIndex={0} role="region" aria-label="Table of versions">
             <table>
               <thead>
                 <tr>
@@ -108,8 +108,9 @@ function Digest({ digest }: { digest: string }) {
     setTimeout(() => setCopied(false), 1500);
   };
   return (
-    <button type="button" class="weights-digest" title={digest} aria-label={`Copy the digest ${digest}`} onClick={copy}>
+    <button type="button" class="weights-digest" title={digest} onClick={copy}>
       {isCopied ? "copied" : digest.slice(0, 12)}
+      <span class="hidden">, copy the whole digest</span>
     </button>
   );
 }
