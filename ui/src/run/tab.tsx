@@ -71,7 +71,7 @@ function Headline({ data, report }: { data: CurvesData; report: Report | null })
   const gain = gainText(data.gain?.sampled, isRate);
   return (
     <div class="run-head">
-      <h2 class="headline">{headline(data)}</h2>
+      <h1 class="headline">{headline(data)}</h1>
       {report && <Stats report={report} />}
       {gain && <p class="run-gain">{gain}</p>}
       {report?.warnings.map((warning) => (
