@@ -149,7 +149,7 @@ def _states(page: Page) -> Iterator[tuple[int, str, str]]:
 
 @pytest.mark.parametrize("tab", TABS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_stumbles_over_a_tab(browser: Browser, built: Path, url: str, tab: str, scheme: str) -> None:
+def test_axe_finds_nothing_on_a_tab(browser: Browser, built: Path, url: str, tab: str, scheme: str) -> None:
     axe = (built / "ui/node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
     with opened(browser, url, color_scheme=scheme) as page:
         page.wait_for_selector(".run-hero canvas")

@@ -72,8 +72,8 @@ function Headline({ data, report }: { data: CurvesData; report: Report | null })
   return (
     <div class="run-head">
       <h1 class="headline">{headline(data)}</h1>
-      {report && <Stats report={report} />}
       {gain && <p class="run-gain">{gain}</p>}
+      {report && <Stats report={report} />}
       {report?.warnings.map((warning) => (
         <p class="run-warning" key={warning} role="alert">
           {warning}
