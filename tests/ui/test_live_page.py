@@ -32,10 +32,7 @@ AXE = """async () => {
   return found.violations.map((each) => `${each.id}: ${each.nodes.map((node) => node.html).join(' | ')}`);
 }"""
 
-pytestmark = [
-    pytest.mark.heavy("Chromium: apt-get install chromium", missing=not Path(CHROMIUM).is_file()),
-    pytest.mark.timeout(2 * DEADLINE_S),
-]
+pytestmark = pytest.mark.heavy("Chromium: apt-get install chromium", missing=not Path(CHROMIUM).is_file())
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +95,7 @@ def test_the_bundle_is_what_the_source_builds(built: Path) -> None:
         assert file.read_bytes() == (STATIC / file.name).read_bytes(), f"{file.name} is not built of ui/: make ui"
 
 
+@pytest.mark.timeout(2 * DEADLINE_S)
 def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
     recipe.write_text(
@@ -128,13 +126,14 @@ def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_p
     assert steps == sorted(steps)
     assert len(set(steps)) >= 4, "it was seen on its way"
     assert steps[-1] == STEPS
-    assert len({words for _, words, _ in states}) >= 4, "what the curves say changed"
+    assert len({words for _, words, _ in states}) >= 3, "what the curve says changed"
     assert len({picture for _, _, picture in states}) >= 4, "and so did what is drawn"
     assert "step 0" in states[-1][1] and f"step {STEPS}" in states[-1][1], "held-out tasks before and after"
 
 
 def _states(page: Page) -> Iterator[tuple[int, str, str]]:
     """Step, words of the held-out curve and a digest of the reward's picture, until the run has ended."""
+    has_ended = False
     while True:
         header = page.inner_text("header.top .progress")
         charts = page.locator(".run-hero .chart-canvas")
@@ -142,9 +141,10 @@ def _states(page: Page) -> Iterator[tuple[int, str, str]]:
         if step and charts.count() == 2:
             picture = page.evaluate("() => document.querySelectorAll('.run-hero canvas')[1].toDataURL()")
             yield int(step[1]), str(charts.first.get_attribute("aria-label")), str(hash(picture))
-        if "finished" in header or "stopped" in header:
+        if has_ended:
             return
-        page.wait_for_timeout(300)
+        has_ended = "finished" in header or "stopped" in header
+        page.wait_for_timeout(2000 if has_ended else 300)
 
 
 @pytest.mark.parametrize("tab", TABS)
