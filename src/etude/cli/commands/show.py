@@ -2,7 +2,7 @@
 
     no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the choice between these three and the output. A rollout is read by :mod:`etude.cli.commands.rollout_view` and
+Owns the choice between these three and the output. A rollout is read by :mod:`etude.run.rollout_reader` and
 drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
@@ -19,13 +19,12 @@ from rich.text import Text
 from etude.cli.options import Json, RunPath, group
 from etude.dashboard.rollout_text import (
     ID_CHARACTERS,
-    ReadRollout,
     group_table,
     overview,
     rollout_list,
     rollout_page,
-    to_json,
 )
+from etude.dashboard.rollouts import ReadRollout, to_json
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
@@ -112,9 +111,9 @@ def show(
     folder = open_run_folder(run, writes=False)
     with open_archive(folder) as archive:
         if is_read:
-            from etude.cli.commands.rollout_view import RolloutReader
+            from etude.run.rollout_reader import RolloutReader
 
-            reader = RolloutReader(folder, archive, tokens=tokens)
+            reader = RolloutReader(folder, archive, tokens=tokens, mismatches=tokens)
             if rollout is not None:
                 read = [reader.rollout(rollout)]
             else:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.cli.commands.rescoring import Rescoring
+from etude.run.rescoring import Rescoring
 from etude.config.loading import default_recipe
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder

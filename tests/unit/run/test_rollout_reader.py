@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.cli.commands.rollout_view import RolloutReader
+from etude.run.rollout_reader import RolloutReader
 from etude.config.loading import default_recipe
 from etude.errors import UserError
 from etude.ledger.archive import Archive
