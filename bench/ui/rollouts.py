@@ -2,8 +2,8 @@
 
     python -m bench.ui.rollouts FOLDER --groups 12500        100,000 rollouts in some minutes
 
-Owns made-up conversations of the built-in coding tools: edits, failing tests, summaries, hints, cheats, branches, failed
-machines. They are the same for the same seed. No model was asked: log-probabilities are drawn.
+Owns made-up conversations of the built-in coding tools: edits, failing tests, summaries, hints, cheats, branches,
+failed machines. They are the same for the same seed. No model was asked: log-probabilities are drawn.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def mean(prices):
     return total(prices, 1) / len(prices)
 """
 NUMBERED = "\n".join(f"{number} {line}" for number, line in enumerate(SOURCE.splitlines(), start=1))
-PROMPT = "The function total in shop.py leaves a price out. Find out why, mend it, run the tests and submit."
+PROMPT = "The function total in shop.py leaves a price out. Find out why, fix it, run the tests and submit."
 FIX = "edit shop.py 3\n    for price in prices:"
 WRONG = "edit shop.py 4\n        result = price * rate"
 FAIL = "FAIL total([1, 2], 1) = 2 want 3"
@@ -60,8 +60,8 @@ SUMMARY = (
 CONVERSATIONS: Sequence[Sequence[tuple[str, str]]] = (
     ((PROMPT, "read shop.py"), (NUMBERED, FIX), ("ok", "test"), ("PASS", "submit")),
     ((PROMPT, "read shop.py"), (NUMBERED, WRONG), ("ok", "test"), (FAIL, FIX), ("ok", "test"), (FAIL, "submit")),
-    ((PROMPT, "test"), (FAIL, "read shop"), ("no file", "read shop.py"), (NUMBERED, "todo look at mean"), ("todo 1", FIX),
-     ("ok", "done 1"), ("ok", "test"), ("PASS", "submit")),
+    ((PROMPT, "test"), (FAIL, "read shop"), ("no file", "read shop.py"), (NUMBERED, "todo look at mean"),
+     ("todo 1", FIX), ("ok", "done 1"), ("ok", "test"), ("PASS", "submit")),
     ((PROMPT, "raed shop.py"), ("bad call", "read shop.py"), (NUMBERED, "submit")),
 )  # fmt: skip
 """Text that is new in the context, and the reply, turn by turn."""

@@ -225,9 +225,9 @@ class Archive(LedgerConnection):
         """The number of rollouts that a search matches, whatever its offset and limit."""
         return self._db.read(lambda db: _count(db, search, self._index))
 
-    def templates(self, purpose: str, task_ids: Collection[str]) -> Mapping[str, str]:
-        """Template of each of some tasks of a purpose, by id."""
-        return self._db.read(lambda db: self._index.templates(db, purpose, task_ids))
+    def templates(self, purpose: str, groups: Collection[int]) -> Mapping[int, str]:
+        """Template of the task of each of some groups of a purpose, by number."""
+        return self._db.read(lambda db: self._index.templates(db, purpose, groups))
 
     def rollout(self, rollout_id: str) -> tuple[RolloutMatch, Rollout]:
         """A rollout, by its id or a beginning that no other has. Raises :class:`~etude.errors.UserError`."""
@@ -374,8 +374,8 @@ def _reasons(db: Database, purpose: str, limit: int) -> list[tuple[RolloutStatus
 
 _COLUMNS = (
     "c.rollout_id, c.purpose, c.group_index, c.slot, c.attempt, g.task_id, c.status, c.reward, c.reason, g.step,"
-    " c.disposition, c.cause, c.turns, c.summaries, c.hints, c.prompt_tokens, c.sampled_tokens, c.first_version, c.last_version,"
-    " c.seconds"
+    " c.disposition, c.cause, c.turns, c.summaries, c.hints, c.prompt_tokens, c.sampled_tokens, c.first_version,"
+    " c.last_version, c.seconds"
 )
 _FROM = "FROM catalogue c JOIN groups g ON g.purpose = c.purpose AND g.group_index = c.group_index"
 _OUTCOMES: Mapping[RolloutOutcome, str] = {
@@ -412,8 +412,8 @@ def _conditions(db: Database, search: Search, index: RecordIndex) -> tuple[str, 
         pattern = f"%{_escaped(search.reason.lower())}%"
         given.append(("lower(c.reason || ' ' || c.cause) LIKE ? ESCAPE '!'", pattern))
     if search.task:
-        task_ids = json.dumps([[task_id] for task_id in index.tasks_like(db, search.purpose, search.task)])
-        given.append(("g.task_id IN (SELECT value->>0 FROM json_each(?))", task_ids))
+        groups = json.dumps([[number] for number in index.groups_like(db, search.purpose, search.task)])
+        given.append(("c.group_index IN (SELECT CAST(value->>0 AS INTEGER) FROM json_each(?))", groups))
     if search.hacked:
         rollout_ids = json.dumps([[rollout_id] for rollout_id in index.hacked(db, search.purpose)])
         given.append(("c.rollout_id IN (SELECT value->>0 FROM json_each(?))", rollout_ids))
@@ -432,15 +432,19 @@ def _find(db: Database, search: Search, index: RecordIndex) -> list[RolloutMatch
     conditions, values = _conditions(db, search, index)
     first, way = _FIRST[search.order], "ASC" if search.is_reversed else "DESC"
     terms = [f"CASE WHEN {first} IS NULL THEN 1 ELSE 0 END", f"{first} {way}"] if first else []
-    terms += [f"{name} {'DESC' if first else way}" for name in _NEWEST]
-    sql = f"SELECT {_COLUMNS} {_FROM} WHERE {conditions} ORDER BY {', '.join(terms)} LIMIT ? OFFSET ?"
+    order = ", ".join([*terms, *(f"{name} {'DESC' if first else way}" for name in _NEWEST)])
+    source = _FROM if search.order is Order.STALENESS else "FROM catalogue c"
+    # What is sorted is small, and only what is shown is read whole.
+    sql = (
+        f"SELECT {_COLUMNS} {_FROM} WHERE c.rollout_id IN"
+        f" (SELECT c.rollout_id {source} WHERE {conditions} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}"
+    )
     return [_match(row) for row in db.execute(sql, *values, search.limit, search.offset)]
 
 
 def _count(db: Database, search: Search, index: RecordIndex) -> int:
     conditions, values = _conditions(db, search, index)
-    source = _FROM if search.task else "FROM catalogue c"
-    ((number,),) = db.execute(f"SELECT count(*) {source} WHERE {conditions}", *values)
+    ((number,),) = db.execute(f"SELECT count(*) FROM catalogue c WHERE {conditions}", *values)
     return int(number)
 
 

@@ -14,41 +14,50 @@ from etude.ledger.database import Database
 from etude.ledger.records import is_hacked, template_of
 from etude.ledger.states import GroupState
 
-CHUNK_TASKS = 256
 CHUNK_GROUPS = 512
-"""Records that are in memory at once: of so many tasks, or of so many groups."""
+"""Groups of which records are in memory at once."""
 
 
 class RecordIndex:
-    """What was learnt from the records of one ledger; it grows with what is asked for."""
+    """Two words of each record of one ledger; it grows with what is asked for."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._templates: dict[tuple[str, str], str] = {}  # purpose and task
+        self._templates: dict[str, str] = {}  # by task
+        self._tasks: defaultdict[str, list[str]] = defaultdict(
+            list
+        )  # of the groups of a purpose, from the first one on
         self._hacked: defaultdict[str, set[str]] = defaultdict(set)
         self._settled: defaultdict[str, int] = defaultdict(int)  # groups of a purpose below which no rollout can end
 
-    def templates(self, db: Database, purpose: str, task_ids: Collection[str]) -> Mapping[str, str]:
-        """Template of each of some tasks of a purpose, by id; a task that is not there is left out."""
+    def templates(self, db: Database, purpose: str, groups: Collection[int]) -> Mapping[int, str]:
+        """Template of the task of each of some groups, by number."""
+        named = json.dumps([[number] for number in groups])
+        sql = (
+            "SELECT group_index, task_id, task FROM groups WHERE purpose = ? AND group_index IN"
+            " (SELECT CAST(value->>0 AS INTEGER) FROM json_each(?))"
+        )
         with self._lock:
-            unread = [task_id for task_id in dict.fromkeys(task_ids) if (purpose, task_id) not in self._templates]
-            for first in range(0, len(unread), CHUNK_TASKS):
-                named = json.dumps([[task_id] for task_id in unread[first : first + CHUNK_TASKS]])
-                sql = (
-                    "SELECT task_id, task FROM groups WHERE purpose = ? AND group_index IN (SELECT min(group_index)"
-                    " FROM groups WHERE purpose = ? AND task_id IN (SELECT value->>0 FROM json_each(?))"
-                    " GROUP BY task_id)"
-                )
-                for task_id, task in db.execute(sql, purpose, purpose, named):
-                    self._templates[purpose, task_id] = template_of(task)
-            places = {task_id: (purpose, task_id) for task_id in task_ids}
-            return {task_id: self._templates[place] for task_id, place in places.items() if place in self._templates}
+            return {index: self._template(task_id, task) for index, task_id, task in db.execute(sql, purpose, named)}
 
-    def tasks_like(self, db: Database, purpose: str, text: str) -> list[str]:
-        """Ids of the tasks of a purpose whose id or template contains a text, in small or large letters."""
-        task_ids = [one for (one,) in db.execute("SELECT DISTINCT task_id FROM groups WHERE purpose = ?", purpose)]
-        templates, wanted = self.templates(db, purpose, task_ids), text.lower()
-        return [one for one in task_ids if wanted in one.lower() or wanted in templates.get(one, "").lower()]
+    def groups_like(self, db: Database, purpose: str, text: str) -> list[int]:
+        """Numbers of the groups of a purpose whose task has an id or a template that contains a text, in small or large
+        letters.
+        """
+        sql = (
+            "SELECT group_index, task_id, task FROM groups WHERE purpose = ? AND group_index >= ? ORDER BY group_index"
+            " LIMIT ?"
+        )
+        wanted = text.lower()
+        with self._lock:
+            tasks = self._tasks[purpose]
+            while rows := db.execute(sql, purpose, len(tasks), CHUNK_GROUPS):
+                for index, task_id, task in rows:
+                    tasks.extend([""] * (index - len(tasks)))  # numbers have no gaps, but nothing depends on that
+                    self._template(task_id, task)
+                    tasks.append(task_id)
+            fits = {one: wanted in one.lower() or wanted in words.lower() for one, words in self._templates.items()}
+            return [index for index, task_id in enumerate(tasks) if fits.get(task_id, False)]
 
     def hacked(self, db: Database, purpose: str) -> Collection[str]:
         """Ids of the rollouts of a purpose that count as hacks."""
@@ -69,3 +78,8 @@ class RecordIndex:
                         self._hacked[purpose].add(rollout_id)
             self._settled[purpose] = behind if is_open is None else is_open
             return frozenset(self._hacked[purpose])
+
+    def _template(self, task_id: str, task: bytes) -> str:
+        if task_id not in self._templates:
+            self._templates[task_id] = template_of(task)
+        return self._templates[task_id]

@@ -2,8 +2,9 @@
 
     task's files, `read` outputs ──▶ known lines ──edit──▶ diff of the call ──accepted──▶ known lines, diff of the file
 
-Nothing is executed again: a line is known from the task or because the model was shown it. Understands the built-in tools
-and, by the names of their arguments, the usual ones of other harnesses: an old and a new text, a whole file, a patch.
+Nothing is executed again: a line is known from the task or because the model was shown it. Understands the built-in
+tools and, by the names of their arguments, the usual ones of other harnesses: an old and a new text, a whole file, a
+patch.
 What a shell command does to files is not known.
 """
 
