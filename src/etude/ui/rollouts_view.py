@@ -10,7 +10,6 @@ records and the model's tokenizer is kept between queries.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import lru_cache
 from importlib.metadata import version
 from typing import TypeVar
@@ -64,7 +63,7 @@ def census(query: RunQuery) -> Json:
     with _archive(query) as archive:
         purposes, reasons = archive.census(), archive.reasons(purpose, MOST_REASONS)
     return {
-        "purposes": [asdict(each) for each in purposes],
+        "purposes": orjson.loads(orjson.dumps(purposes, option=orjson.OPT_NON_STR_KEYS)),
         "reasons": [{"status": status, "reason": reason, "count": count} for status, reason, count in reasons],
     }
 
