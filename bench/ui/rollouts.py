@@ -37,6 +37,8 @@ from etude.types import (
 SIZE = 8
 """Rollouts of a group."""
 GROUPS_PER_STEP = 16
+BRANCHES = ("credit.kind=shared_prefix", "credit.options.branches=2", "sandboxes.kind=ns")
+"""Settings under which rollouts may branch."""
 TEMPLATES = ("off_by_one", "wrong_operator", "missing_return", "swapped_arguments", "shadowed_name", "stale_cache")
 SOURCE = """def total(prices, rate):
     result = 0
@@ -80,7 +82,7 @@ def main() -> None:
 
 def write_run(path: Path, groups: int, seed: int = 0) -> RunFolder:
     """A new run folder with a ledger of ``groups`` × :data:`SIZE` rollouts, most of them in committed steps."""
-    folder = RunFolder.create(path, default_recipe([f"rollouts.group_size={SIZE}"]))
+    folder = RunFolder.create(path, default_recipe([f"rollouts.group_size={SIZE}", *BRANCHES]))
     chat = ChatTemplate.train([PROMPT, NUMBERED, SUMMARY, FIX, WRONG, FAIL, ASK], 400)
     chat.save(folder.model)
     author = _Author(chat, random.Random(seed))
@@ -92,7 +94,7 @@ def write_run(path: Path, groups: int, seed: int = 0) -> RunFolder:
                 ledger.record(rollout, TRAIN)
             if index % GROUPS_PER_STEP == GROUPS_PER_STEP - 1:
                 step = (index + 1) // GROUPS_PER_STEP
-                if ledger.claim_batch(step, GROUPS_PER_STEP - 1) is not None:
+                if ledger.claim_batch(step, GROUPS_PER_STEP) is not None:
                     ledger.commit_step(step)
     return folder
 

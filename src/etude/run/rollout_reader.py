@@ -287,11 +287,13 @@ def _credit_of(
     trained = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
     why = _why_untrained(purpose, state, trained)
     if why:
-        reasons = (f"not trained on: {why}",)
-        return _CreditView(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=reasons)
+        return _unknown_credit(group, state, f"not trained on: {why}")
     baseline = config.loss.baseline
     penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
-    batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
+    try:
+        batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
+    except ValueError as error:  # it was recorded under another recipe
+        return _unknown_credit(group, state, f"advantages cannot be said: {error}")
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
         trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
@@ -313,6 +315,10 @@ def _credit_of(
     return _CreditView(
         group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
     )
+
+
+def _unknown_credit(group: Group, state: GroupState, note: str) -> _CreditView:
+    return _CreditView(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=(note,))
 
 
 def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:

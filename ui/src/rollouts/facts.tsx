@@ -116,13 +116,18 @@ export function ComparisonView({ rollout }: { rollout: Rollout }) {
   );
 }
 
+/** True on a phone, where what is beside the turns stands before them. */
+export function isNarrow(): boolean {
+  return matchMedia("(max-width: 960px)").matches;
+}
+
 export function FilesView({ rollout }: { rollout: Rollout }) {
   if (rollout.files.length === 0) return null;
   return (
     <section class="rollouts-files" aria-label="Files">
       <h3>Files</h3>
       {rollout.files.map((file) => (
-        <details key={file.path} open={file.diff.length > 0 && rollout.files.length < 4}>
+        <details key={file.path} open={file.diff.length > 0 && rollout.files.length < 4 && !isNarrow()}>
           <summary>
             <code>{inline(file.path)}</code> <span class="note">{file.diff.length > 0 ? "changed" : "as it was"}</span>
           </summary>

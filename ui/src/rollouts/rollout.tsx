@@ -6,7 +6,7 @@ import { download } from "../api";
 import { decimal } from "../format";
 import { messageOf, useJson } from "../resource";
 import { routeTo } from "../routes";
-import { ComparisonView, FilesView, RewardView, VerdictView } from "./facts";
+import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView } from "./facts";
 import { onShortcut } from "./filter_bar";
 import { GroupStrip } from "./group_strip";
 import { ColourBar } from "./colour_bar";
@@ -62,7 +62,7 @@ function Loaded({ run, base, rollout, place, options }: LoadedProps) {
         <RewardView rollout={rollout} />
         <ComparisonView rollout={rollout} />
         <FilesView rollout={rollout} />
-        <details class="rollouts-turn-list" open>
+        <details class="rollouts-turn-list" open={!isNarrow()}>
           <summary>Turns</summary>
           <Outline run={run} rollout={rollout} chosen={turn} options={options} />
         </details>

@@ -78,6 +78,7 @@ export function RolloutTable({ run, query, tick, onQuery }: TableProps) {
   };
   const shown = Array.from({ length: last - first }, (_, index) => first + index);
   return (
+    <>
     <div class="rollouts-frame" ref={frame} onKeyDown={(event) => onKey(event, focused, Math.floor(view.height / rowHeight) - 1, focusRow, rows.total)}>
       <table class={rows.isFresh ? "rollouts-table" : "rollouts-table is-old"} aria-rowcount={rows.total + 1} aria-busy={!rows.isFresh}>
         <caption class="hidden">Rollouts, {count(rows.total)} in all. Arrow keys move from row to row, Enter opens one.</caption>
@@ -98,10 +99,11 @@ export function RolloutTable({ run, query, tick, onQuery }: TableProps) {
       </table>
       {rows.error !== null && <p role="alert">{rows.error}</p>}
       {rows.error === null && rows.isFresh && rows.total === 0 && <p class="rollouts-none">No rollout is like that.</p>}
-      <p class="rollouts-count" role="status">
-        {rows.isFresh ? `${count(rows.total)} rollout${rows.total === 1 ? "" : "s"}` : "…"}
-      </p>
     </div>
+    <p class="rollouts-count" role="status">
+      {rows.isFresh ? `${count(rows.total)} rollout${rows.total === 1 ? "" : "s"}` : "…"}
+    </p>
+    </>
   );
 }
 

@@ -1,6 +1,7 @@
 // The sampled tokens of a turn, coloured, with what is known of each: by pointer, and by arrow keys.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import type { RefObject } from "preact";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 
 import { count } from "../format";
 import { describe, type Colouring } from "./token_colours";
@@ -51,7 +52,7 @@ export function TokenText({ columns, colours, step, chosen, onChoose }: TokenTex
           <span>{count(total - shown)} more tokens</span>
         </p>
       )}
-      {at !== null && at < total && <TokenCard columns={columns} index={at} step={step} frame={frame.current} />}
+      {at !== null && at < total && <TokenCard columns={columns} index={at} step={step} frame={frame} />}
     </div>
   ); // prettier-ignore
 }
@@ -67,15 +68,14 @@ function TokenSpan({ index, text, tone }: { index: number; text: string; tone: s
 }
 
 /** The card about one token, below it; the last one said is read out. */
-function TokenCard({ columns, index, step, frame }: { columns: TokenColumns; index: number; step: number | null; frame: HTMLElement | null }) {
+function TokenCard({ columns, index, step, frame }: { columns: TokenColumns; index: number; step: number | null; frame: RefObject<HTMLElement> }) {
   const card = useRef<HTMLDivElement>(null);
-  useEffect(() => {
-    const span = frame?.querySelector<HTMLElement>(`[data-token="${index}"]`);
-    frame?.querySelectorAll(".is-at").forEach((each) => each.classList.remove("is-at"));
-    if (!span || !card.current || !frame) return;
+  useLayoutEffect(() => {
+    const outer = frame.current?.getBoundingClientRect();
+    const span = frame.current?.querySelector<HTMLElement>(`[data-token="${index}"]`);
+    if (!span || !card.current || !outer) return;
     span.classList.add("is-at");
     const box = span.getClientRects()[0];
-    const outer = frame.getBoundingClientRect();
     if (!box) return;
     card.current.style.top = `${box.bottom - outer.top + 6}px`;
     card.current.style.left = `${Math.max(0, Math.min(box.left - outer.left, outer.width - card.current.offsetWidth))}px`;

@@ -97,9 +97,11 @@ export function Reply({ turn }: { turn: Turn }) {
 }
 
 function CallView({ call }: { call: Call }) {
-  const all = Object.entries(call.arguments);
-  const short = all.filter(([, value]) => value.length <= 80 && !value.includes("\n"));
-  const long = all.filter(([name, value]) => !short.some(([other]) => other === name) && !(call.diff.length > 0 && value.length > 0));
+  // What a diff shows is not shown twice.
+  const all = Object.entries(call.arguments).filter(([, value]) => !call.diff.some((line) => line.mark !== " " && line.text !== "" && value.includes(line.text)));
+  const isShort = (value: string) => value.length <= 80 && !value.includes("\n");
+  const short = all.filter(([, value]) => isShort(value));
+  const long = all.filter(([, value]) => !isShort(value));
   return (
     <div class="rollouts-call">
       <p>
