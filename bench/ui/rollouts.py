@@ -105,6 +105,7 @@ class _Author:
     def __init__(self, chat: ChatTemplate, chance: random.Random) -> None:
         self._chat, self._chance = chat, chance
         self._ids: dict[str, list[int]] = {}
+        self._newest = 0
 
     def task(self, index: int) -> Task:
         template = TEMPLATES[index % len(TEMPLATES)]
@@ -118,7 +119,7 @@ class _Author:
 
     def group(self, index: int, task: Task) -> Iterator[Rollout]:
         """The attempts of a group, in order."""
-        first = ""
+        first, self._newest = "", index // GROUPS_PER_STEP
         for slot in range(SIZE):
             name = f"{self._chance.getrandbits(128):032x}"
             if self._chance.random() < 0.02:
@@ -173,7 +174,7 @@ class _Author:
         ids = [*self._encode(reply), self._chat.end_id]
         draws = [min(0.0, -self._chance.expovariate(1.6)) for _ in ids]
         later = len(ids) // 2 if self._chance.random() < 0.1 else len(ids)
-        versions = [version + (place >= later) for place in range(len(ids))]
+        versions = [min(version + (place >= later), self._newest) for place in range(len(ids))]
         return Turn(
             prompt_ids=np.array(prompt, np.int32), completion_ids=np.array(ids, np.int32),
             logprobs=np.array(draws, np.float32), versions=np.array(versions, np.int32), finish=Finish.STOP, kind=kind,

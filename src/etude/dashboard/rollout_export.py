@@ -8,7 +8,12 @@ spelt out.
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from importlib.metadata import version as version_of
+from typing import Literal
 
+import orjson
+
+from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import MISSING, count, decimal
 from etude.dashboard.page import STYLE
 from etude.dashboard.rollout_text import visible
@@ -20,6 +25,14 @@ ATIF = "ATIF-v1.8"
 LEVELS = 6
 """Shades of a token: by how unlikely it was."""
 NATS_PER_LEVEL = 0.75
+
+
+def exported(rollout: ReadRollout, form: Literal["harbor", "html"], config: RunConfig) -> str:
+    """A rollout of a run with that recipe, as the text of a file."""
+    if form == "html":
+        return to_html(rollout)
+    trajectory = to_harbor(rollout, agent=config.harness.kind, version=version_of("etude"), model=config.name)
+    return orjson.dumps(trajectory, option=orjson.OPT_INDENT_2).decode()
 
 
 def to_harbor(rollout: ReadRollout, *, agent: str, version: str, model: str) -> dict[str, Json]:

@@ -11,12 +11,11 @@ records and the model's tokenizer is kept between queries.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from importlib.metadata import version
 from typing import TypeVar
 
 import orjson
 
-from etude.dashboard.rollout_export import to_harbor, to_html
+from etude.dashboard.rollout_export import exported
 from etude.dashboard.rollouts import ReadRollout, ReadToken, to_json
 from etude.errors import UserError
 from etude.ledger.archive import Archive, Order, RolloutMatch, RolloutOutcome, Search, parse_comparison
@@ -110,17 +109,13 @@ def export(query: RunQuery) -> Download:
         raise UserError(f"as={form!r}: expected jsonl, harbor or html")
     with _reader(query, tokens=True) as reader:
         read = _named(reader, query)
+    name, config = read.rollout_id, query.run.config
     if form == "html":
-        return Download(name=f"{read.rollout_id}.html", media_type="text/html", chunks=[to_html(read).encode()])
+        return Download(name=f"{name}.html", media_type="text/html", chunks=[exported(read, form, config).encode()])
     if form == "harbor":
-        config = query.run.config
-        named = to_harbor(read, agent=config.harness.kind, version=version("etude"), model=config.name)
-        return Download(
-            name=f"{read.rollout_id}.trajectory.json",
-            media_type="application/json",
-            chunks=[orjson.dumps(named, option=orjson.OPT_INDENT_2)],
-        )
-    return Download(name=f"{read.rollout_id}.jsonl", media_type="application/jsonl", chunks=[_line(read)])
+        chunks, ending = [exported(read, form, config).encode()], "trajectory.json"
+        return Download(name=f"{name}.{ending}", media_type="application/json", chunks=chunks)
+    return Download(name=f"{name}.jsonl", media_type="application/jsonl", chunks=[_line(read)])
 
 
 def export_all(query: RunQuery) -> Download:

@@ -4,7 +4,7 @@
 //     #/RUN/rollouts/ID/turn/3/token/17              one rollout, at a turn or a token
 //     #/RUN/rollouts/group/train/12                  a group side by side
 
-import { useEffect } from "preact/hooks";
+import { useEffect, useLayoutEffect } from "preact/hooks";
 
 import { download } from "../api";
 import { useJson } from "../resource";
@@ -20,6 +20,8 @@ import type { Census } from "./types";
 
 export function RolloutsTab({ run, route, tick }: TabProps) {
   const [first, purpose, number] = route.rest;
+  const place = first === "group" ? `group/${purpose}/${number}` : (first ?? "");
+  useLayoutEffect(() => scrollTo(0, 0), [place]);
   if (first === "group" && purpose !== undefined && number !== undefined) {
     return <GroupPage run={run.id} purpose={purpose} number={number} />;
   }

@@ -68,7 +68,7 @@ function TokenSpan({ index, text, tone }: { index: number; text: string; tone: s
 }
 
 /** The card about one token, below it; the last one said is read out. */
-function TokenCard({ columns, index, step, frame }: { columns: TokenColumns; index: number; step: number | null; frame: RefObject<HTMLElement> }) {
+function TokenCard({ columns, index, step, frame }: { columns: TokenColumns; index: number; step: number | null; frame: RefObject<HTMLElement | null> }) {
   const card = useRef<HTMLDivElement>(null);
   useLayoutEffect(() => {
     const outer = frame.current?.getBoundingClientRect();
