@@ -1,6 +1,6 @@
 // The contexts of a rollout: which turns go on from which, where a summary took the place of a context, where one branched.
 
-import type { Turn } from "./types";
+import type { Rollout, Turn } from "./types";
 
 export interface Context {
   /** From 1. */
@@ -25,14 +25,17 @@ export function contextsOf(turns: readonly Turn[]): Context[] {
   return found.map((context, index) => ({ ...context, number: index + 1 }));
 }
 
-/** The turn that goes on from this one first: what it heard is what this one came to. */
-export function answerTo(turns: readonly Turn[], number: number): Turn | undefined {
-  return turns.find((turn) => turn.continues === number);
-}
-
 /** What a turn did, in a few words: its calls, or the beginning of what it said. */
 export function gist(turn: Turn): string {
   if (turn.kind === "summary") return "summary";
   if (turn.calls.length === 0) return turn.content.trim().split("\n")[0]?.slice(0, 60) || "nothing";
   return turn.calls.map((call) => [call.tool, call.arguments["path"] ?? call.arguments["command"]?.split("\n")[0] ?? ""].join(" ").trim()).join(", ");
+}
+
+/** Rollouts with each branch below the one that it left. */
+export function inTreeOrder(rollouts: readonly Rollout[]): Rollout[] {
+  const ids = new Set(rollouts.map((rollout) => rollout.rollout_id));
+  const roots = rollouts.filter((rollout) => rollout.branch_of === null || !ids.has(rollout.branch_of));
+  const below = (rollout: Rollout): Rollout[] => [rollout, ...rollouts.filter((each) => each.branch_of === rollout.rollout_id).flatMap(below)];
+  return roots.flatMap(below);
 }

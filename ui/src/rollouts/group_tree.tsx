@@ -1,21 +1,13 @@
 // The rollouts of a group as a tree: a line for each, with a mark for each turn; a branch begins where it left another one.
 
 import { routeTo } from "../routes";
-import { contextsOf, gist } from "./contexts";
+import { contextsOf, gist, inTreeOrder } from "./contexts";
 import type { Rollout, Turn } from "./types";
 import { inline } from "./visible";
 
 const STEP = 16;
 const ROW = 24;
 const LEFT = 64;
-
-/** Rollouts with each branch below the one that it left. */
-export function inTreeOrder(rollouts: readonly Rollout[]): Rollout[] {
-  const ids = new Set(rollouts.map((rollout) => rollout.rollout_id));
-  const roots = rollouts.filter((rollout) => rollout.branch_of === null || !ids.has(rollout.branch_of));
-  const below = (rollout: Rollout): Rollout[] => [rollout, ...rollouts.filter((each) => each.branch_of === rollout.rollout_id).flatMap(below)];
-  return roots.flatMap(below);
-}
 
 export function GroupTree({ run, rollouts }: { run: string; rollouts: readonly Rollout[] }) {
   const rows = inTreeOrder(rollouts.filter((rollout) => rollout.turns.length > 0));

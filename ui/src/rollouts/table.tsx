@@ -6,10 +6,11 @@ import type { Tick } from "../api";
 import { count, decimal, MISSING } from "../format";
 import { routeTo } from "../routes";
 import { withSort, toOptions, type SortName, type TableQuery } from "./filters";
-import { rowsInSight, usePages } from "./pages";
+import { usePages } from "./pages";
 import { Badges, RewardMark } from "./marks";
 import type { RolloutRow } from "./types";
 import { inline } from "./visible";
+import { rowsInSight } from "./windowing";
 
 const REFRESH_MS = 3_000;
 

@@ -188,7 +188,7 @@ export function describe(columns: TokenColumns, index: number, step: number | nu
   if (advantage !== null) pairs.push(["advantage", decimal(advantage, 4)]);
   if (hasLoss !== null) pairs.push(["loss", hasLoss ? "yes" : "masked"]);
   if (version !== null) pairs.push(["version", `v${version}${step === null ? "" : ` · ${step - 1 - version} behind`}`]);
-  if (kept !== null) pairs.push(["drawn from", `${count(kept)} tokens`]);
+  if (kept !== null) pairs.push(["drawn from", kept === 1 ? "1 token" : `${count(kept)} tokens`]);
   routes?.slice(0, 6).forEach((experts, layer) => pairs.push([`experts, layer ${layer}`, experts.join(", ")]));
   return pairs;
 }

@@ -3,7 +3,8 @@
 import type { ComponentChildren } from "preact";
 
 import { count, decimal } from "../format";
-import { Diff, readDiff } from "./diff";
+import { Diff } from "./diff";
+import { readDiff } from "./diff_text";
 import { TextBlock, Visible } from "./text_block";
 import { TokenText } from "./tokens";
 import type { Colouring } from "./token_colours";
