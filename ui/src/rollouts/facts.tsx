@@ -12,10 +12,10 @@ export function RewardView({ rollout }: { rollout: Rollout }) {
   const summed = rollout.parts.filter((part) => part.worth !== null);
   const measured = rollout.parts.filter((part) => part.worth === null);
   const shown = measured.filter((part) => part.value !== 0);
-  if (rollout.reward === null && rollout.parts.length === 0) return null;
+  if (rollout.parts.length === 0) return null;
   return (
     <section aria-label="Reward">
-      <h3>Reward</h3>
+      <h2>Reward</h2>
       {summed.length > 0 && (
         <table class="rollouts-parts">
           <caption class="hidden">Parts that the reward is the sum of</caption>
@@ -67,7 +67,7 @@ export function VerdictView({ rollout }: { rollout: Rollout }) {
   const words: Readonly<Record<string, string>> = { keep: "kept", zero: "worth nothing", quarantine: "quarantined, not trained on" };
   return (
     <section class="rollouts-verdict" aria-label="Verdict on cheating">
-      <h3>{verdict.hacked ? "Hacked" : "Verdict"}</h3>
+      <h2>{verdict.hacked ? "Hacked" : "Verdict"}</h2>
       <p>
         <b>{words[verdict.disposition] ?? verdict.disposition}</b>
         {verdict.reason && `, by ${inline(verdict.reason)}`}; graded {decimal(verdict.graded, 2)}
@@ -92,7 +92,7 @@ export function ComparisonView({ rollout }: { rollout: Rollout }) {
   const span = advantages.length > 1 ? `${decimal(advantages[0], 3)} … ${decimal(advantages.at(-1), 3)}` : decimal(advantages[0], 3);
   return (
     <section aria-label="Comparison with its group">
-      <h3>Compared</h3>
+      <h2>Compared</h2>
       <dl class="rollouts-pairs">
         <Pair name="value">
           {decimal(compared.compared, 3)}
@@ -125,7 +125,7 @@ export function FilesView({ rollout }: { rollout: Rollout }) {
   if (rollout.files.length === 0) return null;
   return (
     <section class="rollouts-files" aria-label="Files">
-      <h3>Files</h3>
+      <h2>Files</h2>
       {rollout.files.map((file) => (
         <details key={file.path} open={file.diff.length > 0 && rollout.files.length < 4 && !isNarrow()}>
           <summary>

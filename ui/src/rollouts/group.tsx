@@ -22,7 +22,7 @@ export function GroupPage({ run, purpose, number }: { run: string; purpose: stri
         <p class="rollouts-trail">
           <a href={tablePlace(run)}>Rollouts</a> <span aria-hidden="true">/</span> {inline(purpose)} group {number}
         </p>
-        <h2>{inline(first.template)}</h2>
+        <h1>{inline(first.template)}</h1>
         <p class="rollouts-facts">
           <span>{first.group_state}</span>
           <span>{first.step === null ? "no step yet" : `step ${first.step}`}</span>
@@ -34,7 +34,7 @@ export function GroupPage({ run, purpose, number }: { run: string; purpose: stri
       </header>
       <Comparison run={run} rollouts={data} />
       <GroupTree run={run} rollouts={data} />
-      <h3>Side by side</h3>
+      <h2>Side by side</h2>
       <Columns run={run} rollouts={data} />
     </div>
   );

@@ -19,9 +19,9 @@ export function GroupStrip({ run, purpose, group, chosen }: GroupStripProps) {
     <nav class="rollouts-strip" aria-label="Rollouts of the group">
       {data.rows.map((row) => (
         <a key={row.rollout_id} href={routeTo(run, "rollouts", [row.rollout_id])} aria-current={row.rollout_id === chosen ? "page" : undefined}
-          class={row.reward === null ? "is-failed" : row.reward > 0 ? "is-good" : ""} aria-label={`Slot ${row.slot}, reward ${row.reward ?? "none"}`}>
-          <span>{row.slot}{row.attempt > 0 ? `.${row.attempt}` : ""}</span>
-          <b>{row.reward === null ? "×" : Number(row.reward.toFixed(2))}</b>
+          class={row.reward === null ? "is-failed" : row.reward > 0 ? "is-good" : ""}>
+          <span><span class="hidden">slot </span>{row.slot}{row.attempt > 0 ? `.${row.attempt}` : ""}</span>
+          <b><span class="hidden">, reward </span>{row.reward === null ? "×" : Number(row.reward.toFixed(2))}</b>
         </a>
       ))}
       <a class="rollouts-beside" href={routeTo(run, "rollouts", ["group", purpose, String(group)])}>

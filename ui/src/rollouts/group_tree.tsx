@@ -16,9 +16,9 @@ export function GroupTree({ run, rollouts }: { run: string; rollouts: readonly R
   const width = LEFT + STEP * Math.max(...rows.map((rollout) => rollout.turns.length)) + 8;
   return (
     <section aria-label="Branches and summaries">
-      <h3>Branches and summaries</h3>
+      <h2>Branches and summaries</h2>
       <div class="rollouts-scroll" tabIndex={0} role="group" aria-label="Tree of turns">
-        <svg class="rollouts-tree" width={width} height={ROW * rows.length} role="img" aria-label={inWords(rows)}>
+        <svg class="rollouts-tree" width={width} height={ROW * rows.length} role="group" aria-label={inWords(rows)}>
           {rows.map((rollout, row) => (
             <Line key={rollout.rollout_id} run={run} rollout={rollout} row={row} parent={rows.findIndex((each) => each.rollout_id === rollout.branch_of)} />
           ))}

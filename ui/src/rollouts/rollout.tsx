@@ -27,6 +27,8 @@ interface RolloutPageProps {
 }
 
 const MOST_TURNS = 40;
+/** Letters of a reason beyond which it is a text of its own. */
+const LONG = 160;
 
 export function RolloutPage({ run, rolloutId, place, options }: RolloutPageProps) {
   const base = `/runs/${encodeURIComponent(run)}/rollouts/${encodeURIComponent(rolloutId)}`;
@@ -102,13 +104,13 @@ function Head({ run, base, rollout }: { run: string; base: string; rollout: Roll
         <span aria-hidden="true">/</span> slot {rollout.slot}
         {rollout.attempt > 0 && `, attempt ${rollout.attempt}`}
       </p>
-      <h2>
+      <h1>
         <span class={`rollouts-score ${rollout.reward !== null && rollout.reward > 0 ? "is-good" : ""}`}>{decimal(rollout.reward, 2)}</span> {inline(rollout.template)}
-      </h2>
+      </h1>
       <p class="rollouts-facts">
         <span class={rollout.status === "graded" ? "" : "is-warn"}>
           {rollout.status === "graded" ? "" : `${rollout.status}: `}
-          {inline(rollout.reason)}
+          {rollout.reason.length > LONG ? "for a reason" : inline(rollout.reason)}
         </span>
         <span>{decimal(rollout.seconds, 1)} s</span>
         <span>{rollout.step === null ? `no step yet (${rollout.group_state})` : `step ${rollout.step}`}</span>
@@ -124,6 +126,7 @@ function Head({ run, base, rollout }: { run: string; base: string; rollout: Roll
           </span>
         )}
       </p>
+      {rollout.reason.length > LONG && <TextBlock text={rollout.reason} kind="plain" label="Reason of its end" />}
       <GroupStrip run={run} purpose={rollout.purpose} group={rollout.group} chosen={rollout.rollout_id} />
       <p class="rollouts-actions">
         <code title="Its id; the task’s">

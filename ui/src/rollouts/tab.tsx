@@ -52,6 +52,7 @@ function Table({ run, query, tick }: { run: string; query: TableQuery; tick: Tab
   const save = () => void download(`${base}/rollouts.jsonl?${new URLSearchParams(options)}`, `${run}-rollouts.jsonl`);
   return (
     <section class="rollouts-list" aria-label="Rollouts">
+      <h1 class="hidden">Rollouts</h1>
       <FilterBar query={query} census={census.data} exportUrl={save} onQuery={go} />
       <RolloutTable run={run} query={query} tick={tick} onQuery={go} />
     </section>

@@ -29,11 +29,11 @@ export function TurnView({ turn, step, place, isChosen, isShared, columns, colou
   return (
     <article class={`rollouts-turn ${isChosen ? "is-chosen" : ""}`} id={`turn-${turn.number}`} aria-labelledby={`turn-${turn.number}-title`}>
       <header>
-        <h3 id={`turn-${turn.number}-title`}>
+        <h2 id={`turn-${turn.number}-title`}>
           <a href={place} title="Link to this turn">
             {turn.kind === "summary" ? "Summary" : "Turn"} {turn.number}
           </a>
-        </h3>
+        </h2>
         <TurnFacts turn={turn} step={step} isShared={isShared} />
       </header>
       {isDiff ? <Diff lines={isDiff} path="output" /> : <TextBlock text={turn.heard} kind="heard" label={turn.continues === null ? "Context" : "New in the context"} />}
@@ -139,11 +139,11 @@ function SummaryView({ summary }: { summary: Summary }) {
       </p>
       {summary.scratch !== "" && (
         <>
-          <h4>Forgotten</h4>
+          <h3>Forgotten</h3>
           <TextBlock text={summary.scratch} kind="thought" label="Thoughts that were not carried over" />
         </>
       )}
-      <h4>Kept</h4>
+      <h3>Kept</h3>
       <TextBlock text={summary.text} kind="said" label="Summary" />
       {facts.length > 0 && (
         <ul class="rollouts-kept" aria-label="Facts that the answer takes">

@@ -28,9 +28,10 @@ export function spelt(letter: string): string {
   return NAMES[letter] ?? `U+${(letter.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/** One line for a table or a title: nothing invisible, no breaks. */
-export function inline(text: string): string {
-  return pieces(text.replace(/[\n\t]+/g, " ")).map((piece) => (piece.isSpelt ? `⟨${piece.text}⟩` : piece.text)).join("");
+/** One line for a table or a title: nothing invisible, no breaks, and not without end. */
+export function inline(text: string, most = 240): string {
+  const { text: shown, missing } = cut(text.length > 4 * most ? text.slice(0, 4 * most) : text, Infinity, most);
+  return pieces(shown.replace(/[\n\t]+/g, " ")).map((piece) => (piece.isSpelt ? `⟨${piece.text}⟩` : piece.text)).join("") + (missing > 0 ? "…" : "");
 }
 
 export interface Cut {
