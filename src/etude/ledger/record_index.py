@@ -69,8 +69,8 @@ class RecordIndex:
                 purpose,
             )
             sql = (
-                "SELECT r.rollout_id, r.record FROM catalogue c JOIN rollouts r ON r.rollout_id = c.rollout_id"
-                " WHERE c.purpose = ? AND c.group_index >= ? AND c.group_index < ? AND c.disposition IS NOT NULL"
+                "SELECT rollout_id, record FROM rollouts WHERE purpose = ? AND group_index >= ? AND group_index < ?"
+                " AND status = 'graded'"
             )
             for first in range(self._settled[purpose], behind, CHUNK_GROUPS):
                 for rollout_id, record in db.execute(sql, purpose, first, first + CHUNK_GROUPS):
