@@ -9,8 +9,11 @@ same for the same seed. Nothing was trained.
 import argparse
 import math
 import random
+import time
 from contextlib import ExitStack
 from pathlib import Path
+
+import orjson
 
 from etude.config.loading import default_recipe
 from etude.dashboard.statistics import mean_of
@@ -68,6 +71,17 @@ def write_events(folder: RunFolder, steps: int, rollouts: int, *, seed: int = 0,
             if step % max(1, steps // evals) == 0 and step < steps:
                 run.evaluate(f"step-{step}", step)
         run.end()
+
+
+def stretch_time(folder: RunFolder, hours: float) -> None:
+    """Write the times of all events anew, so that the run took so long and has just ended."""
+    lines = {file: [orjson.loads(line) for line in file.read_bytes().splitlines()] for file in folder.events.glob("*")}
+    times = [line["at_s"] for of_file in lines.values() for line in of_file]
+    first_s, pace, end_s = min(times), hours * 3600 / (max(times) - min(times)), time.time()
+    for file, of_file in lines.items():
+        for line in of_file:
+            line["at_s"] = end_s - hours * 3600 + pace * (line["at_s"] - first_s)
+        file.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in of_file))
 
 
 class SyntheticRun:

@@ -18,12 +18,13 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from bench.ui.events import write_events
 from bench.ui.serving import CHROMIUM, serving
 from etude.config.loading import default_recipe
+from etude.errors import ExitCode
 from etude.run.folder import RunFolder
 from tiny_runs import DEADLINE_S, make_tiny_start
 
 UI, STATIC = (Path(__file__).parents[2] / part for part in ("ui", "src/etude/ui/static"))
 TABS = ("run", "compare", "timeline", "rollouts", "weights")
-STEPS = 30
+STEPS = 24
 PHONE = {"width": 360, "height": 740}
 WAIT_MS = 60_000
 AXE = """async () => {
@@ -31,10 +32,7 @@ AXE = """async () => {
   return found.violations.map((each) => `${each.id}: ${each.nodes.map((node) => node.html).join(' | ')}`);
 }"""
 
-pytestmark = [
-    pytest.mark.heavy("Chromium: apt-get install chromium", missing=not Path(CHROMIUM).is_file()),
-    pytest.mark.timeout(2 * DEADLINE_S),
-]
+pytestmark = pytest.mark.heavy("Chromium: apt-get install chromium", missing=not Path(CHROMIUM).is_file())
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +95,7 @@ def test_the_bundle_is_what_the_source_builds(built: Path) -> None:
         assert file.read_bytes() == (STATIC / file.name).read_bytes(), f"{file.name} is not built of ui/: make ui"
 
 
+@pytest.mark.timeout(2 * DEADLINE_S)
 def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
     recipe.write_text(
@@ -122,18 +121,19 @@ def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_p
         page = stack.enter_context(opened(browser, url))
         page.wait_for_selector("header.top")
         states = list(_states(page))
-        assert run.wait(DEADLINE_S) in (0, 4), "a tiny model may learn nothing"
+        assert run.wait(DEADLINE_S) in (0, ExitCode.NOTHING_LEARNT), "so small a model may learn nothing"
     steps = [step for step, _, _ in states]
     assert steps == sorted(steps)
     assert len(set(steps)) >= 4, "it was seen on its way"
     assert steps[-1] == STEPS
-    assert len({words for _, words, _ in states}) >= 4, "what the curves say changed"
+    assert len({words for _, words, _ in states}) >= 3, "what the curve says changed"
     assert len({picture for _, _, picture in states}) >= 4, "and so did what is drawn"
     assert "step 0" in states[-1][1] and f"step {STEPS}" in states[-1][1], "held-out tasks before and after"
 
 
 def _states(page: Page) -> Iterator[tuple[int, str, str]]:
     """Step, words of the held-out curve and a digest of the reward's picture, until the run has ended."""
+    has_ended = False
     while True:
         header = page.inner_text("header.top .progress")
         charts = page.locator(".run-hero .chart-canvas")
@@ -141,14 +141,15 @@ def _states(page: Page) -> Iterator[tuple[int, str, str]]:
         if step and charts.count() == 2:
             picture = page.evaluate("() => document.querySelectorAll('.run-hero canvas')[1].toDataURL()")
             yield int(step[1]), str(charts.first.get_attribute("aria-label")), str(hash(picture))
-        if "finished" in header or "stopped" in header:
+        if has_ended:
             return
-        page.wait_for_timeout(300)
+        has_ended = "finished" in header or "stopped" in header
+        page.wait_for_timeout(2000 if has_ended else 300)
 
 
 @pytest.mark.parametrize("tab", TABS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nobody_stumbles_over_a_tab(browser: Browser, built: Path, url: str, tab: str, scheme: str) -> None:
+def test_axe_finds_nothing_on_a_tab(browser: Browser, built: Path, url: str, tab: str, scheme: str) -> None:
     axe = (built / "ui/node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
     with opened(browser, url, color_scheme=scheme) as page:
         page.wait_for_selector(".run-hero canvas")

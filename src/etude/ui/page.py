@@ -24,7 +24,7 @@ from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.ui.runs import RunList
-from etude.ui.server import ui_app
+from etude.ui.server import FAREWELL, ui_app
 
 TOKEN_VARIABLE = "ETUDE_UI_TOKEN"
 """Environment variable with the token, where it is not to be drawn."""
@@ -59,13 +59,17 @@ def page_url(listener: socket.socket, token: str) -> str:
 
 async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None:
     """Serve the page until this is cancelled."""
-    runner = web.AppRunner(ui_app(runs, token), handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    app = ui_app(runs, token)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
         await asyncio.Event().wait()
     finally:
-        await runner.cleanup()
+        try:
+            await app[FAREWELL]()
+        finally:
+            await runner.cleanup()
 
 
 @contextmanager

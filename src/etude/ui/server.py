@@ -40,6 +40,8 @@ VIEWS: tuple[Routes, ...] = (
 TICK_S = 1.0
 KEEPALIVE_TICKS = 15
 """Ticks without news, after which a comment is sent: proxies close what is silent."""
+FAREWELL_S = 1.5
+"""Time for browsers to ask for what came last."""
 SECURITY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -53,6 +55,9 @@ SECURITY = {
 }
 """Headers of every response."""
 
+FAREWELL = web.AppKey("farewell", Callable[[], Awaitable[None]])
+"""Ends the streams of an application that is about to be stopped, while browsers can still ask for what came last."""
+
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -63,7 +68,7 @@ def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Applicat
     server = _Server(runs, tick_s)
     app = web.Application(middlewares=[_errors_as_json, _keyed(token)])
     app.on_response_prepare.append(_secure)
-    app.on_shutdown.append(server.close)
+    app[FAREWELL] = server.farewell
     for path, name in FILES.items():
         app.router.add_get(path, partial(_file, STATIC / name))
     app.router.add_get("/api/runs", server.runs)
@@ -84,10 +89,13 @@ class _Server:
         self._runs = runs
         self._tick_s = tick_s
         self._closing = asyncio.Event()
+        self._streams = 0
 
-    async def close(self, app: web.Application) -> None:
-        """Let streams tell what came last, and that nothing more will."""
+    async def farewell(self) -> None:
+        """Let streams tell what came last, and that nothing more will; leave time to ask for it."""
         self._closing.set()
+        if self._streams:
+            await asyncio.sleep(FAREWELL_S)
 
     async def runs(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(self._runs.overviews))
@@ -114,6 +122,14 @@ class _Server:
         run = await asyncio.to_thread(self._run, request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        self._streams += 1
+        try:
+            await self._tell(run, response)
+        finally:
+            self._streams -= 1
+        return response
+
+    async def _tell(self, run: RunReader, response: web.StreamResponse) -> None:
         seen, quiet, is_last = None, 0, False
         while not is_last:
             is_last = self._closing.is_set()
@@ -128,7 +144,6 @@ class _Server:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._tick_s):
                     await self._closing.wait()
-        return response
 
     def _run(self, request: web.Request) -> RunReader:
         run_id = request.match_info["run"]

@@ -233,7 +233,7 @@ def test_a_page_beside_a_run_is_there_at_once_and_ends_with_it(tmp_path: Path) -
         urlopen(address, timeout=WAIT_S)
 
 
-def test_a_run_whose_output_nobody_sees_has_no_page_unless_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_run_whose_output_is_no_terminal_has_no_page_unless_it_is_asked_for(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", default_recipe())
     with page_beside(folder, io.StringIO()) as url:
         assert url == ""

@@ -93,7 +93,7 @@ function Result({ data }: { data: Comparison }) {
   return (
     <>
       <div class="compare-head">
-        <h2 class="headline">{verdict(data)}</h2>
+        <h1 class="headline">{verdict(data)}</h1>
         <p>
           {`95 % interval ${gain(change.low)} to ${gain(change.high)}${measure === "pass" ? " points" : ""}, paired over ${count(data.tasks)} tasks that both tried (${change.method})`}
           {data.untried > 0 && `; ${count(data.untried)} that only one has are left out`}

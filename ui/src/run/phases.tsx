@@ -26,16 +26,21 @@ export function Phases({ data, updatedS, isAlive }: { data: CurvesData; updatedS
   if (parts.length === 0) return null;
   return (
     <section class="run-phases" aria-label="Phases and lineage">
+      <div class="run-strip" aria-hidden="true">
+        {parts.map(({ phase, seconds }) => (
+          <span key={phase} class={phase === now ? "now" : ""} style={{ flexGrow: String(Math.max(seconds, 1e-3)) }} title={`${phase} ${duration(seconds)}`} />
+        ))}
+      </div>
       <ol>
         {parts.map(({ phase, seconds }) => {
           const ended = data.lineage.find((each) => each.phase === phase);
           return (
-            <li key={phase} class={phase === now ? "now" : ""} style={{ flexGrow: String(Math.max(seconds, 1)) }}>
-              <b>{phase}</b> <span>{duration(seconds)}</span>
+            <li key={phase} class={phase === now ? "now" : ""}>
+              <b>{phase}</b> {duration(seconds)}
               {ended && (
-                <small title={`weights ${ended.digest}`}>
-                  {brief(ended.tokens)} tokens{ended.loss > 0 ? `, loss ${decimal(ended.loss)}` : ""} · {ended.digest.slice(0, 8)}
-                </small>
+                <span title={`weights ${ended.digest}`}>
+                  {` · ${brief(ended.tokens)} tokens${ended.loss > 0 ? `, loss ${decimal(ended.loss)}` : ""}, weights ${ended.digest.slice(0, 8)}`}
+                </span>
               )}
             </li>
           );

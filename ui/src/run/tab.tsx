@@ -21,7 +21,7 @@ export function RunTab({ run, runs, route, tick }: TabProps) {
   const [options, setOptions] = useState<Options>({ across: "step", radius: AUTO, asSeeds: false });
   const [zoom, setZoom] = useState<Zoom>(null);
   const slow = useSlow(tick?.cursor ?? 0);
-  const version = `${tick?.step ?? run.step}|${tick?.phase ?? run.phase}|${slow}`;
+  const version = `${tick?.step ?? run.step}|${tick?.phase ?? run.phase}|${slow}|${tick?.closed ?? false}`;
   const wanted = [{ id: run.id, version }, ...others.map((id) => ({ id, version: String(runs.find((each) => each.id === id)?.step) }))];
   const [curves, error] = useCurves(wanted);
   const data = curves.get(run.id);
@@ -71,9 +71,9 @@ function Headline({ data, report }: { data: CurvesData; report: Report | null })
   const gain = gainText(data.gain?.sampled, isRate);
   return (
     <div class="run-head">
-      <h2 class="headline">{headline(data)}</h2>
-      {report && <Stats report={report} />}
+      <h1 class="headline">{headline(data)}</h1>
       {gain && <p class="run-gain">{gain}</p>}
+      {report && <Stats report={report} />}
       {report?.warnings.map((warning) => (
         <p class="run-warning" key={warning} role="alert">
           {warning}

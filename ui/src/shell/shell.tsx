@@ -25,7 +25,6 @@ export function Shell() {
       </a>
       <Header runs={runs} run={newest ?? run} route={route} tabs={tabs} tab={tab} isConnected={isConnected} isClosed={newest?.closed ?? false} />
       <main id="content" tabIndex={-1} aria-label={tab?.title}>
-        <h1 class="hidden">{`${run.name}: ${tab?.title ?? ""}`}</h1>
         {tab && <TabView key={`${run.id}/${tab.name}`} tab={tab} run={newest ?? run} runs={runs} route={route} tick={newest} />}
       </main>
     </>
