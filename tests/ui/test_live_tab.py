@@ -16,10 +16,7 @@ from released_runs import release
 
 WAIT_MS = 60_000
 
-pytestmark = [
-    pytest.mark.heavy("Chromium: apt-get install chromium", missing=not Path(CHROMIUM).is_file()),
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.heavy("Chromium: apt-get install chromium", missing=not Path(CHROMIUM).is_file())
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tiny_runs import DEADLINE_S, make_tiny_start
 
 STEPS = 6
 
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(2 * DEADLINE_S)]
+pytestmark = pytest.mark.heavy
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +73,15 @@ def test_the_timeline_has_the_seconds_of_the_events(run: RunFolder) -> None:
 
 def test_the_weights_are_those_of_the_log_and_are_served(run: RunFolder) -> None:
     query = RunQuery(run=RunReader(run, "real"), options={"limit": "4"})
-    answer, told = weights(query), weight_history(query)
+    answer, columns = weights(query), weight_history(query)
     assert isinstance(answer, dict)
-    assert isinstance(told, dict)
+    assert isinstance(columns, dict)
     log = open_log(run)
     rows = [(row["version"], row["digest"], row["kind"]) for row in answer["versions"]]  # type: ignore[index, call-overload, union-attr]
     records = [log.read(version) for version in range(STEPS, STEPS - 4, -1)]
     assert rows == [(record.version, record.digest, record.kind) for record in records if record is not None]
-    assert told["version"] == list(range(STEPS + 1))
-    assert [lag is not None for lag in told["lags"][""]] == [False, *[True] * STEPS]  # type: ignore[index, call-overload, union-attr]
+    assert columns["version"] == list(range(STEPS + 1))
+    assert [lag is not None for lag in columns["lags"][""]] == [False, *[True] * STEPS]  # type: ignore[index, call-overload, union-attr]
     (engine,) = answer["engines"]  # type: ignore[misc]
     assert (engine["version"], engine["behind"]) == (STEPS, 0)  # type: ignore[index, call-overload]
     older = weights(RunQuery(run=query.run, options={"limit": "4", "before": str(STEPS - 3)}))

@@ -272,10 +272,15 @@ class Archive(LedgerConnection):
         sessions = (decode_observed(record) for (record,) in self._db.read(lambda db: db.execute(sql, ids)))
         return {session.session_id: session for session in sessions}
 
-    def quarantined(self, purpose: str) -> dict[str, int]:
-        """Cause → rollouts that were kept out of training for it."""
-        sql = "SELECT cause, count(*) FROM catalogue WHERE purpose = ? AND disposition = ? GROUP BY cause"
-        return dict(self._db.read(lambda db: db.execute(sql, purpose, str(Disposition.QUARANTINE))))
+    def drops(self, purpose: str) -> dict[str, int]:
+        """Reason → groups of a purpose that were dropped for it."""
+        sql = "SELECT reason, count(*) FROM groups WHERE purpose = ? AND state = ? GROUP BY reason"
+        return dict(self._db.read(lambda db: db.execute(sql, purpose, str(GroupState.DROPPED))))
+
+    def drop_reason(self, purpose: str, task_id: str) -> str:
+        """Reason for which the group of a task was dropped; empty where it was not."""
+        sql = "SELECT reason FROM groups WHERE purpose = ? AND task_id = ? ORDER BY group_index DESC LIMIT 1"
+        return next((str(reason) for (reason,) in self._db.read(lambda db: db.execute(sql, purpose, task_id))), "")
 
 
 class StoredGroup(NamedTuple):

@@ -19,6 +19,7 @@ from etude.config.feedback import SignalPart
 from etude.errors import RunFolderError, UserError
 from etude.feedback.archive import SessionArchive, SessionRecord
 from etude.ledger.archive import Archive
+from etude.ledger.changes import LIVE
 from etude.releases.states import former_release, live_release, release_on_the_way, release_to_take_back
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind, finite
 from etude.routing_table import RoutingTable
@@ -34,6 +35,8 @@ MOST_ROWS = 200
 SHORT = 10
 """Digits of a pseudonym that are shown: enough to tell users apart."""
 LONGEST_NAME = 100
+SUSPECTED = "quarantined: user."
+"""Beginning of the reason for which a group of a suspected user is dropped; the rule follows."""
 
 
 def live(query: RunQuery) -> Json:
@@ -77,7 +80,7 @@ def session(query: RunQuery) -> Json:
             "reward": None if observed is None else observed.reward,
             "turn_rewards": [] if observed is None else list(observed.turn_rewards),
             "rollout": None if rollout is None else rollout.rollout_id,
-            "quarantine": rollout.verdict.reason if rollout is not None and rollout.verdict is not None else "",
+            "dropped": archive.drop_reason(LIVE, session_id),
         }
 
 
@@ -220,7 +223,11 @@ def _poisoning(run: RunReader, archive: Archive, feedback: SessionArchive | None
     observed = archive.observed([record.session.session_id for record in newest])
     capped = {one.observation.user for one in observed.values() if one.observation.weight < 1}
     return {
-        "quarantined": {cause.removeprefix("user."): number for cause, number in archive.quarantined("live").items()},
+        "quarantined": {
+            reason.removeprefix(SUSPECTED): number
+            for reason, number in archive.drops(LIVE).items()
+            if reason.startswith(SUSPECTED)
+        },
         "capped_users": len(capped),
         "looked_at": len(observed),
         "limits": limits.model_dump(mode="json"),

@@ -79,7 +79,7 @@ def test_another_key_changes_nothing(run: RunFolder, role: KeyRole | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"version": 0, "by": "jane"}, "version 0 is not what would be taken back now, 1 is"),
         ({"version": "1", "by": "jane"}, "as a whole number"),
@@ -87,10 +87,10 @@ def test_another_key_changes_nothing(run: RunFolder, role: KeyRole | None) -> No
         (None, "name the version"),
     ],
 )
-def test_what_is_not_meant_is_refused(run: RunFolder, body: Json, said: str) -> None:
+def test_what_is_not_meant_is_refused(run: RunFolder, body: Json, message: str) -> None:
     status, text = ask(run, body, run.key(KeyRole.RELEASE))
     assert status == 400
-    assert said in text
+    assert message in text
 
 
 def test_the_first_release_has_nothing_before_it(run: RunFolder, tmp_path: Path) -> None:

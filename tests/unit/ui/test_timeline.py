@@ -120,7 +120,7 @@ def test_the_sentence_names_where_the_waiting_went() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("events", "text"),
     [
         (WAITING[:2], "No step was computed in this time, so nobody waited for one."),
         (WAITING[:3], "what rollouts did meanwhile no event tells"),
@@ -130,13 +130,13 @@ def test_the_sentence_names_where_the_waiting_went() -> None:
         ([*WAITING, (40.0, "serve", load(0.1, 30.0))], "The other 75% no event tells"),
     ],
 )
-def test_what_no_event_tells_is_said_to_be_unknown(events: list[tuple[float, str, Event]], said: str) -> None:
-    assert said in words(timeline(events))
+def test_what_no_event_tells_is_said_to_be_unknown(events: list[tuple[float, str, Event]], text: str) -> None:
+    assert text in words(timeline(events))
 
 
 def test_users_are_what_a_batch_of_theirs_waits_for() -> None:
-    said = words(timeline([*WAITING[:3], (10.0, "production", load(0.9))]), sessions=16)
-    assert "waited 80% for users: a batch takes 16 of their sessions" in said
+    text = words(timeline([*WAITING[:3], (10.0, "production", load(0.9))]), sessions=16)
+    assert "waited 80% for users: a batch takes 16 of their sessions" in text
 
 
 def test_the_time_in_which_a_run_was_stopped_counts_for_nothing() -> None:

@@ -247,7 +247,7 @@ interface DetailData {
   readonly reward: number | null;
   readonly turn_rewards: readonly number[];
   readonly rollout: string | null;
-  readonly quarantine: string;
+  readonly dropped: string;
 }
 
 /** How what was said of one session became its reward. */
@@ -268,7 +268,7 @@ function Detail({ run, session }: { run: string; session: Session }) {
         <b>reward</b> {data.reward === null ? "none yet" : signed(data.reward)}
         {data.turn_rewards.length > 0 && `, of turns ${data.turn_rewards.map(signed).join(", ")}`}
         {data.bounded ? `; the weight of ${data.bounded} answers was bounded` : ""}
-        {data.quarantine && `; kept out of learning: ${data.quarantine}`}
+        {data.dropped && `; not learnt from: ${data.dropped}`}
       </p>
       {data.rollout !== null && <a href={routeTo(run, "rollouts", [data.rollout])}>Read the session</a>}
     </div>
