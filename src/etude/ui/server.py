@@ -70,7 +70,8 @@ class Streams:
         """Tell a browser of changes until it goes, or all streams are closed."""
         self._open += 1
         try:
-            await self._tell(run, response)
+            with contextlib.suppress(ConnectionResetError):
+                await self._tell(run, response)
         finally:
             self._open -= 1
 
