@@ -574,6 +574,12 @@ class Rollout:
     """``None`` where it was sampled from its beginning."""
     observation: Observation | None = None
     """``None`` where no user was served: of a simulated rollout."""
+    session_id: str = ""
+    """The gateway session of its calls; empty where it never had one, and of live sessions."""
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    """Stage → its seconds, in order, of those that ended: ``session``, ``sandbox``, ``play``, ``grade``, ``turns``,
+    ``score``; ``commands`` is the part of ``play`` in which its commands ran.
+    """
 
     @property
     def is_quarantined(self) -> bool:

@@ -65,11 +65,17 @@ class RequestRecord:
     """True if the caller set a deadline."""
     dispatched: float | None = None
     """Time at which the engine that works on it, or did, was given the call; of several replies the last one's."""
+    engine: str = ""
+    """Name of that engine."""
     first_token: float | None = None
     """Time of the first sampled token."""
     ended: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
+
+    def note_dispatched(self, at: float | None, engine: str) -> None:
+        """Note that an engine was given the call, or with ``None`` that it failed under it."""
+        self.dispatched, self.engine = at, "" if at is None else engine
 
     @property
     def seconds(self) -> float:

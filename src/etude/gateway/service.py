@@ -435,7 +435,7 @@ class ReplySampler:
             wait_for_version=request.caller.wait_for_version,
             arm=request.caller.arm,
             deadline_s=deadline_s,
-            dispatched=partial(setattr, request.record, "dispatched"),
+            dispatched=request.record.note_dispatched,
         )
 
     @contextmanager

@@ -81,6 +81,8 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
         "observation": None if rollout.observation is None else asdict(rollout.observation),
+        "session_id": rollout.session_id,
+        "stage_s": dict(rollout.stage_s),
     }
     text = json.dumps(header).encode()
     return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))

@@ -108,9 +108,14 @@ class AgentTime:
     """The time of one agent: what its commands used, and how long it was silent."""
 
     def __init__(self, limits: RolloutLimits) -> None:
-        self._left_s = limits.commands_s
+        self._limit_s = self._left_s = limits.commands_s
         self._silence_s = limits.silence_s
         self._deadline = asyncio.timeout(None)
+
+    @property
+    def used_s(self) -> float:
+        """Seconds that its commands used."""
+        return self._limit_s - self._left_s
 
     async def wait(self, work: Awaitable[T]) -> T:
         """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` when it falls silent."""

@@ -217,18 +217,21 @@ async def run_rollout(
     raised. Whatever happens, sandbox and session are closed, also those of ``start``; those that were handed over by
     ``fork`` are not.
     """
-    task, started_s = slot.task, context.clock.now()
+    task, started_s, stages = slot.task, context.clock.now(), StageTimes(context.clock)
     record = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     try:
-        start = start or await _start(slot, context)
+        start = start or await _start(slot, context, stages)
         async with _closing(start, context):
-            result = await _play(task, start, fork, context, temperature=temperature)
+            result = await _play(task, start, fork, context, stages, temperature=temperature)
             grade = await grade_work(task, start.sandbox, result, context.grader, context.limits, start.monitored)
+            stages.end("grade")
         turns = await _fetch_turns(start.session, slot.admitted_version, result, context)
+        stages.end("turns")
         findings = None if start.monitored is None else start.monitored.findings(turns)
         scored = await context.scorer.score(
             GradedRollout(task=task, result=result, grade=grade, turns=turns, findings=findings)
         )
+        stages.end("score")
         if scored.score.masked and context.is_eval:
             raise InfrastructureError(scored.score.masked)
     except (*INFRASTRUCTURE, AgentFault) as error:  # an agent that has not begun is not at fault
@@ -237,6 +240,8 @@ async def run_rollout(
             reward=None,
             reason=f"{type(error).__name__}: {error}",
             seconds=context.clock.now() - started_s,
+            session_id="" if start is None else start.session.session_id,
+            stage_s=stages.seconds,
         )
     shared = 0 if start.branch is None else start.branch.turns
     return record(
@@ -251,7 +256,23 @@ async def run_rollout(
         turn_rewards=scored.turn_rewards,
         hints=tuple(hint for hint in scored.hints if hint.turn >= shared),
         branch=start.branch,
+        session_id=start.session.session_id,
+        stage_s=stages.seconds,
     )
+
+
+class StageTimes:
+    """Seconds of each stage of one rollout, in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._since_s = clock.now()
+
+    def end(self, stage: str) -> None:
+        """Note that a stage has ended, which began when the one before did end."""
+        now_s = self._clock.now()
+        self.seconds[stage], self._since_s = now_s - self._since_s, now_s
 
 
 async def close_start(start: RolloutStart, context: RolloutContext) -> None:
@@ -287,10 +308,11 @@ async def grade_work(
         return Grade(value=0.0, parts={AgentFault.REASON: 1.0})
 
 
-async def _start(slot: OpenSlot, context: RolloutContext) -> RolloutStart:
+async def _start(slot: OpenSlot, context: RolloutContext, stages: StageTimes) -> RolloutStart:
     start_s, task = context.limits.start_s, slot.task
     opening = context.sessions.open(min_version=slot.admitted_version)
     session = await within(start_s, "opening a session", opening)
+    stages.end("session")
     try:
         starting = context.sandboxes.open(task, gateway=session.base_url)
         sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", starting))
@@ -302,6 +324,7 @@ async def _start(slot: OpenSlot, context: RolloutContext) -> RolloutStart:
     except BaseException:
         await _quietly(context.sessions.discard(session.session_id), context)
         raise
+    stages.end("sandbox")
     return RolloutStart(session=session, sandbox=sandbox, monitored=monitored)
 
 
@@ -319,7 +342,13 @@ async def _closing(start: RolloutStart, context: RolloutContext) -> AsyncIterato
 
 
 async def _play(
-    task: Task, start: RolloutStart, fork: ForkSpec | None, context: RolloutContext, *, temperature: float
+    task: Task,
+    start: RolloutStart,
+    fork: ForkSpec | None,
+    context: RolloutContext,
+    stages: StageTimes,
+    *,
+    temperature: float,
 ) -> HarnessResult:
     """Let the harness work; its sandbox bounds, charges and records its calls."""
     agent = AgentTime(context.limits)
@@ -329,6 +358,9 @@ async def _play(
         return await agent.wait(context.harness.run(task, start.session, sandbox, temperature=temperature))
     except (OutOfTime, AgentFault) as over:
         return HarnessResult(reason=over.REASON, counts={})  # of a harness that has none of its own
+    finally:
+        stages.end("play")
+        stages.seconds["commands"] = agent.used_s
 
 
 async def _fetch_turns(

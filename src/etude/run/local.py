@@ -74,7 +74,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         _check_ledger(folder, config)
         check_judge(config)
         check_replicas(config)
-        events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
+        events = stack.enter_context(open_events(folder, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
         try:

@@ -149,7 +149,10 @@ class TrainerProcess(Closing):
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
-            self._events.write(StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=ended))
+            consumed = [group.index for group in groups if not group.is_live]
+            self._events.write(
+                StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=ended, groups=consumed)
+            )
             self._commit_published()
             self.trainer_group.save(step)
             self._heartbeat.beat()
@@ -461,7 +464,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
     config = folder.config()
     with (
-        open_events(folder, config, TRAINER) as events,
+        open_events(folder, TRAINER) as events,
         leased_ledger(folder, config, TRAINER, events, lease=TRAINER_LEASE) as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):

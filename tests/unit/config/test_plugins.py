@@ -12,7 +12,7 @@ from etude.config.loading import dump_run, load_recipe, parse_config
 from etude.config.plugins import Registry, load
 from etude.config.rollouts import HARNESSES
 from etude.config.tasks import FAMILIES, GRADERS, PROVIDERS
-from etude.config.telemetry import SINKS
+from etude.config.log import SINKS
 from etude.config.training import ADVANTAGES, LOSSES
 from etude.errors import ConfigError
 

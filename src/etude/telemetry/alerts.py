@@ -1,0 +1,119 @@
+"""Rules of ``[[alerts]]``: a pure fold from events to what begins and ceases to hold.
+
+    events ──▶ what is watched: a value ──▶ each rule: holds? for as long as it says? ──▶ AlertChanged
+
+``for_steps`` counts steps, ``for_s`` the time of events; while no events come, :meth:`AlertRules.tick` lets time pass.
+Owns the values and the rules. Who is told is :mod:`etude.telemetry.sinks.alerts`'.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from etude.config.log import WATCHED, AlertConfig
+from etude.telemetry.events import (
+    AlertChanged,
+    Event,
+    Logged,
+    RolloutClosed,
+    StepDone,
+    WeightsPublished,
+    WeightsSwapped,
+)
+from etude.telemetry.metrics import METRICS
+from etude.types import RolloutStatus
+
+RECENT = 100
+"""Training rollouts over which the hack rate is taken."""
+NAMES = (*WATCHED, *METRICS)
+"""Everything that can be watched."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    """One rule, and since when it holds."""
+
+    config: AlertConfig
+    steps: int = 0
+    """Steps in a row, up to the newest, at which it held."""
+    since_s: float | None = None
+    """Time since which it holds."""
+    firing: bool = False
+
+    def holds(self, value: float) -> bool:
+        return value < self.config.bound if self.config.above is None else value > self.config.bound
+
+
+class AlertRules:
+    """The rules of a run and the newest values that they watch."""
+
+    def __init__(self, rules: Sequence[AlertConfig], cost: Callable[[], float] = lambda: 0.0) -> None:
+        """``cost`` tells what judges have cost so far."""
+        self._rules = [_Rule(rule) for rule in rules]
+        self._cost = cost
+        self._values: dict[str, float] = {}
+        self._hacked: deque[bool] = deque(maxlen=RECENT)
+        self._served: dict[str, int] = {}
+        self._published = 0
+
+    def add(self, logged: Logged) -> list[AlertChanged]:
+        """Fold in one event; the rules that begin to fire, or cease to."""
+        is_step = isinstance(logged.event, StepDone)
+        if not self._watch(logged.process, logged.event):
+            return []
+        return [change for rule in self._rules for change in self._look(rule, logged.at_s, is_step=is_step)]
+
+    def tick(self, now_s: float) -> list[AlertChanged]:
+        """Let time pass, as Unix time."""
+        return [change for rule in self._rules for change in self._look(rule, now_s, is_step=False)]
+
+    def _watch(self, process: str, event: Event) -> bool:
+        """Take in the values of an event; false where it has none."""
+        match event:
+            case StepDone() as done:
+                metrics = done.metrics
+                in_vain = metrics.get("groups_without_signal") == metrics.get("groups")
+                self._values |= metrics
+                self._values["no_signal"] = self._values.get("no_signal", 0.0) + 1 if in_vain else 0.0
+                self._values["cost"] = self._cost()
+                if "k3" in metrics:
+                    self._values["mismatch"] = metrics["k3"]
+                for name in METRICS.keys() - metrics.keys():
+                    self._values.pop(name, None)
+            case RolloutClosed(purpose="train", status=RolloutStatus.GRADED, hacked=hacked):
+                self._hacked.append(hacked)
+                self._values["hack_rate"] = sum(self._hacked) / len(self._hacked)
+            case WeightsPublished(version=version):
+                self._published = max(self._published, version)
+            case WeightsSwapped(version=version):
+                self._served[process] = version
+            case _:
+                return False
+        if self._served:
+            self._values["lag"] = float(max(0, self._published - min(self._served.values())))
+        return True
+
+    def _look(self, rule: _Rule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
+        value = self._values.get(rule.config.watch)
+        if value is None:
+            return []
+        if not rule.holds(value):
+            was_firing, rule.firing, rule.steps, rule.since_s = rule.firing, False, 0, None
+            return [_change(rule, value)] if was_firing else []
+        rule.since_s = now_s if rule.since_s is None else rule.since_s
+        rule.steps += is_step
+        is_due = rule.steps >= rule.config.for_steps and now_s - rule.since_s >= rule.config.for_s
+        if rule.firing or not is_due:
+            return []
+        rule.firing = True
+        return [_change(rule, value)]
+
+
+def _change(rule: _Rule, value: float) -> AlertChanged:
+    config = rule.config
+    comparison = f"{'below' if config.above is None else 'above'} {config.bound:g}"
+    lasting = f" for {config.for_steps} steps" if config.for_steps else f" for {config.for_s:g} s" if config.for_s else ""
+    words = f"{comparison}{lasting}" if rule.firing else f"no longer {comparison}"
+    return AlertChanged(
+        alert=config.name, firing=rule.firing, value=value, summary=f"{config.watch} = {value:.4g}, {words}"
+    )
