@@ -16,7 +16,7 @@ SHELL := bash
 .NOTPARALLEL:
 # Containers often set it, and then each of a run's processes compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo fleet-demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench pins clean
+.PHONY: help demo fleet-demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench ui pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -69,6 +69,9 @@ bench-setup: .venv/dev.stamp $(VLLM) .venv-litellm/stamp .venv-trl/stamp base ##
 
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/python -m bench $(NAME) --json $(ARGS)
+
+ui: ## build the live page from ui/ into src/etude/ui/static; node 20 and npm
+	@cd ui && npm ci --ignore-scripts --no-fund --no-audit --loglevel=error && npm run --silent check && npm run --silent build
 
 pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt again, after a version was changed
 	@for file in $(filter-out constraints-torch.txt,$(wildcard constraints*.txt)); do \

@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "release": ("release", "See, approve, propose and take back the versions that users meet."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
+        "ui": ("ui", "Look at runs in a browser: curves, rollouts, weights, users, as they go on."),
         "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),
         "tinker": ("tinker", "Let programs train a model step by step, over the Tinker API."),
         "chat": ("chat", "Talk with the newest weights, and see which version answered."),

@@ -344,6 +344,13 @@ class RunConfig(Section):
                 f"live.after_steps = {live.after_steps} leaves no step of trainer.steps = {self.trainer.steps} to live "
                 f"sessions: lower it"
             )
+        release_every, most_ahead = self.release.every_steps, self.rollouts.max_staleness + 1
+        if release_every > most_ahead:
+            raise ValueError(
+                f"release.every_steps = {release_every} is above rollouts.max_staleness + 1 = {most_ahead}, the steps "
+                f"by which the trainer may be ahead of what users have: it would wait for a candidate for ever. Lower "
+                f"release.every_steps, or raise rollouts.max_staleness"
+            )
         alone = {
             "loss.baseline = 'mean_std' (set 'mean' or 'leave_one_out')": self.loss.baseline == "mean_std",
             "rollouts.max_resamples (leave it out)": self.rollouts.max_resamples > 0,

@@ -38,8 +38,8 @@ class ReleaseConfig(Section):
     """``[release]``: the gate, the canary, the test that decides, and who has to agree."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps from one candidate to the next; a version in between is never released. 0: nothing is ever released, and
-    whoever asks the gateway gets the newest weights.
+    """Steps from one candidate to the next, the first of which is version ``live.after_steps``; a version in between is
+    never released. 0: nothing is ever released, and whoever asks the gateway gets the newest weights.
     """
     engines: int = Field(default=2, ge=2, le=64)
     """Engines for users, which hold released and tried versions only. Two at least: a canary needs one of its own."""

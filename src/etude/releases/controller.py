@@ -118,8 +118,10 @@ class ReleaseDecision:
 class ReleaseController:
     """Decides about releases by the rules of ``[release]``."""
 
-    def __init__(self, config: ReleaseConfig) -> None:
+    def __init__(self, config: ReleaseConfig, *, first: int = 0) -> None:
+        """``first`` is the first version that may be released; every ``release.every_steps`` after it another one."""
         self._config = config
+        self._first = first
         tests = len(config.canary_shares) * (2 + len(config.guardrails))
         users = TUNED_TIMES * config.min_users
         self._harm = Experiment(alpha=config.alpha / tests, tuned_users=users)
@@ -148,7 +150,7 @@ class ReleaseController:
 
         While a load is pending nothing is: what the trainer publishes meanwhile descends from what was rejected.
         """
-        loads, every = facts.loads, self._config.every_steps
+        loads = facts.loads
         after = max((release.version for release in facts.releases), default=-1)
         if live is not None and loads.version is not None and facts.versions.get(loads.version) == live.digest:
             copy = Release(
@@ -158,13 +160,11 @@ class ReleaseController:
                 return _renumbered(copy, live)
         if loads.pending:
             return None
-        first = max(after, -1 if loads.version is None else loads.version - 1)
+        after = max(after, -1 if loads.version is None else loads.version - 1)
         proposed = loads.version if loads.checkpoint else None
-        due = [
-            version for version in facts.versions if version > first and (version % every == 0 or version == proposed)
-        ]
-        if proposed in due:
-            due = [version for version in due if version == proposed]
+        due = {version for version in facts.versions if version > after and self._is_due(version)}
+        if proposed is not None and proposed in facts.versions and proposed > after:
+            due = {proposed}
         if not due:
             return None
         version = max(due)
@@ -178,6 +178,9 @@ class ReleaseController:
         return ReleaseDecision(
             moves=(ReleaseMove(release=candidate, to=ReleaseState.CANDIDATE, reason="due", is_new=True),)
         )
+
+    def _is_due(self, version: int) -> bool:
+        return version >= self._first and (version - self._first) % self._config.every_steps == 0
 
     def _gate(self, facts: ReleaseFacts, way: Release, live: Release | None) -> ReleaseDecision | None:
         if facts.gate_failure:

@@ -18,7 +18,6 @@ from typing import cast
 from etude.clock import unix_s
 from etude.config.feedback import FOLLOW_UPS
 from etude.config.recipe import RunConfig
-from etude.errors import UserError
 from etude.feedback.follow_up import FollowUpRule
 from etude.feedback.joiner import Joiner, KeptAlone
 from etude.feedback.store import FeedbackStore
@@ -28,10 +27,10 @@ from etude.releases.store import ReleaseStore
 from etude.rewards.live.formula import ScoredSession
 from etude.run.erasure import carry_out, expire
 from etude.run.events import open_events
-from etude.run.folder import RunFolder, feedback_place
+from etude.run.folder import RunFolder
 from etude.run.live_rewards import LiveRewards
 from etude.run.parent import tell_person
-from etude.run.payload_store import open_ledger, open_releases
+from etude.run.payload_store import open_feedback, open_ledger, open_releases
 from etude.run.process_name import FEEDBACK
 from etude.run.serving import run_until_signal
 from etude.types import JoinedSession
@@ -55,10 +54,8 @@ def run_feedback(folder: RunFolder) -> None:
 
 async def _serve(folder: RunFolder, config: RunConfig) -> None:
     feedback = config.feedback
-    if not feedback.window_s:
-        raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
     with ExitStack() as stack:
-        store = stack.enter_context(FeedbackStore.open(feedback_place(folder), window_s=feedback.window_s))
+        store = stack.enter_context(open_feedback(folder))
         ledger = stack.enter_context(open_ledger(folder))
         releases = stack.enter_context(open_releases(folder))
         sink: JoinedSessions = KeptAlone()

@@ -1,17 +1,21 @@
-"""Opening the ledger of a run with its payloads, which lie in its folder or at its URL, and the releases beside it."""
+"""Opening the ledger of a run with its payloads, which lie in its folder or at its URL, and what is beside it:
+releases, live sessions.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
+from etude.errors import UserError
+from etude.feedback.store import FeedbackStore
 from etude.ledger.archive import Archive
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.objects import ObjectStore, RetryingStore
 from etude.releases.store import ReleaseStore
-from etude.run.folder import RunFolder, holder
+from etude.run.folder import RunFolder, feedback_place, holder
 from etude.run.process_name import ProcessName
 from etude.run.store_outages import StoreOutages
 from etude.telemetry.log import EventLog
@@ -45,6 +49,14 @@ def open_ledger(folder: RunFolder) -> Ledger:
 def open_releases(folder: RunFolder) -> ReleaseStore:
     """Open a run's releases, beside its ledger. Raises as :meth:`~etude.ledger.ledger.Ledger.open` does."""
     return ReleaseStore.open(folder.ledger, folder.config().ledger)
+
+
+def open_feedback(folder: RunFolder) -> FeedbackStore:
+    """Open the live sessions and signals of a run. Raises :class:`~etude.errors.UserError` where it keeps none."""
+    window_s = folder.config().feedback.window_s
+    if not window_s:
+        raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
+    return FeedbackStore.open(feedback_place(folder), window_s=window_s)
 
 
 @contextmanager

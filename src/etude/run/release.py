@@ -91,7 +91,7 @@ class ReleaseProcess:
         self._log = log
         self._metrics = metrics
         self._tables = RoutingTables.open(folder)
-        self._controller = ReleaseController(self._config)
+        self._controller = ReleaseController(self._config, first=self._first)
         self._measure = measure
         self._gate: tuple[int, asyncio.Task[GateFacts]] | None = None
         self._table: RoutingTable | None = None
@@ -178,7 +178,7 @@ class ReleaseProcess:
         latest = self._log.latest()
         if latest is None:
             return {}
-        due = latest - latest % self._config.every_steps
+        due = latest - (latest - self._first) % self._config.every_steps
         numbers = {*((due,) if due >= self._first else ()), *(() if loads.version is None else (loads.version,))}
         records = {number: self._log.read(number) for number in numbers if number <= latest}
         return {number: record.digest for number, record in records.items() if record is not None}

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from statistics import pstdev
 
 from torch import Tensor
@@ -42,7 +43,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
-from etude.run.payload_store import leased_ledger, open_ledger, open_payloads
+from etude.run.payload_store import leased_ledger, open_feedback, open_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
@@ -485,13 +486,19 @@ def sweep_payloads(folder: RunFolder) -> None:
     """
     try:
         with open_ledger(folder) as ledger:
-            open_payloads(folder).sweep(
-                lambda: payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED)),
-                ledger.turns.named,
-                older_than_s=LONGEST_ROLLOUT_S,
-            )
+            in_use = partial(_payloads_in_use, folder, ledger)
+            open_payloads(folder).sweep(in_use, ledger.turns.named, older_than_s=LONGEST_ROLLOUT_S)
     except EtudeError as error:
         logger.warning("payloads that nothing refers to are not removed yet: %s", error)
+
+
+def _payloads_in_use(folder: RunFolder, ledger: Ledger) -> list[PayloadRef]:
+    """Routes and masks that may still be trained on."""
+    refs: list[PayloadRef] = []
+    if folder.config().feedback.window_s:
+        with open_feedback(folder) as feedback:  # first: a session that leaves it is in the ledger by then
+            refs += feedback.payloads()
+    return [*refs, *payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED))]
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

@@ -41,6 +41,7 @@ def test_what_needs_other_rollouts_of_a_group_is_refused_by_name(change: dict[st
         ({"feedback": {}}, "live.groups_per_step = 8 has nothing to learn from"),
         ({"live": {"baseline": "value_model"}}, "live.baseline would have no effect"),
         ({"live": {"groups_per_step": 8, "after_steps": 100}}, "live.after_steps = 100 leaves no step"),
+        ({"release": {"every_steps": 5}, "rollouts": {"max_staleness": 3}}, "release.every_steps = 5 is above"),
         ({"live": {"groups_per_step": 8, "baseline": "means"}}, "live.baseline = 'means' is no baseline"),
         ({"loss": {"kind": "ppo_clip", "options": {"old_policy": "recomputed"}}}, "after a rollback"),
         ({"feedback": {"reward": {"parts": [{**LIKED, "per": "turn"}]}}}, "set credit.kind = 'shaped'"),

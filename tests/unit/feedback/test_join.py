@@ -1,18 +1,22 @@
 """The join depends on which events were received in time, and on nothing else."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.feedback.follow_up import WordRule
+from etude.config.feedback import FOLLOW_UPS
+from etude.feedback.follow_up import FollowUpRule, WordRule
 from etude.feedback.join import MAX_SIGNALS, EventResult, LiveTurn, MatchedSession, join, result_of
 from etude.feedback.turns import decode_records, encode_turn
 from etude.types import Signal, SignalKind, Turn
 from live_sessions import live_session, live_turn
 
 WINDOW_S = 10.0
+EXAMPLES = Path(__file__).parents[3] / "examples" / "extend"
 ENDED = replace(live_session("s"), ended_at=100.0, turns=3)
 
 
@@ -96,6 +100,13 @@ def test_users_next_messages_are_judged_unless_a_client_says() -> None:
     ]
     both = join(replace(ENDED, turns=4), turns, [reported], window_s=WINDOW_S, follow_up=WordRule())[0].signals
     assert [one.event_id for one in both] == ["a", "follow-up-v1.2"]
+
+
+def test_a_judge_of_ones_own_is_named_in_the_recipe() -> None:
+    judge = cast("FollowUpRule", FOLLOW_UPS.make(f"@{EXAMPLES / 'follow_up.py'}:German"))
+    turns = [a_turn(0), a_turn(1, 0, "Nein, rückgängig bitte"), a_turn(2, 1, "Danke!"), a_turn(3, 2, "no, undo that")]
+    judged = join(replace(ENDED, turns=4), turns, [], window_s=WINDOW_S, follow_up=judge)[0].signals
+    assert [(one.event_id, one.value) for one in judged] == [("german-v1.0", 1), ("german-v1.1", 0)]
 
 
 @pytest.mark.parametrize(

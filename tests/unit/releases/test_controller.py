@@ -68,6 +68,9 @@ def test_the_newest_version_that_is_due_is_the_one_candidate() -> None:
     decision = controller.decide(ReleaseFacts(releases=(LIVE,), versions=versions))
     assert states(decision) == [(6, ReleaseState.CANDIDATE)]
     assert controller.decide(ReleaseFacts(releases=(LIVE,), versions={3: "x"})) is None, "none of every two steps"
+    odd = ReleaseController(CONFIG, first=5)  # the trainer has stopped there: nobody is served yet
+    assert states(odd.decide(ReleaseFacts(releases=(), versions={5: "first"}))) == [(5, ReleaseState.CANDIDATE)]
+    assert odd.decide(ReleaseFacts(releases=(), versions={3: "early"})) is None
 
 
 @pytest.mark.parametrize(

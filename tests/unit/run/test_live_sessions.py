@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 
+import jsonschema_rs
 import orjson
 import pytest
 
@@ -107,15 +108,21 @@ async def test_a_session_with_consent_is_kept_token_for_token_with_what_was_said
         follow_up: list[Json] = [*QUESTION, first.reply, {"role": "user", "content": "no, that is wrong"}]
         second = await ask(caller, "chat-1", follow_up, **ABOUT)
         assert first.session == second.session != ""
-        about: dict[str, Json] = {
+        edit: dict[str, Json] = {
+            "event_id": "b",
             "completion": second.completion,
             "kind": "edited",
             "value": 0.5,
             "span": [0, 3],
             "user": "bob",
         }
-        thumb: Json = {"event_id": "a", "session": "chat-1", "kind": "thumbs", "value": -1, "sent_at": 1e9}
-        assert await report(caller, thumb, {"event_id": "b", **about}, thumb) == ["accepted", "accepted", "duplicate"]
+        thumb: dict[str, Json] = {"event_id": "a", "session": "chat-1", "kind": "thumbs", "value": -1, "sent_at": 1e9}
+        place = ("paths", "/feedback", "post", "requestBody", "content", "application/json", "schema")
+        schema = (await caller.send("GET", "/openapi.json", BROWSER_KEY)).at(*place)
+        assert isinstance(schema, dict)
+        form = jsonschema_rs.validator_for(schema)
+        assert form.is_valid([thumb, edit]) and not form.is_valid([{**thumb, "kind": "liked"}])
+        assert await report(caller, thumb, edit, thumb) == ["accepted", "accepted", "duplicate"]
         status = await caller.send("GET", "/feedback/sessions/chat-1", PRODUCT_KEY)
         assert (status.at("turns"), status.at("signals"), status.at("ended_at")) == (
             2,

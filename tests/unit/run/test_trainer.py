@@ -23,6 +23,7 @@ from etude.models.spec import TINY
 from etude.objects import ObjectStore
 from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
+from etude.run.payload_store import open_feedback
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer import (
@@ -33,6 +34,7 @@ from etude.run.trainer import (
     payload_refs,
     run_trainer,
     scored,
+    sweep_payloads,
 )
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
@@ -53,6 +55,7 @@ from etude.types import (
 )
 from etude.weights.records import commit_key, pack_key
 from etude.weights.retention import collect
+from live_sessions import answer, live_session
 from records import TASK, make_rollout
 from records import make_turn as turn_of
 
@@ -233,6 +236,25 @@ def test_payloads_that_nothing_will_be_learnt_from_go_when_they_are_old(run: Run
     assert of_a_group.payload is not None
     assert of_no_one.payload is not None
     assert [file.stem for file in Path(run.payloads).glob("*/*")] == [of_a_group.payload.digest]
+
+
+def test_payloads_of_live_sessions_that_are_not_taken_yet_stay(run: RunFolder) -> None:
+    lines = run.config_file.read_text(encoding="utf-8")
+    run.config_file.write_text(lines.replace("window_s = 0.0", "window_s = 60.0"), encoding="utf-8")
+    payloads, session = Payloads(ObjectStore(run.payloads)), live_session("s")
+    turn = payloads.stow(make_turn(GOOD), "live")
+    with open_feedback(run) as feedback:
+        feedback.keep(replace(answer(session), turns=(turn,)), "gateway", 1.0)
+    for file in Path(run.payloads).glob("*/*"):
+        os.utime(file, (0, 0))
+    sweep_payloads(run)
+    assert payloads.fetch([turn])[0].routes is not None
+    with open_feedback(run) as feedback:
+        feedback.end(["s"], 2.0)
+        assert feedback.close_windows(100.0, 10) == 1
+        feedback.taken({"s": "dropped"}, {}, 100.0)
+    sweep_payloads(run)
+    assert not list(Path(run.payloads).glob("*/*"))
 
 
 def test_a_newest_version_that_no_one_will_publish_again_ends_the_run(run: RunFolder) -> None:

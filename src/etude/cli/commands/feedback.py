@@ -18,11 +18,10 @@ from etude.dashboard import formatting
 from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError, UserError
 from etude.feedback.privacy import AuditEntry, DeletionRequest
-from etude.feedback.store import FeedbackStore
 from etude.run.erasure import carry_out
-from etude.run.folder import RunFolder, feedback_place
+from etude.run.folder import RunFolder
 from etude.run.keys import PSEUDONYM_DIGITS, KeyRole, pseudonym
-from etude.run.payload_store import open_ledger, open_releases
+from etude.run.payload_store import open_feedback, open_ledger, open_releases
 from etude.run.process_name import FEEDBACK
 from etude.run.processes import run_process
 from etude.run.working_folder import open_run_folder
@@ -51,7 +50,7 @@ def process(
 @app.command()
 def status(run: Run) -> None:
     """Count sessions and signals, by what became of them, and list requests for deletion."""
-    with _store(RunFolder.open(run, writes=False)) as store:
+    with open_feedback(RunFolder.open(run, writes=False)) as store:
         counts, requests = store.counts(), store.privacy.requests()
     table = light_table("what", "number")
     for name, number in counts.items():
@@ -72,7 +71,7 @@ def delete(
     if bool(user) == bool(session):
         raise UserError("etude feedback delete: say either --user NAME or --session ID")
     folder = RunFolder.open(run)
-    with _store(folder) as store, open_ledger(folder) as ledger, open_releases(folder) as releases:
+    with open_feedback(folder) as store, open_ledger(folder) as ledger, open_releases(folder) as releases:
         user = _pseudonym(folder, user)
         request = store.privacy.request_deletion(user=user, session_id=session, actor=COMMAND, now=unix_s())
         carry_out(store, ledger, releases, unix_s())
@@ -89,7 +88,7 @@ def delete(
 def export(run: Run, user: User) -> None:
     """Print what is kept of a user, a session a line, as JSON: what a person may ask to see."""
     folder = RunFolder.open(run)
-    with _store(folder) as store:
+    with open_feedback(folder) as store:
         user = _pseudonym(folder, user)
         for session in store.sessions_of_user(user):
             print(orjson.dumps(session).decode())
@@ -99,19 +98,12 @@ def export(run: Run, user: User) -> None:
 @app.command()
 def audit(run: Run) -> None:
     """Print the audit log: who did what with what is kept of users."""
-    with _store(RunFolder.open(run, writes=False)) as store:
+    with open_feedback(RunFolder.open(run, writes=False)) as store:
         entries = store.privacy.audit_log()
     table = light_table("at", "by", "action", "of", "detail")
     for entry in entries:
         table.add_row(_time(entry.at), entry.actor, entry.action, entry.subject, entry.detail)
     console().print(table)
-
-
-def _store(folder: RunFolder) -> FeedbackStore:
-    window_s = folder.config().feedback.window_s
-    if not window_s:
-        raise UserError(f"{folder.path} records no sessions of users: its recipe has no feedback.window_s")
-    return FeedbackStore.open(feedback_place(folder), window_s=window_s)
 
 
 def _pseudonym(folder: RunFolder, user: str) -> str:

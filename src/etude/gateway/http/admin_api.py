@@ -76,7 +76,7 @@ class AdminApi:
         self._clock = state.clock
         self._key_file = key_file
         self._live = state.live
-        self._openapi = orjson.dumps(document())
+        self._openapi = orjson.dumps(document(takes_feedback=state.live is not None))
 
     def routes(self) -> RouteTable:
         """Path → method → handler."""

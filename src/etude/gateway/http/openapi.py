@@ -21,7 +21,7 @@ from etude.gateway.api.fields import (
     object_schema,
 )
 from etude.gateway.http.auth import MAX_AGE_S, MAX_BUDGET, MAX_TEXT
-from etude.types import Json
+from etude.types import Json, SignalKind
 
 STATUS_DESCRIPTIONS: Mapping[int, str] = MappingProxyType(
     {
@@ -121,6 +121,25 @@ ENGINE = object_schema(
 ENGINES = object_schema("engines", engines=array_schema(ENGINE))
 ENGINE_REQUEST = object_schema("name url", name=NAME, url=URL, region=nullable(LABEL))
 """An engine to be added."""
+EVENT = object_schema(
+    "event_id kind",
+    event_id={"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"},
+    kind=enum_schema(*SignalKind),
+    value={"type": "number"},
+    session=LABEL,
+    completion=LABEL,
+    turn=nullable(COUNT),
+    span=nullable(array_schema(COUNT)),
+    user=LABEL,
+    sent_at=nullable({"type": "number"}),
+)
+"""A signal about a session, or about the answer with the id ``completion``; :mod:`etude.feedback.signals` reads it."""
+REPORT: Json = {"anyOf": [EVENT, array_schema(EVENT)]}
+RESULTS = object_schema(
+    "results",
+    results=array_schema(object_schema("event_id result", event_id=TEXT, result=TEXT, why=TEXT)),
+)
+"""The outcome of each event of a report, in order."""
 HEALTH = object_schema(
     "engine engines draining inflight sessions",
     engine=nullable(object_schema("version digest", version=COUNT, digest=TEXT)),
@@ -132,9 +151,10 @@ HEALTH = object_schema(
 """The oldest weights that a healthy engine serves, engines by state, calls in flight, open sessions."""
 
 
-def document() -> dict[str, Json]:
+def document(*, takes_feedback: bool = False) -> dict[str, Json]:
     """The OpenAPI document, as a JSON object."""
     calls = _call_paths()
+    feedback = _feedback_paths() if takes_feedback else {}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -143,7 +163,7 @@ def document() -> dict[str, Json]:
             "description": "A model behind the APIs of OpenAI and Anthropic; every sampled token is kept for training.",
         },
         "security": [{"bearer": []}, {"x-api-key": []}],
-        "paths": {**calls, **_below_session(calls), **_control_paths(), **_open_paths()},
+        "paths": {**calls, **_below_session(calls), **_control_paths(), **feedback, **_open_paths()},
         "components": {
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -216,6 +236,16 @@ def _control_paths() -> dict[str, Json]:
     }
 
 
+def _feedback_paths() -> dict[str, Json]:
+    """Requests of products and of their users' clients, where live sessions are recorded."""
+    taken = _operation("Report signals: one event, or a list", _content(RESULTS), WRITING, status=202)
+    status = _operation("What is kept of a live session", _content(_shape("session_id turns result signals")), READING)
+    return {
+        "/feedback": {"post": {**taken, "requestBody": _body(REPORT)}},
+        "/feedback/sessions/{id}": {"parameters": [_in_path("id", NAME)], "get": status},
+    }
+
+
 def _open_paths() -> dict[str, Json]:
     """Requests that need no key."""
     well, sick = _response("Calls are answered", _content(HEALTH)), _response("They are not", _content(HEALTH))
@@ -234,8 +264,10 @@ def _call(summary: str, request: Json, answer: Json, error: Json = OPENAI) -> di
     return {"post": {**operation, "parameters": _headers(), "requestBody": _body(request)}}
 
 
-def _operation(summary: str, content: Json, errors: Sequence[int], error: Json = OPENAI) -> dict[str, Json]:
-    answers: dict[str, Json] = {"200": _response("As asked", content)}
+def _operation(
+    summary: str, content: Json, errors: Sequence[int], error: Json = OPENAI, *, status: int = 200
+) -> dict[str, Json]:
+    answers: dict[str, Json] = {str(status): _response("As asked", content)}
     answers |= {str(status): _response(STATUS_DESCRIPTIONS[status], _content(error)) for status in errors}
     return {"summary": summary, "responses": answers}
 

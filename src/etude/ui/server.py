@@ -1,0 +1,180 @@
+"""HTTP server of the live page: its files, a JSON API over runs, and a stream that says when there is more.
+
+    browser ──GET /, /app.js, /app.css──▶ files                               open to anyone who reaches the port
+            ──GET /api/…  Authorization: Bearer TOKEN──▶ view in a thread ──▶ JSON
+            ──GET /api/runs/{run}/stream──▶ server-sent events, one a second at most, on change alone
+
+Owns paths, headers and status codes; what is said is the views'. With nobody connected it does nothing.
+"""
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from etude.errors import EtudeError, UserError
+from etude.types import Json
+from etude.ui import compare_view, live_view, rollouts_view, run_view, timeline_view, weights_view
+from etude.ui.routes import Download, Forbidden, NotFound, Routes, RunQuery, View
+from etude.ui.runs import RunList, RunReader
+
+STATIC = Path(__file__).with_name("static")
+FILES = {"/": "index.html", "/app.js": "app.js", "/app.css": "app.css"}
+"""Path → file of the bundle that `make ui` builds."""
+VIEWS: tuple[Routes, ...] = (
+    run_view.ROUTES,
+    rollouts_view.ROUTES,
+    timeline_view.ROUTES,
+    weights_view.ROUTES,
+    live_view.ROUTES,
+)
+"""Routes below ``/api/runs/{run}``."""
+TICK_S = 1.0
+"""Interval at which files are looked at while somebody has a page open."""
+KEEPALIVE_TICKS = 15
+"""Ticks without news, after which a comment is sent: proxies close what is silent."""
+SECURITY = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Headers of every response."""
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def ui_app(runs: RunList, token: str) -> web.Application:
+    """The application; ``token`` opens its API."""
+    server = _Server(runs)
+    app = web.Application(middlewares=[_errors_as_json, _keyed(token)])
+    app.on_response_prepare.append(_secure)
+    for path, name in FILES.items():
+        app.router.add_get(path, partial(_file, STATIC / name))
+    app.router.add_get("/api/runs", server.runs)
+    app.router.add_get("/api/metrics", server.metrics)
+    app.router.add_get("/api/compare", server.compare)
+    app.router.add_get("/api/runs/{run}/stream", server.stream)
+    for routes in VIEWS:
+        for route, view in routes.items():
+            method, _, path = route.partition(" ")
+            app.router.add_route(method, f"/api/runs/{{run}}{path}", partial(server.view, view))
+    return app
+
+
+class _Server:
+    """The handlers."""
+
+    def __init__(self, runs: RunList) -> None:
+        self._runs = runs
+
+    async def runs(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(self._runs.overviews))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return _json(run_view.metric_table())
+
+    async def compare(self, request: web.Request) -> web.Response:
+        return _json(await asyncio.to_thread(compare_view.compare, self._runs, dict(request.query)))
+
+    async def view(self, view: View, request: web.Request) -> web.StreamResponse:
+        """Answer a query about one run."""
+        run = await asyncio.to_thread(self._run, request)
+        names = {name: value for name, value in request.match_info.items() if name != "run"}
+        key, body = request.headers.get("X-Etude-Key", ""), None
+        if request.method == "POST":
+            body = orjson.loads(await request.read() or b"null")
+        query = RunQuery(run=run, names=names, options=dict(request.query), body=body, key=key)
+        answer = await asyncio.to_thread(view, query)
+        return await _send(request, answer) if isinstance(answer, Download) else _json(answer)
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Say when there is more to see of a run, until the browser goes."""
+        run = await asyncio.to_thread(self._run, request)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        seen: tuple[int, ...] | None = None
+        quiet = 0
+        while True:
+            stamp = await asyncio.to_thread(run.stamp)
+            quiet = 0 if stamp != seen else quiet + 1
+            if stamp != seen:
+                seen = stamp
+                tick = {"cursor": sum(stamp), **await asyncio.to_thread(run.overview)}
+                await response.write(b"event: tick\ndata: " + orjson.dumps(tick) + b"\n\n")
+            elif quiet % KEEPALIVE_TICKS == 0:
+                await response.write(b":\n\n")
+            await asyncio.sleep(TICK_S)
+
+    def _run(self, request: web.Request) -> RunReader:
+        run_id = request.match_info["run"]
+        run = self._runs.get(run_id)
+        if run is None:
+            raise NotFound(f"there is no run {run_id!r} here")
+        return run
+
+
+async def _file(file: Path, request: web.Request) -> web.StreamResponse:
+    return web.FileResponse(file)
+
+
+async def _send(request: web.Request, download: Download) -> web.StreamResponse:
+    """Send a file in pieces, each made in a thread."""
+    disposition = f'attachment; filename="{download.name}"'
+    response = web.StreamResponse(headers={"Content-Type": download.media_type, "Content-Disposition": disposition})
+    await response.prepare(request)
+    chunks = iter(download.chunks)
+    while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+        await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+def _json(value: Json, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json", status=status)
+
+
+def _keyed(token: str) -> Middleware:
+    """Refuse calls of the API that come without the token."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if request.path.startswith("/api/") and not hmac.compare_digest(given.encode(), token.encode()):
+            return _json(
+                {"error": "open the page by the URL that `etude ui` printed: the token in it is missing here"}, 401
+            )
+        return await handler(request)
+
+    return check
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except NotFound as error:
+        return _json({"error": str(error)}, 404)
+    except Forbidden as error:
+        return _json({"error": str(error)}, 403)
+    except (UserError, orjson.JSONDecodeError) as error:
+        return _json({"error": str(error)}, 400)
+    except EtudeError as error:
+        return _json({"error": str(error)}, 503)
+    except web.HTTPException as error:
+        return _json({"error": error.reason}, error.status)
+
+
+async def _secure(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(SECURITY)

@@ -1,0 +1,5 @@
+"""The tab *Weights*: versions, who serves them, the fleet."""
+
+from etude.ui.routes import Routes
+
+ROUTES: Routes = {}
