@@ -190,7 +190,7 @@ class AlertConfig(Section):
         if self.for_steps and self.for_s:
             raise ValueError(f"{where} has for_steps and for_s: keep one of the two")
         if ("webhook" in self.to) != bool(self.webhook):
-            raise ValueError(f"{where}: to = [\"webhook\"] and webhook = \"https://…\" go together")
+            raise ValueError(f'{where}: to = ["webhook"] and webhook = "https://…" go together')
         if self.webhook and not self.webhook.startswith("$"):
             parts = urlsplit(self.webhook)
             if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -2,8 +2,8 @@
 
     events ──▶ what is watched: a value ──▶ each rule: holds? for as long as it says? ──▶ AlertChanged
 
-``for_steps`` counts steps, ``for_s`` the time of events; while no events come, :meth:`AlertRules.tick` lets time pass.
-Owns the values and the rules. Who is told is :mod:`etude.telemetry.sinks.alerts`'.
+``for_steps`` counts steps, ``for_s`` the time of events, of which a run that lives has one every few seconds. Owns the
+values and the rules. Who is told is :mod:`etude.telemetry.sinks.alerts`'.
 """
 
 from collections import deque
@@ -59,16 +59,11 @@ class AlertRules:
     def add(self, logged: Logged) -> list[AlertChanged]:
         """Fold in one event; the rules that begin to fire, or cease to."""
         is_step = isinstance(logged.event, StepDone)
-        if not self._watch(logged.process, logged.event):
-            return []
+        self._watch(logged.process, logged.event)
         return [change for rule in self._rules for change in self._look(rule, logged.at_s, is_step=is_step)]
 
-    def tick(self, now_s: float) -> list[AlertChanged]:
-        """Let time pass, as Unix time."""
-        return [change for rule in self._rules for change in self._look(rule, now_s, is_step=False)]
-
-    def _watch(self, process: str, event: Event) -> bool:
-        """Take in the values of an event; false where it has none."""
+    def _watch(self, process: str, event: Event) -> None:
+        """Take in the values of an event."""
         match event:
             case StepDone() as done:
                 metrics = done.metrics
@@ -88,10 +83,9 @@ class AlertRules:
             case WeightsSwapped(version=version):
                 self._served[process] = version
             case _:
-                return False
+                pass
         if self._served:
             self._values["lag"] = float(max(0, self._published - min(self._served.values())))
-        return True
 
     def _look(self, rule: _Rule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
         value = self._values.get(rule.config.watch)
@@ -112,8 +106,14 @@ class AlertRules:
 def _change(rule: _Rule, value: float) -> AlertChanged:
     config = rule.config
     comparison = f"{'below' if config.above is None else 'above'} {config.bound:g}"
-    lasting = f" for {config.for_steps} steps" if config.for_steps else f" for {config.for_s:g} s" if config.for_s else ""
+    lasting = (
+        f" for {config.for_steps} steps" if config.for_steps else f" for {config.for_s:g} s" if config.for_s else ""
+    )
     words = f"{comparison}{lasting}" if rule.firing else f"no longer {comparison}"
     return AlertChanged(
-        alert=config.name, firing=rule.firing, value=value, summary=f"{config.watch} = {value:.4g}, {words}"
+        alert=config.name,
+        firing=rule.firing,
+        value=value,
+        summary=f"{config.watch} = {value:.4g}, {words}",
+        to=list(config.to),
     )

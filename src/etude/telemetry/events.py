@@ -323,8 +323,8 @@ class AlertChanged:
     """The newest value of what it watches; NaN is never one."""
     summary: str
     """The rule and the value in a line for people."""
-    link: str = ""
-    """Address of the run's page, where it has one."""
+    to: list[str] = field(default_factory=list)
+    """Who is told: ``log``, ``page``, ``webhook``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,12 +108,14 @@ class SinkThread:
     def _opened(self) -> Sink | None:
         """The sink; ``None`` where it could not be opened until the end."""
         for pause_s in _pauses():
+            is_last = self._ending.is_set()
             try:
                 return self._open_sink()
             except Exception as error:  # noqa: BLE001  # likewise
                 self._tell_away(error)
-            if self._ending.wait(pause_s):
+            if is_last:
                 break
+            self._ending.wait(pause_s)
         return None
 
     def _give_all(self, sink: Sink) -> bool:
@@ -131,14 +133,16 @@ class SinkThread:
         """Give one event; false where the sink was away at the end: then its place is before the event."""
         failures = 0
         for pause_s in _pauses():
+            is_last = self._ending.is_set()
             before = self._tail.go_to(placed)
             try:
                 sink.emit(placed.logged)
             except OSError as error:
                 self._tail.put(placed.file, before)
                 self._tell_away(error)
-                if self._ending.wait(pause_s):
+                if is_last:
                     return False
+                self._ending.wait(pause_s)
             except Exception as error:  # noqa: BLE001  # likewise
                 failures += 1
                 if failures == TRIES:

@@ -162,7 +162,10 @@ class RolloutTraces:
                 service=logged.process,
                 start_s=start_s,
                 end_s=logged.at_s,
-                attributes={"etude.step": done.step, **{f"etude.{name}": value for name, value in done.metrics.items()}},
+                attributes={
+                    "etude.step": done.step,
+                    **{f"etude.{name}": value for name, value in done.metrics.items()},
+                },
                 links=tuple((span.trace_id, span.span_id) for span in trained),
             ),
         ]

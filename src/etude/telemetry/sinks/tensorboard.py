@@ -27,9 +27,9 @@ class TensorboardTracker:
     def __init__(self, options: TensorboardOptions, context: SinkContext) -> None:
         self._folder = Path(options.folder) / f"{context.run}-{context.id}" if options.folder else None
         self._folder = self._folder or context.folder / "tensorboard"
-        is_first = not any(self._folder.glob("events.*")) if self._folder.is_dir() else True
-        self._writer = SummaryWriter(str(self._folder))
-        if is_first:
+        before = len(list(self._folder.glob("events.*")))
+        self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{before}")  # or one of this second is replaced
+        if not before:
             self._writer.add_text("config", _code(json.dumps(context.config, indent=2)), 0)
 
     def log(self, axis: str, step: int, at_s: float, values: Mapping[str, float]) -> None:
