@@ -1,6 +1,9 @@
 """``[log]`` and ``[[alerts]]``: who is told of a run beside its folder, and of what at once."""
 
-from collections.abc import Sequence
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
@@ -148,26 +151,65 @@ ALERT_KEY = "ETUDE_ALERT_KEY"
 """Environment variable with the key by which webhooks are signed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """What an alert watches, with what it compares it, and for how long that must hold."""
+
+    watch: str
+    comparison: str
+    bound: float
+    steps: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The condition that is written so. Raises ``ValueError``."""
+        form = CONDITION.fullmatch(text)
+        if form is None:
+            raise ValueError(
+                f"{text!r} is no condition: expected such as 'mismatch > 0.001', 'reward_mean < 0.1 for 5 steps' or "
+                f"'lag >= 4 for 600 s'"
+            )
+        lasting, unit = float(form["lasting"] or 0), form["unit"]
+        return cls(
+            watch=form["watch"],
+            comparison=form["comparison"],
+            bound=float(form["bound"]),
+            steps=round(lasting) if unit and unit.startswith("step") else 0,
+            seconds=lasting if unit == "s" else 0.0,
+        )
+
+    def holds(self, value: float) -> bool:
+        """True if it holds now."""
+        return COMPARISONS[self.comparison](value, self.bound)
+
+
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
+CONDITION = re.compile(
+    rf"\s*(?P<watch>\w+)\s*(?P<comparison>[<>]=?)\s*(?P<bound>{NUMBER})"
+    r"(\s+for\s+(?P<lasting>\d+\.?\d*)\s*(?P<unit>steps?|s))?\s*"
+)
+
+
 class AlertConfig(Section):
-    """``[[alerts]]``: one rule. It fires when its comparison holds for as long as it says, and resolves when it no
+    """``[[alerts]]``: one rule. It fires when its condition has held for as long as it says, and is over when it no
     longer does.
     """
 
     name: str = Field(min_length=1, max_length=100)
     """Name in messages; none twice."""
-    watch: str = Field(min_length=1)
-    """A metric of a step, as report.json's curve names it, or ``no_signal`` (steps in a row from which nothing can be
-    learnt), ``mismatch`` (k3 of the newest step), ``hack_rate`` (of the newest 100 training rollouts), ``lag`` (weight
-    versions that the slowest engine is behind), ``cost`` (what judges have cost so far).
+    when: str
+    """The condition, such as ``"reward_mean < 0.1 for 5 steps"`` or ``"lag >= 4 for 600 s"``; without ``for`` it fires
+    at once. Watched is a metric of a step, as report.json's curve names it, or ``no_signal`` (steps in a row from which
+    nothing can be learnt), ``mismatch`` (k3 of the newest step), ``hack_rate`` (of the newest 100 training rollouts),
+    ``lag`` (weight versions that the slowest engine is behind), ``cost`` (what judges have cost so far).
     """
-    above: float | None = None
-    """It holds while the value is above this; one of this and ``below``."""
-    below: float | None = None
-    """It holds while the value is below this."""
-    for_steps: int = Field(default=0, ge=0)
-    """Steps in a row in which it must hold; one of this and ``for_s``, or none: it fires at once."""
-    for_s: float = Field(default=0.0, ge=0)
-    """Seconds for which it must hold."""
     to: tuple[Literal["log", "page", "webhook"], ...] = ("log", "page")
     """``log``: a line among the run's own; ``page``: page and terminal; ``webhook``: a POST with JSON."""
     webhook: str = ""
@@ -176,25 +218,23 @@ class AlertConfig(Section):
     """
 
     @property
-    def bound(self) -> float:
-        """The value that it compares with."""
-        bound = self.below if self.above is None else self.above
-        assert bound is not None, "one of the two is set"
-        return bound
+    def condition(self) -> Condition:
+        """``when``, parsed."""
+        return Condition.parse(self.when)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
         where = f"alerts: {self.name!r}"
-        if (self.above is None) == (self.below is None):
-            raise ValueError(f"{where} needs one of above and below")
-        if self.for_steps and self.for_s:
-            raise ValueError(f"{where} has for_steps and for_s: keep one of the two")
+        try:
+            Condition.parse(self.when)
+        except ValueError as error:
+            raise ValueError(f"{where}: when = {error}") from None
         if ("webhook" in self.to) != bool(self.webhook):
             raise ValueError(f'{where}: to = ["webhook"] and webhook = "https://…" go together')
         if self.webhook and not self.webhook.startswith("$"):
             parts = urlsplit(self.webhook)
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError(f"{where}: webhook = {self.webhook!r} is no URL: expected https://HOST/PATH, or $NAME")
+                raise ValueError(f"{where}: webhook is no URL: expected https://HOST/PATH, or $NAME")
         return self
 
 

@@ -81,11 +81,12 @@ def check_log(config: RunConfig) -> None:
                 f"log.to = {sink.kind!r} needs a package that is not installed here: pip install 'etude[{sink.kind}]'"
             )
     for alert in config.alerts:
-        if alert.watch not in NAMES:
+        watch = alert.condition.watch
+        if watch not in NAMES:
             raise ConfigError(
-                f"alerts: {alert.name!r} watches {alert.watch!r}, which there is not: choose one of {', '.join(NAMES)}"
+                f"alerts: {alert.name!r} watches {watch!r}, which there is not: choose one of {', '.join(NAMES)}"
             )
-        if alert.watch == "cost" and config.judge.kind != "model":
+        if watch == "cost" and config.judge.kind != "model":
             raise ConfigError(
                 f"alerts: {alert.name!r} would never fire: only a judge with judge.kind = 'model' costs anything"
             )

@@ -2,7 +2,7 @@
 
     events ──▶ what is watched: a value ──▶ each rule: holds? for as long as it says? ──▶ AlertChanged
 
-``for_steps`` counts steps, ``for_s`` the time of events, of which a run that lives has one every few seconds. Owns the
+Steps count steps, and seconds the time of events, of which a run that lives has one every few seconds. Owns the
 values and the rules. Who is told is :mod:`etude.telemetry.sinks.alerts`'.
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from etude.config.log import WATCHED, AlertConfig
+from etude.config.log import WATCHED, AlertConfig, Condition
 from etude.telemetry.events import (
     AlertChanged,
     Event,
@@ -34,14 +34,12 @@ class _Rule:
     """One rule, and since when it holds."""
 
     config: AlertConfig
+    condition: Condition
     steps: int = 0
     """Steps in a row, up to the newest, at which it held."""
     since_s: float | None = None
     """Time since which it holds."""
     firing: bool = False
-
-    def holds(self, value: float) -> bool:
-        return value < self.config.bound if self.config.above is None else value > self.config.bound
 
 
 class AlertRules:
@@ -49,7 +47,7 @@ class AlertRules:
 
     def __init__(self, rules: Sequence[AlertConfig], cost: Callable[[], float] = lambda: 0.0) -> None:
         """``cost`` tells what judges have cost so far."""
-        self._rules = [_Rule(rule) for rule in rules]
+        self._rules = [_Rule(rule, rule.condition) for rule in rules]
         self._cost = cost
         self._values: dict[str, float] = {}
         self._hacked: deque[bool] = deque(maxlen=RECENT)
@@ -88,15 +86,15 @@ class AlertRules:
             self._values["lag"] = float(max(0, self._published - min(self._served.values())))
 
     def _look(self, rule: _Rule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
-        value = self._values.get(rule.config.watch)
+        value = self._values.get(rule.condition.watch)
         if value is None:
             return []
-        if not rule.holds(value):
+        if not rule.condition.holds(value):
             was_firing, rule.firing, rule.steps, rule.since_s = rule.firing, False, 0, None
             return [_change(rule, value)] if was_firing else []
         rule.since_s = now_s if rule.since_s is None else rule.since_s
         rule.steps += is_step
-        is_due = rule.steps >= rule.config.for_steps and now_s - rule.since_s >= rule.config.for_s
+        is_due = rule.steps >= rule.condition.steps and now_s - rule.since_s >= rule.condition.seconds
         if rule.firing or not is_due:
             return []
         rule.firing = True
@@ -104,16 +102,10 @@ class AlertRules:
 
 
 def _change(rule: _Rule, value: float) -> AlertChanged:
-    config = rule.config
-    comparison = f"{'below' if config.above is None else 'above'} {config.bound:g}"
-    lasting = (
-        f" for {config.for_steps} steps" if config.for_steps else f" for {config.for_s:g} s" if config.for_s else ""
-    )
-    words = f"{comparison}{lasting}" if rule.firing else f"no longer {comparison}"
     return AlertChanged(
-        alert=config.name,
+        alert=rule.config.name,
         firing=rule.firing,
         value=value,
-        summary=f"{config.watch} = {value:.4g}, {words}",
-        to=list(config.to),
+        summary=f"{rule.condition.watch} = {value:.4g}; {rule.config.when}",
+        to=list(rule.config.to),
     )

@@ -34,27 +34,26 @@ def changes(rule: AlertConfig, events: list[Event], every_s: float = 1.0) -> lis
 
 
 def test_a_rule_fires_after_steps_in_a_row_and_resolves() -> None:
-    rule = AlertConfig(name="gradient", watch="grad_norm", above=1.0, for_steps=2)
+    rule = AlertConfig(name="gradient", when="grad_norm > 1 for 2 steps")
     events: list[Event] = [step(number, grad_norm=norm) for number, norm in enumerate([2, 0.5, 2, 2, 2, 0.5, 0.5])]
     assert changes(rule, events) == [(3, True), (5, False)]
 
 
 def test_a_rule_fires_after_seconds_also_between_steps() -> None:
-    rule = AlertConfig(name="reward", watch="reward_mean", below=0.2, for_s=5.0)
+    rule = AlertConfig(name="reward", when="reward_mean < 0.2 for 5 s")
     events: list[Event] = [step(1), *[MemoryUsed(size_bytes=1)] * 4, step(9)]
     assert changes(rule, events, every_s=2.0) == [(3, True), (5, False)]
 
 
 @pytest.mark.parametrize(
-    ("watch", "above", "events"),
+    ("when", "events"),
     [
-        ("no_signal", 2.0, [step(number, groups_without_signal=1.0) for number in range(3)]),
-        ("mismatch", 1e-3, [step(1), step(2), step(3, k3=1e-2)]),
-        ("hack_rate", 0.5, [rollout(0), rollout(1, hacked=True), rollout(2, hacked=True)]),
-        ("cost", 3.0, [rollout(0), MemoryUsed(size_bytes=1), step(1)]),
+        ("no_signal > 2.0", [step(number, groups_without_signal=1.0) for number in range(3)]),
+        ("mismatch > 1e-3", [step(1), step(2), step(3, k3=1e-2)]),
+        ("hack_rate > 0.5", [rollout(0), rollout(1, hacked=True), rollout(2, hacked=True)]),
+        ("cost > 3.0", [rollout(0), MemoryUsed(size_bytes=1), step(1)]),
         (
-            "lag",
-            1.0,
+            "lag >= 2",
             [
                 WeightsSwapped(version=1, stage_ms=1.0, pause_ms=1.0),
                 *(
@@ -65,13 +64,13 @@ def test_a_rule_fires_after_seconds_also_between_steps() -> None:
         ),
     ],
 )
-def test_what_is_watched_beside_metrics(watch: str, above: float, events: list[Event]) -> None:
-    assert changes(AlertConfig(name="one", watch=watch, above=above), events) == [(2, True)]
+def test_what_is_watched_beside_metrics(when: str, events: list[Event]) -> None:
+    assert changes(AlertConfig(name="one", when=when), events) == [(2, True)]
 
 
 def test_a_webhook_is_told_of_both_ends_signed_and_once_after_a_restart(tmp_path: Path) -> None:
     with receiver() as (url, received):
-        rule = AlertConfig(name="reward", watch="reward_mean", below=0.2, to=("log", "webhook"), webhook="$HOOK")
+        rule = AlertConfig(name="reward", when="reward_mean < 0.2", to=("log", "webhook"), webhook="$HOOK")
         events = [Logged(at_s=float(n), process="train", event=step(n)) for n in (1, 1, 3)]
         written: list[Event] = []
         for before in (0, 1):  # started again behind the first event
@@ -97,7 +96,7 @@ def test_a_webhook_that_fails_is_tried_a_few_times_and_told_of(tmp_path: Path, m
     monkeypatch.setattr(alerts, "FIRST_PAUSE_S", 0.01)
     written: list[Event] = []
     with receiver([500]) as (url, received):
-        rule = AlertConfig(name="reward", watch="reward_mean", below=0.2, to=("webhook",), webhook=url)
+        rule = AlertConfig(name="reward", when="reward_mean < 0.2", to=("webhook",), webhook=url)
         context = SinkContext(run="tiny", id="1", folder=tmp_path, config={})
         AlertSink([rule], context, written.append, {}).emit(Logged(at_s=1.0, process="train", event=step(1)))
     assert len(received) == TRIES

@@ -28,7 +28,9 @@ class TensorboardTracker:
         self._folder = Path(options.folder) / f"{context.run}-{context.id}" if options.folder else None
         self._folder = self._folder or context.folder / "tensorboard"
         before = len(list(self._folder.glob("events.*")))
-        self._writer = SummaryWriter(str(self._folder), filename_suffix=f".{before}")  # or one of this second is replaced
+        self._writer = SummaryWriter(
+            str(self._folder), filename_suffix=f".{before}"
+        )  # or one of this second is replaced
         if not before:
             self._writer.add_text("config", _code(json.dumps(context.config, indent=2)), 0)
 

@@ -1,0 +1,35 @@
+"""Feed the events of a run to one tracker, as `etude sinks` does: run by the Python of .venv-trackers.
+
+python feed_tracker.py KIND OPTIONS.json RUN
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from etude.config.log import SINK_OPTIONS, SINKS
+from etude.telemetry.public import public
+from etude.telemetry.sinks.sink import SinkContext
+from etude.telemetry.tail import EventTail, SinkThread
+
+
+def main(kind: str, options: str, run: Path) -> None:
+    tail = EventTail(run / "events", run / f"{kind}.json")
+    context = SinkContext(
+        run="tiny",
+        id="1f2e3d4c",
+        folder=run,
+        config=public({"seed": 7, "engine": {"max_length": 64}, "harness": {"environment": {"KEY": "sk-secret"}}}),
+        past=tail.past,
+        read_rollout=lambda rollout_id: f"<script>text of {rollout_id}",
+        samples=1,
+    )
+    sink = SINK_OPTIONS.classes[kind](**json.loads(options))
+    thread = SinkThread(kind, tail, lambda: SINKS.make(kind, sink, context), lambda *told: sys.exit(f"trouble: {told}"))
+    thread.start()
+    thread.end()
+    assert thread.join(120.0), "no end"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
