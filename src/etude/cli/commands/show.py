@@ -18,7 +18,6 @@ from rich.text import Text
 
 from etude.cli.options import Json, RunPath, group
 from etude.dashboard.rollout_text import (
-    ID_CHARACTERS,
     ReadRollout,
     group_table,
     overview,
@@ -26,7 +25,7 @@ from etude.dashboard.rollout_text import (
     rollout_page,
     to_json,
 )
-from etude.dashboard.terminal import DIM
+from etude.dashboard.terminal import DIM, ID_CHARACTERS
 from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
 from etude.ledger.changes import TRAIN

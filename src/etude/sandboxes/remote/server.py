@@ -25,6 +25,7 @@ from typing import TypeAlias
 from aiohttp import web
 
 from etude.errors import ConfigError, EtudeError, SandboxError, SandboxesBusy
+from etude.gauges import CONTENT_TYPE, gauge_page
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.memory_pressure import MachineMemory
@@ -114,6 +115,7 @@ class SandboxServer:
         place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
         app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
         app.router.add_get(f"{PREFIX}/host", self._route(self._report, is_urgent=True))
+        app.router.add_get("/metrics", self._show_metrics)
         app.router.add_post(f"{PREFIX}/leases", self._route(self._renew, is_urgent=True))
         app.router.add_post(f"{PREFIX}/announce", self._route(self._announce))
         app.router.add_post(f"{PREFIX}/drain", self._route(self._drain, is_urgent=True))
@@ -160,13 +162,30 @@ class SandboxServer:
         granted = await self._provider.capabilities()
         return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, granted)))
 
-    async def _report(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        """Present figures for Prometheus, which has a client's key."""
+        try:
+            _client(request, self._names)
+        except _Stranger as error:
+            return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
+        values = {
+            "etude_host_sandboxes": len(self),
+            "etude_host_requests": self._under_way,
+            "etude_host_free_bytes": self._free_bytes(),
+            "etude_host_draining": self._draining,
+        }
+        return web.Response(body=gauge_page(values), headers={"Content-Type": CONTENT_TYPE})
+
+    def _free_bytes(self) -> int:
+        """Memory that new sandboxes may have."""
         memory = self._memory()
         is_short = memory.stalled >= self._limits.stalled
-        free_bytes = 0 if is_short else max(0, int(memory.available_bytes) - self._limits.reserve_bytes)
+        return 0 if is_short else max(0, int(memory.available_bytes) - self._limits.reserve_bytes)
+
+    async def _report(self, registered: RegisteredSandbox, body: bytes) -> Answer:
         report = HostReport(
             incarnation=self._incarnation,
-            free_bytes=free_bytes,
+            free_bytes=self._free_bytes(),
             places=self._registry.places(registered.holder),
             sandboxes=len(self),
             is_draining=self._draining,
