@@ -358,18 +358,14 @@ def _rollouts_row(run: RunMetrics) -> Row:
 
 
 def _last_rollout_row(run: RunMetrics, now_s: float) -> Row:
-    """The newest graded rollout: which one, how it ended, and what it was worth."""
+    """The newest graded rollout: which one, what it was worth, and how it ended."""
     last = run.last_rollout
     if last is None:
         return "last", "", _missing()
-    closed = last.event
-    name = Text.assemble(
-        closed.rollout_id[:ID_CHARACTERS], ("" if closed.purpose == TRAIN else f" {closed.purpose}", DIM)
-    )
-    turns = f"{closed.turns} turn{'s' * (closed.turns != 1)}"
-    reward = f"reward {formatting.decimal(closed.reward)}"
-    words = _words(reward, closed.reason, turns, f"{formatting.duration(closed.seconds)} long")
-    return "last", name, words.append(f" · {formatting.duration(now_s - last.at_s)} ago", DIM)
+    closed, ago = last.event, formatting.duration(now_s - last.at_s)
+    turns = f"{closed.turns} turn{'s' * (closed.turns != 1)} in {formatting.duration(closed.seconds)}"
+    words = _words(f"reward {formatting.decimal(closed.reward)}", closed.reason, turns)
+    return "last", Text.assemble(closed.rollout_id[:ID_CHARACTERS], (f" {ago} ago", DIM)), words
 
 
 def _stages_row(run: RunMetrics) -> Row:
@@ -379,12 +375,12 @@ def _stages_row(run: RunMetrics) -> Row:
 
     def mean(stage: str) -> str:
         times = [stages[stage] for stages in run.stages if stage in stages]
-        return f"{sum(times) / len(times):.2f} s" if times else formatting.MISSING
+        return f"{sum(times) / len(times):.2g} s" if times else formatting.MISSING
 
     return (
         "sandboxes",
         f"start in {mean('sandbox')}",
-        _words(f"commands {mean('commands')} of {mean('play')}", f"grading {mean('grade')}", f"score {mean('score')}"),
+        _words(f"commands {mean('commands')}", f"grading {mean('grade')}"),
     )
 
 
