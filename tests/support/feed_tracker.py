@@ -6,10 +6,11 @@ python feed_tracker.py KIND OPTIONS.json RUN
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 from etude.config.log import SINK_OPTIONS, SINKS
 from etude.telemetry.public import public
-from etude.telemetry.sinks.sink import SinkContext
+from etude.telemetry.sinks.sink import Sink, SinkContext
 from etude.telemetry.tail import EventTail, SinkThread
 
 
@@ -25,7 +26,9 @@ def main(kind: str, options: str, run: Path) -> None:
         samples=1,
     )
     sink = SINK_OPTIONS.classes[kind](**json.loads(options))
-    thread = SinkThread(kind, tail, lambda: SINKS.make(kind, sink, context), lambda *told: sys.exit(f"trouble: {told}"))
+    thread = SinkThread(
+        kind, tail, lambda: cast("Sink", SINKS.make(kind, sink, context)), lambda *told: sys.exit(f"trouble: {told}")
+    )
     thread.start()
     thread.end()
     assert thread.join(120.0), "no end"

@@ -375,7 +375,10 @@ def _stages_row(run: RunMetrics) -> Row:
 
     def mean(stage: str) -> str:
         times = [stages[stage] for stages in run.stages if stage in stages]
-        return f"{sum(times) / len(times):.2g} s" if times else formatting.MISSING
+        if not times:
+            return formatting.MISSING
+        seconds = sum(times) / len(times)
+        return formatting.milliseconds(1e3 * seconds) if seconds < 1 else f"{seconds:.1f} s"
 
     return (
         "sandboxes",

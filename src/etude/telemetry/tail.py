@@ -8,11 +8,14 @@ counted and told. Since the place is written first, a process that is killed los
 twice. Owns pace and place. What a sink does with an event is its own affair.
 """
 
-import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import orjson
+
+from etude.closing import Closing
 from etude.telemetry.events import Logged
 from etude.telemetry.log import EventReader, Placed
 from etude.telemetry.sinks.sink import Sink
@@ -27,13 +30,15 @@ TELL_EVERY = 100
 """Events that are lost before it is told again."""
 
 
-class EventTail:
+class EventTail(Closing):
     """The events of a run behind a place that is kept in a file."""
 
     def __init__(self, events: Path, place: Path) -> None:
         self._events = events
-        self._place = place
-        self._offsets: dict[str, int] = json.loads(place.read_text("utf-8")) if place.is_file() else {}
+        self._descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
+        text = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        self._offsets: dict[str, int] = orjson.loads(text or b"{}")
+        self._size = len(text)
         self._reader = EventReader(events, offsets=self._offsets)
 
     def past(self) -> Iterator[Logged]:
@@ -56,9 +61,13 @@ class EventTail:
     def put(self, file: str, end: int) -> None:
         """Put the place in one file."""
         self._offsets[file] = end
-        fresh = self._place.with_suffix(".new")
-        fresh.write_text(json.dumps(self._offsets), encoding="utf-8")
-        fresh.replace(self._place)
+        text = orjson.dumps(self._offsets).ljust(self._size)  # over the old one in one call, which no kill can tear
+        self._size = len(text)
+        os.pwrite(self._descriptor, text, 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
 
 
 class SinkThread:
@@ -99,9 +108,10 @@ class SinkThread:
 
     def _run(self) -> None:
         try:
-            sink = self._opened()
-            if sink is not None and self._give_all(sink):
-                sink.close()
+            with self._tail:
+                sink = self._opened()
+                if sink is not None and self._give_all(sink):
+                    sink.close()
         except Exception as error:  # noqa: BLE001  # somebody else's code may raise anything
             self._tell(self.name, f"{type(error).__name__}: {error}", self.lost)
 

@@ -44,7 +44,7 @@ class OtlpSink:
 
     def close(self) -> None:
         """Send no more."""
-        self._exporter.shutdown()
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]  # its own package has no annotation there
 
     def _readable(self, span: Span) -> ReadableSpan:
         return ReadableSpan(
