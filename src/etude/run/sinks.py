@@ -106,31 +106,38 @@ def _is_installed(module: str) -> bool:
 
 def run_sinks(folder: RunFolder) -> None:
     """Feed the sinks of a run until a stop signal; started by hand, only what they do not have yet."""
-    ending = threading.Event()
+    ending, is_beside = threading.Event(), SUPERVISOR_VARIABLE in os.environ
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    if SUPERVISOR_VARIABLE in os.environ:
+    if is_beside:
         die_with_parent(signal.SIGTERM)
+        os.nice(NICENESS)
     else:
         ending.set()
-    os.nice(NICENESS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    if not feed_sinks(folder, ending, closing_s=CLOSING_S if is_beside else None):
+        os._exit(0)  # a tracker's own threads may never end, and its exit handlers may wait for them
+
+
+def feed_sinks(folder: RunFolder, ending: threading.Event, *, closing_s: float | None) -> bool:
+    """Feed the sinks of a run until ``ending``, and then, for ``closing_s`` at most, what was written until then; false
+    where one did not end.
+    """
     with (
         exclusive(folder, str(SINKS_PROCESS), wait_s=PREDECESSOR_S),
         open_events(folder, SINKS_PROCESS, lossy=True) as events,
     ):
-        threads = list(_threads(folder, folder.config(), events))
+        threads = _threads(folder, folder.config(), events)
         for thread in threads:
             thread.start()
         while not ending.wait(KEEP_S):
             _keep(folder)
         for thread in threads:
             thread.end()
-        deadline_s = time.monotonic() + CLOSING_S
-        ended = [thread.join(max(0.0, deadline_s - time.monotonic())) for thread in threads]
+        deadline_s = None if closing_s is None else time.monotonic() + closing_s
+        ended = [thread.join(deadline_s) for thread in threads]
         _keep(folder)
-    if not all(ended):
-        os._exit(0)  # a tracker's own threads may never end, and its exit handlers may wait for them
+    return all(ended)
 
 
 def _threads(folder: RunFolder, config: RunConfig, events: EventLog) -> list[SinkThread]:

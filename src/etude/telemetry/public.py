@@ -1,4 +1,4 @@
-"""A recipe without its secrets, as it may be shown to a tracker that others read.
+"""A recipe without its secrets, as reports have it, and trackers that others read.
 
 Secrets belong into the environment, and most sections refuse them. What is left are values of somebody else's: the
 environment of an external harness, options of one's own classes, URLs.

@@ -10,6 +10,7 @@ twice. Owns pace and place. What a sink does with an event is its own affair.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -101,9 +102,9 @@ class SinkThread:
         """Let it take what there is, and end."""
         self._ending.set()
 
-    def join(self, timeout_s: float) -> bool:
-        """Wait for its end; true if it came."""
-        self._thread.join(timeout_s)
+    def join(self, deadline_s: float | None = None) -> bool:
+        """Wait for its end, until ``deadline_s`` (monotonic) at most; true if it came."""
+        self._thread.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         return not self._thread.is_alive()
 
     def _run(self) -> None:
