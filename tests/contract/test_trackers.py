@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from run_events import step, story, write
+from run_events import small_run, step, write
 
 REPOSITORY = Path(__file__).parents[2]
 PYTHON = REPOSITORY / ".venv-trackers" / "bin" / "python"
@@ -31,7 +31,7 @@ def call(script: str, *arguments: str, folder: Path) -> str:
 @pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
 def test_a_resumed_run_goes_on_in_the_same_run_of_its_tracker(kind: str, tmp_path: Path) -> None:
     options = {"url": f"sqlite:///{tmp_path}/ml.db"} if kind == "mlflow" else {}
-    write(tmp_path / "events", list(story(2)))
+    write(tmp_path / "events", list(small_run(2)))
     call("feed_tracker.py", kind, json.dumps(options), str(tmp_path), folder=tmp_path)
     write(tmp_path / "events", [("train", step(2)), ("train", step(3))])  # the second is done again
     (tmp_path / "report.html").write_text("<html>")

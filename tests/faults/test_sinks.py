@@ -91,9 +91,9 @@ def test_everybody_is_told_of_a_run_once_whatever_becomes_of_the_process_that_te
     steps = [each.event.step for each in logged if isinstance(each.event, StepDone)]
     assert steps == [*range(1, STEPS + 1)]
     (lines,) = [file.read_bytes().splitlines() for file in (tmp_path / "far").glob("told-*.jsonl")]
-    told = [line["step"] for line in map(orjson.loads, lines) if line["event"] == "StepDone"]
+    sent = [line["step"] for line in map(orjson.loads, lines) if line["event"] == "StepDone"]
     assert (
-        len(told) == len(set(told)) >= STEPS - 1
+        len(sent) == len(set(sent)) >= STEPS - 1
     )  # what was under way when it was killed may be missing, none is twice
     assert [each.event for each in logged if isinstance(each.event, SinkFailed)] == []
     assert [each.event.firing for each in logged if isinstance(each.event, AlertChanged)] == [True]

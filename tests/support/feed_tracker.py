@@ -5,6 +5,8 @@ python feed_tracker.py KIND OPTIONS.json RUN
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -26,9 +28,8 @@ def main(kind: str, options: str, run: Path) -> None:
         samples=1,
     )
     sink = SINK_OPTIONS.classes[kind](**json.loads(options))
-    thread = SinkThread(
-        kind, tail, lambda: cast("Sink", SINKS.make(kind, sink, context)), lambda *told: sys.exit(f"trouble: {told}")
-    )
+    make = cast("Callable[[], Sink]", partial(SINKS.make, kind, sink, context))
+    thread = SinkThread(kind, tail, make, lambda *message: sys.exit(f"trouble: {message}"))
     thread.start()
     thread.end()
     assert thread.join(), "no end"

@@ -96,7 +96,7 @@ def evaluation(label: str, version: int) -> EvalDone:
     )
 
 
-def story(steps: int) -> Iterator[tuple[str, Event]]:
+def small_run(steps: int) -> Iterator[tuple[str, Event]]:
     """Process and event, in order."""
     yield "supervisor", RunStarted(resumed=False)
     yield "supervisor", PhaseStarted(phase="midtrain")

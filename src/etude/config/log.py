@@ -146,14 +146,14 @@ class LogConfig(Section):
 
 
 WATCHED = ("no_signal", "mismatch", "hack_rate", "lag", "cost")
-"""What alerts watch beside the metrics of a step (:mod:`etude.telemetry.alerts`)."""
+"""Values that alerts watch beside the metrics of a step (:mod:`etude.telemetry.alerts`)."""
 ALERT_KEY = "ETUDE_ALERT_KEY"
 """Environment variable with the key by which webhooks are signed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What an alert watches, with what it compares it, and for how long that must hold."""
+    """A value that an alert watches, the bound that it is compared with, and for how long that must hold."""
 
     watch: str
     comparison: str

@@ -152,9 +152,9 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     """Ranks that take its steps together."""
     log: LogConfig = LogConfig()
-    """Who is told of the run."""
+    """Sinks: trackers, Prometheus, traces."""
     alerts: tuple[AlertConfig, ...] = ()
-    """``[[alerts]]``: what is told at once."""
+    """``[[alerts]]``: rules of what is told at once."""
     ledger: LedgerConfig = LedgerConfig()
     """Its durable state."""
     eval: EvalConfig = EvalConfig()

@@ -394,7 +394,7 @@ def _memory_row(run: RunMetrics) -> Row:
 
 
 def _errors_row(run: RunMetrics, now_s: float) -> Row:
-    """How often infrastructure failed, and why at last."""
+    """Failures of infrastructure and of sinks: their number, and the newest reason."""
     last = run.last_failure
     if last is None:
         return "errors", "none", Text()

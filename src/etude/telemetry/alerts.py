@@ -30,7 +30,7 @@ NAMES = (*WATCHED, *METRICS)
 
 
 @dataclass(slots=True)
-class _Rule:
+class _WatchedRule:
     """One rule, and since when it holds."""
 
     config: AlertConfig
@@ -47,7 +47,7 @@ class AlertRules:
 
     def __init__(self, rules: Sequence[AlertConfig], cost: Callable[[], float] = lambda: 0.0) -> None:
         """``cost`` tells what judges have cost so far."""
-        self._rules = [_Rule(rule, rule.condition) for rule in rules]
+        self._rules = [_WatchedRule(rule, rule.condition) for rule in rules]
         self._cost = cost
         self._values: dict[str, float] = {}
         self._hacked: deque[bool] = deque(maxlen=RECENT)
@@ -85,7 +85,7 @@ class AlertRules:
         if self._served:
             self._values["lag"] = float(max(0, self._published - min(self._served.values())))
 
-    def _look(self, rule: _Rule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
+    def _look(self, rule: _WatchedRule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
         value = self._values.get(rule.condition.watch)
         if value is None:
             return []
@@ -101,7 +101,7 @@ class AlertRules:
         return [_change(rule, value)]
 
 
-def _change(rule: _Rule, value: float) -> AlertChanged:
+def _change(rule: _WatchedRule, value: float) -> AlertChanged:
     return AlertChanged(
         alert=rule.config.name,
         firing=rule.firing,

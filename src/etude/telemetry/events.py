@@ -238,7 +238,7 @@ class RolloutClosed:
     session: str = ""
     """The gateway session of its model calls."""
     stage_s: dict[str, float] = field(default_factory=dict)
-    """As in :class:`~etude.types.Rollout`."""
+    """Seconds by stage, as in :class:`~etude.types.Rollout`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,7 +324,7 @@ class AlertChanged:
     summary: str
     """The rule and the value in a line for people."""
     to: list[str] = field(default_factory=list)
-    """Who is told: ``log``, ``page``, ``webhook``."""
+    """The receivers: ``log``, ``page``, ``webhook``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

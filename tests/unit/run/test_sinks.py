@@ -15,7 +15,7 @@ from etude.run import sinks
 from etude.run.folder import RunFolder
 from etude.run.sinks import SinksProcess, check_log, feed_sinks
 from etude.telemetry.log import EventReader
-from run_events import story, write
+from run_events import small_run, write
 
 PAGE = Path(__file__).parents[3] / "docs" / "trackers.md"
 EXAMPLES = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
@@ -68,18 +68,18 @@ def test_what_was_not_sent_is_sent_once_and_then_it_ends(tmp_path: Path) -> None
     to = [{"kind": "jsonl", "options": {"folder": str(tmp_path / "far")}}, "tensorboard"]
     folder = RunFolder.create(tmp_path / "run", config(name="tiny", log={"to": to}))
     folder.report_html.write_text("<html>")
-    write(folder.events, list(story(2)))
+    write(folder.events, list(small_run(2)))
     ending = Event()
     ending.set()
     for _ in range(2):
         assert feed_sinks(folder, ending, closing_s=None)
     (lines,) = [file.read_bytes().splitlines() for file in (tmp_path / "far").iterdir()]
-    assert len(lines) == len(list(story(2)))
+    assert len(lines) == len(list(small_run(2)))
     assert (folder.path / "tensorboard" / "report.html").is_file()
     assert EventReader(folder.events, "sinks").new() == []
 
 
-def test_nothing_is_started_for_a_run_that_tells_nobody(tmp_path: Path) -> None:
+def test_nothing_is_started_for_a_run_without_sinks(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path / "run", config())
     with SinksProcess(folder, folder.config()) as process:
         assert process.check() == []
@@ -90,15 +90,15 @@ def test_nothing_is_started_for_a_run_that_tells_nobody(tmp_path: Path) -> None:
 def test_a_process_that_dies_is_told_of_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "FIRST_PAUSE_S", 0.01)
     folder = RunFolder.create(tmp_path / "run", config(log={"to": ["tensorboard"]}))
-    told: list[str] = []
+    messages: list[str] = []
     with SinksProcess(folder, folder.config()) as process:
         process.check()
         folder.config_file.rename(tmp_path / "gone.toml")  # so that it dies
         until_s = time.monotonic() + 120
-        while len(told) < 2 and time.monotonic() < until_s:
+        while len(messages) < 2 and time.monotonic() < until_s:
             began_s = time.monotonic()
-            told += process.check()
+            messages += process.check()
             assert time.monotonic() - began_s < 5.0
             time.sleep(0.05)
-    assert len(told) == 2
-    assert "is not a run folder" in told[0]
+    assert len(messages) == 2
+    assert "is not a run folder" in messages[0]

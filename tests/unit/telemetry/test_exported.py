@@ -14,11 +14,11 @@ from etude.telemetry.exported import EXPORTED, TRAIN
 from etude.telemetry.log import EventReader
 from etude.telemetry.sinks.prometheus import PrometheusSink
 from etude.telemetry.sinks.sink import SinkContext
-from run_events import story, write
+from run_events import small_run, write
 
 
 def test_one_endpoint_has_the_newest_figures_of_all_processes(tmp_path: Path) -> None:
-    write(tmp_path, list(story(3)))
+    write(tmp_path, list(small_run(3)))
     events = EventReader(tmp_path).new()
     context = SinkContext(run="tiny", id="1", folder=tmp_path, config={}, past=lambda: events[:-9])
     sink = PrometheusSink(PrometheusOptions(port=0), context)
@@ -54,6 +54,6 @@ def test_the_dashboard_is_up_to_date_and_asks_for_what_is_exported() -> None:
         names |= {family.name + suffix for suffix in suffixes}
     panels = json.loads(grafana.dashboard())["panels"]
     queries = [target["expr"] for panel in panels for target in panel.get("targets", [])]
-    asked = {name for query in queries for name in re.findall(r"\betude_\w+", query)}
-    assert asked <= names, asked - names
-    assert {TRAIN + "reward_mean", "etude_calls_total", "etude_heldout_pass"} <= asked
+    queried = {name for query in queries for name in re.findall(r"\betude_\w+", query)}
+    assert queried <= names, queried - names
+    assert {TRAIN + "reward_mean", "etude_calls_total", "etude_heldout_pass"} <= queried

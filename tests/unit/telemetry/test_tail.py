@@ -42,13 +42,13 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tail, name, 0.01)
 
 
-def fed(folder: Path, sink: Listed, told: list[tuple[str, int]] | None = None) -> SinkThread:
-    events = told if told is not None else []
+def fed(folder: Path, sink: Listed, messages: list[tuple[str, int]] | None = None) -> SinkThread:
+    kept = [] if messages is None else messages
     thread = SinkThread(
         "one",
         EventTail(folder, folder / "one.json"),
         lambda: sink,
-        lambda _, reason, lost: events.append((reason, lost)),
+        lambda _, reason, lost: kept.append((reason, lost)),
     )
     thread.start()
     return thread
@@ -89,7 +89,7 @@ def test_a_process_that_is_killed_in_an_event_never_sends_it_twice(tmp_path: Pat
 
 def test_a_sink_that_is_away_gets_its_events_later(tmp_path: Path) -> None:
     write(tmp_path, STEPS)
-    is_away, told = threading.Event(), list[tuple[str, int]]()
+    is_away, messages = threading.Event(), list[tuple[str, int]]()
     is_away.set()
 
     def reach(_: Event) -> None:
@@ -97,12 +97,12 @@ def test_a_sink_that_is_away_gets_its_events_later(tmp_path: Path) -> None:
             raise ConnectionError("no route")
 
     sink = Listed(reach)
-    thread = fed(tmp_path, sink, told)
-    wait_until(lambda: bool(told), timeout_s=10.0)
+    thread = fed(tmp_path, sink, messages)
+    wait_until(lambda: bool(messages), timeout_s=10.0)
     is_away.clear()
     finished(thread)
     assert sink.taken == [event for _, event in STEPS]
-    assert told == [("it is away, and gets events later: ConnectionError: no route", 0)]
+    assert messages == [("it is away, and gets events later: ConnectionError: no route", 0)]
 
 
 def test_what_a_sink_has_not_got_at_the_end_is_there_for_the_next_start(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_what_a_sink_has_not_got_at_the_end_is_there_for_the_next_start(tmp_path
 
 def test_a_sink_that_raises_loses_that_event_and_says_so(tmp_path: Path) -> None:
     write(tmp_path, STEPS)
-    tries, told = list[Event](), list[tuple[str, int]]()
+    tries, messages = list[Event](), list[tuple[str, int]]()
 
     def refuse_third(event: Event) -> None:
         tries.append(event)
@@ -128,10 +128,10 @@ def test_a_sink_that_raises_loses_that_event_and_says_so(tmp_path: Path) -> None
             raise ZeroDivisionError("division by zero")
 
     sink = Listed(refuse_third)
-    finished(fed(tmp_path, sink, told))
+    finished(fed(tmp_path, sink, messages))
     assert len(sink.taken) == 4
     assert tries.count(STEPS[2][1]) == tail.TRIES
-    assert told == [("it does not take an event: ZeroDivisionError: division by zero", 1)]
+    assert messages == [("it does not take an event: ZeroDivisionError: division by zero", 1)]
 
 
 def test_lines_of_json_have_every_event(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from etude.telemetry.sinks.otlp import OtlpSink
 from etude.telemetry.sinks.sink import SinkContext
 from etude.telemetry.traces import RolloutTraces, Span, trace_id
 from receivers import receiver
-from run_events import story, write
+from run_events import small_run, write
 
 NS = 1_000_000_000
 
 
 def timed(folder: Path, steps: int) -> list[Logged]:
-    """The story, an event a second, but for rollouts, which end five seconds after their calls."""
-    write(folder, list(story(steps)))
+    """The small_run, an event a second, but for rollouts, which end five seconds after their calls."""
+    write(folder, list(small_run(steps)))
     events, at_s = [], 1000.0
     for logged in EventReader(folder).new():
         at_s += 5.0 if isinstance(logged.event, RolloutClosed | StepDone) else 1.0

@@ -15,7 +15,7 @@ from etude.telemetry.public import HIDDEN, public
 from etude.telemetry.sinks.sink import SinkContext
 from etude.telemetry.sinks.tensorboard import open_tensorboard
 from etude.telemetry.sinks.trackers import Cell, TrackerSink
-from run_events import evaluation, rollout, step, story, write
+from run_events import evaluation, rollout, small_run, step, write
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Recorded:
 
 
 def logged_of(folder: Path, steps: int = 2) -> list[Logged]:
-    write(folder / "events", list(story(steps)))
+    write(folder / "events", list(small_run(steps)))
     return EventReader(folder / "events").new()
 
 
@@ -146,12 +146,12 @@ def test_tensorboard_goes_on_in_the_same_folder_and_has_each_step_once(tmp_path:
 
 def scalars(file: Path) -> list[tuple[str, int, float]]:
     """The scalars of an event file: records of an 8-byte length, 4 bytes of checksum, an event, 4 bytes more."""
-    data, place, found = file.read_bytes(), 0, []
+    data, place, values = file.read_bytes(), 0, []
     while place < len(data):
         size = int.from_bytes(data[place : place + 8], "little")
         event = TensorboardEvent.FromString(data[place + 12 : place + 12 + size])
-        found += [
+        values += [
             (each.tag, event.step, each.simple_value) for each in event.summary.value if not each.HasField("tensor")
         ]
         place += 12 + size + 4
-    return found
+    return values

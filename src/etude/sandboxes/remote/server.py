@@ -115,7 +115,8 @@ class SandboxServer:
         place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
         app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
         app.router.add_get(f"{PREFIX}/host", self._route(self._report, is_urgent=True))
-        app.router.add_get("/metrics", self._show_metrics)
+        app.router.add_get("/metrics", _metrics_of(self._report, self._names))
+        )
         app.router.add_post(f"{PREFIX}/leases", self._route(self._renew, is_urgent=True))
         app.router.add_post(f"{PREFIX}/announce", self._route(self._announce))
         app.router.add_post(f"{PREFIX}/drain", self._route(self._drain, is_urgent=True))
@@ -162,30 +163,13 @@ class SandboxServer:
         granted = await self._provider.capabilities()
         return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, granted)))
 
-    async def _show_metrics(self, request: web.Request) -> web.Response:
-        """Present figures for Prometheus, which has a client's key."""
-        try:
-            _client(request, self._names)
-        except _Stranger as error:
-            return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
-        values = {
-            "etude_host_sandboxes": len(self),
-            "etude_host_requests": self._under_way,
-            "etude_host_free_bytes": self._free_bytes(),
-            "etude_host_draining": self._draining,
-        }
-        return web.Response(body=gauge_page(values), headers={"Content-Type": CONTENT_TYPE})
-
-    def _free_bytes(self) -> int:
-        """Memory that new sandboxes may have."""
+    async def _report(self, registered: RegisteredSandbox, body: bytes) -> wire.HostReply:
         memory = self._memory()
         is_short = memory.stalled >= self._limits.stalled
-        return 0 if is_short else max(0, int(memory.available_bytes) - self._limits.reserve_bytes)
-
-    async def _report(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+        free_bytes = 0 if is_short else max(0, int(memory.available_bytes) - self._limits.reserve_bytes)
         report = HostReport(
             incarnation=self._incarnation,
-            free_bytes=self._free_bytes(),
+            free_bytes=free_bytes,
             places=self._registry.places(registered.holder),
             sandboxes=len(self),
             is_draining=self._draining,
@@ -350,6 +334,26 @@ class SandboxServer:
         for registered in list(self._sandboxes):
             self._close(registered)
         await asyncio.gather(sweeping, *self._closing, return_exceptions=True)
+
+
+def _metrics_of(
+    report: Callable[[RegisteredSandbox, bytes], Awaitable[wire.HostReply]], names: Mapping[str, str]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """The handler of ``/metrics``, for a Prometheus that has a client's key."""
+
+    async def show(request: web.Request) -> web.Response:
+        try:
+            host = (await report(RegisteredSandbox(_client(request, names), ""), b"")).report
+        except _Stranger as error:
+            return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
+        values = {
+            "etude_host_sandboxes": host.sandboxes,
+            "etude_host_free_bytes": host.free_bytes,
+            "etude_host_draining": host.is_draining,
+        }
+        return web.Response(body=gauge_page(values), headers={"Content-Type": CONTENT_TYPE})
+
+    return show
 
 
 class _Stranger(Exception):

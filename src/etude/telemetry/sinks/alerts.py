@@ -1,4 +1,4 @@
-"""Who is told of alerts: an event for page, terminal and log; a webhook for other people's programs.
+"""The receivers of alerts: an event for page, terminal and log; a webhook for other people's programs.
 
 A webhook gets ``POST`` with JSON, ``{"run", "alert", "firing", "value", "summary", "at_s"}``, at most
 :data:`TRIES` times. Where there is a key, ``X-Etude-Signature: sha256=…`` is the HMAC-SHA256 of the body in hex.

@@ -24,7 +24,7 @@ VALUE_CHARACTERS = 500
 AWAY = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "RESOURCE_EXHAUSTED")
 """Codes of errors that may pass: of a server that cannot be reached, too."""
 FORBIDDEN = re.compile(r"[^\w\-. :/]")
-"""What no name may have in it."""
+"""Characters that no name may have in it."""
 
 
 def open_mlflow(options: MlflowOptions, context: SinkContext) -> TrackerSink:
@@ -45,10 +45,10 @@ class MlflowTracker:
         """The id of the run, which is made where it is missing."""
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-        found = self._client.search_runs([experiment_id], f"tags.`{ID}` = '{context.id}'", max_results=1)
-        if found:
-            self._client.update_run(found[0].info.run_id, status="RUNNING")
-            return str(found[0].info.run_id)
+        matches = self._client.search_runs([experiment_id], f"tags.`{ID}` = '{context.id}'", max_results=1)
+        if matches:
+            self._client.update_run(matches[0].info.run_id, status="RUNNING")
+            return str(matches[0].info.run_id)
         run = self._client.create_run(experiment_id, run_name=context.run, tags={ID: context.id})
         params = [Param(_name(key), str(value)[:VALUE_CHARACTERS]) for key, value in flat(context.config).items()]
         for start in range(0, len(params), PARAMS_AT_A_TIME):

@@ -1,4 +1,4 @@
-"""What experiment trackers get of a run, the same for all of them: a fold from events to curves, tables and texts.
+"""The fold from events to curves, tables and texts, the same for all trackers of experiments.
 
     StepDone          ──▶ train/NAME (the table of metrics), reward/PART, ended/REASON      axis: train/step
     ImitationProgress ──▶ midtrain/…, sft/…; HeldoutLoss ──▶ heldout/PHASE_loss             axis: PHASE/step
