@@ -116,7 +116,6 @@ class SandboxServer:
         app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
         app.router.add_get(f"{PREFIX}/host", self._route(self._report, is_urgent=True))
         app.router.add_get("/metrics", _metrics_of(self._report, self._names))
-        )
         app.router.add_post(f"{PREFIX}/leases", self._route(self._renew, is_urgent=True))
         app.router.add_post(f"{PREFIX}/announce", self._route(self._announce))
         app.router.add_post(f"{PREFIX}/drain", self._route(self._drain, is_urgent=True))
