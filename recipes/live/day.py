@@ -36,7 +36,7 @@ VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "live": (),
         "no-propensity": (f"feedback.reward.parts=[{{{KEPT_PART}, missing=0.5}}]",),
-        "window8": ("rollouts.max_staleness=8", "release.every_steps=8"),
+        "window8": ("rollouts.max_staleness=8", "release.every_steps=9"),
         "below-the-bar": ("live.after_steps=1", "release.minimum_bar=0.0"),
     }
 )
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--recipe", type=Path, default=HERE)
     parser.add_argument("--out", type=Path, help="a folder that keeps the day (default: runs/VARIANT-sSEED)")
     parser.add_argument("--day-s", type=float, default=720.0, help="seconds from going live to the evening's end")
-    parser.add_argument("--rate", type=float, default=11.0, help="sessions a second at noon")
+    parser.add_argument("--rate", type=float, default=26.0, help="sessions a second at noon")
     parser.add_argument("--people", type=int, default=600)
     parser.add_argument("--page-port", type=int, default=0, help="serve the page for real users there")
     parser.add_argument("--no-plants", action="store_true", help="propose no bad weights")

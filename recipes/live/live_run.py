@@ -110,6 +110,8 @@ class LiveRun:
 
     def propose(self, checkpoint: Path) -> int:
         """Propose a checkpoint; returns the version that it became. Raises ``SystemExit`` if it becomes none."""
+        with open_releases(self._folder) as store:
+            earlier = {one.version for one in store.releases() if one.loaded}
         command = [sys.executable, "-m", "etude", "release", "propose", str(self.path), str(checkpoint)]
         subprocess.run(command, check=True)
         matches: list[int] = []
@@ -120,8 +122,6 @@ class LiveRun:
             matches[:] = [one.version for one in loaded if one.version not in earlier]
             return bool(matches)
 
-        with open_releases(self._folder) as store:
-            earlier = {one.version for one in store.releases() if one.loaded}
         if not self.wait_for(is_there, PROPOSED_S):
             raise SystemExit(f"day: {checkpoint} was proposed and became no version within {PROPOSED_S:g} s")
         return matches[0]

@@ -42,6 +42,7 @@ POLL_S = 0.2
 AT_ONCE = 2
 """Passes that are under way at a time: a run tries its two ways together, too."""
 EVALUATIONS = "evaluations"
+VERSION_DIGITS = 6
 """Folder with the ledgers of tries, in the run folder."""
 ENGINE_S = "engine-s"
 """The fact in which a ledger of tries has its engine's busy time."""
@@ -87,9 +88,9 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     """
     copies = KeptFiles(folder, EVALUATIONS)
     version, digest = identified(folder, request.version)
-    ledger, number = _place(folder, request, version, digest)
-    ledger.parent.mkdir(exist_ok=True)
+    (folder.path / EVALUATIONS).mkdir(exist_ok=True)
     copies.bring()
+    ledger, number = _place(folder, request, version, digest)
     bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
@@ -121,9 +122,14 @@ def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, diges
 
 
 def ledger_of_tries(folder: RunFolder, version: int, digest: str, suite: SuiteConfig | None = None) -> Path:
-    """The ledger of the evaluations of a version: of the run's own tasks, or of a suite's."""
-    name = f"v{version:06}-{digest[:12]}" + (f"-{suite.name}" if suite else "")
-    return folder.path / EVALUATIONS / f"{name}.db"
+    """The ledger of the evaluations of a version: of the run's own tasks, or of a suite's.
+
+    Versions with the same weights share the one of the first that was tried.
+    """
+    folder_of_tries = folder.path / EVALUATIONS
+    ending = f"-{digest[:12]}" + (f"-{suite.name}" if suite else "") + ".db"
+    tried = sorted(folder_of_tries.glob(f"v{'[0-9]' * VERSION_DIGITS}{ending}"))
+    return tried[0] if tried else folder_of_tries / f"v{version:0{VERSION_DIGITS}}{ending}"
 
 
 def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:

@@ -42,9 +42,9 @@ class Measurement:
     suite: SuiteConfig | None
 
     @property
-    def key(self) -> tuple[int, str]:
-        """Version and suite."""
-        return self.release.version, self.suite.name if self.suite else NO_SUITE
+    def key(self) -> tuple[str, str]:
+        """Weights and suite: a version that was loaded again is not tried again."""
+        return self.release.digest, self.suite.name if self.suite else NO_SUITE
 
 
 @final
@@ -54,7 +54,7 @@ class GateMeasurements:
 
     folder: RunFolder
     config: ReleaseConfig
-    _done: set[tuple[int, str]] = field(default_factory=set)
+    _done: set[tuple[str, str]] = field(default_factory=set)
     """Evaluations that came to their end."""
 
     async def measure(self, candidate: Release, live: Release | None) -> GateFacts:
@@ -77,13 +77,13 @@ class GateMeasurements:
             if await self._attempt(measurement, log):
                 self._done.add(measurement.key)
         if measurement.key not in self._done:
-            version, _ = measurement.key
+            version = measurement.release.version
             raise UserError(f"the gate could not measure version {version} in {ATTEMPTS} attempts: see {log}")
 
     async def _attempt(self, measurement: Measurement, log: Path) -> bool:
         """Make an evaluation in a process of its own; true if it came to its end in time."""
-        version, suite = measurement.key
-        program = (sys.executable, "-m", MODULE, str(self.folder.path), str(version), suite)
+        _, suite = measurement.key
+        program = (sys.executable, "-m", MODULE, str(self.folder.path), str(measurement.release.version), suite)
         # It is our own child, not the supervisor's.
         environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
         with log.open("ab") as out:

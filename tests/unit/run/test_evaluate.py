@@ -10,11 +10,21 @@ import pytest
 import torch
 
 from etude.config.loading import default_recipe
+from etude.config.release import SuiteConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import Ledger
-from etude.run.evaluate import EVALUATIONS, EvalRequest, evaluate, missing, one_pass, rounds, tries
-from etude.run.folder import LEDGER_URL
+from etude.run.evaluate import (
+    EVALUATIONS,
+    EvalRequest,
+    evaluate,
+    ledger_of_tries,
+    missing,
+    one_pass,
+    rounds,
+    tries,
+)
+from etude.run.folder import LEDGER_URL, RunFolder
 from etude.run.kept_files import KeptFiles
 from etude.run.weight_log import open_log
 from etude.run.working_folder import RECIPE_FILES, WORK_VARIABLE, create_run, keep, open_run_folder
@@ -108,6 +118,17 @@ def test_other_tasks_under_the_same_label_are_refused(tmp_path: Path) -> None:
             RunFolderError, match=r"was 0 when it was tried and is 9 now.*remove the run's evaluations/"
         ):
             asyncio.run(one_pass(ledger, nothing, "greedy", [task(9, Split.HELDOUT)]))
+
+
+def test_versions_with_the_same_weights_share_their_tries(tmp_path: Path) -> None:
+    folder, digest = RunFolder(tmp_path), "ab" * 32
+    first = ledger_of_tries(folder, 3, digest)
+    first.parent.mkdir()
+    first.touch()
+    assert ledger_of_tries(folder, 7, digest) == first
+    suite = SuiteConfig(name="own", recipe="r.toml")
+    assert ledger_of_tries(folder, 7, digest, suite).name == f"v000007-{digest[:12]}-own.db"
+    assert ledger_of_tries(folder, 7, "cd" * 32).name == f"v000007-{'cd' * 6}.db"
 
 
 def test_another_machine_has_the_tries_of_a_run_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
