@@ -43,12 +43,12 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fed(folder: Path, sink: Listed, messages: list[tuple[str, int]] | None = None) -> SinkThread:
-    kept = [] if messages is None else messages
+    heard = [] if messages is None else messages
     thread = SinkThread(
         "one",
         EventTail(folder, folder / "one.json"),
         lambda: sink,
-        lambda _, reason, lost: kept.append((reason, lost)),
+        lambda _, reason, lost: heard.append((reason, lost)),
     )
     thread.start()
     return thread
