@@ -113,7 +113,7 @@ def _check_traces(spans: list[tuple[str, str, int]], events: list[object]) -> No
             ("rollouts", "play"),
             ("gateway", "chat policy"),
             ("serve", "generate"),
-            ("grader", "grade"),
+            ("grader", "grading"),
             ("train", "train"),
         }
         whole += {(f"etude-{service}", name) for service, name in needed} <= mine

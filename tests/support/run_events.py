@@ -33,7 +33,7 @@ METRICS = {
     "mismatch_tokens": 20.0,
     "k3": 1e-6,
 }
-STAGES = {"session": 0.1, "sandbox": 0.4, "play": 3.0, "commands": 1.0, "grade": 0.4, "turns": 0.1, "score": 0.5}
+STAGES = {"session": 0.1, "sandbox": 0.4, "model": 2.0, "tools": 1.0, "grading": 0.4, "scoring": 0.6}
 
 
 def step(number: int, **metrics: float) -> StepDone:

@@ -383,7 +383,7 @@ def _stages_row(run: RunMetrics) -> Row:
     return (
         "sandboxes",
         f"start in {mean('sandbox')}",
-        _words(f"commands {mean('commands')}", f"grading {mean('grade')}"),
+        _words(f"tools {mean('tools')}", f"grading {mean('grading')}"),
     )
 
 

@@ -177,6 +177,23 @@ LABELS: Mapping[str, str] = {"etude_engines": "state", "etude_calls_waiting": "t
 """Gauge → its label."""
 
 
+@dataclass(slots=True, kw_only=True)
+class CallLoad:
+    """Sums over model calls that are over."""
+
+    calls: int = 0
+    failed: int = 0
+    call_s: float = 0.0
+    waited_s: float = 0.0
+
+    def add(self, record: RequestRecord) -> None:
+        """Add one call."""
+        self.calls += 1
+        self.failed += record.status >= 400
+        self.call_s += record.seconds
+        self.waited_s += record.waited_s
+
+
 @final
 class Metrics:
     """The Prometheus registry of one gateway. ``gauges`` is called at every reading."""
@@ -201,11 +218,13 @@ class Metrics:
         )
         self._over_budget = Counter("etude_budget_refusals", "Calls beyond their key's budget.", registry=registry)
         registry.register(GaugeCollector(gauges, LABELS))
+        self._load = CallLoad()
 
     def count(self, record: RequestRecord) -> None:
         """Add one request that is over."""
         status, traffic = str(record.status), record.traffic
         if record.api:
+            self._load.add(record)
             self._calls.labels(record.api, status, traffic).inc()
         else:
             self._requests.labels(status).inc()
@@ -219,6 +238,11 @@ class Metrics:
             self._tokens.labels("prompt", traffic).inc(record.prompt_tokens)
             self._tokens.labels("reused", traffic).inc(record.reused_tokens)
             self._tokens.labels("sampled", traffic).inc(record.completion_tokens)
+
+    def take_load(self) -> CallLoad:
+        """The sums since it was called the last time."""
+        load, self._load = self._load, CallLoad()
+        return load
 
     def page(self) -> bytes:
         """Everything as text."""

@@ -55,6 +55,10 @@ from etude.types import (
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
+HACKED = b'"hacked": true'
+"""A verdict's field in a header. Within a string its quotes would be escaped, so it stands for nothing else."""
+TEMPLATE = b'"template": '
+"""A task's field, likewise; a string."""
 Noun = TypeVar("Noun")
 KIND = "kind"
 """Field that names the noun of an object, where there is a choice."""
@@ -76,13 +80,13 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
         "reason": rollout.reason,
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
+        "stage_s": dict(rollout.stage_s),
         "verdict": None if rollout.verdict is None else asdict(rollout.verdict) | {"reward": rollout.reward},
         "turn_rewards": rollout.turn_rewards,
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
         "observation": None if rollout.observation is None else asdict(rollout.observation),
         "session_id": rollout.session_id,
-        "stage_s": dict(rollout.stage_s),
     }
     text = json.dumps(header).encode()
     return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))
@@ -114,6 +118,20 @@ def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollou
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"unreadable rollout record of {len(data)} bytes: {error}") from error
+
+
+def is_hacked(data: bytes) -> bool:
+    """Return whether the verdict of an encoded rollout counts it as a hack, without decoding the rest."""
+    (size,) = HEADER_SIZE.unpack_from(data)
+    return HACKED in data[HEADER_SIZE.size : HEADER_SIZE.size + size]
+
+
+def template_of(data: bytes) -> str:
+    """Template of an encoded task, without decoding the rest."""
+    _, found, rest = data.partition(TEMPLATE)
+    if not found:
+        raise DamagedError(f"unreadable task record {data[:80]!r}: it has no template")
+    return str(json.loads(rest[: rest.index(b'", "') + 1]))  # quotes within the text are escaped
 
 
 def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:

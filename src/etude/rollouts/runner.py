@@ -297,6 +297,7 @@ def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
         slot=slot.slot,
         attempt=slot.attempt,
         seconds=0.0,
+        stage_s={},
         hints=(),
         branch=Branch(rollout_id=rollout.rollout_id, turns=len(rollout.turns)),
     )

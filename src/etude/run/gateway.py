@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import final
@@ -62,7 +63,7 @@ from etude.run.region_stores import open_directory, open_region_log, weights_url
 from etude.run.routing_tables import RoutingTables
 from etude.run.serving import STOP_S, listening, run_until_signal, tls_context
 from etude.run.store_outages import StoreOutages
-from etude.telemetry.events import ModelCall
+from etude.telemetry.events import GatewayStats, ModelCall
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
@@ -85,6 +86,8 @@ objects and none in a cycle; by default the collector would walk through all con
 pauses that are the slowest calls.
 """
 
+STATS_S = 2.0
+"""Time of which the calls are told together."""
 DIRECTORY_S = 0.5
 """Pause between two looks for engines that were started elsewhere."""
 KEYS_S = 1.0
@@ -171,7 +174,10 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         url = await stack.enter_async_context(listener)
         tell_person(f"{name} at {url}, admin key by `etude keys derive {folder.path} admin`")
         log = open_region_log(folder, name.region, outages)
-        work: dict[str, Work] = {"announcements": partial(announce, log, parts.pool.announce)}
+        work: dict[str, Work] = {
+            "announcements": partial(announce, log, parts.pool.announce),
+            "load": partial(report_calls, parts.gateway, events),
+        }
         if fleet is not None:
             directory = open_directory(folder, name.region)
             work["engines of the region"] = partial(follow_engines, directory, parts.pool, command)
@@ -280,6 +286,17 @@ async def announce(log: WeightLog, receive: Callable[[int, str], None]) -> None:
         except DamagedError:
             pass  # a record that cannot be read announces nothing; `etude weights` tells of it
         await asyncio.sleep(ANNOUNCE_S)
+
+
+async def report_calls(gateway: Gateway, events: EventLog) -> None:
+    """Log the calls of each ``STATS_S`` that had any, for ever."""
+    since_s = time.perf_counter()
+    while True:
+        await asyncio.sleep(STATS_S)
+        load, now_s = gateway.take_load(), time.perf_counter()
+        if load.calls:
+            events.write(GatewayStats(window_s=now_s - since_s, **asdict(load)))
+        since_s = now_s
 
 
 def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:

@@ -26,9 +26,17 @@ class ProgressDisplay:
     """Displays a run's events as they are written; writes nothing itself."""
 
     def __init__(
-        self, events: Path, config: RunConfig, out: TextIO, look_beside: Callable[[], Sequence[str]] = tuple
+        self,
+        events: Path,
+        config: RunConfig,
+        out: TextIO,
+        page: str = "",
+        look_beside: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """``look_beside`` is called with every update; its lines are for people."""
+        """``page`` is the URL of the run's page, if it has one. ``look_beside`` is called with every update; its lines
+        are for people.
+        """
+        self._page = page
         self._look_beside = look_beside
         self._reader = EventReader(events)
         self._config = config
@@ -40,6 +48,8 @@ class ProgressDisplay:
         """Those that hold: each is a line once, however long it does."""
 
     def __enter__(self) -> Self:
+        if self._page:
+            self._console.print(f"page: {self._page}", soft_wrap=True, highlight=False, markup=False)
         if self._live:
             self._live.start()
         return self
@@ -71,7 +81,7 @@ class ProgressDisplay:
             if line := notice_line(logged):
                 self.notice(line)
         if self._live:
-            self._live.update(render(self._run, self._config, time.time()), refresh=True)
+            self._live.update(render(self._run, self._config, time.time(), self._page), refresh=True)
         else:
             self._console.print(render_line(self._run, self._config, time.time()), soft_wrap=True)
             notices = warnings(self._run)

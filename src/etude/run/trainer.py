@@ -19,8 +19,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from statistics import pstdev
 
+import numpy as np
 from torch import Tensor
 
 from etude.closing import Closing
@@ -33,7 +35,6 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
-from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
@@ -48,9 +49,9 @@ from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
-from etude.run.trainer_group import build_trainer
+from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
-from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
+from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone, StepSaved
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
@@ -70,7 +71,7 @@ from etude.trainer.mismatch import (
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
-from etude.types import Batch, Group, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
+from etude.types import Batch, Group, Ids, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
@@ -150,17 +151,32 @@ class TrainerProcess(Closing):
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
-            consumed = [group.index for group in groups if not group.is_live]
-            self._events.write(
-                StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=ended, groups=consumed)
+            metrics["learning_rate"] = self.config.trainer.learning_rate * rate_schedule(self.config.trainer).share(
+                step
             )
-            self._commit_published()
-            self.trainer_group.save(step)
-            self._heartbeat.beat()
-            self.copies.start(step)
-            self._publish(step)
+            parts, ages = mean_parts(groups), token_ages(batch.staleness)
+            consumed = [group.index for group in groups if not group.is_live]
+            done = StepDone(
+                step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages, groups=consumed
+            )
+            self._events.write(done)
+            self._keep(step)
             self._check_empty_step(batch)
         self._commit_published()
+
+    def _keep(self, step: int) -> None:
+        """Save a step that was computed and begin to publish it, once the one before is committed."""
+        times = [time.perf_counter()]
+        self._commit_published()
+        times.append(time.perf_counter())
+        self.trainer_group.save(step)
+        self._heartbeat.beat()
+        self.copies.start(step)
+        times.append(time.perf_counter())
+        self._publish(step)
+        times.append(time.perf_counter())
+        landed_s, save_s, publish_s = (after - before for before, after in pairwise(times))
+        self._events.write(StepSaved(step=step, landed_s=landed_s, save_s=save_s, publish_s=publish_s))
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
@@ -205,15 +221,12 @@ class TrainerProcess(Closing):
             self._commit_published()
         self._sweep()
 
-    def _scorer(self) -> Decoder:
-        """A model of its own for scoring what was sampled under other weights than the policy's."""
-        return training_model(self._spec, self._numerics, self.config.trainer.device)
-
     def _mismatch_probe(self) -> MismatchProbe | None:
         """``None`` where nothing is scored again: its scorer is a whole model in memory."""
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
-        return MismatchProbe(self._scorer(), self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
 
     def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
         if self._probe is not None:
@@ -225,7 +238,8 @@ class TrainerProcess(Closing):
         if not loss.needs_reference:
             return None
         published = to_tensors(pull(self._log, loss.reference_version).state)
-        return Reference(self._scorer(), decoded_state(published, self._numerics))
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        return Reference(scorer, decoded_state(published, self._numerics))
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
@@ -262,10 +276,7 @@ class TrainerProcess(Closing):
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self.trainer_group.save(step)
-        self._heartbeat.beat()
-        self.copies.start(step)
-        self._publish(step)
+        self._keep(step)
         self._commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
@@ -519,6 +530,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         staleness_max = int(batch.staleness.max())
         metrics |= {"staleness_max": staleness_max, "staleness_mean": metrics["staleness_sum"] / tokens}
     return metrics
+
+
+def token_ages(staleness_N: Ids) -> list[int]:
+    """Count tokens by their staleness, from 0; those older than ``MOST_AGES`` tells apart are counted with its last."""
+    return np.bincount(np.minimum(staleness_N, MOST_AGES - 1)).tolist() if len(staleness_N) else []
 
 
 def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str, float]:

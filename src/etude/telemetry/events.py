@@ -86,6 +86,10 @@ class PhaseEnded:
     """Digest of the weights it began with."""
 
 
+MOST_AGES = 33
+"""Ages of tokens that :class:`StepDone` tells apart: sessions of users may be older than any bound of rollouts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """One optimiser step was computed. Written before it is saved: a step redone after a crash stands here twice."""
@@ -99,6 +103,21 @@ class StepDone:
     """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
     groups: list[int] = field(default_factory=list)
     """Indices of the simulated groups that it consumed."""
+    token_ages: list[int] = field(default_factory=list)
+    """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` has all older."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSaved:
+    """The trainer's work between computing a step and waiting for the next batch, one after the other."""
+
+    step: int
+    landed_s: float
+    """Waiting for the version before to be visible and for its checkpoint to be copied, and committing that step."""
+    save_s: float
+    """Writing the checkpoint."""
+    publish_s: float
+    """Handing the weights over to be published; that itself goes on beside the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +228,20 @@ class ModelCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayStats:
+    """Model calls of a gateway that ended since its previous event; written where there were any."""
+
+    window_s: float
+    calls: int
+    failed: int
+    """Those that were answered with an error, or whose caller hung up."""
+    call_s: float
+    """Sum of their durations."""
+    waited_s: float
+    """Part of that in which no engine worked on them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutClosed:
     """A rollout ended; ``purpose`` is ``train`` or the label of an evaluation."""
 
@@ -238,7 +271,7 @@ class RolloutClosed:
     session: str = ""
     """The gateway session of its model calls."""
     stage_s: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage, as in :class:`~etude.types.Rollout`."""
+    """:class:`etude.types.RolloutStage` → seconds, in their order, except that model and tools take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,11 +381,13 @@ Event: TypeAlias = (
     | StepDone
     | GroupAdmitted
     | ModelCall
+    | StepSaved
     | MismatchMeasured
     | MismatchWarned
     | WeightsPublished
     | WeightsSwapped
     | EngineStats
+    | GatewayStats
     | RolloutClosed
     | EvalDone
     | JudgeAlarm

@@ -6,9 +6,8 @@
                   ├ play           ├ chat policy     a call at the gateway (GenAI conventions)
                   │                │  └ generate     an engine works on it
                   │                └ …
-                  ├ grade          hidden tests
-                  ├ turns          tokens are fetched
-                  ├ score          parts of the reward, judges
+                  ├ grading        hidden tests
+                  ├ scoring        turns are fetched; parts of the reward, judges
                   ├ wait           for the other groups of its batch
                   └ train          the step that consumed it; linked with the step's own trace
     step 17       └ links to all its rollouts
@@ -24,13 +23,21 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from etude.telemetry.events import GroupAdmitted, Logged, ModelCall, RolloutClosed, StepDone
-from etude.types import RolloutStatus
+from etude.types import RolloutStage, RolloutStatus
 
 Attribute: TypeAlias = str | int | float | bool | tuple[str, ...] | tuple[int, ...]
-STAGES = ("session", "sandbox", "play", "grade", "turns", "score")
-"""Stages of a rollout that are spans, in order."""
-PROCESS_OF = {"session": "gateway", "sandbox": "sandbox", "grade": "grader"}
-"""Stage → the service that works in it; ``rollouts`` in the others."""
+STAGES: Mapping[str, tuple[RolloutStage, ...]] = MappingProxyType(
+    {
+        "session": (RolloutStage.SESSION,),
+        "sandbox": (RolloutStage.SANDBOX,),
+        "play": (RolloutStage.MODEL, RolloutStage.TOOLS),
+        "grading": (RolloutStage.GRADING,),
+        "scoring": (RolloutStage.SCORING,),
+    }
+)
+"""Spans of a rollout, in order, and the stages that each has; model and tools take turns."""
+PROCESS_OF = {"session": "gateway", "sandbox": "sandbox", "grading": "grader"}
+"""Span → the service that works in it; that of rollouts in the others."""
 SESSIONS = 20_000
 """Sessions whose calls wait for the end of their rollout; beyond these the oldest are forgotten."""
 MODEL = "policy"
@@ -200,11 +207,12 @@ def _stages(root: Span, closed: RolloutClosed, start_s: float) -> Iterator[Span]
     """The stages of a rollout, one after the other."""
     if start_s > root.start_s:
         yield _child(root, "queue", (root.start_s, start_s), root.service)
-    for stage in STAGES:
-        if stage in closed.stage_s:
-            end_s = start_s + closed.stage_s[stage]
-            commands = {"etude.commands_s": closed.stage_s["commands"]} if stage == "play" else {}
-            yield _child(root, stage, (start_s, end_s), PROCESS_OF.get(stage, root.service), commands)
+    for name, stages in STAGES.items():
+        seconds = [closed.stage_s[stage] for stage in stages if stage in closed.stage_s]
+        if seconds:
+            end_s = start_s + sum(seconds)
+            tools: dict[str, Attribute] = {"etude.tools_s": seconds[-1]} if len(seconds) > 1 else {}
+            yield _child(root, name, (start_s, end_s), PROCESS_OF.get(name, root.service), tools)
             start_s = end_s
 
 

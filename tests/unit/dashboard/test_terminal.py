@@ -46,7 +46,7 @@ def test_the_panel_says_what_went_wrong_last_and_where_to_look(events: list[Logg
     run, watched = _run(events, 0.6), config.model_copy(update={"alerts": (rule,)})
     at_s, page = run.segments[-1].end_s, "http://127.0.0.1:43567/#token=abc"
     assert "last " in (text := _text(render(run, watched, at_s), 80))
-    assert "start in 250 ms" in text and "commands 1.5 s · grading 500 ms" in text
+    assert "start in 250 ms" in text and "tools 1.5 s · grading 500 ms" in text
     for event in (
         SinkFailed(sink="wandb", reason="it is away", lost=0),
         AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3; no_signal >= 3", to=["page"]),

@@ -39,7 +39,7 @@ def test_one_endpoint_has_the_newest_figures_of_all_processes(tmp_path: Path) ->
     assert values["etude_phase", "rl"] == 1
     assert values["etude_heldout_pass", "before", "greedy"] == 1
     assert values["etude_rollouts_total", "train", "graded"] == 3
-    assert values["etude_rollout_stage_seconds_total", "grade"] == 4 * 0.4
+    assert values["etude_rollout_stage_seconds_total", "grading"] == 4 * 0.4
     assert values["etude_engine_generated_tokens_total", "serve"] == 90
     assert values["etude_weights_served", "serve"] == 3
     assert ("etude_train_entropy",) not in values  # what a step cannot know is absent, never 0

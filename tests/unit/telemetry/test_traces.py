@@ -41,7 +41,7 @@ def test_a_trace_goes_from_admission_to_the_step_that_consumed_it(tmp_path: Path
     admitted = [logged.at_s for logged in events if isinstance(logged.event, GroupAdmitted)][1]
     step = next(logged.at_s for logged in events if isinstance(logged.event, StepDone) and logged.event.step == 2)
     assert (root.start_s, max(span.end_s for span in trace)) == (admitted, step)
-    names = ["queue", "session", "sandbox", "play", "grade", "turns", "score", "wait", "train"]
+    names = ["queue", "session", "sandbox", "play", "grading", "scoring", "wait", "train"]
     children = {span.name: span for span in trace if span.parent_id == root.span_id}
     assert list(children) == names
     for before, after in pairwise(names):  # one after the other, without a gap
@@ -85,7 +85,7 @@ def test_a_collector_receives_traces_over_otlp(tmp_path: Path) -> None:
                 if int.from_bytes(span.trace_id) == trace_id("rollout0"):
                     spans[span.name] = (names["service.name"], span)
     service, chat = spans["chat policy"]
-    assert (service, spans["generate"][0], spans["grade"][0]) == ("etude-gateway", "etude-serve", "etude-grader")
+    assert (service, spans["generate"][0], spans["grading"][0]) == ("etude-gateway", "etude-serve", "etude-grader")
     attributes = {pair.key: pair.value for pair in chat.attributes}
     assert attributes["gen_ai.operation.name"].string_value == "chat"
     assert attributes["gen_ai.request.model"].string_value == "policy"
@@ -112,5 +112,5 @@ def test_spans_wait_for_a_collector_that_is_away(tmp_path: Path, monkeypatch: py
     (posted,) = received
     resources = ExportTraceServiceRequest.FromString(posted.body).resource_spans
     assert (
-        sum(len(resource.scope_spans[0].spans) for resource in resources) == 7
+        sum(len(resource.scope_spans[0].spans) for resource in resources) == 6
     )  # without calls, which gateways write of traced runs alone

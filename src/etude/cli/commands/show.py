@@ -2,7 +2,7 @@
 
     no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the choice between these three and the output. A rollout is read by :mod:`etude.cli.commands.rollout_view` and
+Owns the choice between these three and the output. A rollout is read by :mod:`etude.run.rollout_reader` and
 drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
@@ -17,14 +17,14 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from etude.cli.options import Json, RunPath, group
+from etude.dashboard.rollout_export import exported
 from etude.dashboard.rollout_text import (
-    ReadRollout,
     group_table,
     overview,
     rollout_list,
     rollout_page,
-    to_json,
 )
+from etude.dashboard.rollouts import ReadRollout, to_json
 from etude.dashboard.terminal import DIM, ID_CHARACTERS
 from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
@@ -75,14 +75,22 @@ def show(
         int | None,
         typer.Option(metavar="V", help="List those whose tokens are of weight version V, or of ones around it."),
     ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="List those whose task has that in its id or template.")
+    ] = None,
     has_summary: Annotated[
         bool, typer.Option("--has-summary", help="List those that summarised their context.")
     ] = False,
     has_hint: Annotated[bool, typer.Option("--has-hint", help="List those with a hint.")] = False,
+    hacked: Annotated[bool, typer.Option("--hacked", help="List those that count as a hack, rewarded or not.")] = False,
     sort: Annotated[
         Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="What is listed first.")
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", help="List so many (default: 20).")] = None,
+    export: Annotated[
+        Literal["harbor", "html"] | None,
+        typer.Option(help="Print the rollout as a trajectory of Harbor's (ATIF), or as a page of HTML."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read the rollouts of a run: an overview, a list, a group, one of them."""
@@ -91,8 +99,10 @@ def show(
         "outcome": outcome,
         "reason": reason,
         "version": version,
+        "task": task,
         "has-summary": has_summary or None,
         "has-hint": has_hint or None,
+        "hacked": hacked or None,
         "sort": sort,
         "limit": limit,
     }
@@ -106,14 +116,20 @@ def show(
         raise ConfigError(f"--{'tokens' if tokens else 'slot'} needs --group N or --rollout ID: of which?")
     if rollout is not None and (slot is not None or purpose is not None):
         raise ConfigError("--slot and --purpose would have no effect: --rollout says which")
+    if export is not None and (rollout is None or as_json):
+        raise ConfigError("--export is of one rollout, and no JSON of ours: give --rollout ID, and no --json")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: expected 1 or more")
     folder = open_run_folder(run, writes=False)
     with open_archive(folder) as archive:
         if is_read:
-            from etude.cli.commands.rollout_view import RolloutReader
+            from etude.run.rollout_reader import RolloutReader
 
-            reader = RolloutReader(folder, archive, tokens=tokens)
+            has_tokens = tokens or export is not None
+            reader = RolloutReader(folder, archive, tokens=has_tokens, mismatches=tokens)
+            if rollout is not None and export is not None:
+                print(exported(reader.rollout(rollout), export, folder.config()))
+                return
             if rollout is not None:
                 read = [reader.rollout(rollout)]
             else:
@@ -127,8 +143,10 @@ def show(
                 outcome=outcome and RolloutOutcome(outcome),
                 reason=reason or "",
                 version=version,
+                task=task or "",
                 has_summary=has_summary,
                 has_hint=has_hint,
+                hacked=hacked,
                 order=Order(sort or "newest"),
                 limit=limit or DEFAULT_LIMIT,
             )

@@ -59,7 +59,7 @@ from etude.gateway.api.calls import (
 )
 from etude.gateway.capture.live import USER, LiveRecorder
 from etude.gateway.http.auth import Authenticator, Principal, retry_after
-from etude.gateway.request_log import Metrics, RequestRecord
+from etude.gateway.request_log import CallLoad, Metrics, RequestRecord
 from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
 from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool
@@ -177,6 +177,10 @@ class Gateway:
             if record.route not in PROBES:
                 for tell in self._listeners:
                     tell(record)
+
+    def take_load(self) -> CallLoad:
+        """Sums over the calls that ended since it was called the last time."""
+        return self._metrics.take_load()
 
     async def drain(self, seconds: float) -> None:
         """Take no more calls and wait until those in flight are over, at most ``seconds``; being cancelled ends it."""
