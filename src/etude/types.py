@@ -543,6 +543,23 @@ class ObservedSession:
     """Reward of each turn, as a :class:`Rollout` has it."""
 
 
+class RolloutStage(StrEnum):
+    """A part of a rollout's time, in their order."""
+
+    SESSION = "session"
+    """A gateway opens a session."""
+    SANDBOX = "sandbox"
+    """A sandbox is made and filled."""
+    MODEL = "model"
+    """The agent waits for the model, or its harness computes."""
+    TOOLS = "tools"
+    """The agent uses its sandbox: commands and files."""
+    GRADING = "grading"
+    """The work is looked over and graded."""
+    SCORING = "scoring"
+    """The turns are fetched, judges and other parts of the reward called."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One attempt at a task, whole and readable."""
@@ -564,6 +581,8 @@ class Rollout:
     """Actions of the agent: tool name → calls."""
     turns: tuple[Turn, ...] = ()
     seconds: float = 0.0
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    """:class:`RolloutStage` → seconds, of those that it came to; together nearly ``seconds``."""
     verdict: Verdict | None = None
     """``None`` where rollouts are not monitored for cheating, and nothing masked it."""
     turn_rewards: tuple[float, ...] = ()
@@ -574,6 +593,8 @@ class Rollout:
     """``None`` where it was sampled from its beginning."""
     observation: Observation | None = None
     """``None`` where no user was served: of a simulated rollout."""
+    session_id: str = ""
+    """The gateway session of its calls; empty where it never had one, and of live sessions."""
 
     @property
     def is_quarantined(self) -> bool:

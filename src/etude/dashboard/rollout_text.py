@@ -13,14 +13,12 @@ from rich.text import Text
 
 from etude.dashboard.formatting import MISSING, count, decimal, percent, small
 from etude.dashboard.rollouts import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
-from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
+from etude.dashboard.terminal import ACCENT, DIM, GOOD, ID_CHARACTERS, WARN, light_table
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
 from etude.types import Disposition, RolloutStatus
 
-ID_CHARACTERS = 8
-"""Characters of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
 REASON_CHARACTERS = 40
 """Characters of a reason in a list; that of a failure may be a whole message."""
 Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]

@@ -213,7 +213,8 @@ SESSION_COLUMNS = (
 )
 
 
-def _session(row: Row) -> LiveSession:
+def session_of(row: Row) -> LiveSession:
+    """A session from its :data:`SESSION_COLUMNS`."""
     return LiveSession(
         session_id=row[0],
         owner=row[1],
@@ -237,7 +238,7 @@ def end_sessions(session_ids: Sequence[str], now: float, db: Database) -> None:
         UPDATE sessions SET ended_at = ?
         WHERE session_id IN (SELECT value->>0 FROM json_each(?)) AND ended_at IS NULL
     """
-    db.execute(sql, now, _rows([[session_id] for session_id in session_ids]))
+    db.execute(sql, now, json_rows([[session_id] for session_id in session_ids]))
 
 
 def _withhold(session: LiveSession, db: Database) -> None:
@@ -337,8 +338,8 @@ TURNS_ANSWERED = """
 
 def _places(db: Database, owner: str, events: Sequence[Event]) -> dict[str, MatchedSession]:
     """Name, id or completion, as events have it → its session."""
-    sessions = _rows([[one] for one in {event.session for event in events if event.session}])
-    completions = _rows([[one] for one in {event.completion for event in events if event.completion}])
+    sessions = json_rows([[one] for one in {event.session for event in events if event.session}])
+    completions = json_rows([[one] for one in {event.completion for event in events if event.completion}])
     rows = [
         *(db.execute(SESSIONS_NAMED, sessions, owner, owner) if sessions != NO_ROWS else ()),
         *(db.execute(TURNS_ANSWERED, completions, owner) if completions != NO_ROWS else ()),
@@ -391,10 +392,11 @@ INSERT_SIGNALS = f"""
 
 def _insert_signals(db: Database, rows: Sequence[Sequence[object]]) -> set[str]:
     """Add the signals that are new; returns their event ids."""
-    return {event_id for (event_id,) in db.execute(INSERT_SIGNALS, _rows(rows))} if rows else set()
+    return {event_id for (event_id,) in db.execute(INSERT_SIGNALS, json_rows(rows))} if rows else set()
 
 
-def _rows(rows: object) -> str:
+def json_rows(rows: object) -> str:
+    """Rows as one JSON array, which the database takes apart."""
     return orjson.dumps(rows).decode()
 
 
@@ -419,7 +421,7 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
     if not rows:
         return None
     *columns, result = rows[0]
-    session = _session(tuple(columns))
+    session = session_of(tuple(columns))
     kinds = db.execute("SELECT kind, count(*) FROM signals WHERE session_id = ? GROUP BY kind", session.session_id)
     closes_at = None if session.ended_at is None else session.ended_at + window_s
     return SessionStatus(session=session, closes_at=closes_at, result=result, signals=dict(sorted(kinds)))
@@ -427,8 +429,8 @@ def read_status(owner: str, name: str, window_s: float, db: Database) -> Session
 
 def _sessions_of_user(user: str, db: Database) -> list[dict[str, Json]]:
     sql = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE pseudonym = ? ORDER BY opened_at, session_id"
-    sessions = [_session(row) for row in db.execute(sql, user)]
-    ids = _rows([[session.session_id] for session in sessions])
+    sessions = [session_of(row) for row in db.execute(sql, user)]
+    ids = json_rows([[session.session_id] for session in sessions])
     turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
     return [
         {
@@ -447,8 +449,8 @@ def _closed(
         SELECT {SESSION_COLUMNS} FROM sessions WHERE closed_at IS NOT NULL AND taken_at IS NULL
         ORDER BY ended_at, session_id LIMIT ?
     """
-    sessions = [_session(row) for row in db.execute(sql, limit)]
-    ids = _rows([[session.session_id] for session in sessions])
+    sessions = [session_of(row) for row in db.execute(sql, limit)]
+    ids = json_rows([[session.session_id] for session in sessions])
     turns, signals = _turns_of(db, ids), _signals_of(db, ids, {one.session_id: one.user for one in sessions})
     joined, left_out = [], Counter[str]()
     for session in sessions:
@@ -487,12 +489,19 @@ def _live_turns(session_id: str, rows: Sequence[Row]) -> list[LiveTurn]:
 
 
 def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[Signal]]:
+    """Session → its signals that came in time."""
+    signals = all_signals_of(db, ids, users)
+    return {session_id: [signal for signal, is_late in own if not is_late] for session_id, own in signals.items()}
+
+
+def all_signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, list[tuple[Signal, bool]]]:
+    """Session → its signals, each with whether it was late; ``ids`` as :func:`json_rows` has them."""
     sql = """
         SELECT s.session_id, s.event_id, s.kind, s.value, s.turn, s.span_start, s.span_end, s.pseudonym, s.sent_at,
-            s.received_at FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0 WHERE s.late = 0
+            s.received_at, s.late FROM json_each(?) AS r JOIN signals AS s ON s.session_id = r.value->>0
     """
-    signals: dict[str, list[Signal]] = {}
-    for session_id, event_id, kind, value, turn, start, end, user, sent_at, received_at in db.execute(sql, ids):
+    signals: dict[str, list[tuple[Signal, bool]]] = {}
+    for session_id, event_id, kind, value, turn, start, end, user, sent_at, received_at, late in db.execute(sql, ids):
         signal = Signal(
             event_id=event_id,
             session_id=session_id,
@@ -504,7 +513,7 @@ def _signals_of(db: Database, ids: str, users: Mapping[str, str]) -> dict[str, l
             sent_at=sent_at,
             received_at=received_at,
         )
-        signals.setdefault(session_id, []).append(signal)
+        signals.setdefault(session_id, []).append((signal, bool(late)))
     return signals
 
 
@@ -514,7 +523,7 @@ def _taken(results: Mapping[str, str], left_out: Mapping[str, int], now: float, 
         FROM (SELECT value->>0 AS session_id, value->>1 AS result FROM json_each(?)) AS r
         WHERE sessions.session_id = r.session_id AND taken_at IS NULL RETURNING sessions.result
     """
-    fresh = [result for (result,) in db.execute(sql, now, _rows([*results.items()]))]
+    fresh = [result for (result,) in db.execute(sql, now, json_rows([*results.items()]))]
     if fresh:
         add_counts(db, Counter(f"session_{result}" for result in fresh))
         add_counts(db, {f"left_out_{reason}": number for reason, number in left_out.items()})

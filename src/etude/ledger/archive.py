@@ -27,10 +27,10 @@ from etude.ledger.database import Database, Row, Value
 from etude.ledger.open import open_database
 from etude.ledger.payloads import Payloads
 from etude.ledger.record_index import RecordIndex
-from etude.ledger.records import decode_rollout, decode_task
+from etude.ledger.records import decode_observed, decode_rollout, decode_task
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
-from etude.types import Disposition, Group, Rollout, RolloutStatus, Task
+from etude.types import Disposition, Group, ObservedSession, Rollout, RolloutStatus, Task
 
 ALIKE_CHARACTERS = 60
 """Reasons that have so many in common at their beginning are counted as one."""
@@ -264,6 +264,23 @@ class Archive(LedgerConnection):
     def fact(self, key: str) -> str | None:
         """The fact that the run last recorded under ``key``."""
         return self._db.read(lambda db: rows.get_fact(db, key))
+
+    def observed(self, session_ids: Sequence[str]) -> dict[str, ObservedSession]:
+        """Live session → what is known of it and what it came to, of those that were offered."""
+        sql = "SELECT o.record FROM json_each(?) AS r JOIN observations AS o ON o.session_id = r.value->>0"
+        ids = json.dumps([[session_id] for session_id in session_ids])
+        sessions = (decode_observed(record) for (record,) in self._db.read(lambda db: db.execute(sql, ids)))
+        return {session.session_id: session for session in sessions}
+
+    def drops(self, purpose: str) -> dict[str, int]:
+        """Reason → groups of a purpose that were dropped for it."""
+        sql = "SELECT reason, count(*) FROM groups WHERE purpose = ? AND state = ? GROUP BY reason"
+        return dict(self._db.read(lambda db: db.execute(sql, purpose, str(GroupState.DROPPED))))
+
+    def drop_reason(self, purpose: str, task_id: str) -> str:
+        """Reason for which the group of a task was dropped; empty where it was not."""
+        sql = "SELECT reason FROM groups WHERE purpose = ? AND task_id = ? ORDER BY group_index DESC LIMIT 1"
+        return next((str(reason) for (reason,) in self._db.read(lambda db: db.execute(sql, purpose, task_id))), "")
 
 
 class StoredGroup(NamedTuple):

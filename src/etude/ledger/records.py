@@ -80,11 +80,13 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
         "reason": rollout.reason,
         "counts": dict(rollout.counts),
         "seconds": rollout.seconds,
+        "stage_s": dict(rollout.stage_s),
         "verdict": None if rollout.verdict is None else asdict(rollout.verdict) | {"reward": rollout.reward},
         "turn_rewards": rollout.turn_rewards,
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
         "observation": None if rollout.observation is None else asdict(rollout.observation),
+        "session_id": rollout.session_id,
     }
     text = json.dumps(header).encode()
     return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import final
 
 from etude.config.release import MetricConfig, ReleaseConfig
-from etude.releases.experiment import ArmCounts, ArmDifference, Experiment, UserSums, mismatch_p_value
+from etude.releases.experiment import ArmCounts, ArmDifference, ArmMetrics, Experiment, UserSums, mismatch_p_value
 from etude.releases.gate import GateFacts, checks, evidence_of
 from etude.releases.states import (
     TAKEN_BACK,
@@ -28,6 +28,7 @@ from etude.releases.states import (
     move_release,
     release_on_the_way,
 )
+from etude.routing_table import RoutingTable
 from etude.types import Json
 
 TUNED_TIMES = 5
@@ -231,17 +232,9 @@ class ReleaseController:
         if canary is None:
             return None
         share = config.canary_shares[way.stage]
+        evidence = self.canary_evidence(canary, way)
         mismatch = mismatch_p_value(canary.control.users, canary.treatment.users, share)
-        seen = {metric.name: self._harm.difference(*canary.sums[metric.name]) for metric in self._metrics}
-        evidence: dict[str, Json] = {
-            "stage": way.stage,
-            "share": share,
-            "users": [canary.control.users, canary.treatment.users],
-            "sessions": [canary.control.sessions, canary.treatment.sessions],
-            "sample_ratio_p": mismatch,
-            "alpha_of_each_test": self._harm.alpha,
-            "differences": {name: None if one is None else asdict(one) for name, one in seen.items()},
-        }
+        seen = self._differences(canary)
         if mismatch < self._harm.alpha:
             reason = f"sample-ratio mismatch: {canary.treatment.users} users of {share:.0%} (p = {mismatch:.1g})"
             return self._take_back(way, ReleaseState.ROLLED_BACK, reason, evidence, live)
@@ -260,12 +253,33 @@ class ReleaseController:
             return ReleaseDecision(moves=(move,))
         return self._conclude(canary, way, live, evidence)
 
+    def canary_evidence(self, canary: CanaryFacts, way: Release) -> dict[str, Json]:
+        """The figures of a canary by which it is rolled back or goes on, as JSON."""
+        share = self._config.canary_shares[way.stage]
+        seen = self._differences(canary)
+        return {
+            "stage": way.stage,
+            "share": share,
+            "users": [canary.control.users, canary.treatment.users],
+            "sessions": [canary.control.sessions, canary.treatment.sessions],
+            "sample_ratio_p": mismatch_p_value(canary.control.users, canary.treatment.users, share),
+            "alpha_of_each_test": self._harm.alpha,
+            "differences": {name: None if one is None else asdict(one) for name, one in seen.items()},
+        }
+
+    def proof(self, control: UserSums, treatment: UserSums) -> ArmDifference | None:
+        """The metric's difference at the level at which a version is promoted."""
+        return self._proof.difference(control, treatment)
+
+    def _differences(self, canary: CanaryFacts) -> dict[str, ArmDifference | None]:
+        return {metric.name: self._harm.difference(*canary.sums[metric.name]) for metric in self._metrics}
+
     def _conclude(
         self, canary: CanaryFacts, way: Release, live: Release, evidence: dict[str, Json]
     ) -> ReleaseDecision | None:
         """Promote with proof, take back without it when sessions are used up."""
         metric, most = self._config.metric, self._config.max_sessions
-        difference = self._proof.difference(*canary.sums[metric.name])
+        difference = self.proof(*canary.sums[metric.name])
         evidence["proof"] = None if difference is None else asdict(difference)
         if difference is not None and self._counts(difference) and gain(difference, metric)[0] > -metric.margin:
             reason = f"{metric.name}: {_words(difference)}, must be above {-metric.margin:g}"
@@ -316,6 +330,21 @@ class ReleaseController:
     @property
     def _metrics(self) -> tuple[MetricConfig, ...]:
         return (self._config.metric, *self._config.guardrails)
+
+
+def canary_facts(
+    metrics: ArmMetrics, config: ReleaseConfig, way: Release | None, table: RoutingTable | None
+) -> CanaryFacts | None:
+    """Users of the present stage of a canary: those whose sessions began under the present table."""
+    if way is None or way.state is not ReleaseState.CANARY or table is None or table.canary is None:
+        return None
+    labels = table.label(table.live), table.label(table.canary)
+    names = [config.metric.name, *(guardrail.name for guardrail in config.guardrails)]
+    return CanaryFacts(
+        control=metrics.counts(labels[0]),
+        treatment=metrics.counts(labels[1]),
+        sums={name: (metrics.sums(labels[0], name), metrics.sums(labels[1], name)) for name in names},
+    )
 
 
 def gain(difference: ArmDifference, metric: MetricConfig) -> tuple[float, float]:

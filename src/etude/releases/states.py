@@ -94,6 +94,11 @@ def live_release(releases: Sequence[Release]) -> Release | None:
     return next((release for release in releases if release.state is ReleaseState.RELEASED), None)
 
 
+def release_to_take_back(releases: Sequence[Release]) -> Release | None:
+    """The release that a rollback takes back: what is on its way, else what users have."""
+    return release_on_the_way(releases) or live_release(releases)
+
+
 def former_release(releases: Sequence[Release]) -> Release | None:
     """The last release before the one that users have, with other weights."""
     live = live_release(releases)

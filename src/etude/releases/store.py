@@ -11,7 +11,7 @@ two decisions goes on from what is here. The tables are made when somebody opens
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -20,10 +20,11 @@ from typing import Self
 import numpy as np
 
 from etude.config.recipe import LedgerConfig
+from etude.errors import RunFolderError
 from etude.ledger import rows
 from etude.ledger.changes import LOAD, LOADED
 from etude.ledger.database import Database, Row
-from etude.ledger.open import open_database
+from etude.ledger.open import is_url, open_database
 from etude.ledger.states import StepState
 from etude.ledger.transactions import LedgerConnection, Transactions
 from etude.releases.controller import LoadFacts, ReleaseDecision, ReleaseMove
@@ -60,7 +61,7 @@ TABLES = (
     CREATE TABLE IF NOT EXISTS release_requests (
         number INTEGER PRIMARY KEY,         -- from 1
         kind TEXT NOT NULL,                 -- RequestKind
-        version INTEGER,                    -- of an approval: what was approved
+        version INTEGER,                    -- that is approved, or meant to be taken back
         checkpoint TEXT NOT NULL,           -- of a proposal
         asked_by TEXT NOT NULL,
         asked_at REAL NOT NULL,
@@ -79,6 +80,14 @@ TABLES = (
 )
 
 
+LAST_TABLE = "arm_sessions"
+TABLE_NAMES = {
+    False: "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = ?",
+    True: "SELECT count(*) FROM pg_tables WHERE schemaname = current_schema() AND tablename = ?",
+}
+"""Question whether a table is there, by whether the database is a server's."""
+
+
 class RequestKind(StrEnum):
     """Kind of what a person asks for."""
 
@@ -95,7 +104,7 @@ class ReleaseRequest:
     by: str
     at: float
     version: int | None = None
-    """The version that is approved."""
+    """The version that is approved; of a rollback the one that is meant, ``None``: whatever is due."""
     checkpoint: str = ""
     """The folder that is proposed."""
     number: int = 0
@@ -117,16 +126,36 @@ class RecordedMove:
     evidence: Mapping[str, Json]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmSession:
+    """An ended session of a user, as tests count it."""
+
+    session_id: str
+    label: str
+    """Arm and generation of the routing table, :attr:`etude.routing_table.Assignment.label`."""
+    user: str
+    """Pseudonym."""
+    metrics: Mapping[str, float]
+
+
 class ReleaseStore(LedgerConnection):
     """One process's way to the releases of a run; not to be shared between threads."""
 
     @classmethod
-    def open(cls, place: Path | str, config: LedgerConfig | None = None) -> Self:
-        """Open those beside the ledger at a path or URL. Raises as :meth:`etude.ledger.ledger.Ledger.open` does."""
+    def open(cls, place: Path | str, config: LedgerConfig | None = None, *, read_only: bool = False) -> Self:
+        """Open those beside the ledger at a path or URL; with ``read_only`` nothing is written, and where there are no
+        tables yet :class:`~etude.errors.RunFolderError` is raised.
+
+        Raises as :meth:`etude.ledger.ledger.Ledger.open` does.
+        """
         config = config or LedgerConfig()
-        database = open_database(place, retry_timeout_s=config.retry_timeout_s)
+        database = open_database(place, retry_timeout_s=config.retry_timeout_s, read_only=read_only)
         transactions = Transactions(database, retry_timeout_s=config.retry_timeout_s)
-        transactions.write(_make_tables)
+        if not read_only:
+            transactions.write(_make_tables)
+        elif not transactions.read(lambda db: db.execute(TABLE_NAMES[is_url(place)], LAST_TABLE))[0][0]:
+            transactions.close()
+            raise RunFolderError(f"{database.name} has no releases: no process of its run has been that far")
         return cls(transactions)
 
     def releases(self) -> tuple[Release, ...]:
@@ -179,6 +208,16 @@ class ReleaseStore(LedgerConnection):
         return UserSums(
             totals_U=np.array([totals[user] for user in users], np.float64),
             sessions_U=np.array([sessions[user] for user in users], np.float64),
+        )
+
+    def sessions(self, labels: Sequence[str]) -> tuple[ArmSession, ...]:
+        """The sessions of some labels, in no order."""
+        marks = ", ".join("?" * len(labels))
+        sql = f"SELECT session_id, label, pseudonym, metrics FROM arm_sessions WHERE label IN ({marks})"
+        selected = self._db.read(lambda db: db.execute(sql, *labels))
+        return tuple(
+            ArmSession(session_id=session_id, label=label, user=user, metrics=json.loads(metrics))
+            for session_id, label, user, metrics in selected
         )
 
     def ask(self, request: ReleaseRequest) -> int:

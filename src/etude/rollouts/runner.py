@@ -297,6 +297,7 @@ def _copied(rollout: Rollout, slot: OpenSlot) -> Rollout:
         slot=slot.slot,
         attempt=slot.attempt,
         seconds=0.0,
+        stage_s={},
         hints=(),
         branch=Branch(rollout_id=rollout.rollout_id, turns=len(rollout.turns)),
     )
@@ -323,4 +324,6 @@ def _closed(rollout: Rollout, task: Task, purpose: str, pass_at: float) -> Rollo
         cheat_reason=verdict.reason,
         impossible=verdict.impossible,
         passed=is_pass(verdict.graded, pass_at),
+        session=rollout.session_id,
+        stage_s=dict(rollout.stage_s),
     )

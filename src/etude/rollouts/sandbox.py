@@ -111,6 +111,8 @@ class AgentTime:
         self._left_s = limits.commands_s
         self._silence_s = limits.silence_s
         self._deadline = asyncio.timeout(None)
+        self.calls_s = 0.0
+        """Seconds of its calls to the sandbox, as they passed here."""
 
     async def wait(self, work: Awaitable[T]) -> T:
         """The result of ``work``. Raises :class:`~etude.errors.InfrastructureError` when it falls silent."""
@@ -287,9 +289,14 @@ class BoundedSandbox:
         return outcome
 
     async def _bounded(self, seconds: float, action: str, work: Awaitable[T]) -> T:
-        if self._agent is not None:
-            self._agent.sign_of_life(seconds)
-        outcome = await within(seconds, f"{action} in a sandbox", work)
-        if self._agent is not None:
-            self._agent.sign_of_life()
+        if self._agent is None:
+            return await within(seconds, f"{action} in a sandbox", work)
+        now = asyncio.get_running_loop().time
+        began_s = now()
+        self._agent.sign_of_life(seconds)
+        try:
+            outcome = await within(seconds, f"{action} in a sandbox", work)
+        finally:
+            self._agent.calls_s += now() - began_s
+        self._agent.sign_of_life()
         return outcome

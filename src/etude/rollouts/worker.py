@@ -17,8 +17,9 @@ infrastructure's. Does not own time limits (:mod:`etude.rollouts.sandbox`), retr
 (:mod:`etude.rollouts.runner`).
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, Self
@@ -31,7 +32,7 @@ from etude.ledger.ledger import OpenSlot
 from etude.protocols import Clock, Grade, Grader, Harness, HarnessResult, Sandbox, Score, Session
 from etude.rollouts.branching import Branching, ForkPoint
 from etude.rollouts.sandbox import COPIES_S, AgentTime, BoundedSandbox, RolloutLimits, SandboxCall, within
-from etude.types import Branch, Hint, Rollout, RolloutStatus, Task, Turn
+from etude.types import Branch, Hint, Rollout, RolloutStage, RolloutStatus, Task, Turn
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
 """Errors that are a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Anything
@@ -200,6 +201,34 @@ class ForkSpec:
     """Takes over the starts; called once at most."""
 
 
+class StageTimes:
+    """Seconds of one rollout by stage."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._seconds = Counter[RolloutStage]()
+
+    @contextmanager
+    def of(self, stage: RolloutStage) -> Iterator[None]:
+        """Count the time in here for a stage, however it ends."""
+        began_s = self._clock.now()
+        try:
+            yield
+        finally:
+            self.move(stage, self._clock.now() - began_s)
+
+    def move(self, stage: RolloutStage, seconds: float, *, out_of: RolloutStage | None = None) -> None:
+        """Count seconds for a stage that were counted, if at all, for another one."""
+        self._seconds[stage] += seconds
+        if out_of is not None:
+            self._seconds[out_of] = max(0.0, self._seconds[out_of] - seconds)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Stage → seconds, in the order of stages."""
+        return {str(stage): round(self._seconds[stage], 4) for stage in RolloutStage if stage in self._seconds}
+
+
 async def run_rollout(
     slot: OpenSlot,
     context: RolloutContext,
@@ -217,18 +246,20 @@ async def run_rollout(
     raised. Whatever happens, sandbox and session are closed, also those of ``start``; those that were handed over by
     ``fork`` are not.
     """
-    task, started_s = slot.task, context.clock.now()
+    task, started_s, stages = slot.task, context.clock.now(), StageTimes(context.clock)
     record = partial(Rollout, rollout_id=rollout_id, group_index=slot.group_index, slot=slot.slot, attempt=slot.attempt)
     try:
-        start = start or await _start(slot, context)
+        start = start or await _start(slot, context, stages)
         async with _closing(start, context):
-            result = await _play(task, start, fork, context, temperature=temperature)
-            grade = await grade_work(task, start.sandbox, result, context.grader, context.limits, start.monitored)
-        turns = await _fetch_turns(start.session, slot.admitted_version, result, context)
-        findings = None if start.monitored is None else start.monitored.findings(turns)
-        scored = await context.scorer.score(
-            GradedRollout(task=task, result=result, grade=grade, turns=turns, findings=findings)
-        )
+            result = await _play(start, fork, context, stages, task=task, temperature=temperature)
+            with stages.of(RolloutStage.GRADING):
+                grade = await grade_work(task, start.sandbox, result, context.grader, context.limits, start.monitored)
+        with stages.of(RolloutStage.SCORING):
+            turns = await _fetch_turns(start.session, slot.admitted_version, result, context)
+            findings = None if start.monitored is None else start.monitored.findings(turns)
+            scored = await context.scorer.score(
+                GradedRollout(task=task, result=result, grade=grade, turns=turns, findings=findings)
+            )
         if scored.score.masked and context.is_eval:
             raise InfrastructureError(scored.score.masked)
     except (*INFRASTRUCTURE, AgentFault) as error:  # an agent that has not begun is not at fault
@@ -237,6 +268,8 @@ async def run_rollout(
             reward=None,
             reason=f"{type(error).__name__}: {error}",
             seconds=context.clock.now() - started_s,
+            session_id="" if start is None else start.session.session_id,
+            stage_s=stages.seconds,
         )
     shared = 0 if start.branch is None else start.branch.turns
     return record(
@@ -247,6 +280,8 @@ async def run_rollout(
         counts=result.counts,
         turns=turns,
         seconds=context.clock.now() - started_s,
+        session_id=start.session.session_id,
+        stage_s=stages.seconds,
         verdict=scored.score.verdict,
         turn_rewards=scored.turn_rewards,
         hints=tuple(hint for hint in scored.hints if hint.turn >= shared),
@@ -287,18 +322,20 @@ async def grade_work(
         return Grade(value=0.0, parts={AgentFault.REASON: 1.0})
 
 
-async def _start(slot: OpenSlot, context: RolloutContext) -> RolloutStart:
+async def _start(slot: OpenSlot, context: RolloutContext, stages: StageTimes) -> RolloutStart:
     start_s, task = context.limits.start_s, slot.task
-    opening = context.sessions.open(min_version=slot.admitted_version)
-    session = await within(start_s, "opening a session", opening)
+    with stages.of(RolloutStage.SESSION):
+        opening = context.sessions.open(min_version=slot.admitted_version)
+        session = await within(start_s, "opening a session", opening)
     try:
-        starting = context.sandboxes.open(task, gateway=session.base_url)
-        sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", starting))
-        try:
-            monitored = None if context.monitor is None else await context.monitor.begin(task, sandbox)
-        except BaseException:
-            await _quietly(sandbox.close(), context)
-            raise
+        with stages.of(RolloutStage.SANDBOX):
+            starting = context.sandboxes.open(task, gateway=session.base_url)
+            sandbox = BoundedSandbox(await within(start_s, "starting a sandbox", starting))
+            try:
+                monitored = None if context.monitor is None else await context.monitor.begin(task, sandbox)
+            except BaseException:
+                await _quietly(sandbox.close(), context)
+                raise
     except BaseException:
         await _quietly(context.sessions.discard(session.session_id), context)
         raise
@@ -319,16 +356,25 @@ async def _closing(start: RolloutStart, context: RolloutContext) -> AsyncIterato
 
 
 async def _play(
-    task: Task, start: RolloutStart, fork: ForkSpec | None, context: RolloutContext, *, temperature: float
+    start: RolloutStart,
+    fork: ForkSpec | None,
+    context: RolloutContext,
+    stages: StageTimes,
+    *,
+    task: Task,
+    temperature: float,
 ) -> HarnessResult:
     """Let the harness work; its sandbox bounds, charges and records its calls."""
     agent = AgentTime(context.limits)
     on_call = None if fork is None else _Forking(start, fork, agent, context).after_call
     sandbox = BoundedSandbox(start.sandbox, agent, start.recorded, on_call)
     try:
-        return await agent.wait(context.harness.run(task, start.session, sandbox, temperature=temperature))
+        with stages.of(RolloutStage.MODEL):
+            return await agent.wait(context.harness.run(task, start.session, sandbox, temperature=temperature))
     except (OutOfTime, AgentFault) as over:
         return HarnessResult(reason=over.REASON, counts={})  # of a harness that has none of its own
+    finally:
+        stages.move(RolloutStage.TOOLS, agent.calls_s, out_of=RolloutStage.MODEL)
 
 
 async def _fetch_turns(

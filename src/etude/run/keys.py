@@ -6,6 +6,7 @@
                                                  ├─▶ directory signs where processes listen
                                                  ├─▶ routing   signs who is served by which version
                                                  ├─▶ fleet     signs what is to run
+                                                 ├─▶ release   takes versions back from users, in the page
                                                  └─▶ users     makes pseudonyms of a product's users
 
 Who has the run key can derive the others; who has one role's can derive nothing. Keys travel in files and environment
@@ -49,6 +50,8 @@ class KeyRole(StrEnum):
     """Signatures of routing tables."""
     FLEET = "fleet"
     """Signatures of what is to run."""
+    RELEASE = "release"
+    """Rollbacks that are asked for in the page."""
     USERS = "users"
     """Pseudonyms of a product's users."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from etude.config.recipe import RunConfig
 from etude.errors import UserError
+from etude.feedback.archive import SessionArchive
 from etude.feedback.store import FeedbackStore
 from etude.ledger.archive import Archive
 from etude.ledger.heartbeat import leased
@@ -48,9 +49,11 @@ def open_ledger(folder: RunFolder) -> Ledger:
     return Ledger.open(folder.ledger, folder.config().ledger, payloads=open_payloads(folder, syncs=True))
 
 
-def open_releases(folder: RunFolder) -> ReleaseStore:
-    """Open a run's releases, beside its ledger. Raises as :meth:`~etude.ledger.ledger.Ledger.open` does."""
-    return ReleaseStore.open(folder.ledger, folder.config().ledger)
+def open_releases(folder: RunFolder, *, read_only: bool = False) -> ReleaseStore:
+    """Open a run's releases, beside its ledger. Raises as :meth:`ReleaseStore.open
+    <etude.releases.store.ReleaseStore.open>` does.
+    """
+    return ReleaseStore.open(folder.ledger, folder.config().ledger, read_only=read_only)
 
 
 def open_feedback(folder: RunFolder) -> FeedbackStore:
@@ -59,6 +62,15 @@ def open_feedback(folder: RunFolder) -> FeedbackStore:
     if not window_s:
         raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
     return FeedbackStore.open(feedback_place(folder), window_s=window_s)
+
+
+def open_sessions(folder: RunFolder) -> SessionArchive:
+    """Look into the live sessions of a run. Raises :class:`~etude.errors.UserError` where it keeps none, or has none
+    yet.
+    """
+    if not folder.config().feedback.window_s:
+        raise UserError(f"{folder.path} keeps no live sessions: its recipe has feedback.window_s = 0")
+    return SessionArchive.open(feedback_place(folder))
 
 
 @contextmanager

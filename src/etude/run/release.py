@@ -22,17 +22,23 @@ from etude.config.recipe import RunConfig
 from etude.errors import UserError
 from etude.gateway.routing.shadow import ShadowCall
 from etude.releases.controller import (
-    CanaryFacts,
     LoadFacts,
     ReleaseController,
     ReleaseDecision,
     ReleaseFacts,
     ShadowFacts,
+    canary_facts,
 )
 from etude.releases.experiment import ArmMetrics
 from etude.releases.gate import GateFacts
 from etude.releases.routing import routing_table
-from etude.releases.states import Release, ReleaseState, live_release, release_on_the_way
+from etude.releases.states import (
+    Release,
+    ReleaseState,
+    live_release,
+    release_on_the_way,
+    release_to_take_back,
+)
 from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.routing_table import RoutingTable
 from etude.run.folder import RunFolder
@@ -132,13 +138,19 @@ class ReleaseProcess:
 
     def _requests(self, releases: tuple[Release, ...]) -> ReleaseRequest | None:
         """Answer what people ask for; a rollback is the controller's to answer."""
+        due = release_to_take_back(releases)
         for request in self._store.requests(is_open=True):
-            if request.kind is RequestKind.ROLLBACK:
-                return request
-            if request.kind is RequestKind.APPROVE:
-                self._store.close_request(request.number, "counted")
-            elif not release_on_the_way(releases) and not self._store.loads().pending:
-                self._store.load_checkpoint(request.number, request.checkpoint)
+            match request.kind:
+                case RequestKind.ROLLBACK if request.version is not None and (
+                    due is None or due.version != request.version
+                ):
+                    self._store.close_request(request.number, f"version {request.version} was taken back or replaced")
+                case RequestKind.ROLLBACK:
+                    return request
+                case RequestKind.APPROVE:
+                    self._store.close_request(request.number, "counted")
+                case RequestKind.PROPOSE if not release_on_the_way(releases) and not self._store.loads().pending:
+                    self._store.load_checkpoint(request.number, request.checkpoint)
         return None
 
     async def _facts(self, releases: tuple[Release, ...], rollback: ReleaseRequest | None) -> ReleaseFacts:
@@ -152,7 +164,7 @@ class ReleaseProcess:
             gate_failure=failure,
             approved_by=self._approved(way),
             shadow=await asyncio.to_thread(self._shadow, way),
-            canary=self._canary(way),
+            canary=canary_facts(self._metrics, self._config, way, self._table),
             rollback_by="" if rollback is None else rollback.by,
         )
 
@@ -201,19 +213,6 @@ class ReleaseProcess:
             failures=len(calls) - len(answered),
             seconds=sum(call.seconds for call in answered),
             live_seconds=sum(call.live_seconds for call in answered),
-        )
-
-    def _canary(self, way: Release | None) -> CanaryFacts | None:
-        """Users of the present stage: those whose sessions began under the present table."""
-        table = self._table
-        if way is None or way.state is not ReleaseState.CANARY or table is None or table.canary is None:
-            return None
-        labels = table.label(table.live), table.label(table.canary)
-        names = [self._config.metric.name, *(guardrail.name for guardrail in self._config.guardrails)]
-        return CanaryFacts(
-            control=self._metrics.counts(labels[0]),
-            treatment=self._metrics.counts(labels[1]),
-            sums={name: (self._metrics.sums(labels[0], name), self._metrics.sums(labels[1], name)) for name in names},
         )
 
 

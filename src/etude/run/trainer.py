@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import pairwise
 from statistics import pstdev
 
 import numpy as np
@@ -34,7 +35,6 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
-from etude.models.decoder import Decoder
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
@@ -51,7 +51,7 @@ from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
-from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone
+from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone, StepSaved
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
@@ -155,14 +155,28 @@ class TrainerProcess(Closing):
                 step
             )
             parts, ages = mean_parts(groups), token_ages(batch.staleness)
-            self._events.write(StepDone(step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages))
-            self._commit_published()
-            self.trainer_group.save(step)
-            self._heartbeat.beat()
-            self.copies.start(step)
-            self._publish(step)
+            consumed = [group.index for group in groups if not group.is_live]
+            done = StepDone(
+                step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages, groups=consumed
+            )
+            self._events.write(done)
+            self._keep(step)
             self._check_empty_step(batch)
         self._commit_published()
+
+    def _keep(self, step: int) -> None:
+        """Save a step that was computed and begin to publish it, once the one before is committed."""
+        times = [time.perf_counter()]
+        self._commit_published()
+        times.append(time.perf_counter())
+        self.trainer_group.save(step)
+        self._heartbeat.beat()
+        self.copies.start(step)
+        times.append(time.perf_counter())
+        self._publish(step)
+        times.append(time.perf_counter())
+        landed_s, save_s, publish_s = (after - before for before, after in pairwise(times))
+        self._events.write(StepSaved(step=step, landed_s=landed_s, save_s=save_s, publish_s=publish_s))
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
@@ -207,15 +221,12 @@ class TrainerProcess(Closing):
             self._commit_published()
         self._sweep()
 
-    def _scorer(self) -> Decoder:
-        """A model of its own for scoring what was sampled under other weights than the policy's."""
-        return training_model(self._spec, self._numerics, self.config.trainer.device)
-
     def _mismatch_probe(self) -> MismatchProbe | None:
         """``None`` where nothing is scored again: its scorer is a whole model in memory."""
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
-        return MismatchProbe(self._scorer(), self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
 
     def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
         if self._probe is not None:
@@ -227,7 +238,8 @@ class TrainerProcess(Closing):
         if not loss.needs_reference:
             return None
         published = to_tensors(pull(self._log, loss.reference_version).state)
-        return Reference(self._scorer(), decoded_state(published, self._numerics))
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        return Reference(scorer, decoded_state(published, self._numerics))
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
@@ -264,10 +276,7 @@ class TrainerProcess(Closing):
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self.trainer_group.save(step)
-        self._heartbeat.beat()
-        self.copies.start(step)
-        self._publish(step)
+        self._keep(step)
         self._commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
@@ -467,7 +476,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
     config = folder.config()
     with (
-        open_events(folder, config, TRAINER) as events,
+        open_events(folder, TRAINER) as events,
         leased_ledger(folder, config, TRAINER, events, lease=TRAINER_LEASE) as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):

@@ -76,9 +76,9 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
 def page_beside(folder: RunFolder, out: TextIO) -> Iterator[str]:
     """Serve the page of a run while the context is open; yields its URL, or nothing where none is wanted.
 
-    It is wanted as ``telemetry.page`` says. One that cannot be started is a warning on ``out``, never an error.
+    It is wanted as ``log.page`` says. One that cannot be started is a warning on ``out``, never an error.
     """
-    setting = folder.config().telemetry.page
+    setting = folder.config().log.page
     if setting is False or (setting == "auto" and not out.isatty()):
         yield ""
         return

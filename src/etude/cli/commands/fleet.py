@@ -1,6 +1,5 @@
 """`etude fleet`: the machines of a run: files for clusters that keep processes themselves, changes, status."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -11,12 +10,11 @@ from etude.cli.options import Overrides, RecipePath, group, own_name
 from etude.config.fleet import RENDERED, FleetConfig
 from etude.config.loading import load_fleet, load_recipe
 from etude.dashboard.terminal import light_table
-from etude.errors import ConfigError, EtudeError
-from etude.fleet.specs import ProcessStatus
+from etude.errors import ConfigError
 from etude.run.fleet_plan import plan_loop, plan_phases
 from etude.run.fleet_region import keep_region
-from etude.run.fleet_state import OBSERVE_S
-from etude.run.folder import FLEET_FILE, RunFolder, require_empty
+from etude.run.fleet_status import region_status, state_words
+from etude.run.folder import FLEET_FILE, require_empty
 from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
 from etude.run.placement import check_change, desired_of, fleet_objects, remember_fleet, run_id
@@ -25,9 +23,6 @@ from etude.run.working_folder import keep, open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
-
-LATE_S = 3 * OBSERVE_S
-"""An observation of a region that is older was followed by none."""
 
 app = group()
 
@@ -83,20 +78,20 @@ def status(*, run: Run) -> None:
     desired = home.desired(generation)
     table = light_table("name", "region", "machine", ">pid", ">MB", "state")
     for region in desired.fleet.regions:
-        seen, drained, remark = _look(folder, "" if region.name == desired.fleet.home else region.name, generation)
-        if remark:
-            table.add_row("", region.name, "", "", "", remark)
+        seen = region_status(folder, "" if region.name == desired.fleet.home else region.name, generation)
+        if seen.remark:
+            table.add_row("", region.name, "", "", "", seen.remark)
         for spec in desired.specs:
             if spec.region != region.name:
                 continue
-            status = seen.get(spec.name)
+            status = seen.statuses.get(spec.name)
             table.add_row(
                 spec.name,
                 spec.region,
                 status.host if status else "",
                 str(status.pid) if status and status.pid else "",
                 f"{status.memory_bytes / 1e6:.0f}" if status and status.memory_bytes else "",
-                _state(status, is_drained=spec.name in drained),
+                state_words(status, is_drained=spec.name in seen.drained),
             )
     print(f"generation {generation}")
     Console().print(table)
@@ -137,34 +132,3 @@ def _run_url(fleet: FleetConfig, file: Path) -> str:
         raise ConfigError(f"{file}: regions: {fleet.home} has no store: machines that share nothing else need an "
                           f"object store for the run, such as store = 's3://BUCKET/runs/NAME'")  # fmt: skip
     return fleet.home_region.store
-
-
-def _look(folder: RunFolder, region: str, generation: int) -> tuple[Mapping[str, ProcessStatus], frozenset[str], str]:
-    """Statuses of a region's processes, names of drained ones, and a remark where there is one to make."""
-    try:
-        objects = fleet_objects(folder, region)
-        drained, newest = objects.drained(), objects.observed()
-    except EtudeError as error:
-        return {}, frozenset(), f"its store does not answer: {error}"
-    if newest is None:
-        return {}, drained, "nobody has looked yet"
-    observed, age_s = newest
-    if age_s > LATE_S:
-        return observed.statuses, drained, f"nobody has looked for {age_s:.0f} s: is its supervisor running?"
-    is_behind = observed.generation < generation
-    return observed.statuses, drained, f"still at generation {observed.generation}" if is_behind else ""
-
-
-def _state(status: ProcessStatus | None, *, is_drained: bool) -> str:
-    """One process in a word or a few."""
-    if is_drained:
-        return "drained" if status is None else "draining"
-    if status is None:
-        return "not placed"
-    if status.is_pending:
-        return "waits for a machine with room"
-    if status.is_lost:
-        return "its machine does not answer"
-    if status.exit_status is None:
-        return "runs"
-    return f"ended with status {status.exit_status}: {status.last_line}"

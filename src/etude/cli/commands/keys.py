@@ -80,8 +80,8 @@ def revoke(file: KeyPath, key: Annotated[str, typer.Argument(help="Its id, or th
 def derive(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     role: Annotated[
-        Literal["engine", "product", "admin"],
-        typer.Argument(help="Calls to its engines; calls and signals of its product; administration."),
+        Literal["engine", "product", "admin", "release"],
+        typer.Argument(help="Calls to its engines; its product's; administration; rollbacks in the page."),
     ],
 ) -> None:
     """Print a key of a run: what its engines want, or what its gateways are administered with."""

@@ -19,14 +19,13 @@ from rich.text import Text
 from etude.cli.options import Json, RunPath, group
 from etude.dashboard.rollout_export import exported
 from etude.dashboard.rollout_text import (
-    ID_CHARACTERS,
     group_table,
     overview,
     rollout_list,
     rollout_page,
 )
 from etude.dashboard.rollouts import ReadRollout, to_json
-from etude.dashboard.terminal import DIM
+from etude.dashboard.terminal import DIM, ID_CHARACTERS
 from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
 from etude.ledger.changes import TRAIN

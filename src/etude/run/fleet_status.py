@@ -1,0 +1,61 @@
+"""The state of a run's fleet as people look at it, out of what each region's supervisor wrote into its store."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from etude.errors import EtudeError
+from etude.fleet.specs import ProcessStatus
+from etude.run.fleet_state import OBSERVE_S
+from etude.run.folder import RunFolder
+from etude.run.placement import fleet_objects
+
+LATE_S = 3 * OBSERVE_S
+"""An observation of a region that is older was followed by none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionStatus:
+    """One region, as it was seen last."""
+
+    statuses: Mapping[str, ProcessStatus] = field(default_factory=dict)
+    """Process → its state."""
+    drained: frozenset[str] = frozenset()
+    remark: str = ""
+    """A sentence where there is something to say about the whole."""
+    host: str = ""
+    """Machine of its supervisor."""
+    age_s: float | None = None
+    """Age of the observation."""
+
+
+def region_status(folder: RunFolder, region: str, generation: int) -> RegionStatus:
+    """Look at a region, home where that is empty; ``generation`` is home's newest. A store that does not answer is a
+    remark.
+    """
+    try:
+        objects = fleet_objects(folder, region)
+        drained, newest = objects.drained(), objects.observed()
+    except EtudeError as error:
+        return RegionStatus(remark=f"its store does not answer: {error}")
+    if newest is None:
+        return RegionStatus(drained=drained, remark="nobody has looked yet")
+    observed, age_s = newest
+    remark = f"still at generation {observed.generation}" if observed.generation < generation else ""
+    if age_s > LATE_S:
+        remark = f"nobody has looked for {age_s:.0f} s: is its supervisor running?"
+    return RegionStatus(statuses=observed.statuses, drained=drained, remark=remark, host=observed.host, age_s=age_s)
+
+
+def state_words(status: ProcessStatus | None, *, is_drained: bool) -> str:
+    """One process in a word or a few."""
+    if is_drained:
+        return "drained" if status is None else "draining"
+    if status is None:
+        return "not placed"
+    if status.is_pending:
+        return "waits for a machine with room"
+    if status.is_lost:
+        return "its machine does not answer"
+    if status.exit_status is None:
+        return "runs"
+    return f"ended with status {status.exit_status}: {status.last_line}"
