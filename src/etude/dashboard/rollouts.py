@@ -52,7 +52,7 @@ class ReadCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadFile:
+class ChangedFile:
     """One file of a task, and what became of it."""
 
     path: str
@@ -178,7 +178,7 @@ class ReadRollout:
     """Time, from 1, that its task was admitted; 1 of an evaluation."""
     template: str
     prompt: str
-    files: tuple[ReadFile, ...]
+    files: tuple[ChangedFile, ...]
     """Files that the task brought along, beside its image."""
     status: str
     reason: str

@@ -78,7 +78,7 @@ class RunWords:
         self.read_turns = turn_reader(self.chat)
 
     def reply(self, turn: Turn) -> ChatMessage:
-        """What a turn said, apart from reasoning and calls as far as the chat format marks them."""
+        """The reply of a turn, with reasoning and calls apart as far as the chat format marks them."""
         reader = self.chat.reader([ANY_TOOL], prompt_ids=turn.prompt_ids)
         reader.feed(turn.completion_ids.tolist())
         reader.finish()
