@@ -30,7 +30,7 @@ from etude.ledger.record_index import RecordIndex
 from etude.ledger.records import decode_rollout, decode_task
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
-from etude.types import Disposition, Group, Rollout, RolloutStatus
+from etude.types import Disposition, Group, Rollout, RolloutStatus, Task
 
 ALIKE_CHARACTERS = 60
 """Reasons that have so many in common at their beginning are counted as one."""
@@ -238,6 +238,11 @@ class Archive(LedgerConnection):
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
         (group,) = whole_groups([self._db.read(lambda db: read_group(db, purpose, index))], self._payloads)
         return group
+
+    def tasks(self, purpose: str) -> list[Task]:
+        """The tasks of a purpose's groups, in order; no rollout is read."""
+        sql = "SELECT task FROM groups WHERE purpose = ? ORDER BY group_index"
+        return [decode_task(record) for (record,) in self._db.read(lambda db: db.execute(sql, purpose))]
 
     def state_of(self, purpose: str, index: int) -> GroupState:
         """The state of a group. Raises ``ValueError`` when there is no such group."""
