@@ -8,6 +8,7 @@ Owns what is asked for and the shape of the answers. Rollouts are found by :mod:
 records and the model's tokenizer is kept between queries.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -36,6 +37,8 @@ REASON_CHARACTERS = 200
 MOST_ROUTES = 400_000
 """Experts of an answer: where all tokens have more together, they are left out unless one turn is asked for."""
 Choice = TypeVar("Choice", RolloutOutcome, Order)
+SCORING = threading.Lock()
+"""Held while the trainer's model scores a rollout: one at a time, however many pages ask."""
 RUNS = 16
 """Runs of which indexes and tokenizers are kept."""
 
@@ -76,8 +79,12 @@ def rollout(query: RunQuery) -> Json:
 def tokens(query: RunQuery) -> Json:
     """The sampled tokens of a rollout, or of one ``turn``, in columns; with ``mismatch=1`` the trainer's logprobs."""
     number = query.number("turn", -1)
-    with _reader(query, tokens=True, mismatches=query.options.get("mismatch") == "1") as reader:
-        read = _named(reader, query)
+    if query.options.get("mismatch") == "1":
+        with SCORING, _reader(query, tokens=True, mismatches=True) as reader:
+            read = _named(reader, query)
+    else:
+        with _reader(query, tokens=True) as reader:
+            read = _named(reader, query)
     turns = [turn for turn in read.turns if number in (-1, turn.number)]
     routes = sum(
         len(token.routes) * len(token.routes[0]) for turn in turns for token in turn.tokens or () if token.routes

@@ -71,7 +71,7 @@ function Loaded({ run, base, rollout, place, options }: LoadedProps) {
       </aside>
       <div class="rollouts-turns">
         <ColourBar mode={mode} colours={colours} layers={layersOf(tokens.data)} layer={layer} onMode={onMode} onLayer={(next) => go(place, { ...options, layer: String(next) })}
-          isLoading={tokens.isLoading} error={tokens.error} notes={mode === "mismatch" ? (tokens.data?.notes ?? []) : []} />
+          isLoading={tokens.isLoading} error={tokens.error} notes={mode === "mismatch" ? (tokens.data?.notes ?? []).filter((note) => note.includes("mismatch")) : []} />
         {rollout.turns.slice(0, most).map((each) => (
           <TurnView key={each.number} turn={each} step={rollout.step} place={routeTo(run, "rollouts", [rollout.rollout_id, "turn", String(each.number)], options)}
             isChosen={each.number === turn} isShared={each.number < rollout.branch_turns} colours={colours}
