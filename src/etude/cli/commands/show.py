@@ -63,9 +63,7 @@ def show(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Every sampled token: logprob, mismatch, version, routes.")
     ] = False,
-    purpose: Annotated[
-        str | None, typer.Option(metavar="NAME", help="train (the default), or before-sampled, after-greedy, …")
-    ] = None,
+    purpose: Annotated[str | None, typer.Option(metavar="NAME", help="train (the default), after-greedy, …")] = None,
     reward: Annotated[
         str | None, typer.Option(metavar="COMPARISON", help="List those with such a reward: '>=0.5', '<0', '=1'.")
     ] = None,
