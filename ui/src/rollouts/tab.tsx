@@ -52,7 +52,7 @@ function Table({ run, query, tick }: { run: string; query: TableQuery; tick: Tab
   const options = toOptions(query);
   const place = routeTo(run, "rollouts", [], options);
   const base = `/runs/${encodeURIComponent(run)}`;
-  const census = useJson<Census>(`${base}/rollouts/census?purpose=${encodeURIComponent(query.filters.purpose ?? "train")}`);
+  const census = useJson<Census>(`${base}/rollouts/census?purpose=${encodeURIComponent(query.filters.purpose ?? "train")}`, tick?.step ?? 0);
   useEffect(() => {
     lastTable = place;
   }, [place]);
