@@ -28,6 +28,20 @@ class ReadPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadVote:
+    """One vote of a judge about a rollout."""
+
+    aspect: str
+    score: int | None
+    """``None``: it said that it cannot tell."""
+    lowest: int
+    highest: int
+    """Ends of the rubric's scale."""
+    reason: str
+    """Reason that it gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLine:
     """One line of a change to a file."""
 
@@ -188,6 +202,8 @@ class ReadRollout:
     """Actions of the agent: tool name → calls."""
     seconds: float
     verdict: Verdict | None
+    votes: tuple[ReadVote, ...]
+    """Votes of the run's judge, as far as its cache still has them."""
     branch_of: str | None
     """The rollout that sampled its first turns."""
     branch_turns: int

@@ -42,7 +42,7 @@ THIRD = replace(SECOND, number=2, kind="act", continues=None, heard="fix f\nsumm
 ROLLOUT = ReadRollout(
     rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=0, step=5, group_state="consumed", task_id="a1",
     epoch=1, template=HOSTILE, prompt="fix f", files=(), status="graded", reason=HOSTILE, reward=1.0, parts=(),
-    counts={"edit": 1}, seconds=4.2, verdict=None, branch_of="77" * 16, branch_turns=1, comparison=None,
+    counts={"edit": 1}, seconds=4.2, verdict=None, votes=(), branch_of="77" * 16, branch_turns=1, comparison=None,
     turns=(FIRST, SECOND, THIRD), notes=("one is missing",),
 )  # fmt: skip
 

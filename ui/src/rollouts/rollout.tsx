@@ -6,7 +6,7 @@ import { download } from "../api";
 import { decimal } from "../format";
 import { messageOf, useJson } from "../resource";
 import { routeTo } from "../routes";
-import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView } from "./facts";
+import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView, VotesView } from "./facts";
 import { onShortcut } from "./filter_bar";
 import { GroupStrip } from "./group_strip";
 import { ColourBar } from "./colour_bar";
@@ -62,6 +62,7 @@ function Loaded({ run, base, rollout, place, options }: LoadedProps) {
       <aside class="rollouts-aside">
         <VerdictView rollout={rollout} />
         <RewardView rollout={rollout} />
+        <VotesView rollout={rollout} />
         <ComparisonView rollout={rollout} />
         <FilesView rollout={rollout} />
         <details class="rollouts-turn-list" open={!isNarrow()}>
