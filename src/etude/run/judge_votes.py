@@ -10,13 +10,14 @@ from itertools import product
 from etude.config.recipe import RunConfig
 from etude.dashboard.rollouts import ReadVote
 from etude.harnesses import tools
+from etude.harnesses.actions import THOUGHTS
 from etude.rewards.judge.judge import vote_key
 from etude.rewards.judge.prompts import About, JudgeInput
 from etude.rewards.judge.votes import StoredVotes
 from etude.rewards.transcript import SpokenTurn
 from etude.run.folder import RunFolder
 from etude.run.judging import judge_params, rubrics_of
-from etude.run.scoring import THOUGHTS, transcript_of
+from etude.run.scoring import transcript_of
 from etude.types import Task, TurnKind
 
 
