@@ -23,7 +23,7 @@ from etude.errors import EtudeError, UserError
 from etude.types import Json
 from etude.ui import compare_view, live_view, rollouts_view, run_view, timeline_view, weights_view
 from etude.ui.routes import Download, Forbidden, NotFound, Routes, RunQuery, View
-from etude.ui.runs import RunList, RunReader
+from etude.ui.runs import RunList, RunReader, overview_or_error
 
 STATIC = Path(__file__).with_name("static")
 FILES = {"/": "index.html", "/app.js": "app.js", "/app.css": "app.css"}
@@ -89,7 +89,7 @@ class Streams:
             quiet = 0 if stamp != seen else quiet + 1
             if stamp != seen or is_last:
                 seen = stamp
-                tick = {"cursor": sum(stamp), "closed": is_last, **await asyncio.to_thread(run.overview)}
+                tick = {"cursor": sum(stamp), "closed": is_last, **await asyncio.to_thread(overview_or_error, run)}
                 await response.write(b"event: tick\ndata: " + orjson.dumps(tick) + b"\n\n")
             elif quiet % KEEPALIVE_TICKS == 0:
                 await response.write(b":\n\n")
