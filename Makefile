@@ -56,7 +56,7 @@ test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 ru
 	@echo "about $(TEST_MINUTES) minutes on two cores"
 	@$(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: .venv/dev.stamp .venv/pretrained.stamp .venv/ray.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
+test-all: .venv/dev.stamp .venv/pretrained.stamp .venv/ray.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp .venv-trackers/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
@@ -80,7 +80,7 @@ pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt ag
 	      --no-header -; } > $$file.new && mv $$file.new $$file; done
 
 clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .venv-environments .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .venv-environments .venv-trackers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -176,6 +176,13 @@ models/smollm2-135m: | .venv/pretrained.stamp
 	@echo "installing verifiers and openenv-core, whose environments étude trains on"
 	@$(PYTHON) -m venv --clear .venv-environments
 	@.venv-environments/bin/pip $(QUIET) $(PINNED) -r constraints-environments.txt
+	@touch $@
+
+# wandb, Trackio and MLflow, to which a test feeds a run.
+.venv-trackers/stamp: constraints-trackers.txt | $(BIN)/python
+	@echo "installing wandb, Trackio and MLflow, to which a test feeds a run"
+	@$(PYTHON) -m venv --clear .venv-trackers
+	@.venv-trackers/bin/pip $(QUIET) $(PINNED) -r constraints-trackers.txt
 	@touch $@
 
 # Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.

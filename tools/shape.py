@@ -45,7 +45,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "src/etude/run/scoring.py": "somebody's own reward function may raise anything: its value is missing, logged",
     "src/etude/feedback/store.py": "of works that share a transaction one may raise anything: its owner gets it, alone",
     "src/etude/feedback/writer.py": "whatever opening the store raises is raised where the thread was started",
-    "src/etude/telemetry/sinks.py": "somebody's own sink may raise anything: the event is lost, counted, and said",
+    "src/etude/telemetry/tail.py": "somebody's own sink may raise anything: the event is lost, counted, and said",
 }
 """Files that may catch everything, and why. Cleaning up and raising again is allowed anywhere: it swallows nothing."""
 

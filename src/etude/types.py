@@ -593,6 +593,8 @@ class Rollout:
     """``None`` where it was sampled from its beginning."""
     observation: Observation | None = None
     """``None`` where no user was served: of a simulated rollout."""
+    session_id: str = ""
+    """The gateway session of its calls; empty where it never had one, and of live sessions."""
 
     @property
     def is_quarantined(self) -> bool:

@@ -270,6 +270,18 @@ def test_nothing_is_lost_on_the_way() -> None:
     asyncio.run(run())
 
 
+def test_an_engine_has_its_figures_for_prometheus_and_only_with_its_key() -> None:
+    async def run() -> None:
+        async with fake() as engine, TestServer(engine_app(engine, "key")) as server, ClientSession() as http:
+            async with http.get(server.make_url("/metrics")) as answer:
+                assert answer.status == 401
+            async with http.get(server.make_url("/metrics"), headers={"Authorization": "Bearer key"}) as answer:
+                text = await answer.text()
+        assert f"\netude_served_version {(await engine.health()).version}.0\n" in text
+
+    asyncio.run(run())
+
+
 def test_a_busy_engine_is_told_from_one_that_is_down() -> None:
     async def run() -> None:
         config = altered(CONFIG, max_running=1, max_waiting=1)

@@ -19,7 +19,7 @@ K3 = 1e-4
 def test_a_run_is_sampled_by_sglang_and_its_routes_are_replayed(tmp_path: Path) -> None:
     settings = (
         f"model.checkpoint={make_tiny_start(tmp_path / 'checkpoint')}",
-        "telemetry.sinks=[]",
+        "log.to=[]",
         "engine.kind=sglang",
         f"engine.options.python={stand_in(tmp_path)}",
         "engine.device=cpu",

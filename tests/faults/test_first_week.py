@@ -106,7 +106,7 @@ def test_a_first_week_from_the_installed_wheel(home: Home) -> None:
     shutil.copytree(EXAMPLES, home.folder / "week")
     save_checkpoint(home.folder / "checkpoint")
     recipe = ["week", "--set", "model.checkpoint=checkpoint"]
-    curve = 'telemetry.sinks=[{kind="@sink.py:RewardCurve", options={file="rewards.txt"}}]'
+    curve = 'log.to=[{kind="@sink.py:RewardCurve", options={file="rewards.txt"}}]'
 
     # Monday: a typing error is found before anything is started, and leaves nothing behind.
     refused = home.run(
@@ -121,7 +121,8 @@ def test_a_first_week_from_the_installed_wheel(home: Home) -> None:
     home.run("etude", "run", *recipe, "--set", curve, "--set", "trainer.steps=1", "--out", "runs/week")
     shutil.rmtree(home.folder / "week")
     home.run("etude", "run", "--resume", "runs/week", "--set", f"trainer.steps={STEPS}")
-    rewards = [float(line.split()[1]) for line in (home.folder / "rewards.txt").read_text().splitlines()]
+    lines = (home.folder / "runs" / "week" / "rewards.txt").read_text().splitlines()
+    rewards = [float(line.split()[1]) for line in lines]
     assert len(rewards) == STEPS
     assert all(0 < reward <= 1 for reward in rewards)
 

@@ -108,7 +108,7 @@ def test_a_run_is_watched_from_its_first_step_to_its_end(browser: Browser, tmp_p
         trainer.steps = {STEPS}
         eval = {{ tasks = 8, every_steps = 8 }}
         harness.options.max_turns = 4
-        telemetry.page = true
+        log.page = true
         """,
         encoding="utf-8",
     )

@@ -20,6 +20,8 @@ from tiny_runs import DEADLINE_S, make_tiny_start
 STEPS = 6
 
 pytestmark = pytest.mark.heavy
+whole_run = pytest.mark.timeout(2 * DEADLINE_S)
+"""For what waits for a run of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         trainer.steps = {STEPS}
         eval = {{ tasks = 2 }}
         harness.options.max_turns = 2
-        telemetry.page = false
+        log.page = false
         """,
         encoding="utf-8",
     )
@@ -53,6 +55,7 @@ def facts(answer: Json) -> dict[str, Any]:
     return answer
 
 
+@whole_run
 def test_the_timeline_has_the_seconds_of_the_events(run: RunFolder) -> None:
     window = {"from": "0", "to": "1e9", "bins": "300"}
     answer = facts(timeline(RunQuery(run=RunReader(run, "real"), options=window)))
@@ -77,6 +80,7 @@ def test_the_timeline_has_the_seconds_of_the_events(run: RunFolder) -> None:
     assert kinds.count("swapped") >= STEPS
 
 
+@whole_run
 def test_the_weights_are_those_of_the_log_and_are_served(run: RunFolder) -> None:
     query = RunQuery(run=RunReader(run, "real"), options={"limit": "4"})
     answer, columns = facts(weights(query)), facts(weight_history(query))
@@ -92,6 +96,7 @@ def test_the_weights_are_those_of_the_log_and_are_served(run: RunFolder) -> None
     assert [row["version"] for row in older["versions"]] == [2, 1, 0]
 
 
+@whole_run
 def test_the_processes_are_those_that_the_supervisor_started(run: RunFolder) -> None:
     (region,) = facts(fleet_view(RunQuery(run=RunReader(run, "real"))))["regions"]
     names = {process["name"] for process in region["processes"]}

@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "product": ("processes", "One process of a run: the gateway for users."),
         "gateway": ("gateway", "Serve the gateway of a run, or one alone in front of any engines."),
         "rollouts": ("processes", "One process of a run: rollouts and, of replica 0, evaluations."),
+        "sinks": ("processes", "Beside a run: feeds trackers and evaluates alerts; by hand, sends what was not sent."),
         "train": ("processes", "One process of a run: the trainer, or one node of it."),
         "release": ("release", "See, approve, propose and take back the versions that users meet."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),

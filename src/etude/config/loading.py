@@ -13,6 +13,7 @@ from etude.config import plugins
 from etude.config.data_paths import change_data, from_run, in_run
 from etude.config.fleet import FleetConfig
 from etude.config.keys import suggestion
+from etude.config.log import spell_out
 from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed
 from etude.config.section import Section
@@ -28,7 +29,7 @@ NAMES = (
     ("tasks", "family"),
     ("tasks", "graders", EVERY),
     ("reward", "parts", "source"),
-    ("telemetry", "sinks", "kind"),
+    ("log", "to", "kind"),
     ("loss", "kind"),
     ("loss", "baseline"),
     ("harness", "kind"),
@@ -68,6 +69,8 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
         _apply_override(tree, override)
     for table in FILE_TABLES:
         _read_files(tree, table, file)
+    if isinstance(log := tree.get("log"), dict) and "to" in log:
+        log["to"] = spell_out(log["to"])
     _change_names(tree, lambda name: plugins.absolute(name, file.parent))
     change_data(tree, lambda _, path: from_run(path, file.parent))
     return tree, file

@@ -18,6 +18,7 @@ from etude.config.imitation import MidtrainConfig, SftConfig
 from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
+from etude.config.log import AlertConfig, LogConfig, check_alerts
 from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
@@ -34,7 +35,6 @@ from etude.config.tasks import (
     SandboxConfig,
     TaskConfig,
 )
-from etude.config.telemetry import TelemetryConfig
 from etude.config.training import EffortConfig, LossConfig, ModelConfig, OptimiserConfig, ParallelConfig, TrainerConfig
 
 
@@ -151,8 +151,10 @@ class RunConfig(Section):
     """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks that take its steps together."""
-    telemetry: TelemetryConfig = TelemetryConfig()
-    """Sinks of events."""
+    log: LogConfig = LogConfig()
+    """Sinks: trackers, Prometheus, traces."""
+    alerts: tuple[AlertConfig, ...] = ()
+    """``[[alerts]]``: rules of what is told at once."""
     ledger: LedgerConfig = LedgerConfig()
     """Its durable state."""
     eval: EvalConfig = EvalConfig()
@@ -172,6 +174,11 @@ class RunConfig(Section):
         if isinstance(tasks, dict) and isinstance(harness, dict) and tasks.get("family") in THIRD_PARTY:
             return {**cast("dict[str, object]", tree), "harness": {"kind": tasks["family"], **harness}}
         return tree
+
+    @model_validator(mode="after")
+    def _alerted(self) -> Self:
+        check_alerts(self.alerts)
+        return self
 
     @model_validator(mode="after")
     def _played(self) -> Self:

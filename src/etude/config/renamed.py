@@ -86,6 +86,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "tasks.page_facts": "tasks.options.page_facts",
         "tasks.pages": "tasks.options.pages",
         "tasks.unprobed": "tasks.options.unprobed",
+        "telemetry.sinks": "a part of [log] now: to",
         "transcripts": "a part of [tasks.options] now",
         **{f"{table.partition('.')[0]}.{key}": f"{table}.{key}" for table, keys in MOVED.items() for key in keys},
     }

@@ -19,6 +19,7 @@ from etude.dashboard.run_metrics import ALIKE, LIVE, TRAIN, RunMetrics, Tally, t
 from etude.telemetry.events import EvalDone, MismatchMeasured, StepDone
 from etude.telemetry.hacks import HackRates
 from etude.telemetry.metrics import METRICS, Metric, Notation
+from etude.telemetry.public import public
 from etude.types import Json, RolloutStatus
 
 Figures: TypeAlias = dict[str, Json]
@@ -65,7 +66,7 @@ def build_figures(
         "sft_curve": _imitation_curve(run, "sft"),
         "heldout_curve": _heldout_curve(run),
         "lineage": [asdict(ended) for ended in run.lineage.values()],
-        "config": config.model_dump(mode="json"),
+        "config": public(config.model_dump(mode="json")),
     }
 
 

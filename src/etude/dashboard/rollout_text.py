@@ -13,14 +13,12 @@ from rich.text import Text
 
 from etude.dashboard.formatting import MISSING, count, decimal, percent, small
 from etude.dashboard.rollouts import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
-from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
+from etude.dashboard.terminal import ACCENT, DIM, GOOD, ID_CHARACTERS, WARN, light_table
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
 from etude.types import Disposition, RolloutStatus
 
-ID_CHARACTERS = 8
-"""Characters of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
 REASON_CHARACTERS = 40
 """Characters of a reason in a list; that of a failure may be a whole message."""
 Reasons: TypeAlias = Sequence[tuple[RolloutStatus, str, int]]
@@ -219,6 +217,9 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
         text = Text(rollout.verdict.disposition, "default" if facts else WARN)
         text.append("" if facts else f", by {visible(rollout.verdict.reason)}; graded {rollout.verdict.graded:g}")
         yield Block("verdict   ", text.append(f"  {', '.join(rollout.verdict.flags)}", DIM))
+    for vote in rollout.votes:
+        score = "cannot tell" if vote.score is None else f"{vote.score} of {vote.lowest}–{vote.highest}"
+        yield Block("judge     ", Text.assemble(f"{vote.aspect} {score}", (f"  {visible(vote.reason)}", DIM)))
     if rollout.branch_of is not None:
         yield Block("branch    ", Text(f"of {rollout.branch_of} from turn {rollout.branch_turns} on"))
     for note in rollout.notes:

@@ -13,13 +13,15 @@ of the event, and time is measured between events, never between arrivals.
 import math
 from bisect import bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 from etude.telemetry.events import (
+    AlertChanged,
     EngineStats,
     EvalDone,
+    GroupAdmitted,
     HeldoutLoss,
     ImitationProgress,
     JudgeAlarm,
@@ -27,6 +29,7 @@ from etude.telemetry.events import (
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
+    ModelCall,
     Outage,
     PhaseEnded,
     PhaseStarted,
@@ -34,6 +37,7 @@ from etude.telemetry.events import (
     RegionServed,
     RolloutClosed,
     RunStarted,
+    SinkFailed,
     StepDone,
     WeightsPublished,
     WeightsSwapped,
@@ -49,6 +53,8 @@ TRAIN = "train"
 LIVE = "live"
 """Purpose of users' sessions."""
 
+RECENT_ROLLOUTS = 50
+"""Rollouts over which the time of their stages is averaged."""
 ALIKE = 3
 """Failures in a row after which it is asked whether they are one and the same."""
 
@@ -154,6 +160,18 @@ class RunMetrics:
         """Processes that died and were started again, over the whole run."""
         self.memory_bytes_max: int | None = None
         """Most resident memory that the processes of the run ever had together."""
+        self.memory_bytes: int | None = None
+        """Their memory now."""
+        self.last_rollout: Timed[RolloutClosed] | None = None
+        """The newest graded rollout, of any purpose."""
+        self.last_failure: Timed[str] | None = None
+        """The newest reason for which a rollout failed, or a sink."""
+        self.errors = 0
+        """Rollouts that infrastructure failed, and troubles of sinks."""
+        self.stages: deque[Mapping[str, float]] = deque(maxlen=RECENT_ROLLOUTS)
+        """Seconds by stage of the newest graded rollouts."""
+        self.alerts: dict[str, Timed[AlertChanged]] = {}
+        """Rule → its newest change, the newest last."""
         self._phases: list[Timed[str]] = []
 
     def add(self, logged: Logged) -> None:
@@ -176,6 +194,7 @@ class RunMetrics:
                 self.outages = {key: outage for key, outage in self.outages.items() if key[0] != event.process}
                 self.restarts += event.restarts > 0
             case MemoryUsed():
+                self.memory_bytes = event.size_bytes
                 self.memory_bytes_max = max(self.memory_bytes_max or 0, event.size_bytes)
             case ImitationProgress():
                 _supersede(self.imitation.setdefault(event.phase, []), Timed(at_s, event))
@@ -205,11 +224,21 @@ class RunMetrics:
                 self.rollouts.setdefault(event.purpose, Tally()).add(event)
                 if event.status == RolloutStatus.FAILED_INFRA:
                     self.failures.append(event.reason)
+                    self._fail(at_s, event.reason)
                 if event.status == RolloutStatus.GRADED:
                     self.failures.clear()
+                    self.last_rollout = Timed(at_s, event)
+                    self.stages.append(event.stage_s)
                     self.hacks.setdefault(event.purpose, HackRates()).add(_judged(event))
             case EvalDone():
                 self.evals[event.label] = event
+            case AlertChanged():
+                self.alerts.pop(event.alert, None)
+                self.alerts[event.alert] = Timed(at_s, event)
+            case SinkFailed():
+                self._fail(at_s, f"{event.sink}: {event.reason}")
+            case GroupAdmitted() | ModelCall():
+                pass
 
     @property
     def changed(self) -> dict[int, bool]:
@@ -264,6 +293,10 @@ class RunMetrics:
             yield segment.start_s, segment.end_s if until_s is None else min(segment.end_s, until_s)
         for segment in self.segments[-1:]:
             yield segment.start_s, segment.end_s if until_s is None else until_s
+
+    def _fail(self, at_s: float, reason: str) -> None:
+        self.errors += 1
+        self.last_failure = Timed(at_s, reason)
 
     def _live(self, at_s: float, *, resumed: bool) -> None:
         """Stretch the segment that ``at_s`` falls into; a resumption begins a new one."""

@@ -33,11 +33,13 @@ ACCENT, DIM, GOOD, WARN = "cyan", "bright_black", "green", "yellow"
 _PHASE_NAMES = {"midtrain": "midtrain", "sft": "SFT", "eval-before": "eval", "rl": "RL", "eval-after": "eval"}
 Row: TypeAlias = tuple[RenderableType, RenderableType, RenderableType]
 """Label, graph, words."""
+ID_CHARACTERS = 8
+"""Characters of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def render(run: RunMetrics, config: RunConfig, now_s: float) -> RenderableType:
-    """The run at Unix time ``now_s``, as one panel."""
+def render(run: RunMetrics, config: RunConfig, now_s: float, page: str = "") -> RenderableType:
+    """The run at Unix time ``now_s``, as one panel. ``page`` is the address of its page, where it has one."""
     rows = Table.grid(padding=(0, 2), expand=True)
     rows.add_column(style=DIM, width=9, no_wrap=True)
     rows.add_column(ratio=1, no_wrap=True)
@@ -52,12 +54,19 @@ def render(run: RunMetrics, config: RunConfig, now_s: float) -> RenderableType:
         _mismatch_row(run, config),
         _weights_row(run),
         _rollouts_row(run),
+        _last_rollout_row(run, now_s),
+        _stages_row(run),
         _processes_row(run),
+        _memory_row(run),
+        _errors_row(run, now_s),
+        *([_alerts_row(run, now_s)] if config.alerts else []),
     ):
         rows.add_row(*row)
     for words in outage_lines(run, now_s):
         rows.add_row(Text("waits", WARN), "", Text(words, WARN))
     notices = [Text(notice, WARN) for notice in warnings(run)]
+    if page:
+        notices.append(Text.assemble(("page  ", DIM), (page, f"{ACCENT} link {page}"), overflow="fold"))
     return Panel(
         Group(_track(run, config, now_s), Text(), rows, *notices),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{config.name} · seed {config.seed}", "default")),
@@ -346,6 +355,63 @@ def _rollouts_row(run: RunMetrics) -> Row:
         (f"{failed} failed", WARN if failed else DIM), (" · ", DIM), (f"{dropped} dropped", WARN if dropped else DIM)
     )
     return "rollouts", f"{formatting.count(tally.statuses[RolloutStatus.GRADED])} graded", words
+
+
+def _last_rollout_row(run: RunMetrics, now_s: float) -> Row:
+    """The newest graded rollout: which one, what it was worth, and how it ended."""
+    last = run.last_rollout
+    if last is None:
+        return "last", "", _missing()
+    closed, ago = last.event, formatting.duration(now_s - last.at_s)
+    turns = f"{closed.turns} turn{'s' * (closed.turns != 1)} in {formatting.duration(closed.seconds)}"
+    words = _words(f"reward {formatting.decimal(closed.reward)}", closed.reason, turns)
+    return "last", Text.assemble(closed.rollout_id[:ID_CHARACTERS], (f" {ago} ago", DIM)), words
+
+
+def _stages_row(run: RunMetrics) -> Row:
+    """Mean times that the newest rollouts spent in sandboxes and in grading."""
+    if not any(run.stages):
+        return "sandboxes", "", _missing()
+
+    def mean(stage: str) -> str:
+        times = [stages[stage] for stages in run.stages if stage in stages]
+        if not times:
+            return formatting.MISSING
+        seconds = sum(times) / len(times)
+        return formatting.milliseconds(1e3 * seconds) if seconds < 1 else f"{seconds:.1f} s"
+
+    return (
+        "sandboxes",
+        f"start in {mean('sandbox')}",
+        _words(f"tools {mean('tools')}", f"grading {mean('grading')}"),
+    )
+
+
+def _memory_row(run: RunMetrics) -> Row:
+    if run.memory_bytes is None:
+        return "memory", "", _missing()
+    return "memory", formatting.size(run.memory_bytes), _words(f"{formatting.size(run.memory_bytes_max)} at most")
+
+
+def _errors_row(run: RunMetrics, now_s: float) -> Row:
+    """Failures of infrastructure and of sinks: their number, and the newest reason."""
+    last = run.last_failure
+    if last is None:
+        return "errors", "none", Text()
+    words = Text(last.event, WARN, no_wrap=True, overflow="ellipsis")
+    return "errors", Text(f"{run.errors}, {formatting.duration(now_s - last.at_s)} ago", WARN), words
+
+
+def _alerts_row(run: RunMetrics, now_s: float) -> Row:
+    """Rules that hold, and the newest change of one that is shown on the page."""
+    shown = [timed for timed in run.alerts.values() if "page" in timed.event.to]
+    if not shown:
+        return "alerts", "none", Text()
+    firing, newest = sum(timed.event.firing for timed in shown), shown[-1]
+    style = WARN if newest.event.firing else DIM
+    words = Text(f"{newest.event.alert}: {newest.event.summary}", style, no_wrap=True, overflow="ellipsis")
+    since = f"{formatting.duration(now_s - newest.at_s)} ago"
+    return "alerts", Text(f"{firing} firing, {since}" if firing else f"over, {since}", style), words
 
 
 def _processes_row(run: RunMetrics) -> Row:

@@ -24,7 +24,7 @@ from etude.dashboard.formatting import (
 )
 from etude.dashboard.report import ends, shares
 from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
-from etude.telemetry.events import StepDone
+from etude.telemetry.events import AlertChanged, Logged, SinkFailed, StepDone
 from etude.telemetry.metrics import METRICS
 from etude.types import Json, RolloutStatus
 
@@ -158,6 +158,18 @@ def outage_lines(run: RunMetrics, now_s: float) -> list[str]:
         f"{process} waits for {what}, away for {now_s - outage.at_s:.0f} s: {outage.event.reason}"
         for (process, what), outage in run.outages.items()
     ]
+
+
+def notice_line(logged: Logged) -> str:
+    """The line that an event is worth while a run is active; mostly none."""
+    match logged.event:
+        case AlertChanged() as alert if "log" in alert.to:
+            return f"alert {alert.alert!r} {'fires' if alert.firing else 'is over'}: {alert.summary}"
+        case SinkFailed() as failed:
+            lost = f"; {count(failed.lost)} events lost" if failed.lost else ""
+            return f"sink {failed.sink}: {failed.reason}{lost}; the run goes on"
+        case _:
+            return ""
 
 
 def _progress(run: RunMetrics, config: RunConfig, now_s: float) -> str:

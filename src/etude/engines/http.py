@@ -4,6 +4,7 @@
                Completion ◀─ decode_completion ◀─────────────── encode_completion ◀─┘
     HttpEngine.stream   ─▶ POST /stream    request ─▶ chunks, the last one with the completion: ChunkReader
     HttpEngine.health   ─▶ GET  /health    {"version", "digest", "running", "waiting"}
+              Prometheus   GET  /metrics   the same figures
 
 A request is a JSON object. A completion is a safetensors file: arrays travel as they are, routes and sampling masks
 too, with nothing to unpickle. A stream is lines of JSON, one per chunk; the last line says how many bytes of such a
@@ -48,6 +49,7 @@ from safetensors.numpy import load, save
 from etude.clock import SystemClock
 from etude.engines.api_client import ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S, answering, unavailable
 from etude.errors import EngineBusy, EngineUnavailable
+from etude.gauges import CONTENT_TYPE, gauge_page
 from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.sockets import alert_connector, make_alert
 from etude.types import Finish, SamplingMask, TokenIds
@@ -298,11 +300,21 @@ def engine_app(engine: Engine, key: str = "") -> web.Application:
     async def health(_request: web.Request) -> web.StreamResponse:
         return web.json_response(asdict(await engine.health()))
 
+    async def metrics(_request: web.Request) -> web.StreamResponse:
+        state = await engine.health()
+        values = {
+            "etude_served_version": state.version,
+            "etude_served_running": state.running,
+            "etude_served_waiting": state.waiting,
+        }
+        return web.Response(body=gauge_page(values), headers={"Content-Type": CONTENT_TYPE})
+
     middlewares = [_requiring(key), _errors_as_responses] if key else [_errors_as_responses]
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app.router.add_post("/generate", generate)
     app.router.add_post("/stream", stream)
     app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics)
     return app
 
 

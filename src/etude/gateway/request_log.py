@@ -12,7 +12,7 @@ closed sets: no caller can make a series of its own.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,10 @@ from threading import Lock
 from typing import final
 
 import orjson
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from etude.gateway.api.calls import OVER_BUDGET
+from etude.gauges import GaugeCollector, Gauges
 
 FLUSH_S = 1.0
 """Pause between two writes."""
@@ -65,11 +64,17 @@ class RequestRecord:
     """True if the caller set a deadline."""
     dispatched: float | None = None
     """Time at which the engine that works on it, or did, was given the call; of several replies the last one's."""
+    engine: str = ""
+    """Name of that engine."""
     first_token: float | None = None
     """Time of the first sampled token."""
     ended: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
+
+    def note_dispatched(self, at: float | None, engine: str) -> None:
+        """Note that an engine was given the call, or with ``None`` that it failed under it."""
+        self.dispatched, self.engine = at, "" if at is None else engine
 
     @property
     def seconds(self) -> float:
@@ -166,13 +171,10 @@ def _line(record: RequestRecord, wall_s: float) -> bytes:
     return orjson.dumps(facts, option=orjson.OPT_APPEND_NEWLINE)
 
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-"""Content type of :meth:`Metrics.page`."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 """Upper bounds of the latency histograms: from what the gateway alone takes to the longest deadline."""
-
-Gauges = Callable[[], Mapping[str, Mapping[str, float]]]
-"""The present states: name of the gauge → value of its label (empty for none) → value."""
+LABELS: Mapping[str, str] = {"etude_engines": "state", "etude_calls_waiting": "traffic"}
+"""Gauge → its label."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -196,7 +198,7 @@ class CallLoad:
 class Metrics:
     """The Prometheus registry of one gateway. ``gauges`` is called at every reading."""
 
-    def __init__(self, gauges: Gauges) -> None:
+    def __init__(self, gauges: Callable[[], Gauges]) -> None:
         self._registry = registry = CollectorRegistry()
         self._calls = Counter(
             "etude_calls", "Model calls that are over.", ("api", "status", "traffic"), registry=registry
@@ -215,7 +217,7 @@ class Metrics:
             registry=registry,
         )
         self._over_budget = Counter("etude_budget_refusals", "Calls beyond their key's budget.", registry=registry)
-        registry.register(_Gauges(gauges))
+        registry.register(GaugeCollector(gauges, LABELS))
         self._load = CallLoad()
 
     def count(self, record: RequestRecord) -> None:
@@ -245,21 +247,3 @@ class Metrics:
     def page(self) -> bytes:
         """Everything as text."""
         return generate_latest(self._registry)
-
-
-class _Gauges(Collector):
-    """Gauges that are computed when they are read."""
-
-    LABELS = (("etude_engines", "state"), ("etude_calls_waiting", "traffic"))
-
-    def __init__(self, gauges: Gauges) -> None:
-        self._gauges = gauges
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        labels = dict(self.LABELS)
-        for name, values in self._gauges().items():
-            label = labels.get(name)
-            family = GaugeMetricFamily(name, name.replace("_", " "), labels=[label] if label else None)
-            for value, number in values.items():
-                family.add_metric([value] if label else [], number)
-            yield family

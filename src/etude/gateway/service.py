@@ -20,7 +20,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -435,7 +434,7 @@ class ReplySampler:
             wait_for_version=request.caller.wait_for_version,
             arm=request.caller.arm,
             deadline_s=deadline_s,
-            dispatched=partial(setattr, request.record, "dispatched"),
+            dispatched=request.record.note_dispatched,
         )
 
     @contextmanager

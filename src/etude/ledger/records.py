@@ -86,6 +86,7 @@ def encode_rollout(rollout: Rollout, *, with_turns: bool = True) -> bytes:
         "hints": [asdict(hint) for hint in rollout.hints],
         "branch": None if rollout.branch is None else asdict(rollout.branch),
         "observation": None if rollout.observation is None else asdict(rollout.observation),
+        "session_id": rollout.session_id,
     }
     text = json.dumps(header).encode()
     return b"".join((HEADER_SIZE.pack(len(text)), text, encode_turns(rollout.turns) if with_turns else b""))
@@ -127,8 +128,8 @@ def is_hacked(data: bytes) -> bool:
 
 def template_of(data: bytes) -> str:
     """Template of an encoded task, without decoding the rest."""
-    _, found, rest = data.partition(TEMPLATE)
-    if not found:
+    _, mark, rest = data.partition(TEMPLATE)
+    if not mark:
         raise DamagedError(f"unreadable task record {data[:80]!r}: it has no template")
     return str(json.loads(rest[: rest.index(b'", "') + 1]))  # quotes within the text are escaped
 

@@ -6,7 +6,8 @@
 
 - consumes: training tasks in their order (:mod:`etude.rollouts.task_order`), or the tasks of an evaluation; the weight
   version being served
-- produces: groups and ended rollouts in the ledger, one ``RolloutClosed`` event per attempt
+- produces: groups and ended rollouts in the ledger, one ``GroupAdmitted`` event per group, one
+  ``RolloutClosed`` per attempt
 - waits for: a place in the staleness window and in the concurrency limit; rollouts, each of which is bounded
 - woken by: the end of a rollout; every ``POLL_S``, because versions advance in another process; every ``LOOK_S``,
   because other rollouts processes may fill the same groups, or die and leave slots behind
@@ -23,6 +24,7 @@ from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
 from etude.rollouts.admission import NOT_LIVE, Admission
 from etude.rollouts.runner import RolloutRunner
 from etude.rollouts.worker import RolloutContext
+from etude.telemetry.events import GroupAdmitted
 from etude.telemetry.log import EventLog
 from etude.types import Task
 
@@ -83,7 +85,10 @@ class Dispatcher:
         infrastructure have no reward and are absent; they are counted as dropped in the ledger.
         """
         for task in tasks[self._ledger.progress(label).admitted :]:
-            self._ledger.admit_group(task, label, 1, self._serving_version())
+            version = self._serving_version()
+            index = self._ledger.admit_group(task, label, 1, version)
+            if index is not None:
+                self._events.write(GroupAdmitted(purpose=label, group_index=index, version=version))
         async with self._runner(label, temperature) as runner:
             runner.launch(self._ledger.open_slots(label))
             while len(runner):
@@ -112,6 +117,7 @@ class Dispatcher:
             )
             if slots is None:
                 return
+            self._events.write(GroupAdmitted(purpose=TRAIN, group_index=slots[0].group_index, version=version))
             if self._context.announce is not None:
                 self._context.announce(slots[0].task, len(slots))
             runner.launch(slots)

@@ -324,5 +324,6 @@ def _closed(rollout: Rollout, task: Task, purpose: str, pass_at: float) -> Rollo
         cheat_reason=verdict.reason,
         impossible=verdict.impossible,
         passed=is_pass(verdict.graded, pass_at),
+        session=rollout.session_id,
         stage_s=dict(rollout.stage_s),
     )

@@ -268,6 +268,7 @@ async def run_rollout(
             reward=None,
             reason=f"{type(error).__name__}: {error}",
             seconds=context.clock.now() - started_s,
+            session_id="" if start is None else start.session.session_id,
             stage_s=stages.seconds,
         )
     shared = 0 if start.branch is None else start.branch.turns
@@ -279,6 +280,7 @@ async def run_rollout(
         counts=result.counts,
         turns=turns,
         seconds=context.clock.now() - started_s,
+        session_id=start.session.session_id,
         stage_s=stages.seconds,
         verdict=scored.score.verdict,
         turn_rewards=scored.turn_rewards,

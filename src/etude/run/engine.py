@@ -46,7 +46,7 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
     logs, key = folder.logs / str(name), folder.key(KeyRole.ENGINE)
     logs.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        events = stack.enter_context(open_events(folder, config, name))
+        events = stack.enter_context(open_events(folder, name))
         outages = stack.enter_context(
             StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events)
         )

@@ -60,7 +60,7 @@ async def _serve(folder: RunFolder, config: RunConfig) -> None:
         releases = stack.enter_context(open_releases(folder))
         sink: JoinedSessions = KeptAlone()
         if config.live.groups_per_step:
-            events = stack.enter_context(open_events(folder, config, FEEDBACK, lossy=True))
+            events = stack.enter_context(open_events(folder, FEEDBACK, lossy=True))
 
             def count(joined: JoinedSession, scored: ScoredSession) -> None:
                 session = joined.session

@@ -40,7 +40,7 @@ def keep_region(run: str, region: str, notify: Callable[[str], None]) -> None:
     assert placement.state is not None, "it is on a fleet"
     with (
         exclusive(folder, str(name)),
-        open_events(folder, config, name, lossy=True) as events,
+        open_events(folder, name, lossy=True) as events,
         placement.state as state,
     ):
         state.start()

@@ -12,6 +12,7 @@
     .NAME.beat        its last sign of life        plugins/      copies of files that the recipe names
     judge-spend-N.json  what those cost            judge-held.txt  why judging is paused, while it is
     feedback.db       live sessions and signals, unless the ledger is elsewhere
+    sinks/            how far each sink got (etude.run.sinks)
     data/             copies of the recipe's data       run.url       where the run is, if elsewhere: then weights and
                       (etude.run.data_copies)                         payloads are there, and copies of the rest
 

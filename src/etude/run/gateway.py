@@ -39,7 +39,7 @@ from etude.gateway.http.admin_api import AdminApi
 from etude.gateway.http.app import Gateway, GatewayState, RouteTable, http_server
 from etude.gateway.http.auth import Authenticator, Key, Keyring, Scope, digest_of, new_key_id, new_secret
 from etude.gateway.http.keyfile import KeyFile
-from etude.gateway.request_log import AccessLog
+from etude.gateway.request_log import AccessLog, RequestRecord
 from etude.gateway.routing.admission import AdmissionController, AdmissionLimits, AdmissionQueue, InflightCalls
 from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool, PoolLimits
@@ -63,7 +63,7 @@ from etude.run.region_stores import open_directory, open_region_log, weights_url
 from etude.run.routing_tables import RoutingTables
 from etude.run.serving import STOP_S, listening, run_until_signal, tls_context
 from etude.run.store_outages import StoreOutages
-from etude.telemetry.events import GatewayStats
+from etude.telemetry.events import GatewayStats, ModelCall
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
@@ -161,8 +161,10 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
         if config.feedback.window_s and (is_product or not config.release.enabled):
             live = await stack.enter_async_context(open_live_sessions(folder, config.feedback, name))
             spec = replace(spec, live=live.recorder, more_routes=live.routes)
+        events = stack.enter_context(open_events(folder, name, lossy=True))
+        if config.log.has_traces and not is_product:
+            spec = replace(spec, on_request=partial(_note_call, events))
         parts = await stack.enter_async_context(_connected(spec, config.gateway, folder.key(KeyRole.ENGINE)))
-        events = stack.enter_context(open_events(folder, config, name, lossy=True))
         outages = stack.enter_context(
             StoreOutages(weights_url(folder, name.region), config.rollouts.max_outage_s, events)
         )
@@ -208,6 +210,26 @@ async def _serve_standalone(options: StandaloneOptions) -> None:
             sys.stdout.write(_greeting(config, port, made))
             sys.stdout.flush()
             await _serve_until_signal(parts, DRAIN_S)
+
+
+def _note_call(events: EventLog, record: RequestRecord) -> None:
+    """Write an event of a rollout's model call."""
+    if record.api and record.session_id:
+        events.write(
+            ModelCall(
+                session=record.session_id,
+                seconds=record.seconds,
+                waited_s=record.waited_s,
+                first_token_s=record.first_token_s,
+                api=record.api,
+                engine=record.engine,
+                status=record.status,
+                prompt_tokens=record.prompt_tokens,
+                completion_tokens=record.completion_tokens,
+                reused_tokens=record.reused_tokens,
+                versions=list(record.versions),
+            )
+        )
 
 
 def _product_keys(folder: RunFolder, is_product: bool) -> tuple[Key, ...]:
@@ -392,6 +414,8 @@ class GatewaySpec:
     """Recorder of the sessions of users who consent; ``None``: none are recorded."""
     more_routes: Callable[[GatewayState], RouteTable] = lambda state: {}
     """Requests that it answers beside its own."""
+    on_request: Callable[[RequestRecord], None] | None = None
+    """Is told of every request that is over, but for probes."""
 
 
 @final
@@ -449,7 +473,8 @@ async def open_gateway(
         admin = AdminApi(state, key_file)
         service = CallService(sampler, max_length=spec.max_length, live=spec.live)
         others = {**admin.routes(), **spec.more_routes(state)}
-        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, access_log=log)
+        listeners = [*([] if log is None else [log.add]), *([] if spec.on_request is None else [spec.on_request])]
+        gateway = Gateway(service, state, config, others=others, metrics=admin.metrics, listeners=listeners)
         background: dict[str, Work] = {
             "engine polls": pool.watch,
             "session expiry": partial(_expire, state.auth, clock),

@@ -361,5 +361,10 @@ def _run_budget(config: JudgeConfig) -> BudgetLimit:
     return BudgetLimit(calls=options.calls_per_run, tokens=options.tokens_per_run, cost=cost)
 
 
+def judge_cost(folder: Path, config: JudgeConfig) -> float:
+    """Price of all that the judges of a run have used so far; 0 for one that costs nothing."""
+    return _prices(config).cost(SpendFile(folder, worker_id=-1).others()) if config.kind == "model" else 0.0
+
+
 def _prices(config: JudgeConfig) -> Prices:
     return Prices(prompt=config.required_options.prices[0], completion=config.required_options.prices[1])

@@ -38,6 +38,7 @@ from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
 from etude.run.resolve import check_replicas
 from etude.run.run_url import EVENTS, open_place
+from etude.run.sinks import SinksProcess, check_log
 from etude.run.store_outages import StoreOutages
 from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
@@ -76,12 +77,15 @@ def run_local(
             folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
+        check_log(config)
         check_replicas(config)
-        events = stack.enter_context(open_events(folder, config, SUPERVISOR, lossy=True))
+        events = stack.enter_context(open_events(folder, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
+        sinks = stack.enter_context(SinksProcess(folder, config))  # ended when the report is there
         try:
-            with _event_downloads(folder), ProgressDisplay(folder.events, config, out, page) as progress:
+            display = ProgressDisplay(folder.events, config, out, page, sinks.check)
+            with _event_downloads(folder), display as progress:
                 _play(folder, config, placement, events, progress)
         finally:
             report = write_report(folder, config)

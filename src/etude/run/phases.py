@@ -103,7 +103,7 @@ def run_phase(folder: RunFolder, phase: Phase) -> None:
     if phase not in phases_of(config):
         raise RunFolderError(f"{folder.path} has no phase {phase!r}: set sft.file in its run.toml")
     with (
-        open_events(folder, config, ProcessName(command=phase)) as events,
+        open_events(folder, ProcessName(command=phase)) as events,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):
         if open_log(folder, outages).latest() is not None:

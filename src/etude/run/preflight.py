@@ -41,6 +41,7 @@ from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, check_replicas, resolve_device
 from etude.run.rollouts import harness_mounts
+from etude.run.sinks import check_log
 from etude.run.task_families import open_demonstrations
 from etude.run.task_plan import open_tasks, plan_tasks
 from etude.storage import free_bytes
@@ -78,6 +79,7 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
     """
     RunFolder.check_new(out)
     check_judge(config)
+    check_log(config)
     yield from check_machine(config)
     yield from check_model(config)
     yield from check_room(config, out)

@@ -1,6 +1,7 @@
 """Live progress of a run: a panel on a terminal, plain lines everywhere else."""
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -12,7 +13,7 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.report import warnings
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import WARN, render
-from etude.dashboard.text import render_line
+from etude.dashboard.text import notice_line, render_line
 from etude.telemetry.log import EventReader
 
 PANEL_S = 0.5
@@ -24,9 +25,19 @@ LINE_S = 10.0
 class ProgressDisplay:
     """Displays a run's events as they are written; writes nothing itself."""
 
-    def __init__(self, events: Path, config: RunConfig, out: TextIO, page: str = "") -> None:
-        """``page`` is the URL of the run's page, if it has one."""
+    def __init__(
+        self,
+        events: Path,
+        config: RunConfig,
+        out: TextIO,
+        page: str = "",
+        look_beside: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        """``page`` is the URL of the run's page, if it has one. ``look_beside`` is called with every update; its lines
+        are for people.
+        """
         self._page = page
+        self._look_beside = look_beside
         self._reader = EventReader(events)
         self._config = config
         self._run = RunMetrics()
@@ -52,6 +63,8 @@ class ProgressDisplay:
 
     def update(self) -> None:
         """Show what is new, not more often than anyone can read."""
+        for line in self._look_beside():
+            self.notice(line)
         if time.monotonic() - self._shown_s >= (PANEL_S if self._live else LINE_S):
             self._show()
 
@@ -65,8 +78,10 @@ class ProgressDisplay:
         self._shown_s = time.monotonic()
         for logged in self._reader.new():
             self._run.add(logged)
+            if line := notice_line(logged):
+                self.notice(line)
         if self._live:
-            self._live.update(render(self._run, self._config, time.time()), refresh=True)
+            self._live.update(render(self._run, self._config, time.time(), self._page), refresh=True)
         else:
             self._console.print(render_line(self._run, self._config, time.time()), soft_wrap=True)
             notices = warnings(self._run)

@@ -233,7 +233,7 @@ async def open_parts(
     config = folder.config()
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
-        events = stack.enter_context(open_events(folder, config, name))
+        events = stack.enter_context(open_events(folder, name))
         if in_one_file:
             lease = leased(folder.ledger, config.ledger, name=str(name), holder=holder(folder, name))
         else:

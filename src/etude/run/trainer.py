@@ -155,7 +155,11 @@ class TrainerProcess(Closing):
                 step
             )
             parts, ages = mean_parts(groups), token_ages(batch.staleness)
-            self._events.write(StepDone(step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages))
+            consumed = [group.index for group in groups if not group.is_live]
+            done = StepDone(
+                step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages, groups=consumed
+            )
+            self._events.write(done)
             self._keep(step)
             self._check_empty_step(batch)
         self._commit_published()
@@ -472,7 +476,7 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
     """Run the trainer as rank 0, or alone."""
     config = folder.config()
     with (
-        open_events(folder, config, TRAINER) as events,
+        open_events(folder, TRAINER) as events,
         leased_ledger(folder, config, TRAINER, events, lease=TRAINER_LEASE) as ledger,
         StoreOutages(folder.store, config.rollouts.max_outage_s, events) as outages,
     ):

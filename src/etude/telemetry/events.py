@@ -101,6 +101,8 @@ class StepDone:
     """Part of the reward, or what was measured beside → mean over the rollouts that have it, none quarantined."""
     ended: dict[str, int] = field(default_factory=dict)
     """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
+    groups: list[int] = field(default_factory=list)
+    """Indices of the simulated groups that it consumed."""
     token_ages: list[int] = field(default_factory=list)
     """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` has all older."""
 
@@ -194,6 +196,38 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdmitted:
+    """A group was let in; its rollouts begin as soon as there is room."""
+
+    purpose: str
+    group_index: int
+    version: int
+    """The newest weight version that every engine served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall:
+    """A gateway answered a model call of a rollout; written only where traces are exported (``log.to``)."""
+
+    session: str
+    seconds: float
+    """From the first byte read to the last written."""
+    waited_s: float
+    """Part of that, at its beginning, in which no engine worked on it."""
+    first_token_s: float | None
+    """Time to the first sampled token."""
+    api: str
+    engine: str
+    """Name of the engine that answered; empty where none did."""
+    status: int
+    prompt_tokens: int
+    completion_tokens: int
+    reused_tokens: int
+    versions: list[int] = field(default_factory=list)
+    """Weight versions that sampled the answer, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayStats:
     """Model calls of a gateway that ended since its previous event; written where there were any."""
 
@@ -234,6 +268,8 @@ class RolloutClosed:
     """True if its task cannot be passed honestly."""
     passed: bool = False
     """True if its grader gave it ``eval.pass_at`` or more, whatever was made of that."""
+    session: str = ""
+    """The gateway session of its model calls."""
     stage_s: dict[str, float] = field(default_factory=dict)
     """:class:`etude.types.RolloutStage` → seconds, in their order, except that model and tools take turns."""
 
@@ -309,6 +345,31 @@ class RegionServed:
     is_away: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertChanged:
+    """A rule of ``[[alerts]]`` began to hold, or holds no more."""
+
+    alert: str
+    """Name of the rule."""
+    firing: bool
+    value: float
+    """The newest value of what it watches; NaN is never one."""
+    summary: str
+    """The rule and the value in a line for people."""
+    to: list[str] = field(default_factory=list)
+    """The receivers: ``log``, ``page``, ``webhook``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkFailed:
+    """A sink does not take events, or lost some; the run goes on."""
+
+    sink: str
+    reason: str
+    lost: int
+    """Events that it will never get, so far; 0: they wait."""
+
+
 Event: TypeAlias = (
     RunStarted
     | PhaseStarted
@@ -318,6 +379,8 @@ Event: TypeAlias = (
     | HeldoutLoss
     | PhaseEnded
     | StepDone
+    | GroupAdmitted
+    | ModelCall
     | StepSaved
     | MismatchMeasured
     | MismatchWarned
@@ -330,6 +393,8 @@ Event: TypeAlias = (
     | JudgeAlarm
     | Outage
     | RegionServed
+    | AlertChanged
+    | SinkFailed
 )
 """Everything that can stand in a log."""
 

@@ -7,8 +7,8 @@ which it leaves for later. A damaged line in the middle of a file is an error, n
 import errno
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, get_args
 
@@ -18,7 +18,6 @@ from etude.closing import Closing
 from etude.errors import DamagedError
 from etude.storage import FULL
 from etude.telemetry.events import Event, Logged
-from etude.telemetry.sinks import Sinks
 
 EVENT_TYPES: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
 """Event name in the log → its class."""
@@ -37,10 +36,10 @@ class EventFollower(Protocol):
 class EventLog(Closing):
     """Writes this process's events."""
 
-    def __init__(self, folder: Path, process: str, *, lossy: bool = False, sinks: Sinks | None = None) -> None:
-        """``lossy``: rather go on without an event than end on a full disk. ``sinks`` are closed with this."""
+    def __init__(self, folder: Path, process: str, *, lossy: bool = False) -> None:
+        """``lossy``: rather go on without an event than end on a full disk."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._process, self._lossy, self._sinks = process, lossy, sinks
+        self._process, self._lossy = process, lossy
         self._followers: list[EventFollower] = []
         file = folder / f"{process}.jsonl"
         _drop_unfinished_line(file)
@@ -48,10 +47,7 @@ class EventLog(Closing):
 
     def write(self, event: Event) -> None:
         """Append one event, whole or not at all."""
-        at_s = time.time()
-        if self._sinks is not None:
-            self._sinks.put(Logged(at_s=at_s, process=self._process, event=event))
-        line = {"at_s": at_s, "writer": self._process, "event": type(event).__name__, **asdict(event)}
+        line = {"at_s": time.time(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
         data = orjson.dumps(line) + b"\n"
         try:
             written = os.write(self._descriptor, data)
@@ -76,33 +72,51 @@ class EventLog(Closing):
     def close(self) -> None:
         """Close the file."""
         os.close(self._descriptor)
-        if self._sinks is not None:
-            self._sinks.close()
         for follower in self._followers:
             follower.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An event and its place in the log."""
+
+    logged: Logged
+    file: str
+    """Name of its file."""
+    end: int
+    """Place of the byte behind its line."""
 
 
 class EventReader:
     """Reads every event of a run once, of all its processes or of one, and later the new ones."""
 
-    def __init__(self, folder: Path, process: str = "*") -> None:
+    def __init__(self, folder: Path, process: str = "*", offsets: Mapping[str, int] | None = None) -> None:
+        """``offsets``: the places in files, by their names, from which on it reads; by default their beginnings."""
         self._folder = folder
         self._files = f"{process}.jsonl"
-        self._offsets: dict[Path, int] = {}
+        self._offsets = dict(offsets or {})
 
     def new(self) -> list[Logged]:
         """Events written since the previous call, in order of time."""
-        events = [event for file in sorted(self._folder.glob(self._files)) for event in self._tail(file)]
-        return sorted(events, key=lambda logged: logged.at_s)
+        return [placed.logged for placed in self.placed()]
 
-    def _tail(self, file: Path) -> Iterator[Logged]:
+    def placed(self) -> list[Placed]:
+        """The same, with their places."""
+        events = [event for file in sorted(self._folder.glob(self._files)) for event in self._tail(file)]
+        return sorted(events, key=lambda placed: placed.logged.at_s)
+
+    def _tail(self, file: Path) -> Iterator[Placed]:
+        end = self._offsets.get(file.name, 0)
+        if file.stat().st_size <= end:
+            return
         with file.open("rb") as stream:
-            stream.seek(self._offsets.get(file, 0))
+            stream.seek(end)
             for line in stream:
                 if not line.endswith(b"\n"):
                     return
-                yield _parse(line, file)
-                self._offsets[file] = self._offsets.get(file, 0) + len(line)
+                end += len(line)
+                yield Placed(_parse(line, file), file.name, end)
+                self._offsets[file.name] = end
 
 
 def _drop_unfinished_line(file: Path) -> None:

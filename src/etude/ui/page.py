@@ -24,7 +24,7 @@ from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.ui.runs import RunList
-from etude.ui.server import FAREWELL, ui_app
+from etude.ui.server import STREAMS, ui_app
 
 TOKEN_VARIABLE = "ETUDE_UI_TOKEN"
 """Environment variable with the token, where it is not to be drawn."""
@@ -67,7 +67,7 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
         await asyncio.Event().wait()
     finally:
         try:
-            await app[FAREWELL]()
+            await app[STREAMS].close()
         finally:
             await runner.cleanup()
 
@@ -76,9 +76,9 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
 def page_beside(folder: RunFolder, out: TextIO) -> Iterator[str]:
     """Serve the page of a run while the context is open; yields its URL, or nothing where none is wanted.
 
-    It is wanted as ``telemetry.page`` says. One that cannot be started is a warning on ``out``, never an error.
+    It is wanted as ``log.page`` says. One that cannot be started is a warning on ``out``, never an error.
     """
-    setting = folder.config().telemetry.page
+    setting = folder.config().log.page
     if setting is False or (setting == "auto" and not out.isatty()):
         yield ""
         return

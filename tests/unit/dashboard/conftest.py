@@ -176,5 +176,6 @@ def _rollout(at_s: float, purpose: str, group: int, slot: int, status: str, reas
     event: Event = RolloutClosed(
         rollout_id=f"{purpose}-{group}-{slot}", purpose=purpose, group_index=group, status=status, reason=reason,
         reward=reward if status == "graded" else None, turns=4, sampled_tokens=130, seconds=6.0,
+        stage_s={"session": 0.01, "sandbox": 0.25, "model": 3.5, "tools": 1.5, "grading": 0.5},
     )  # fmt: skip
     return Logged(at_s=at_s, process="rollouts", event=event)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
+from etude.config.log import AlertConfig
 from etude.config.recipe import EvalConfig, RunConfig
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import RunMetrics
 from etude.dashboard.terminal import final_table, render, sparkline
 from etude.dashboard.text import render_line
-from etude.telemetry.events import Logged, StepDone
+from etude.telemetry.events import AlertChanged, Logged, SinkFailed, StepDone
 from etude.types import Json
 from steps import changed
 
@@ -38,6 +39,24 @@ def test_the_panel_says_what_happens_now(events: list[Logged], config: RunConfig
         "in 7 of 8 groups", "submit 81%, length 19%",
     ):  # fmt: skip
         assert words in text
+
+
+def test_the_panel_says_what_went_wrong_last_and_where_to_look(events: list[Logged], config: RunConfig) -> None:
+    rule = AlertConfig(name="idle", when="no_signal >= 3")
+    run, watched = _run(events, 0.6), config.model_copy(update={"alerts": (rule,)})
+    at_s, page = run.segments[-1].end_s, "http://127.0.0.1:43567/#token=abc"
+    assert "last " in (text := _text(render(run, watched, at_s), 80))
+    assert "start in 250 ms" in text and "tools 1.5 s · grading 500 ms" in text
+    for event in (
+        SinkFailed(sink="wandb", reason="it is away", lost=0),
+        AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3; no_signal >= 3", to=["page"]),
+    ):
+        run.add(Logged(at_s=at_s, process="sinks", event=event))
+    for width in (80, 160):
+        text = _text(render(run, watched, at_s + 5, page), width)
+        for words in ("wandb: it is away", "1 firing, 0:05 ago", "idle: no_signal = 3", page):
+            assert words in text
+        assert max(map(len, text.splitlines())) <= width
 
 
 @pytest.mark.parametrize(

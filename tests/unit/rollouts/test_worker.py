@@ -60,6 +60,7 @@ def test_a_played_and_judged_rollout_is_graded() -> None:
         reason="submit",
         turns=(TURN,),
         seconds=2.5,
+        session_id="session-0",
         stage_s={"session": 0, "sandbox": 0, "model": 2.5, "tools": 0, "grading": 0, "scoring": 0},
     )
     assert fakes.is_tidy

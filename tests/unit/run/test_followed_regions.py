@@ -82,7 +82,7 @@ def test_sessions_are_spread_over_regions_that_serve_the_version_and_a_region_th
     async def play() -> None:
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            events = stack.enter_context(open_events(folder, folder.config(), ROLLOUTS))
+            events = stack.enter_context(open_events(folder, ROLLOUTS))
             sessions, served = await stack.enter_async_context(open_regions(folder, folder.config(), http, events))
             assert served() == -1
             for name, gateway in gateways.items():  # they come up after rollouts
@@ -120,7 +120,7 @@ def test_a_run_whose_regions_never_answer_says_so(tmp_path: Path) -> None:
 
     async def play() -> None:
         config = folder.config()
-        with open_events(folder, config, ROLLOUTS) as events:
+        with open_events(folder, ROLLOUTS) as events:
             async with aiohttp.ClientSession() as http, open_regions(folder, config, http, events) as (_, served):
                 await served.reach(0)
 

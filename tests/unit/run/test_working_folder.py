@@ -48,14 +48,14 @@ def test_another_machine_has_the_recipe_the_plugins_and_the_place_of_the_ledger(
     plugin.parent.mkdir()
     plugin.write_text("class Mine:\n    def __init__(self, options: object) -> None: ...\n")
     (tmp_path / "recipe" / "run.toml").write_text(
-        '[ledger]\nurl = "postgresql:///app"\n[telemetry]\nsinks = [{kind = "@losses.py:Mine"}]\n'
+        '[ledger]\nurl = "postgresql:///app"\n[log]\nto = ["@losses.py:Mine"]\n'
     )
     made = create_run(url, load_recipe(tmp_path / "recipe"))
     plugin.unlink()
     elsewhere(monkeypatch, tmp_path)
     folder = open_run_folder(url)
     assert folder.path != made.path and folder.url == made.url == url
-    assert folder.config().telemetry.sinks[0].kind.startswith(f"@{folder.path}/plugins/losses.")
+    assert folder.config().log.to[0].kind.startswith(f"@{folder.path}/plugins/losses.")
     assert folder.ledger == made.ledger
     assert (folder.store, folder.payloads) == (f"{url}/weights", f"{url}/payloads")
     assert not (folder.path / "admin.key").exists()

@@ -7,15 +7,18 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.telemetry.events import (
+    AlertChanged,
     EngineStats,
     EvalDone,
     Event,
+    GroupAdmitted,
     HeldoutLoss,
     ImitationProgress,
     JudgeAlarm,
     MemoryUsed,
     MismatchMeasured,
     MismatchWarned,
+    ModelCall,
     Outage,
     PhaseEnded,
     PhaseStarted,
@@ -23,6 +26,7 @@ from etude.telemetry.events import (
     RegionServed,
     RolloutClosed,
     RunStarted,
+    SinkFailed,
     WeightsPublished,
     WeightsSwapped,
 )
@@ -66,6 +70,13 @@ EXAMPLES: tuple[Event, ...] = (
     JudgeAlarm(kind="agreement", aspect="style", detail="less than it was calibrated with"),
     Outage(what="rollouts", seconds=90.5, reason="the sandbox died"),
     RegionServed(region="eu", version=3, open=8, sessions=20, payload_bytes=1000, is_away=False),
+    GroupAdmitted(purpose="train", group_index=7, version=3),
+    ModelCall(
+        session="s1", seconds=1.5, waited_s=0.5, first_token_s=None, api="/v1/messages", engine="serve", status=200,
+        prompt_tokens=90, completion_tokens=9, reused_tokens=80, versions=[3, 4],
+    ),
+    AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3, above 2", to=["log"]),
+    SinkFailed(sink="wandb", reason="it is away", lost=0),
 )  # fmt: skip
 
 

@@ -222,7 +222,7 @@ def test_no_work_is_left_when_the_browser_is_gone(runs: Path) -> None:
 
 
 def test_a_page_beside_a_run_is_there_at_once_and_ends_with_it(tmp_path: Path) -> None:
-    folder = RunFolder.create(tmp_path / "run", default_recipe(["telemetry.page=true"]))
+    folder = RunFolder.create(tmp_path / "run", default_recipe(["log.page=true"]))
     with page_beside(folder, io.StringIO()) as url:
         address, _, token = url.partition("#token=")
         request = Request(f"{address}api/runs", headers={"Authorization": f"Bearer {token}"})

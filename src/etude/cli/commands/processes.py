@@ -1,4 +1,4 @@
-"""`etude midtrain|sft|parity|serve|production|product|rollouts|train`: one process of a run; `etude run` has them."""
+"""`etude midtrain|sft|parity|serve|production|product|rollouts|train|sinks`: one process of a run each."""
 
 from typing import Annotated, TypeAlias
 
@@ -53,6 +53,14 @@ def production(*, run: Run, replica: Replica = 0) -> None:
 def product(*, run: Run) -> None:
     """One process of a run: the gateway for users."""
     _run(PRODUCT, run)
+
+
+@app.command()
+def sinks(*, run: Run) -> None:
+    """Beside a run: feeds what log.to names, and evaluates alerts. By hand, sends what was not sent yet."""
+    from etude.run.sinks import run_sinks
+
+    run_sinks(open_run_folder(run))
 
 
 @app.command()

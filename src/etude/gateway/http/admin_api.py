@@ -48,9 +48,10 @@ from etude.gateway.http.auth import (
 )
 from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.http.openapi import document
-from etude.gateway.request_log import CONTENT_TYPE, Metrics, RequestRecord
+from etude.gateway.request_log import Metrics, RequestRecord
 from etude.gateway.routing.admission import TrafficClass
 from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, is_engine_url
+from etude.gauges import CONTENT_TYPE
 from etude.ledger.turns import encode_turns
 from etude.types import Json
 

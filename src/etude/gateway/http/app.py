@@ -29,7 +29,7 @@ ASGI server is measurably faster, and this one cancels a handler whose caller hu
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -59,7 +59,7 @@ from etude.gateway.api.calls import (
 )
 from etude.gateway.capture.live import USER, LiveRecorder
 from etude.gateway.http.auth import Authenticator, Principal, retry_after
-from etude.gateway.request_log import AccessLog, CallLoad, Metrics, RequestRecord
+from etude.gateway.request_log import CallLoad, Metrics, RequestRecord
 from etude.gateway.routing.admission import AdmissionQueue, InflightCalls, TrafficClass
 from etude.gateway.routing.arms import ReleasedArms
 from etude.gateway.routing.pool import EnginePool
@@ -134,8 +134,9 @@ class Gateway:
         *,
         others: "RouteTable",
         metrics: Metrics,
-        access_log: AccessLog | None = None,
+        listeners: Sequence[Callable[[RequestRecord], None]] = (),
     ) -> None:
+        """``listeners`` are told of every request that is over, but for probes."""
         self._service = service
         self._auth = state.auth
         self._inflight = state.inflight
@@ -143,7 +144,7 @@ class Gateway:
         self._arms = state.arms
         self._deadline_s = DEADLINE_S
         self._summary_mark = config.summary_mark
-        self._access_log = access_log
+        self._listeners = tuple(listeners)
         self._metrics = metrics
         self._live = state.live
         calls = {path: {"POST": self._call} for path in PROTOCOLS} | {
@@ -173,8 +174,9 @@ class Gateway:
             self._metrics.count(record)
             if record.api:
                 self._auth.sessions.queue_time(record.session_id).add(record)
-            if self._access_log is not None and record.route not in PROBES:
-                self._access_log.add(record)
+            if record.route not in PROBES:
+                for tell in self._listeners:
+                    tell(record)
 
     def take_load(self) -> CallLoad:
         """Sums over the calls that ended since it was called the last time."""

@@ -71,8 +71,10 @@ class CallOptions:
     """The released weights that may sample it; ``None``: whatever engines have."""
     deadline_s: float = 600.0
     """Seconds that the call may take in all, from now."""
-    dispatched: Callable[[float | None], None] = lambda at: None
-    """Called with the time when an engine is given the call, and with ``None`` when it failed under it."""
+    dispatched: Callable[[float | None, str], None] = lambda at, engine: None
+    """Called with the time when an engine is given the call, and with ``None`` when it failed under it; and with the
+    engine's name.
+    """
 
 
 DEFAULT_OPTIONS = CallOptions()
@@ -246,11 +248,11 @@ class EnginePool:
     def _calling(self, name: str, call: "_RoutedCall") -> Iterator[None]:
         """Count a call, and learn from how it ends. Trouble that another engine may not have is noted, not raised."""
         self._router.began(name)
-        call.options.dispatched(self._clock.now())
+        call.options.dispatched(self._clock.now(), name)
         try:
             yield
         except EngineUnavailable as error:
-            call.options.dispatched(None)
+            call.options.dispatched(None, name)
             if call.over:
                 raise
             self._learn(name, call, error)

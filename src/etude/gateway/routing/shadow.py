@@ -84,7 +84,7 @@ class Shadow:
     ) -> None:
         dispatched: list[float] = []
         options = CallOptions(
-            arm=arm, deadline_s=DEADLINE_S, dispatched=lambda at: None if at is None else dispatched.append(at)
+            arm=arm, deadline_s=DEADLINE_S, dispatched=lambda at, _: None if at is None else dispatched.append(at)
         )
         tokens, failed = 0, False
         try:

@@ -25,6 +25,7 @@ from typing import TypeAlias
 from aiohttp import web
 
 from etude.errors import ConfigError, EtudeError, SandboxError, SandboxesBusy
+from etude.gauges import CONTENT_TYPE, gauge_page
 from etude.protocols import Sandbox, SandboxProvider
 from etude.sandbox_spec import Image, SandboxLimits, SandboxSpec
 from etude.sandboxes.memory_pressure import MachineMemory
@@ -114,6 +115,7 @@ class SandboxServer:
         place = f"{PREFIX}/sandboxes/{{name:[0-9a-f]{{32}}}}"
         app.router.add_get(f"{PREFIX}/capabilities", self._route(self._capabilities))
         app.router.add_get(f"{PREFIX}/host", self._route(self._report, is_urgent=True))
+        app.router.add_get("/metrics", _metrics_of(self._report, self._names))
         app.router.add_post(f"{PREFIX}/leases", self._route(self._renew, is_urgent=True))
         app.router.add_post(f"{PREFIX}/announce", self._route(self._announce))
         app.router.add_post(f"{PREFIX}/drain", self._route(self._drain, is_urgent=True))
@@ -160,7 +162,7 @@ class SandboxServer:
         granted = await self._provider.capabilities()
         return wire.CapabilitiesReply(version=wire.VERSION, capabilities=sorted(map(str, granted)))
 
-    async def _report(self, registered: RegisteredSandbox, body: bytes) -> Answer:
+    async def _report(self, registered: RegisteredSandbox, body: bytes) -> wire.HostReply:
         memory = self._memory()
         is_short = memory.stalled >= self._limits.stalled
         free_bytes = 0 if is_short else max(0, int(memory.available_bytes) - self._limits.reserve_bytes)
@@ -331,6 +333,26 @@ class SandboxServer:
         for registered in list(self._sandboxes):
             self._close(registered)
         await asyncio.gather(sweeping, *self._closing, return_exceptions=True)
+
+
+def _metrics_of(
+    report: Callable[[RegisteredSandbox, bytes], Awaitable[wire.HostReply]], names: Mapping[str, str]
+) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """The handler of ``/metrics``, for a Prometheus that has a client's key."""
+
+    async def show(request: web.Request) -> web.Response:
+        try:
+            host = (await report(RegisteredSandbox(_client(request, names), ""), b"")).report
+        except _Stranger as error:
+            return _refuse(wire.ErrorReply(fault=wire.ErrorKind.KEY, message=str(error)))
+        values = {
+            "etude_host_sandboxes": host.sandboxes,
+            "etude_host_free_bytes": host.free_bytes,
+            "etude_host_draining": host.is_draining,
+        }
+        return web.Response(body=gauge_page(values), headers={"Content-Type": CONTENT_TYPE})
+
+    return show
 
 
 class _Stranger(Exception):

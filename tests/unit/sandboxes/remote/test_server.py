@@ -68,6 +68,17 @@ def creation(files: Mapping[str, str] | None = None, spec: SandboxSpec = SPEC) -
     return wire.write_message(wire.CreateRequest(files=dict(files or {}), spec=spec))
 
 
+def test_prometheus_gets_figures_with_a_key() -> None:
+    async def read(server: SandboxServer, url: str) -> None:
+        async with ClientSession() as http:
+            async with http.get(f"{url}/metrics", headers={"Authorization": "Bearer wrong"}) as answer:
+                assert answer.status != 200
+            async with http.get(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"}) as answer:
+                assert "\netude_host_sandboxes 0.0\n" in await answer.text()
+
+    serve(read)
+
+
 @pytest.mark.parametrize("key", ["", "wrong", DIGESTS["one"]])
 def test_a_stranger_is_told_so_and_nothing_else(key: str) -> None:
     async def knock(server: SandboxServer, url: str) -> None:

@@ -1,0 +1,111 @@
+"""Rules of ``[[alerts]]``: a pure fold from events to what begins and ceases to hold.
+
+    events ──▶ what is watched: a value ──▶ each rule: holds? for as long as it says? ──▶ AlertChanged
+
+Steps count steps, and seconds the time of events, of which a run that lives has one every few seconds. Owns the
+values and the rules. Who is told is :mod:`etude.telemetry.sinks.alerts`'.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from etude.config.log import WATCHED, AlertConfig, Condition
+from etude.telemetry.events import (
+    AlertChanged,
+    Event,
+    Logged,
+    RolloutClosed,
+    StepDone,
+    WeightsPublished,
+    WeightsSwapped,
+)
+from etude.telemetry.metrics import METRICS
+from etude.types import RolloutStatus
+
+RECENT = 100
+"""Training rollouts over which the hack rate is taken."""
+NAMES = (*WATCHED, *METRICS)
+"""Everything that can be watched."""
+
+
+@dataclass(slots=True)
+class _WatchedRule:
+    """One rule, and since when it holds."""
+
+    config: AlertConfig
+    condition: Condition
+    steps: int = 0
+    """Steps in a row, up to the newest, at which it held."""
+    since_s: float | None = None
+    """Time since which it holds."""
+    firing: bool = False
+
+
+class AlertRules:
+    """The rules of a run and the newest values that they watch."""
+
+    def __init__(self, rules: Sequence[AlertConfig], cost: Callable[[], float] = lambda: 0.0) -> None:
+        """``cost`` tells what judges have cost so far."""
+        self._rules = [_WatchedRule(rule, rule.condition) for rule in rules]
+        self._cost = cost
+        self._values: dict[str, float] = {}
+        self._hacked: deque[bool] = deque(maxlen=RECENT)
+        self._served: dict[str, int] = {}
+        self._published = 0
+
+    def add(self, logged: Logged) -> list[AlertChanged]:
+        """Fold in one event; the rules that begin to fire, or cease to."""
+        is_step = isinstance(logged.event, StepDone)
+        self._watch(logged.process, logged.event)
+        return [change for rule in self._rules for change in self._look(rule, logged.at_s, is_step=is_step)]
+
+    def _watch(self, process: str, event: Event) -> None:
+        """Take in the values of an event."""
+        match event:
+            case StepDone() as done:
+                metrics = done.metrics
+                in_vain = metrics.get("groups_without_signal") == metrics.get("groups")
+                self._values |= metrics
+                self._values["no_signal"] = self._values.get("no_signal", 0.0) + 1 if in_vain else 0.0
+                self._values["cost"] = self._cost()
+                if "k3" in metrics:
+                    self._values["mismatch"] = metrics["k3"]
+                for name in METRICS.keys() - metrics.keys():
+                    self._values.pop(name, None)
+            case RolloutClosed(purpose="train", status=RolloutStatus.GRADED, hacked=hacked):
+                self._hacked.append(hacked)
+                self._values["hack_rate"] = sum(self._hacked) / len(self._hacked)
+            case WeightsPublished(version=version):
+                self._published = max(self._published, version)
+            case WeightsSwapped(version=version):
+                self._served[process] = version
+            case _:
+                pass
+        if self._served:
+            self._values["lag"] = float(max(0, self._published - min(self._served.values())))
+
+    def _look(self, rule: _WatchedRule, now_s: float, *, is_step: bool) -> list[AlertChanged]:
+        value = self._values.get(rule.condition.watch)
+        if value is None:
+            return []
+        if not rule.condition.holds(value):
+            was_firing, rule.firing, rule.steps, rule.since_s = rule.firing, False, 0, None
+            return [_change(rule, value)] if was_firing else []
+        rule.since_s = now_s if rule.since_s is None else rule.since_s
+        rule.steps += is_step
+        is_due = rule.steps >= rule.condition.steps and now_s - rule.since_s >= rule.condition.seconds
+        if rule.firing or not is_due:
+            return []
+        rule.firing = True
+        return [_change(rule, value)]
+
+
+def _change(rule: _WatchedRule, value: float) -> AlertChanged:
+    return AlertChanged(
+        alert=rule.config.name,
+        firing=rule.firing,
+        value=value,
+        summary=f"{rule.condition.watch} = {value:.4g}; {rule.config.when}",
+        to=list(rule.config.to),
+    )

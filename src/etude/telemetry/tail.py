@@ -1,0 +1,183 @@
+"""The tail over a run's events: each sink gets every event once, at its own pace, and nobody waits for it.
+
+    events/*.jsonl ──▶ SinkThread ──▶ Sink.emit
+                         │ sinks/NAME.json: how far it got, written before an event is given
+
+A sink that is away gets its events later; one that raises anything else loses the event after a few tries, which is
+counted and told. Since the place is written first, a process that is killed loses one event at most, and sends none
+twice. Owns pace and place. What a sink does with an event is its own affair.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import orjson
+
+from etude.closing import Closing
+from etude.telemetry.events import Logged
+from etude.telemetry.log import EventReader, Placed
+from etude.telemetry.sinks.sink import Sink
+
+POLL_S = 1.0
+"""Pause between two looks for new events."""
+TRIES = 3
+"""Times that an event is given to a sink that raises."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+"""Pauses while a sink is away, which double."""
+TELL_EVERY = 100
+"""Events that are lost before it is told again."""
+
+
+class EventTail(Closing):
+    """The events of a run behind a place that is kept in a file."""
+
+    def __init__(self, events: Path, place: Path) -> None:
+        self._events = events
+        self._descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
+        text = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
+        self._offsets: dict[str, int] = orjson.loads(text or b"{}")
+        self._size = len(text)
+        self._reader = EventReader(events, offsets=self._offsets)
+
+    def past(self) -> Iterator[Logged]:
+        """The events before the place, in order of time."""
+        before = dict(self._offsets)
+        for placed in EventReader(self._events).placed():
+            if placed.end <= before.get(placed.file, 0):
+                yield placed.logged
+
+    def new(self) -> list[Placed]:
+        """The events behind the place that were not returned yet, in order of time."""
+        return self._reader.placed()
+
+    def go_to(self, placed: Placed) -> int:
+        """Put the place behind an event; returns where in its file it was before."""
+        before = self._offsets.get(placed.file, 0)
+        self.put(placed.file, placed.end)
+        return before
+
+    def put(self, file: str, end: int) -> None:
+        """Put the place in one file."""
+        self._offsets[file] = end
+        text = orjson.dumps(self._offsets).ljust(self._size)  # over the old one in one call, which no kill can tear
+        self._size = len(text)
+        os.pwrite(self._descriptor, text, 0)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+class SinkThread:
+    """One sink, its place and its thread.
+
+    consumes: events; produces: what the sink makes of them; waits for: the sink, and for nothing else; woken by: its
+    own polling; on shutdown: takes what was written until then, and closes the sink.
+    """
+
+    def __init__(
+        self, name: str, tail: EventTail, open_sink: Callable[[], Sink], tell: Callable[[str, str, int], None]
+    ) -> None:
+        """``tell`` is called with the name, a reason and the events lost so far: at the first trouble, and for each
+        event that is lost.
+        """
+        self.name = name
+        self.lost = 0
+        self._tail = tail
+        self._open_sink = open_sink
+        self._tell = tell
+        self._away = False
+        """True while the sink is away, which was told."""
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let it take what there is, and end."""
+        self._ending.set()
+
+    def join(self, deadline_s: float | None = None) -> bool:
+        """Wait for its end, until ``deadline_s`` (monotonic) at most; true if it came."""
+        self._thread.join(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with self._tail:
+                sink = self._opened()
+                if sink is not None and self._give_all(sink):
+                    sink.close()
+        except Exception as error:  # noqa: BLE001  # somebody else's code may raise anything
+            self._tell(self.name, f"{type(error).__name__}: {error}", self.lost)
+
+    def _opened(self) -> Sink | None:
+        """The sink; ``None`` where it could not be opened until the end."""
+        for pause_s in _pauses():
+            is_last = self._ending.is_set()
+            try:
+                return self._open_sink()
+            except Exception as error:  # noqa: BLE001  # likewise
+                self._tell_away(error)
+            if is_last:
+                break
+            self._ending.wait(pause_s)
+        return None
+
+    def _give_all(self, sink: Sink) -> bool:
+        """Give events until the end; false where the sink was away then."""
+        while True:
+            is_last = self._ending.is_set()  # before the look, which then sees all that was written
+            for placed in self._tail.new():
+                if not self._give(sink, placed):
+                    return False
+            if is_last:
+                return True
+            self._ending.wait(POLL_S)
+
+    def _give(self, sink: Sink, placed: Placed) -> bool:
+        """Give one event; false where the sink was away at the end: then its place is before the event."""
+        failures = 0
+        for pause_s in _pauses():
+            is_last = self._ending.is_set()
+            before = self._tail.go_to(placed)
+            try:
+                sink.emit(placed.logged)
+            except OSError as error:
+                self._tail.put(placed.file, before)
+                self._tell_away(error)
+                if is_last:
+                    return False
+                self._ending.wait(pause_s)
+            except Exception as error:  # noqa: BLE001  # likewise
+                failures += 1
+                if failures == TRIES:
+                    self._lose(error)
+                    break
+            else:
+                self._away = False
+                break
+        return True
+
+    def _tell_away(self, error: Exception) -> None:
+        if not self._away:
+            self._away = True
+            self._tell(self.name, f"it is away, and gets events later: {type(error).__name__}: {error}", self.lost)
+
+    def _lose(self, error: Exception) -> None:
+        self.lost += 1
+        if self.lost == 1 or self.lost % TELL_EVERY == 0:
+            self._tell(self.name, f"it does not take an event: {type(error).__name__}: {error}", self.lost)
+
+
+def _pauses() -> Iterator[float]:
+    """Pauses between tries, which grow."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        yield pause_s
+        pause_s = min(MAX_PAUSE_S, 2 * pause_s)
