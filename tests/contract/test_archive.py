@@ -11,6 +11,7 @@ from etude.errors import RunFolderError, UserError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.ledger.open import open_database
+from etude.ledger.record_index import RecordIndex
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Finish, Hint, Rollout, RolloutStatus, Split, Turn, TurnKind, Verdict
 from ledgers import NewPlace, rollout, task
@@ -125,9 +126,39 @@ def test_rollouts_are_found_by_what_is_asked(archive: Archive) -> None:
         ({"order": Order.TOKENS, "limit": 3}, ["b-cheat", "ab-long", "aa-good"]),
         ({"order": Order.TURNS, "limit": 1}, ["ab-long"]),
         ({"order": Order.STALENESS, "limit": 2}, ["ab-long", "aa-good"]),
+        ({"task": "B"}, ["b-cheat", "b-again", "b-broken"]),
+        ({"task": "T", "reward": (">", 0.0)}, ["ab-long", "aa-good"]),  # the template of all
+        ({"task": "%"}, []),
+        ({"hacked": True}, ["b-cheat"]),
+        ({"hacked": True, "task": "a"}, []),
+        ({"offset": 4}, everything[4:]),
+        ({"is_reversed": True}, everything[::-1]),
+        ({"order": Order.REWARD, "is_reversed": True, "offset": 1, "limit": 2}, ["b-cheat", "ab-long"]),
+        (
+            {"order": Order.REWARD, "is_reversed": True},
+            ["b-again", "b-cheat", "ab-long", "aa-good", "c-gone", "b-broken"],
+        ),
+        ({"order": Order.SECONDS, "limit": 1}, ["c-gone"]),
     ]
     for search, expected in cases:
         assert names(archive, **search) == expected, search
+
+
+def test_what_readers_learnt_from_records_keeps_up_with_the_ledger(new_place: NewPlace) -> None:
+    where, index = new_place(), RecordIndex()
+    with Ledger.open(where) as ledger:
+        ledger.admit_group(task("first"), TRAIN, 2, 0)
+        ledger.record(ended("one", 0, 0, 0.0, ACT, verdict=SUSPECT), TRAIN)
+        for expected, name in ((["one"], "two"), (["two", "one"], "three")):
+            with Archive.open(where, index=index) as archive:
+                assert names(archive, hacked=True) == expected
+                assert set(archive.templates(TRAIN, [0, 7])) == {0}
+            group = 0 if name == "two" else ledger.admit_group(task("next"), TRAIN, 1, 0)
+            assert group is not None
+            ledger.record(ended(name, group, int(name == "two"), 0.0, ACT, verdict=SUSPECT), TRAIN)
+    with Archive.open(where, index=index) as archive:
+        assert names(archive, hacked=True) == ["three", "two", "one"]
+        assert names(archive, task="next") == ["three"]
 
 
 def test_what_is_found_says_enough_for_a_list(archive: Archive) -> None:

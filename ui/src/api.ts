@@ -22,6 +22,8 @@ export interface RunOverview {
 /** What the stream says of a run; `cursor` is another one whenever there is more to ask for. */
 export interface Tick extends RunOverview {
   readonly cursor: number;
+  /** True of the last one: the server ends, as it does with `etude run`. */
+  readonly closed: boolean;
 }
 
 const TOKEN = "etude-token";

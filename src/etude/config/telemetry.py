@@ -1,6 +1,6 @@
 """``[telemetry]``: where the events of a run go beside its folder."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny
 
@@ -37,3 +37,7 @@ class TelemetryConfig(Section):
 
     sinks: tuple[SinkConfig, ...] = ()
     """``[[telemetry.sinks]]``, in any order."""
+    page: bool | Literal["auto"] = "auto"
+    """True if `etude run` serves a page of the run while it goes on (``docs/live-page.md``). ``auto``: where somebody
+    sees the URL, since standard output is a terminal.
+    """

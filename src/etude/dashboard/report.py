@@ -29,6 +29,13 @@ def build_report(
     run: RunMetrics, config: RunConfig, *, machine: Mapping[str, Json], date: str, commit: str
 ) -> dict[str, Json]:
     """Every figure of a run. ``machine`` names the processor, its cores and the versions of Python and torch."""
+    return build_figures(run, config, machine=machine, date=date, commit=commit) | {"curve": _curve(run)}
+
+
+def build_figures(
+    run: RunMetrics, config: RunConfig, *, machine: Mapping[str, Json], date: str, commit: str
+) -> dict[str, Json]:
+    """A report without its ``curve``, which is a row for each step."""
     steps = [timed.event for timed in run.steps]
     return {
         "name": config.name,
@@ -58,7 +65,6 @@ def build_report(
         "sft_curve": _imitation_curve(run, "sft"),
         "heldout_curve": _heldout_curve(run),
         "lineage": [asdict(ended) for ended in run.lineage.values()],
-        "curve": _curve(run),
         "config": config.model_dump(mode="json"),
     }
 

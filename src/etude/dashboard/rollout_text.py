@@ -5,177 +5,19 @@ in a sandbox wrote is data: its control characters are shown, never sent to the 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
-import orjson
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
 from etude.dashboard.formatting import MISSING, count, decimal, percent, small
+from etude.dashboard.rollouts import ReadComparison, ReadPart, ReadRollout, ReadSummary, ReadToken, ReadTurn
 from etude.dashboard.terminal import ACCENT, DIM, GOOD, WARN, light_table
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
-from etude.types import Disposition, Hint, Json, RolloutStatus, Verdict
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadPart:
-    """One named part of a recorded reward."""
-
-    name: str
-    value: float
-    """Value as its source gave it."""
-    worth: float | None
-    """Amount that it adds to the reward; ``None``: it was only recorded, or the grader alone knows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadToken:
-    """One sampled token, as it is shown."""
-
-    token_id: int
-    text: str
-    """Text that it spells; a special one by its name, U+FFFD for a part of a character."""
-    logprob: float
-    """The engine's."""
-    version: int
-    """The weight version that sampled it."""
-    mismatch: float | None
-    """The trainer's logprob under that version − the engine's."""
-    kept: int | None
-    """Tokens of the vocabulary that it was drawn from; ``None`` where nothing was cut, or it is no longer known."""
-    routes: tuple[tuple[int, ...], ...] | None
-    """[sparse layers, experts per token] of the pass that it was drawn from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadSummary:
-    """A self-summary and the context that it replaced."""
-
-    scratch: str
-    """Reasoning before it, which is forgotten."""
-    text: str
-    """Text from which the next context goes on."""
-    tokens_before: int
-    """Tokens of the context that was summarised."""
-    tokens_after: int | None
-    """Tokens of the one that begins after it; ``None`` where none does."""
-    facts: Mapping[str, bool | None]
-    """Fact that the answer takes → whether the summary has it; ``None`` where it had not been seen by then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTurn:
-    """One model call, as it is shown."""
-
-    number: int
-    """From 0."""
-    kind: str
-    continues: int | None
-    """The turn whose reply its context goes on from; ``None``: the context began anew."""
-    heard: str
-    """Text that is new in its context."""
-    said: str
-    finish: str
-    temperature: float
-    prompt_tokens: int
-    new_tokens: int
-    """Tokens that are new in the prompt."""
-    sampled_tokens: int
-    versions: Mapping[int, int]
-    """Weight version → tokens that it sampled."""
-    reward: float | None
-    """Reward that it earned by itself, beside the rollout's."""
-    hint: Hint | None
-    advantage: float | None
-    """Advantage of its loss tokens; 0 where there is no signal, ``None`` where it cannot be said."""
-    loss_tokens: int | None
-    """Sampled tokens that carry loss; ``None`` where that cannot be said."""
-    summary: ReadSummary | None
-    tokens: tuple[ReadToken, ...] | None
-    """``None`` unless asked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadComparison:
-    """Comparison of a rollout with the others of its group."""
-
-    penalty: float
-    """Taken off for effort."""
-    compared: float
-    """Reward after penalties."""
-    rollouts: int
-    """Those that are compared: graded and not quarantined."""
-    quarantined: int
-    lost: int
-    """Slots given up to infrastructure."""
-    weight: float
-    """Factor of the group's advantages for these two."""
-    has_signal: bool
-    """True if any turn of the group has an advantage; else nothing is trained on."""
-    step_tokens: int | None
-    """Loss tokens of the whole batch of its optimiser step; ``None`` before that."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadRollout:
-    """One rollout, as it is shown."""
-
-    rollout_id: str
-    purpose: str
-    group: int
-    slot: int
-    attempt: int
-    step: int | None
-    """The optimiser step that claimed its group."""
-    group_state: str
-    """State of its group on the way to the trainer (:class:`~etude.ledger.states.GroupState`)."""
-    task_id: str
-    epoch: int
-    """Time, from 1, that its task was admitted; 1 of an evaluation."""
-    template: str
-    prompt: str
-    status: str
-    reason: str
-    reward: float | None
-    parts: tuple[ReadPart, ...]
-    counts: Mapping[str, int]
-    """Actions of the agent: tool name → calls."""
-    seconds: float
-    verdict: Verdict | None
-    branch_of: str | None
-    """The rollout that sampled its first turns."""
-    branch_turns: int
-    """Number of those."""
-    comparison: ReadComparison | None
-    """``None`` where nothing is trained on; of an open group what it would be if the group ended now."""
-    turns: tuple[ReadTurn, ...]
-    notes: tuple[str, ...]
-    """Figures that could not be made, and why."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Sum over all turns."""
-        return sum(turn.sampled_tokens for turn in self.turns)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The weight versions that sampled it, ascending."""
-        return tuple(sorted({version for turn in self.turns for version in turn.versions}))
-
-
-Shown: TypeAlias = ReadRollout | RolloutMatch
-"""A rollout with its turns, or as a search finds it."""
-
-
-def to_json(rollout: Shown) -> dict[str, Json]:
-    """One of these objects as JSON; its keys are the fields."""
-    fields: dict[str, Json] = orjson.loads(orjson.dumps(rollout, option=orjson.OPT_NON_STR_KEYS))
-    return fields
-
+from etude.types import Disposition, RolloutStatus
 
 ID_CHARACTERS = 8
 """Characters of a rollout's id: enough to name it among millions, as ``--rollout`` takes a beginning."""
@@ -377,6 +219,9 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
         text = Text(rollout.verdict.disposition, "default" if facts else WARN)
         text.append("" if facts else f", by {visible(rollout.verdict.reason)}; graded {rollout.verdict.graded:g}")
         yield Block("verdict   ", text.append(f"  {', '.join(rollout.verdict.flags)}", DIM))
+    for vote in rollout.votes:
+        score = "cannot tell" if vote.score is None else f"{vote.score} of {vote.lowest}–{vote.highest}"
+        yield Block("judge     ", Text.assemble(f"{vote.aspect} {score}", (f"  {visible(vote.reason)}", DIM)))
     if rollout.branch_of is not None:
         yield Block("branch    ", Text(f"of {rollout.branch_of} from turn {rollout.branch_turns} on"))
     for note in rollout.notes:

@@ -2,7 +2,7 @@
 
 Owns the questions of people, who read while the run goes on. The database is opened to read only, without a lease or a
 lock: a reader neither waits nor stops a writer. Does not own what a rollout is worth to the trainer
-(:mod:`etude.cli.commands.rollout_view`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
+(:mod:`etude.run.rollout_reader`) or how it is shown (:mod:`etude.dashboard.rollout_text`).
 
 **Cost.** A search reads ``catalogue``, a row of some hundred bytes for each rollout, and no record. Newest first it
 follows an index backwards and stops at its limit; any other order, and every count, reads the rows of the purpose once.
@@ -11,8 +11,9 @@ asked of these does not find them (``Census.unlisted`` says how many). Only :met
 :meth:`Archive.group` decode records, and those only that are asked for.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
@@ -25,10 +26,11 @@ from etude.ledger.changes import TRAIN
 from etude.ledger.database import Database, Row, Value
 from etude.ledger.open import open_database
 from etude.ledger.payloads import Payloads
+from etude.ledger.record_index import RecordIndex
 from etude.ledger.records import decode_rollout, decode_task
 from etude.ledger.states import GroupState
 from etude.ledger.transactions import LedgerConnection, Transactions
-from etude.types import Disposition, Group, Rollout, RolloutStatus
+from etude.types import Disposition, Group, Rollout, RolloutStatus, Task
 
 ALIKE_CHARACTERS = 60
 """Reasons that have so many in common at their beginning are counted as one."""
@@ -73,6 +75,8 @@ class Order(StrEnum):
     TURNS = "turns"
     STALENESS = "staleness"
     """The oldest token, as its optimiser step saw it; those that no step has claimed come last."""
+    SECONDS = "seconds"
+    """The longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +92,17 @@ class Search:
     """Contained in why it ended or in what its verdict is due to; small and large letters are alike."""
     version: int | None = None
     """A weight version between its oldest token's and its newest one's."""
+    task: str = ""
+    """Contained in the task's id or template; small and large letters are alike."""
     has_summary: bool = False
     has_hint: bool = False
+    hacked: bool = False
+    """Its verdict counts it as a hack, rewarded or not."""
     order: Order = Order.NEWEST
+    is_reversed: bool = False
+    """The last of that order first; what has no such value stays last."""
+    offset: int = 0
+    """Number of results that are left out at the beginning."""
     limit: int = 20
 
 
@@ -103,6 +115,7 @@ class RolloutMatch:
     group: int
     slot: int
     attempt: int
+    task_id: str
     status: RolloutStatus
     reward: float | None
     reason: str
@@ -162,21 +175,31 @@ class Archive(LedgerConnection):
     :class:`~etude.errors.DamagedError` for a record that cannot be read, or whose turns are not there.
     """
 
-    def __init__(self, transactions: Transactions, payloads: Payloads | None = None) -> None:
+    def __init__(
+        self, transactions: Transactions, payloads: Payloads | None = None, index: RecordIndex | None = None
+    ) -> None:
         super().__init__(transactions)
         self._payloads = payloads
+        self._index = index or RecordIndex()
 
     @classmethod
-    def open(cls, place: Path | str, config: LedgerConfig | None = None, *, payloads: Payloads | None = None) -> Self:
+    def open(
+        cls,
+        place: Path | str,
+        config: LedgerConfig | None = None,
+        *,
+        payloads: Payloads | None = None,
+        index: RecordIndex | None = None,
+    ) -> Self:
         """Look into the ledger at a path or URL (:mod:`etude.ledger.open`), without changing anything there. Turns that
-        are objects are read from ``payloads``.
+        are objects are read from ``payloads``; ``index`` is what earlier readers of the same ledger learnt.
 
         Raises :class:`~etude.errors.RunFolderError` for a place that holds no ledger or something else, and for an
         older étude's, which a process that writes brings forward.
         """
         retry_timeout_s = (config or LedgerConfig()).retry_timeout_s
         database = open_database(place, retry_timeout_s=retry_timeout_s, read_only=True)
-        return cls(Transactions(database, retry_timeout_s=retry_timeout_s), payloads)
+        return cls(Transactions(database, retry_timeout_s=retry_timeout_s), payloads, index)
 
     def steps_done(self) -> int:
         """Committed optimiser steps."""
@@ -196,11 +219,15 @@ class Archive(LedgerConnection):
 
     def find(self, search: Search) -> list[RolloutMatch]:
         """The rollouts that are wanted, in their order."""
-        return self._db.read(lambda db: _find(db, search))
+        return self._db.read(lambda db: _find(db, search, self._index))
 
     def count(self, search: Search) -> int:
-        """The number of rollouts that a search matches, whatever its limit."""
-        return self._db.read(lambda db: _count(db, search))
+        """The number of rollouts that a search matches, whatever its offset and limit."""
+        return self._db.read(lambda db: _count(db, search, self._index))
+
+    def templates(self, purpose: str, groups: Collection[int]) -> Mapping[int, str]:
+        """Template of the task of each of some groups of a purpose, by number."""
+        return self._db.read(lambda db: self._index.templates(db, purpose, groups))
 
     def rollout(self, rollout_id: str) -> tuple[RolloutMatch, Rollout]:
         """A rollout, by its id or a beginning that no other has. Raises :class:`~etude.errors.UserError`."""
@@ -211,6 +238,11 @@ class Archive(LedgerConnection):
         """A group with its graded rollouts in slot order. Raises ``ValueError`` when there is no such group."""
         (group,) = whole_groups([self._db.read(lambda db: read_group(db, purpose, index))], self._payloads)
         return group
+
+    def tasks(self, purpose: str) -> list[Task]:
+        """The tasks of a purpose's groups, in order; no rollout is read."""
+        sql = "SELECT task FROM groups WHERE purpose = ? ORDER BY group_index"
+        return [decode_task(record) for (record,) in self._db.read(lambda db: db.execute(sql, purpose))]
 
     def state_of(self, purpose: str, index: int) -> GroupState:
         """The state of a group. Raises ``ValueError`` when there is no such group."""
@@ -346,9 +378,9 @@ def _reasons(db: Database, purpose: str, limit: int) -> list[tuple[RolloutStatus
 
 
 _COLUMNS = (
-    "c.rollout_id, c.purpose, c.group_index, c.slot, c.attempt, c.status, c.reward, c.reason, g.step, c.disposition,"
-    " c.cause, c.turns, c.summaries, c.hints, c.prompt_tokens, c.sampled_tokens, c.first_version, c.last_version,"
-    " c.seconds"
+    "c.rollout_id, c.purpose, c.group_index, c.slot, c.attempt, g.task_id, c.status, c.reward, c.reason, g.step,"
+    " c.disposition, c.cause, c.turns, c.summaries, c.hints, c.prompt_tokens, c.sampled_tokens, c.first_version,"
+    " c.last_version, c.seconds"
 )
 _FROM = "FROM catalogue c JOIN groups g ON g.purpose = c.purpose AND g.group_index = c.group_index"
 _OUTCOMES: Mapping[RolloutOutcome, str] = {
@@ -363,12 +395,13 @@ _FIRST: Mapping[Order, str] = {
     Order.TOKENS: "c.sampled_tokens",
     Order.TURNS: "c.turns",
     Order.STALENESS: "g.step - c.first_version",
+    Order.SECONDS: "c.seconds",
 }
 """The SQL of an order: what it puts first; of those that are alike the newest."""
-_NEWEST = "c.group_index DESC, c.slot DESC, c.attempt DESC"
+_NEWEST = ("c.group_index", "c.slot", "c.attempt")
 
 
-def _conditions(search: Search) -> tuple[str, list[Value]]:
+def _conditions(db: Database, search: Search, index: RecordIndex) -> tuple[str, list[Value]]:
     """A search as SQL, and the values in it."""
     given: list[tuple[str, Value | None]] = [
         ("c.purpose = ?", search.purpose),
@@ -383,6 +416,12 @@ def _conditions(search: Search) -> tuple[str, list[Value]]:
     if search.reason:
         pattern = f"%{_escaped(search.reason.lower())}%"
         given.append(("lower(c.reason || ' ' || c.cause) LIKE ? ESCAPE '!'", pattern))
+    if search.task:
+        groups = json.dumps([[number] for number in index.groups_like(db, search.purpose, search.task)])
+        given.append(("c.group_index IN (SELECT CAST(value->>0 AS INTEGER) FROM json_each(?))", groups))
+    if search.hacked:
+        rollout_ids = json.dumps([[rollout_id] for rollout_id in index.hacked(db, search.purpose)])
+        given.append(("c.rollout_id IN (SELECT value->>0 FROM json_each(?))", rollout_ids))
     conditions = [(sql, value) for sql, value in given if value is not None]
     fixed = [_OUTCOMES[search.outcome]] if search.outcome else []
     fixed += ["c.summaries > 0"] * search.has_summary + ["c.hints > 0"] * search.has_hint
@@ -394,28 +433,35 @@ def _escaped(text: str) -> str:
     return "".join(f"!{letter}" if letter in "!%_" else letter for letter in text)
 
 
-def _find(db: Database, search: Search) -> list[RolloutMatch]:
-    conditions, values = _conditions(search)
-    first = _FIRST[search.order]
-    order = f"{f'CASE WHEN {first} IS NULL THEN 1 ELSE 0 END, {first} DESC, ' if first else ''}{_NEWEST}"
-    sql = f"SELECT {_COLUMNS} {_FROM} WHERE {conditions} ORDER BY {order} LIMIT ?"
-    return [_match(row) for row in db.execute(sql, *values, search.limit)]
+def _find(db: Database, search: Search, index: RecordIndex) -> list[RolloutMatch]:
+    conditions, values = _conditions(db, search, index)
+    first, way = _FIRST[search.order], "ASC" if search.is_reversed else "DESC"
+    terms = [f"CASE WHEN {first} IS NULL THEN 1 ELSE 0 END", f"{first} {way}"] if first else []
+    order = ", ".join([*terms, *(f"{name} {'DESC' if first else way}" for name in _NEWEST)])
+    source = _FROM if search.order is Order.STALENESS else "FROM catalogue c"
+    # What is sorted is small, and only what is shown is read whole.
+    sql = (
+        f"SELECT {_COLUMNS} {_FROM} WHERE c.rollout_id IN"
+        f" (SELECT c.rollout_id {source} WHERE {conditions} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}"
+    )
+    return [_match(row) for row in db.execute(sql, *values, search.limit, search.offset)]
 
 
-def _count(db: Database, search: Search) -> int:
-    conditions, values = _conditions(search)
+def _count(db: Database, search: Search, index: RecordIndex) -> int:
+    conditions, values = _conditions(db, search, index)
     ((number,),) = db.execute(f"SELECT count(*) FROM catalogue c WHERE {conditions}", *values)
     return int(number)
 
 
 def _match(row: Row) -> RolloutMatch:
-    rollout_id, purpose, group, slot, attempt, status, reward, reason, step, disposition, cause, *traits = row
+    rollout_id, purpose, group, slot, attempt, task_id, status, reward, reason, step, disposition, cause, *traits = row
     return RolloutMatch(
         rollout_id=rollout_id,
         purpose=purpose,
         group=group,
         slot=slot,
         attempt=attempt,
+        task_id=task_id,
         status=RolloutStatus(status),
         reward=reward,
         reason=reason,

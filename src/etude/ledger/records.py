@@ -55,6 +55,10 @@ from etude.types import (
 HEADER_SIZE = struct.Struct("<I")
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
+HACKED = b'"hacked": true'
+"""A verdict's field in a header. Within a string its quotes would be escaped, so it stands for nothing else."""
+TEMPLATE = b'"template": '
+"""A task's field, likewise; a string."""
 Noun = TypeVar("Noun")
 KIND = "kind"
 """Field that names the noun of an object, where there is a choice."""
@@ -112,6 +116,20 @@ def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollou
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"unreadable rollout record of {len(data)} bytes: {error}") from error
+
+
+def is_hacked(data: bytes) -> bool:
+    """Return whether the verdict of an encoded rollout counts it as a hack, without decoding the rest."""
+    (size,) = HEADER_SIZE.unpack_from(data)
+    return HACKED in data[HEADER_SIZE.size : HEADER_SIZE.size + size]
+
+
+def template_of(data: bytes) -> str:
+    """Template of an encoded task, without decoding the rest."""
+    _, mark, rest = data.partition(TEMPLATE)
+    if not mark:
+        raise DamagedError(f"unreadable task record {data[:80]!r}: it has no template")
+    return str(json.loads(rest[: rest.index(b'", "') + 1]))  # quotes within the text are escaped
 
 
 def _decode_verdict(fields: dict[str, Any] | None) -> Verdict | None:

@@ -56,8 +56,11 @@ MEMORY_S = 2.0
 """Interval at which their memory is added up."""
 
 
-def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | None = None) -> dict[str, Json]:
-    """Run what is left of a recipe, with progress on ``out``; returns the report, also written to the run folder.
+def run_local(
+    folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | None = None, page: str = ""
+) -> dict[str, Json]:
+    """Run what is left of a recipe, with progress on ``out``, and in it the URL of its ``page``; returns the report,
+    also written to the run folder.
 
     Raises ``KeyboardInterrupt`` on Ctrl-C, and whatever else ends it, after every process has stopped; the folder can
     then be resumed, and has the report of what was done so far.
@@ -78,7 +81,7 @@ def run_local(folder: RunFolder, out: TextIO = sys.stdout, fleet: FleetConfig | 
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)
         try:
-            with _event_downloads(folder), ProgressDisplay(folder.events, config, out) as progress:
+            with _event_downloads(folder), ProgressDisplay(folder.events, config, out, page) as progress:
                 _play(folder, config, placement, events, progress)
         finally:
             report = write_report(folder, config)

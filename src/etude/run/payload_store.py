@@ -13,6 +13,7 @@ from etude.ledger.archive import Archive
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
+from etude.ledger.record_index import RecordIndex
 from etude.objects import ObjectStore, RetryingStore
 from etude.releases.store import ReleaseStore
 from etude.run.folder import RunFolder, feedback_place, holder
@@ -31,14 +32,15 @@ def open_payloads(folder: RunFolder, outages: StoreOutages | None = None, *, syn
     return Payloads(objects if outages is None else RetryingStore(folder.payloads, lambda: objects, outages))
 
 
-def open_archive(folder: RunFolder) -> Archive:
-    """Look into a run's ledger and its payloads, which need not be there where nobody asks for turns.
+def open_archive(folder: RunFolder, index: RecordIndex | None = None) -> Archive:
+    """Look into a run's ledger and its payloads, which need not be there where nobody asks for turns; ``index`` is what
+    earlier readers learnt.
 
     Raises as :meth:`Archive.open <etude.ledger.archive.Archive.open>` does.
     """
     is_there = bool(folder.url) or Path(folder.payloads).is_dir()
     payloads = open_payloads(folder) if is_there else None
-    return Archive.open(folder.ledger, folder.config().ledger, payloads=payloads)
+    return Archive.open(folder.ledger, folder.config().ledger, payloads=payloads, index=index)
 
 
 def open_ledger(folder: RunFolder) -> Ledger:

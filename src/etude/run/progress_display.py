@@ -24,7 +24,9 @@ LINE_S = 10.0
 class ProgressDisplay:
     """Displays a run's events as they are written; writes nothing itself."""
 
-    def __init__(self, events: Path, config: RunConfig, out: TextIO) -> None:
+    def __init__(self, events: Path, config: RunConfig, out: TextIO, page: str = "") -> None:
+        """``page`` is the URL of the run's page, if it has one."""
+        self._page = page
         self._reader = EventReader(events)
         self._config = config
         self._run = RunMetrics()
@@ -35,6 +37,8 @@ class ProgressDisplay:
         """Those that hold: each is a line once, however long it does."""
 
     def __enter__(self) -> Self:
+        if self._page:
+            self._console.print(f"page: {self._page}", soft_wrap=True, highlight=False, markup=False)
         if self._live:
             self._live.start()
         return self

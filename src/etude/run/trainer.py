@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from statistics import pstdev
 
+import numpy as np
 from torch import Tensor
 
 from etude.closing import Closing
@@ -48,9 +49,9 @@ from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
 from etude.run.store_outages import StoreOutages
-from etude.run.trainer_group import build_trainer
+from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
-from etude.telemetry.events import MismatchMeasured, MismatchWarned, StepDone
+from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
@@ -70,7 +71,7 @@ from etude.trainer.mismatch import (
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
-from etude.types import Batch, Group, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
+from etude.types import Batch, Group, Ids, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
@@ -150,7 +151,11 @@ class TrainerProcess(Closing):
             metrics |= {"busy_s": busy_s, "wait_s": wait_s, "hinted_turns": len(distillation.examples)}
             if metrics.get("hinted_tokens"):
                 metrics["hint_kl"] = metrics["hint_nats"] / metrics["hinted_tokens"]
-            self._events.write(StepDone(step=step, metrics=metrics, reward_parts=mean_parts(groups), ended=ended))
+            metrics["learning_rate"] = self.config.trainer.learning_rate * rate_schedule(self.config.trainer).share(
+                step
+            )
+            parts, ages = mean_parts(groups), token_ages(batch.staleness)
+            self._events.write(StepDone(step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages))
             self._commit_published()
             self.trainer_group.save(step)
             self._heartbeat.beat()
@@ -516,6 +521,11 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         staleness_max = int(batch.staleness.max())
         metrics |= {"staleness_max": staleness_max, "staleness_mean": metrics["staleness_sum"] / tokens}
     return metrics
+
+
+def token_ages(staleness_N: Ids) -> list[int]:
+    """Count tokens by their staleness, from 0; those older than ``MOST_AGES`` tells apart are counted with its last."""
+    return np.bincount(np.minimum(staleness_N, MOST_AGES - 1)).tolist() if len(staleness_N) else []
 
 
 def group_metrics(groups: Sequence[Group], ended: Mapping[str, int]) -> dict[str, float]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from etude.config.recipe import RunConfig
+from etude.config.training import TrainerConfig
 from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spec, load_state
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
@@ -302,15 +303,19 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
 
 def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
     """Optimiser, schedule and clipping of reinforcement learning."""
-    trainer = config.trainer
+    trainer, schedule = config.trainer, rate_schedule(config.trainer)
     optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)
-    schedule = RateSchedule(
+    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm, progress=Heartbeat().beat)
+
+
+def rate_schedule(trainer: TrainerConfig) -> RateSchedule:
+    """The learning rate of reinforcement learning, as a share of ``trainer.learning_rate``."""
+    return RateSchedule(
         steps=trainer.steps,
         warmup_steps=trainer.warmup_steps,
         decay_share=trainer.decay_share,
         shape=trainer.schedule,
     )
-    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm, progress=Heartbeat().beat)
 
 
 def _fill(part: nn.Module, *, state: Mapping[str, Tensor] | None, device: str) -> None:

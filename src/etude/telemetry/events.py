@@ -86,6 +86,10 @@ class PhaseEnded:
     """Digest of the weights it began with."""
 
 
+MOST_AGES = 33
+"""Ages of tokens that :class:`StepDone` tells apart: sessions of users may be older than any bound of rollouts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """One optimiser step was computed. Written before it is saved: a step redone after a crash stands here twice."""
@@ -97,6 +101,8 @@ class StepDone:
     """Part of the reward, or what was measured beside → mean over the rollouts that have it, none quarantined."""
     ended: dict[str, int] = field(default_factory=dict)
     """Reason why the agent stopped → rollouts of the batch: ``submit``, ``length``, ``turns``, …"""
+    token_ages: list[int] = field(default_factory=list)
+    """Staleness in weight versions, from 0 → sampled tokens of the batch; the last of ``MOST_AGES`` has all older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             chart=NORM_CHART,
             live="grad norm",
         ),
+        "learning_rate": _significant("learning rate of the step"),
         "loss_tokens": _count("tokens with loss", "tokens"),
         "trained_tokens": _count("tokens forward and backward, prompts included", "tokens", Reduction.SHARES),
         "truncated_share": Metric(title="loss tokens whose importance weight hit the cap", reduction=Reduction.SHARES),

@@ -1,28 +1,40 @@
 """The tab *Run*: figures of now, and curves over steps."""
 
 from dataclasses import asdict
+from typing import cast
 
 from etude.clock import date_utc
-from etude.dashboard.report import build_report
+from etude.dashboard.report import build_figures, warnings
+from etude.dashboard.text import summary
+from etude.rewards.judge.budget import Spend, SpendFile
 from etude.run.machine_info import describe_machine, source_commit
 from etude.telemetry.metrics import METRICS
 from etude.types import Json
-from etude.ui.curves import Curves
+from etude.ui.curves import Curves, RolloutCurves
 from etude.ui.routes import Routes, RunQuery
+
+CURVES = ("midtrain_curve", "sft_curve", "heldout_curve")
+"""Parts of a report that the page has from its curves."""
 
 
 def report(query: RunQuery) -> Json:
-    """The report of now, without the steps."""
-    run = query.run
-    figures = build_report(run.metrics, run.config, machine=describe_machine(), date=date_utc(), commit=source_commit())
-    return {key: value for key, value in figures.items() if key != "curve"}
+    """The figures of ``report.json`` as they are now, without what is drawn over steps; its table as the report page
+    has it; warnings that hold, and what judges have cost. Of the newest phase; of a long run some minutes old.
+    """
+    return query.run.figures(f"report {query.options.get('phase', '')}", lambda: _report(query))
 
 
 def curves(query: RunQuery) -> Json:
     """Columns over steps after ``since``; the whole again for who has an older ``revision``."""
-    folded = query.run.fold(Curves)
-    since = query.number("since", -1) if query.number("revision", -1) == folded.revision else -1
-    return folded.columns(since)
+    with query.run.folded(Curves) as folded:
+        since = query.number("since", -1) if query.number("revision", -1) == folded.revision else -1
+        return folded.columns(since)
+
+
+def rollout_curves(query: RunQuery) -> Json:
+    """Sums over training rollouts by weight version, from ``since`` on."""
+    with query.run.folded(RolloutCurves) as folded:
+        return folded.columns(query.number("since", 0))
 
 
 def metric_table() -> Json:
@@ -30,4 +42,21 @@ def metric_table() -> Json:
     return {name: {**asdict(metric), "notation": str(metric.notation)} for name, metric in METRICS.items()}
 
 
-ROUTES: Routes = {"GET /report": report, "GET /curves": curves}
+def _report(query: RunQuery) -> Json:
+    run, metrics = query.run, query.run.metrics
+    figures = build_figures(metrics, run.config, machine=describe_machine(), date=date_utc(), commit=source_commit())
+    cheating = figures["cheating"]
+    assert isinstance(cheating, dict)
+    del cheating["by_step"]
+    table = cast("list[Json]", [[label, text] for label, text in summary(figures)])
+    plain = {name: value for name, value in figures.items() if name not in CURVES}
+    return plain | {"summary": table, "warnings": list(warnings(metrics)), "judges": _judges(query)}
+
+
+def _judges(query: RunQuery) -> Json:
+    """Money and calls of the judges of all processes; ``None`` where there are none."""
+    spent = SpendFile(query.run.folder.path, worker_id=-1).others()
+    return None if spent == Spend() else asdict(spent)
+
+
+ROUTES: Routes = {"GET /report": report, "GET /curves": curves, "GET /rollout-curves": rollout_curves}

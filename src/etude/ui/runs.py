@@ -6,26 +6,39 @@ Owns discovery and the folding of events; writes nothing. A reader is called in 
 reads what was written since it was last asked for.
 """
 
+import contextlib
+import math
 import mmap
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import orjson
 
 from etude.config.recipe import RunConfig
 from etude.dashboard.run_metrics import RunMetrics
-from etude.errors import EtudeError, RunFolderError
+from etude.errors import EtudeError, InfrastructureError, RunFolderError
+from etude.run.event_copies import fetch_events
 from etude.run.folder import RunFolder
+from etude.run.run_url import EVENTS, open_place
 from etude.telemetry.events import Logged
 from etude.telemetry.log import EventReader
 from etude.types import Json
+from etude.ui.event_lines import EventLines, Fields
 
 ALIVE_S = 15.0
 """A run whose supervisor wrote nothing for so long is not going on: it notes the memory in use every two seconds."""
+FIGURES_SHARE = 0.003
+"""Share of a core for figures that are made anew while somebody looks: those of 10,000 steps every two minutes.
+"""
+FETCH_S = 5.0
+"""Interval at which events are fetched from the URL of a run that somebody looks at."""
+LONGEST_LINE = 1 << 16
+"""Bytes before what is new in which a line may begin that was not whole when the file was searched."""
 MOST_RUNS = 500
 """Runs of a folder that are listed: the newest."""
 
@@ -37,7 +50,18 @@ class Fold(Protocol):
         """Fold in one event."""
 
 
+class LineFold(Protocol):
+    """Something that is made of the fields of some kinds of events: fast enough for a hundred thousand."""
+
+    KINDS: ClassVar[frozenset[str]]
+    """Those that it takes; others are not even parsed."""
+
+    def add(self, kind: str, fields: Fields) -> None:
+        """Fold in one event; those of one process come in their order."""
+
+
 F = TypeVar("F", bound=Fold)
+L = TypeVar("L", bound=LineFold)
 
 
 class RunReader:
@@ -49,6 +73,14 @@ class RunReader:
         """Its name in URLs."""
         self._lock = threading.Lock()
         self._folds: dict[Callable[[], Fold], tuple[EventReader, Fold]] = {}
+        self._line_folds: dict[type[LineFold], tuple[EventLines, LineFold]] = {}
+        self._line_lock = threading.Lock()
+        self._newest: dict[tuple[Path, str], tuple[int, dict[str, Json]]] = {}
+        """File and kind of event → how far the file was searched, and the newest one."""
+        self._figures: dict[str, tuple[float, Json]] = {}
+        """Name → when it may be made anew, and as it is."""
+        self._figures_lock = threading.Lock()
+        self._fetched_s = -math.inf
         self._config: tuple[int, RunConfig] | None = None
 
     @property
@@ -67,20 +99,49 @@ class RunReader:
                 fold.add(logged)
             return fold  # type: ignore[return-value]  # the fold of this very class
 
+    @contextmanager
+    def folded(self, make: type[L]) -> Iterator[L]:
+        """A fold of some kinds of events, brought up to date, which stays as it is while the context is open."""
+        with self._line_lock:
+            if make not in self._line_folds:
+                self._line_folds[make] = EventLines(self.folder.events, make.KINDS), make()
+            lines, fold = self._line_folds[make]
+            for kind, fields in lines.new():
+                fold.add(kind, fields)
+            yield fold  # type: ignore[misc]  # the fold of this very class
+
+    def figures(self, name: str, make: Callable[[], Json]) -> Json:
+        """Figures that take long to make, made anew only so often that this takes :data:`FIGURES_SHARE` of a core."""
+        with self._figures_lock:
+            due_s, figures = self._figures.get(name, (-math.inf, None))
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                started_s = time.thread_time()
+                figures = make()
+                due_s = time.monotonic() + (time.thread_time() - started_s) / FIGURES_SHARE
+                self._figures[name] = due_s, figures
+            return figures
+
     @property
     def metrics(self) -> RunMetrics:
         """The facts of the run, up to now."""
         return self.fold(RunMetrics)
 
     def stamp(self) -> tuple[int, ...]:
-        """Sizes of the files that grow with the run: as long as they are the same there is nothing new."""
+        """Sizes of the files that grow with the run: as long as they are the same there is nothing new. Of a run at a
+        URL what is new is fetched, now and then.
+        """
+        if (url := self.folder.url) and time.monotonic() - self._fetched_s > FETCH_S:
+            self._fetched_s = time.monotonic()
+            with contextlib.suppress(InfrastructureError):  # the next time, then
+                fetch_events(open_place(url, EVENTS), self.folder.events)
         return tuple(file.stat().st_size for file in self._files())
 
     def overview(self) -> dict[str, Json]:
         """Line of a list of runs; cheap, whatever the size of its events."""
         changed_s = max((file.stat().st_mtime for file in self._files()), default=0.0)
-        phase = _newest(self.folder.events, "PhaseStarted")
-        step = _newest(self.folder.events, "StepDone", "train*.jsonl")
+        phase = self._last("PhaseStarted", "supervisor*.jsonl", "rollouts*.jsonl")
+        step = self._last("StepDone", "train*.jsonl")
         config, done = self.config, phase.get("phase") == "done"
         return {
             "id": self.run_id,
@@ -95,6 +156,21 @@ class RunReader:
             "alive": not done and time.time() - changed_s < ALIVE_S,
             "live": config.live.groups_per_step > 0 or config.release.enabled,
         }
+
+    def _last(self, kind: str, *patterns: str) -> dict[str, Json]:
+        """The fields of the newest event of a kind, but for those that change with every step; empty: there is none."""
+        newest = [self._last_in(file, kind) for pattern in patterns for file in self.folder.events.glob(pattern)]
+        return max(newest, key=lambda fields: float(str(fields.get("at_s", 0))), default={})
+
+    def _last_in(self, file: Path, kind: str) -> dict[str, Json]:
+        """The same in one file, of which only what is new since the last call is searched."""
+        searched, fields = self._newest.get((file, kind), (0, {}))
+        size = file.stat().st_size
+        if size > searched:
+            line = _last_line(file, f'"event":"{kind}"'.encode(), max(0, searched - LONGEST_LINE))
+            fields = orjson.loads(line) if line else fields
+            self._newest[file, kind] = size, fields
+        return fields
 
     def _files(self) -> list[Path]:
         return sorted(self.folder.events.glob("*.jsonl"))
@@ -156,22 +232,12 @@ def _changed_s(path: Path) -> float:
     return max((file.stat().st_mtime for file in files if file.is_file()), default=0.0)
 
 
-def _newest(events: Path, kind: str, files: str = "*.jsonl") -> dict[str, Json]:
-    """The fields of the newest event of a kind; empty where there is none."""
-    lines = (_last_line(file, f'"event":"{kind}"'.encode()) for file in events.glob(files))
-    events_of_kind: list[dict[str, Json]] = [orjson.loads(line) for line in lines if line]
-    return max(events_of_kind, key=lambda fields: float(str(fields["at_s"])), default={})
-
-
-def _last_line(file: Path, text: bytes) -> bytes:
-    """The last whole line with ``text`` in it, found from the end."""
-    with file.open("rb") as stream:
-        if not stream.seek(0, 2):
-            return b""
-        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = data.rfind(b"\n") + 1
-            place = data.rfind(text, 0, end)
-            return b"" if place < 0 else data[data.rfind(b"\n", 0, place) + 1 : data.find(b"\n", place)]
+def _last_line(file: Path, text: bytes, start: int) -> bytes:
+    """The last whole line behind ``start`` with ``text`` in it, found from the end."""
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        end = data.rfind(b"\n") + 1
+        place = data.rfind(text, start, end)
+        return b"" if place < 0 else data[data.rfind(b"\n", 0, place) + 1 : data.find(b"\n", place)]
 
 
 def _first_s(file: Path) -> float | None:

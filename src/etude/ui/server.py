@@ -8,6 +8,7 @@ Owns paths, headers and status codes; what is said is the views'. With nobody co
 """
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -33,12 +34,14 @@ VIEWS: tuple[Routes, ...] = (
     timeline_view.ROUTES,
     weights_view.ROUTES,
     live_view.ROUTES,
+    compare_view.ROUTES,
 )
 """Routes below ``/api/runs/{run}``."""
 TICK_S = 1.0
-"""Interval at which files are looked at while somebody has a page open."""
 KEEPALIVE_TICKS = 15
 """Ticks without news, after which a comment is sent: proxies close what is silent."""
+FAREWELL_S = 1.5
+"""Time for browsers to ask for what came last."""
 SECURITY = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -55,11 +58,58 @@ SECURITY = {
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def ui_app(runs: RunList, token: str) -> web.Application:
-    """The application; ``token`` opens its API."""
-    server = _Server(runs)
+class Streams:
+    """The streams that browsers have open: each tells of a run, at most once a ``tick_s``, whenever there is more."""
+
+    def __init__(self, tick_s: float) -> None:
+        self._tick_s = tick_s
+        self._closing = asyncio.Event()
+        self._open = 0
+
+    async def tell(self, run: RunReader, response: web.StreamResponse) -> None:
+        """Tell a browser of changes until it goes, or all streams are closed."""
+        self._open += 1
+        try:
+            await self._tell(run, response)
+        finally:
+            self._open -= 1
+
+    async def close(self) -> None:
+        """Let streams tell what came last, and that nothing more will; leave time to ask for it."""
+        self._closing.set()
+        if self._open:
+            await asyncio.sleep(FAREWELL_S)
+
+    async def _tell(self, run: RunReader, response: web.StreamResponse) -> None:
+        seen, quiet, is_last = None, 0, False
+        while not is_last:
+            is_last = self._closing.is_set()
+            stamp = await asyncio.to_thread(run.stamp)
+            quiet = 0 if stamp != seen else quiet + 1
+            if stamp != seen or is_last:
+                seen = stamp
+                tick = {"cursor": sum(stamp), "closed": is_last, **await asyncio.to_thread(run.overview)}
+                await response.write(b"event: tick\ndata: " + orjson.dumps(tick) + b"\n\n")
+            elif quiet % KEEPALIVE_TICKS == 0:
+                await response.write(b":\n\n")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._closing.wait()
+
+
+STREAMS = web.AppKey("streams", Streams)
+"""The streams of an application; who is about to stop it closes them first."""
+
+
+def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Application:
+    """The application; ``token`` opens its API. ``tick_s`` is the interval at which files are looked at while somebody
+    has a page open.
+    """
+    streams = Streams(tick_s)
+    server = _Server(runs, streams)
     app = web.Application(middlewares=[_errors_as_json, _keyed(token)])
     app.on_response_prepare.append(_secure)
+    app[STREAMS] = streams
     for path, name in FILES.items():
         app.router.add_get(path, partial(_file, STATIC / name))
     app.router.add_get("/api/runs", server.runs)
@@ -76,8 +126,9 @@ def ui_app(runs: RunList, token: str) -> web.Application:
 class _Server:
     """The handlers."""
 
-    def __init__(self, runs: RunList) -> None:
+    def __init__(self, runs: RunList, streams: Streams) -> None:
         self._runs = runs
+        self._streams = streams
 
     async def runs(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(self._runs.overviews))
@@ -104,18 +155,8 @@ class _Server:
         run = await asyncio.to_thread(self._run, request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        seen: tuple[int, ...] | None = None
-        quiet = 0
-        while True:
-            stamp = await asyncio.to_thread(run.stamp)
-            quiet = 0 if stamp != seen else quiet + 1
-            if stamp != seen:
-                seen = stamp
-                tick = {"cursor": sum(stamp), **await asyncio.to_thread(run.overview)}
-                await response.write(b"event: tick\ndata: " + orjson.dumps(tick) + b"\n\n")
-            elif quiet % KEEPALIVE_TICKS == 0:
-                await response.write(b":\n\n")
-            await asyncio.sleep(TICK_S)
+        await self._streams.tell(run, response)
+        return response
 
     def _run(self, request: web.Request) -> RunReader:
         run_id = request.match_info["run"]

@@ -6,26 +6,24 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from etude.dashboard.rollout_text import (
+from etude.dashboard.rollout_text import group_table, overview, rollout_list, rollout_page, visible
+from etude.dashboard.rollouts import (
     ReadComparison,
     ReadPart,
     ReadRollout,
     ReadSummary,
     ReadToken,
     ReadTurn,
-    group_table,
-    overview,
-    rollout_list,
-    rollout_page,
+    ReadVote,
     to_json,
-    visible,
 )
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome, Traits
 from etude.ledger.states import GroupState
 from etude.types import Disposition, Hint, RolloutStatus, Verdict
 
 TURN = ReadTurn(
-    number=0, kind="act", continues=None, heard="fix f in f.py", said="read f.py", finish="stop", temperature=1.0,
+    number=0, kind="act", continues=None, heard="fix f in f.py", said="read f.py", thinking="",
+    content="read f.py", calls=(), finish="stop", temperature=1.0,
     prompt_tokens=120, new_tokens=20, sampled_tokens=8, versions={3: 8}, reward=None, hint=None, advantage=0.25,
     loss_tokens=8, summary=None, tokens=None,
 )  # fmt: skip
@@ -38,16 +36,19 @@ SUMMARY = replace(
 ROLLOUT = ReadRollout(
     rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=0, step=5, group_state="consumed", task_id="a1b2",
     epoch=2,
-    template="off_by_one", prompt="fix f in f.py", status="graded", reason="submit", reward=0.85,
-    parts=(ReadPart(name="tests", value=1.0, worth=1.0), ReadPart(name="todo_open", value=1.0, worth=-0.15),
-           ReadPart(name="summaries", value=1.0, worth=None), ReadPart(name="asking", value=0.0, worth=None)),
-    counts={"read": 2, "submit": 1}, seconds=4.21, verdict=None, branch_of=None, branch_turns=0,
+    template="off_by_one", prompt="fix f in f.py", files=(), status="graded", reason="submit", reward=0.85,
+    parts=(ReadPart(name="tests", value=1.0, worth=1.0, source="grader"),
+           ReadPart(name="todo_open", value=1.0, worth=-0.15, source="measure.todo_open"),
+           ReadPart(name="summaries", value=1.0, worth=None, source=""),
+           ReadPart(name="asking", value=0.0, worth=None, source="judge.asking")),
+    counts={"read": 2, "submit": 1}, seconds=4.21, verdict=None, votes=(), branch_of=None, branch_turns=0,
     comparison=ReadComparison(penalty=0.05, compared=0.8, rollouts=7, quarantined=0, lost=1, weight=7 / 6,
                               has_signal=True, step_tokens=1234),
     turns=(TURN, SUMMARY), notes=("something is not known",),
 )  # fmt: skip
 MATCHES = RolloutMatch(
-    rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=1, status=RolloutStatus.GRADED, reward=0.85,
+    rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=1, task_id="a1b2",
+    status=RolloutStatus.GRADED, reward=0.85,
     reason="submit", step=5, disposition=Disposition.QUARANTINE, cause="reads_tests",
     traits=Traits(turns=2, summaries=1, hints=2, prompt_tokens=240, sampled_tokens=16, first_version=3, last_version=4,
                   seconds=4.21),
@@ -99,6 +100,13 @@ def test_a_group_is_drawn_with_its_state() -> None:
     )
 
 
+def test_votes_of_a_judge_are_drawn_with_their_reasons() -> None:
+    vote = ReadVote(aspect="style", score=4, lowest=1, highest=5, reason="clear\x1b[2J, but long")
+    text = drawn(rollout_page(replace(ROLLOUT, votes=(vote, replace(vote, score=None)))))
+    assert "judge     style 4 of 1–5  clear\\x1b[2J, but long" in text
+    assert "style cannot tell" in text
+
+
 def test_a_quarantine_is_drawn_with_its_reason() -> None:
     verdict = Verdict(disposition=Disposition.QUARANTINE, reason="spy", flags=("spy", "touch"), graded=1.0)
     page = drawn(rollout_page(replace(ROLLOUT, verdict=verdict)))
@@ -107,7 +115,10 @@ def test_a_quarantine_is_drawn_with_its_reason() -> None:
 
 
 def test_tokens_are_a_table_of_what_is_known() -> None:
-    token = ReadToken(token_id=7, text=" tax", logprob=-0.5, version=3, mismatch=1e-7, kept=None, routes=None)
+    token = ReadToken(
+        token_id=7, text=" tax", logprob=-0.5, version=3, mismatch=1e-7, kept=None, routes=None, advantage=None,
+        has_loss=None,
+    )  # fmt: skip
     plain = drawn(rollout_page(replace(ROLLOUT, turns=(replace(TURN, tokens=(token, replace(token, mismatch=None))),))))
     assert "' tax'" in plain
     assert "1.0×10⁻⁷" in plain
@@ -155,7 +166,8 @@ def test_what_a_model_writes_never_reaches_the_terminal_as_a_command() -> None:
     turn = replace(
         SUMMARY, heard=nasty, said=nasty, hint=Hint(turn=1, text=nasty, source=nasty),
         summary=ReadSummary(scratch=nasty, text=nasty, tokens_before=1, tokens_after=None, facts={nasty: True}),
-        tokens=(ReadToken(token_id=0, text=nasty, logprob=0.0, version=0, mismatch=None, kept=None, routes=None),),
+        tokens=(ReadToken(token_id=0, text=nasty, logprob=0.0, version=0, mismatch=None, kept=None, routes=None,
+                          advantage=None, has_loss=None),),
     )  # fmt: skip
     rollout = replace(
         ROLLOUT, prompt=nasty, template=nasty, reason=nasty, counts={nasty: 1}, turns=(turn,), notes=(nasty,)

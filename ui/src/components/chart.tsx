@@ -1,13 +1,14 @@
-// A chart over steps: uPlot's canvas, and around it a title, a legend, controls, words and a table.
+// A chart over steps: uPlot's canvas, and around it a title, the values under the pointer, controls, words and a table.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import uPlot from "uplot";
+import { useMemo, useState } from "preact/hooks";
 
-import { align, describe, type Curve, type Notation } from "./chart_data";
-import { drawing } from "./chart_drawing";
+import { ChartCanvas } from "./chart_canvas";
+import { describe, newest, write, type Curve, type Notation } from "./chart_data";
 import { ChartTable } from "./chart_table";
-import "uplot/dist/uPlot.min.css";
 import "./chart.css";
+
+/** The part of x that is looked at; null is all of it. Charts that share one are zoomed together. */
+export type Zoom = readonly [number, number] | null;
 
 export interface ChartProps {
   readonly title: string;
@@ -17,17 +18,26 @@ export interface ChartProps {
   readonly height?: number;
   /** The x axis; steps by default. */
   readonly across?: string;
+  /** True where the axis is logarithmic at first. */
   readonly isLog?: boolean;
   /** A line that is not to be crossed. */
   readonly bound?: { readonly value: number; readonly label: string } | undefined;
   /** Charts of one group show the same place under the pointer. */
   readonly group?: string;
+  readonly zoom?: Zoom;
+  readonly onZoom?: (zoom: Zoom) => void;
+  /** What stands where there is no value. */
+  readonly empty?: string;
 }
 
-export function Chart({ title, curves, notation, unit = "", height = 170, across = "step", isLog = false, bound, group = "steps" }: ChartProps) {
+export function Chart(props: ChartProps) {
+  const { title, curves, notation, unit = "", height = 160, across = "step", isLog = false, bound, group = "steps", empty } = props;
   const [log, setLog] = useState(isLog);
   const [isTable, setTable] = useState(false);
-  const [zoom, setZoom] = useState<readonly [number, number] | null>(null);
+  const [own, setOwn] = useState<Zoom>(null);
+  const [at, setAt] = useState<number | null>(null);
+  const [from, setFrom] = useState(0);
+  const [zoom, onZoom] = props.onZoom ? [props.zoom ?? null, props.onZoom] : [own, setOwn];
   const words = useMemo(() => describe(title, curves, notation, across), [title, curves, notation, across]);
   const isEmpty = curves.every((curve) => curve.y.every((value) => value === null));
   return (
@@ -35,83 +45,60 @@ export function Chart({ title, curves, notation, unit = "", height = 170, across
       <figcaption>
         <span class="chart-title">{title}</span>
         {unit && <span class="chart-unit">{unit}</span>}
-        <span class="chart-tools">
-          {zoom !== null && (
-            <button type="button" onClick={() => setZoom(null)}>
-              reset
+        {!isEmpty && (
+          <span class="chart-tools">
+            {zoom !== null && (
+              <button type="button" aria-label={`Show all: ${title}`} onClick={() => onZoom(null)}>
+                reset
+              </button>
+            )}
+            <button type="button" aria-pressed={log} aria-label={`Logarithmic axis: ${title}`} onClick={() => setLog(!log)}>
+              log
             </button>
-          )}
-          <button type="button" aria-pressed={log} aria-label={`Logarithmic axis: ${title}`} onClick={() => setLog(!log)}>
-            log
-          </button>
-          <button type="button" aria-pressed={isTable} aria-label={`Table: ${title}`} onClick={() => setTable(!isTable)}>
-            table
-          </button>
-        </span>
+            <button type="button" aria-pressed={isTable} aria-label={`Table: ${title}`} onClick={() => setTable(!isTable)}>
+              table
+            </button>
+          </span>
+        )}
       </figcaption>
       {isEmpty ? (
-        <p class="chart-empty">not measured yet</p>
+        <p class="chart-empty" style={{ minHeight: `${height}px` }}>
+          {empty ?? "nothing measured yet"}
+        </p>
       ) : isTable ? (
-        <ChartTable title={title} curves={curves} notation={notation} across={across} />
+        <ChartTable title={title} curves={curves} notation={notation} across={across} height={height} />
       ) : (
-        <Canvas {...{ curves, notation, height, log, bound, group, words, zoom, onZoom: setZoom, across }} />
+        <>
+          <Legend curves={curves} notation={notation} at={at} across={across} />
+          <ChartCanvas {...{ curves, notation, height, log, bound, group, words, zoom, onZoom, across }} onCursor={setAt} onFrom={setFrom} />
+          {from > 0 && !log && <p class="chart-from">axis begins at {write(from, notation)}, not at 0</p>}
+        </>
       )}
     </figure>
   );
 }
 
-interface CanvasProps {
-  readonly curves: readonly Curve[];
-  readonly notation: Notation;
-  readonly height: number;
-  readonly log: boolean;
-  readonly bound: ChartProps["bound"];
-  readonly group: string;
-  readonly words: string;
-  readonly across: string;
-  readonly zoom: readonly [number, number] | null;
-  readonly onZoom: (zoom: readonly [number, number] | null) => void;
+/** Name and value of each curve: under the pointer, else the newest. */
+function Legend({ curves, notation, at, across }: { curves: readonly Curve[]; notation: Notation; at: number | null; across: string }) {
+  const seen = curves.filter((curve) => curve.style !== "faint");
+  return (
+    <p class="chart-legend">
+      {at !== null && <span class="chart-at">{`${across} ${Number(at.toPrecision(6))}`}</span>}
+      {seen.map((curve) => (
+        <span key={curve.name}>
+          <i class={`swatch tone-${curve.tone}`} aria-hidden="true" />
+          {(seen.length > 1 || curve.low !== undefined) && <span class="chart-name">{curve.name}</span>}
+          <b>{valueAt(curve, at, notation)}</b>
+        </span>
+      ))}
+    </p>
+  );
 }
 
-/** Shapes that uPlot must be made anew for: which curves there are, not their values. */
-function shape(props: CanvasProps): string {
-  const curves = props.curves.map((curve) => `${curve.name}/${curve.tone}/${curve.style ?? ""}/${curve.low !== undefined}`);
-  return [props.notation, props.height, props.log, props.bound?.value, props.group, ...curves].join("|");
-}
-
-function Canvas(props: CanvasProps) {
-  const place = useRef<HTMLDivElement>(null);
-  const plot = useRef<uPlot | null>(null);
-  const zoomed = useRef(props.zoom);
-  const [theme, setTheme] = useState(0);
-  const data = useMemo(() => align(props.curves), [props.curves]);
-  useEffect(() => {
-    const host = place.current;
-    if (host === null) return;
-    const made = new uPlot(drawing(props, host.clientWidth, (zoom) => props.onZoom(zoom)), [data.x, ...data.columns], host);
-    plot.current = made;
-    const sizes = new ResizeObserver(() => made.setSize({ width: host.clientWidth, height: props.height }));
-    sizes.observe(host);
-    return () => {
-      sizes.disconnect();
-      made.destroy();
-      plot.current = null;
-    };
-  }, [shape(props), theme]);
-  useEffect(() => {
-    zoomed.current = props.zoom;
-    plot.current?.setData([data.x, ...data.columns], props.zoom === null);
-    if (props.zoom !== null) plot.current?.setScale("x", { min: props.zoom[0], max: props.zoom[1] });
-  }, [data, props.zoom]);
-  useEffect(() => {
-    const repaint = () => setTheme((number) => number + 1);
-    const system = matchMedia("(prefers-color-scheme: dark)");
-    addEventListener("etude-theme", repaint);
-    system.addEventListener("change", repaint);
-    return () => {
-      removeEventListener("etude-theme", repaint);
-      system.removeEventListener("change", repaint);
-    };
-  }, []);
-  return <div class="chart-canvas" role="img" aria-label={props.words} ref={place} />;
+function valueAt(curve: Curve, at: number | null, notation: Notation): string {
+  const index = at === null ? -1 : curve.x.indexOf(at);
+  const value = at === null ? newest(curve) : (curve.shown ?? curve.y)[index];
+  const [low, high] = [curve.low?.[index], curve.high?.[index]];
+  const interval = at !== null && low != null && high != null ? ` (${write(low, notation)} to ${write(high, notation)})` : "";
+  return write(value, notation) + interval;
 }

@@ -1,6 +1,6 @@
 // The header: which run, how far it is, the tabs, the theme.
 
-import { useState } from "preact/hooks";
+import { useEffect, useRef, useState } from "preact/hooks";
 
 import type { RunOverview } from "../api";
 import { ago, count } from "../format";
@@ -15,9 +15,13 @@ interface HeaderProps {
   readonly tabs: readonly Tab[];
   readonly tab: Tab | undefined;
   readonly isConnected: boolean;
+  /** True once the server has said that it ends. */
+  readonly isClosed: boolean;
 }
 
-export function Header({ runs, run, tabs, tab, isConnected }: HeaderProps) {
+export function Header({ runs, run, tabs, tab, isConnected, isClosed }: HeaderProps) {
+  const nav = useRef<HTMLElement>(null);
+  useEffect(() => nav.current?.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" }), [tab]);
   return (
     <header class="top">
       <div class="top-row">
@@ -32,10 +36,10 @@ export function Header({ runs, run, tabs, tab, isConnected }: HeaderProps) {
             ))}
           </select>
         </label>
-        <Progress run={run} isConnected={isConnected} />
+        <Progress run={run} isConnected={isConnected} isClosed={isClosed} />
         <ThemeButton />
       </div>
-      <nav class="tabs" aria-label="Views of the run">
+      <nav class="tabs" aria-label="Views of the run" ref={nav}>
         {tabs.map((each) => (
           <a key={each.name} href={routeTo(run.id, each.name)} aria-current={each === tab ? "page" : undefined}>
             {each.title}
@@ -47,9 +51,10 @@ export function Header({ runs, run, tabs, tab, isConnected }: HeaderProps) {
 }
 
 /** The state of a run in a few words. */
-function Progress({ run, isConnected }: { run: RunOverview; isConnected: boolean }) {
-  const state = !isConnected ? "lost" : run.alive ? "alive" : run.phase === "done" ? "done" : "idle";
+function Progress({ run, isConnected, isClosed }: { run: RunOverview; isConnected: boolean; isClosed: boolean }) {
+  const state = isClosed ? "closed" : !isConnected ? "lost" : run.alive ? "alive" : run.phase === "done" ? "done" : "idle";
   const words = {
+    closed: `${run.phase === "done" ? "finished" : "stopped"}, and this page with it; see more with: etude ui ${run.path}`,
     lost: "connection lost, trying again",
     alive: run.phase ?? "starting",
     done: "finished",

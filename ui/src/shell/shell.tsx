@@ -23,7 +23,7 @@ export function Shell() {
       <a class="skip" href="#content" onClick={skipToContent}>
         Skip to content
       </a>
-      <Header runs={runs} run={newest ?? run} route={route} tabs={tabs} tab={tab} isConnected={isConnected} />
+      <Header runs={runs} run={newest ?? run} route={route} tabs={tabs} tab={tab} isConnected={isConnected} isClosed={newest?.closed ?? false} />
       <main id="content" tabIndex={-1} aria-label={tab?.title}>
         {tab && <TabView key={`${run.id}/${tab.name}`} tab={tab} run={newest ?? run} runs={runs} route={route} tick={newest} />}
       </main>

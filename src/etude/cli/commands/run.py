@@ -31,6 +31,7 @@ from etude.run.run_url import is_run_url, normal_url
 from etude.run.task_plan import plan_tasks
 from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
 from etude.types import Json
+from etude.ui.page import page_beside
 
 app = group()
 
@@ -174,7 +175,8 @@ def run_folder(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
     if SUPERVISOR_VARIABLE in os.environ:
         die_with_parent()  # a program of the user's: `etude.train`
     try:
-        report = run_local(folder, fleet=fleet)
+        with page_beside(folder, sys.stdout) as page:
+            report = run_local(folder, fleet=fleet, page=page)
     except (KeyboardInterrupt, SystemExit, InfrastructureError):
         print(f"\nstopped; nothing is lost. Continue with: {own_name()} run --resume {folder.name}", file=sys.stderr)
         if folder.report_html.exists():
@@ -182,6 +184,7 @@ def run_folder(folder: RunFolder, fleet: FleetConfig | None = None) -> int:
         raise
     Console().print(final_table(report))
     print(f"report: {folder.report_html}")
+    print(f"look into it with: {own_name()} ui {folder.path}")
     return status_of(report)
 
 

@@ -2,7 +2,7 @@
 
     no option ──▶ an overview          filters ──▶ a list          a group, a rollout ──▶ turn by turn
 
-Owns the choice between these three and the output. A rollout is read by :mod:`etude.cli.commands.rollout_view` and
+Owns the choice between these three and the output. A rollout is read by :mod:`etude.run.rollout_reader` and
 drawn by :mod:`etude.dashboard.rollout_text`.
 """
 
@@ -10,22 +10,22 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from etude.cli.options import Json, RunPath, group
+from etude.dashboard.rollout_export import exported
 from etude.dashboard.rollout_text import (
     ID_CHARACTERS,
-    ReadRollout,
     group_table,
     overview,
     rollout_list,
     rollout_page,
-    to_json,
 )
+from etude.dashboard.rollouts import ReadRollout, to_json
 from etude.dashboard.terminal import DIM
 from etude.errors import ConfigError
 from etude.ledger.archive import Archive, Order, RolloutOutcome, Search, parse_comparison
@@ -34,6 +34,9 @@ from etude.run.folder import RunFolder
 from etude.run.payload_store import open_archive
 from etude.run.working_folder import open_run_folder
 from etude.types import Json as JsonValue
+
+if TYPE_CHECKING:
+    from etude.run.rollout_reader import RolloutReader
 
 PIPE_COLUMNS = 100_000
 """Width of a pipe: no line of text is broken."""
@@ -60,9 +63,7 @@ def show(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Every sampled token: logprob, mismatch, version, routes.")
     ] = False,
-    purpose: Annotated[
-        str | None, typer.Option(metavar="NAME", help="train (the default), or before-sampled, after-greedy, …")
-    ] = None,
+    purpose: Annotated[str | None, typer.Option(metavar="NAME", help="train (the default), after-greedy, …")] = None,
     reward: Annotated[
         str | None, typer.Option(metavar="COMPARISON", help="List those with such a reward: '>=0.5', '<0', '=1'.")
     ] = None,
@@ -76,14 +77,19 @@ def show(
         int | None,
         typer.Option(metavar="V", help="List those whose tokens are of weight version V, or of ones around it."),
     ] = None,
-    has_summary: Annotated[
-        bool, typer.Option("--has-summary", help="List those that summarised their context.")
-    ] = False,
+    task: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="List those whose task has that in its id or template.")
+    ] = None,
+    has_summary: Annotated[bool, typer.Option("--has-summary", help="List those that have summarised.")] = False,
     has_hint: Annotated[bool, typer.Option("--has-hint", help="List those with a hint.")] = False,
+    hacked: Annotated[bool, typer.Option("--hacked", help="List those that count as hacks.")] = False,
     sort: Annotated[
         Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="What is listed first.")
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", help="List so many (default: 20).")] = None,
+    export: Annotated[
+        Literal["harbor", "html"] | None, typer.Option(help="Print one as Harbor's trajectory (ATIF), or as HTML.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Read the rollouts of a run: an overview, a list, a group, one of them."""
@@ -92,8 +98,10 @@ def show(
         "outcome": outcome,
         "reason": reason,
         "version": version,
+        "task": task,
         "has-summary": has_summary or None,
         "has-hint": has_hint or None,
+        "hacked": hacked or None,
         "sort": sort,
         "limit": limit,
     }
@@ -107,20 +115,23 @@ def show(
         raise ConfigError(f"--{'tokens' if tokens else 'slot'} needs --group N or --rollout ID: of which?")
     if rollout is not None and (slot is not None or purpose is not None):
         raise ConfigError("--slot and --purpose would have no effect: --rollout says which")
+    if export is not None and (rollout is None or as_json):
+        raise ConfigError("--export is of one rollout, and no JSON of ours: give --rollout ID, and no --json")
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit {limit}: expected 1 or more")
     folder = open_run_folder(run, writes=False)
     with open_archive(folder) as archive:
-        if is_read:
-            from etude.cli.commands.rollout_view import RolloutReader
-
-            reader = RolloutReader(folder, archive, tokens=tokens)
-            if rollout is not None:
-                read = [reader.rollout(rollout)]
+        if rollout is not None:
+            read = _reader(folder, archive, tokens=tokens or export is not None, mismatches=tokens).rollout(rollout)
+            if export is None:
+                _show_read([read], with_table=False, as_json=as_json)
             else:
-                assert group_index is not None, "a rollout or a group is read"
-                read = list(reader.group(purpose or TRAIN, group_index, slot))
-            _show_read(read, with_table=rollout is None and slot is None, as_json=as_json)
+                print(exported(read, export, folder.config()))
+        elif group_index is not None:
+            several = _reader(folder, archive, tokens=tokens, mismatches=tokens).group(
+                purpose or TRAIN, group_index, slot
+            )
+            _show_read(list(several), with_table=slot is None, as_json=as_json)
         elif given or purpose is not None:
             search = Search(
                 purpose=purpose or TRAIN,
@@ -128,14 +139,22 @@ def show(
                 outcome=outcome and RolloutOutcome(outcome),
                 reason=reason or "",
                 version=version,
+                task=task or "",
                 has_summary=has_summary,
                 has_hint=has_hint,
+                hacked=hacked,
                 order=Order(sort or "newest"),
                 limit=limit or DEFAULT_LIMIT,
             )
             _show_list(archive, search, as_json)
         else:
             _show_overview(folder, archive, as_json)
+
+
+def _reader(folder: RunFolder, archive: Archive, *, tokens: bool, mismatches: bool) -> "RolloutReader":
+    from etude.run.rollout_reader import RolloutReader  # the trainer's functions, which lists do without
+
+    return RolloutReader(folder, archive, tokens=tokens, mismatches=mismatches)
 
 
 def console() -> Console:

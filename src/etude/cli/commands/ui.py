@@ -1,18 +1,23 @@
 """`etude ui`: runs in a browser, while they go on and after."""
 
-import os
-import secrets
 import socket
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from etude.cli.options import group
+from etude.errors import ConfigError
 from etude.run.endpoints import HOST
+from etude.run.run_url import is_run_url
 from etude.run.serving import run_until_signal
-from etude.ui.page import TOKEN_VARIABLE, page_url, serve_page
+from etude.run.working_folder import open_run_folder
+from etude.ui.page import be_child, listen, new_token, page_url, serve_page
 from etude.ui.runs import RunList, check_places
+
+RUNS = Path("runs")
+"""Folder of runs that `etude run` makes by default."""
 
 app = group()
 
@@ -20,7 +25,8 @@ app = group()
 @app.command()
 def ui(
     runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN", help="Run folders, or folders of such (default: runs).")
+        list[str] | None,
+        typer.Argument(metavar="RUN", help="Run folders, folders with such, or URLs of runs (default: runs)."),
     ] = None,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST,
@@ -28,12 +34,15 @@ def ui(
     descriptor: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
     """Look at runs in a browser: curves, rollouts, weights, users, as they go on."""
-    places = runs or [Path("runs")]
+    if descriptor is not None:
+        be_child()
+    if not runs and not RUNS.is_dir():
+        raise ConfigError("there is no folder 'runs' here: name a run, or a folder with runs")
+    places = [open_run_folder(run, writes=False).path if is_run_url(run) else Path(run) for run in runs or [str(RUNS)]]
     check_places(places)
-    token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
+    token = new_token()
+    listener = listen(host, port) if descriptor is None else socket.socket(fileno=descriptor)
     if descriptor is None:
-        listener = socket.create_server((host, port))
-        print(page_url(listener, token), flush=True)
-    else:
-        listener = socket.socket(fileno=descriptor)
+        sys.stdout.write(f"{page_url(listener, token)}\n")
+        sys.stdout.flush()
     run_until_signal(serve_page(RunList(places), listener, token), cleanup_s=None)

@@ -97,6 +97,7 @@ def test_a_group_and_a_rollout_are_read(run: Path, capsys: pytest.CaptureFixture
         (["--group", "0", "--slot", "9"], "slot 9 has ended"),
         (["--rollout", "zz"], "has no rollout 'zz'"),
         (["--rollout", "0"], "begins several ids"),
+        (["--group", "0", "--export", "html"], "--export is of one rollout"),
     ],
 )
 def test_a_mistake_is_one_line_with_the_value(
@@ -134,3 +135,15 @@ def test_comparisons_are_read_as_they_are_meant() -> None:
     for wrong in ("0.5", ">=", "=>1", "", ">1 2"):
         with pytest.raises(ConfigError, match="expected a comparison"):
             parse_comparison(wrong)
+
+
+def test_a_rollout_is_printed_for_other_tools(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = json.loads(shown(run, capsys, "--rollout", "01", "--export", "harbor"))
+    assert (made["schema_version"], made["session_id"]) == ("ATIF-v1.8", "01" * 8)
+    assert made["steps"][1]["metrics"]["completion_token_ids"] == [1]
+    assert shown(run, capsys, "--rollout", "01", "--export", "html").startswith("<!DOCTYPE html>")
+
+
+def test_a_list_is_of_tasks_that_are_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [line["task_id"] for line in lines(run, capsys, "--task", "1")] == ["1", "1"]
+    assert lines(run, capsys, "--hacked") == []

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from etude.cli.commands.rescoring import Rescoring
 from etude.config.loading import default_recipe
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
@@ -15,6 +14,7 @@ from etude.models.spec import TINY
 from etude.run.folder import RunFolder
 from etude.run.numerics import published_state
 from etude.run.publishing import WeightPublishing
+from etude.run.rescoring import Rescoring
 from etude.run.weight_log import open_log
 from etude.telemetry.log import EventLog
 from etude.types import Finish, Floats, Rollout, RolloutStatus, Turn

@@ -1,23 +1,25 @@
-"""Views of rollouts for `etude show`.
+"""Reader of rollouts for people: `etude show`, the page and exports see what it gives.
 
     ledger ──▶ a group ──▶ its words, and the batch that it alone would make ──▶ ReadRollout ──▶ text or JSON
 
 Advantages, masks and weights are not explained a second time here: the group goes through the very functions that make
 the trainer's batches, and what they gave each turn is read off. Owns that composition. The nouns are
-:mod:`etude.dashboard.rollout_text`'s, the search :mod:`etude.ledger.archive`'s. Reads only, also while the run goes
+:mod:`etude.dashboard.rollouts`', the search :mod:`etude.ledger.archive`'s. Reads only, also while the run goes
 on.
 """
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from etude.config.recipe import RunConfig
 from etude.config.training import ClippedOptions
-from etude.dashboard.rollout_text import (
+from etude.dashboard.rollouts import (
+    ReadCall,
     ReadComparison,
     ReadPart,
     ReadRollout,
@@ -26,6 +28,7 @@ from etude.dashboard.rollout_text import (
     ReadTurn,
 )
 from etude.errors import DamagedError, UserError
+from etude.harnesses.actions import read_calls
 from etude.harnesses.contexts import Recall
 from etude.harnesses.summaries import read_summary
 from etude.ledger.archive import Archive, RolloutMatch, Search
@@ -34,21 +37,24 @@ from etude.ledger.states import GroupState
 from etude.rewards.score import penalty, trained_value
 from etude.rewards.transcript import SpokenTurn
 from etude.run.detokenize import decoder, turn_reader
+from etude.run.file_changes import FileChanges
 from etude.run.folder import RunFolder
+from etude.run.judge_votes import votes_about
 from etude.run.payload_store import open_payloads
 from etude.run.process_name import TRAINER
 from etude.telemetry.events import StepDone
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import read_tokenizer
 from etude.tokens.jinja import load_format
+from etude.tokens.messages import ChatMessage, Tool
 from etude.trainer.batching.advantage import group_weight
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch
 from etude.trainer.batching.turn_spans import Place, places
-from etude.types import AnswerChecks, Floats, Group, Rollout, Task, Trajectory, Turn, TurnKind
+from etude.types import AnswerChecks, Floats, Group, Mask, Rollout, Task, Trajectory, Turn, TurnKind
 
 if TYPE_CHECKING:
-    from etude.cli.commands.rescoring import Rescoring
+    from etude.run.rescoring import Rescoring
 
 MOST_ATTEMPTS = 100_000
 """Rollouts of one group: more than any has."""
@@ -58,21 +64,50 @@ PAYLOADS_GONE = (
 )
 
 
+ANY_TOOL = Tool(name="any")
+"""Stands for the tools that a harness offered, which no record names: with it, a chat format looks for calls."""
+
+
+class RunWords:
+    """A run's chat format and recipe: what its token ids say. Made once, it serves readers in any thread."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.config = folder.config()
+        self.chat = load_format(folder.model, self.config.gateway.chat_template_kwargs)
+        self.tokenizer = read_tokenizer(folder.model)
+        self.decode = decoder(self.chat)
+        self.read_turns = turn_reader(self.chat)
+
+    def reply(self, turn: Turn) -> ChatMessage:
+        """The reply of a turn, with reasoning and calls apart as far as the chat format marks them."""
+        reader = self.chat.reader([ANY_TOOL], prompt_ids=turn.prompt_ids)
+        reader.feed(turn.completion_ids.tolist())
+        reader.finish()
+        return reader.message()
+
+
 class RolloutReader:
     """Reads the rollouts of one run.
 
-    ``tokens`` asks for every sampled token; their mismatch takes a forward pass of the model for each weight version.
+    ``tokens`` asks for every sampled token, ``mismatches`` for their mismatch, too, which takes a forward pass of the
+    model for each weight version.
     """
 
-    def __init__(self, folder: RunFolder, archive: Archive, *, tokens: bool = False) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        archive: Archive,
+        *,
+        tokens: bool = False,
+        mismatches: bool = False,
+        words: RunWords | None = None,
+    ) -> None:
         self._folder = folder
-        self._config = folder.config()
         self._archive = archive
-        chat = load_format(folder.model, self._config.gateway.chat_template_kwargs)
-        self._decode = decoder(chat)
-        self._read_turns = turn_reader(chat)
-        self._tokenizer = read_tokenizer(folder.model)
-        self._rescoring = _rescoring(folder, self._config) if tokens else None
+        self._words = words or RunWords(folder)
+        self._config = self._words.config
+        self._with_tokens = tokens
+        self._rescoring = _rescoring(folder, self._config) if mismatches else None
 
     def rollout(self, rollout_id: str) -> ReadRollout:
         """A rollout by its id, or by a beginning of it. Raises :class:`~etude.errors.UserError`."""
@@ -109,9 +144,12 @@ class RolloutReader:
         return None if step is None else done.get(step)
 
     def _read(self, match: RolloutMatch, rollout: Rollout, credit: "_CreditView") -> ReadRollout:
-        rollout, lost = self._fetched(rollout) if self._rescoring else (_without_payloads(rollout), [])
-        tokens, untold = self._tokens(rollout)
+        rollout, lost = self._fetched(rollout) if self._with_tokens else (_without_payloads(rollout), [])
+        differences, untold = self._rescoring.differences(rollout) if self._rescoring else (None, [])
         task, branch = credit.group.task, rollout.branch
+        changes = FileChanges(task.files)
+        spoken = self._words.read_turns(rollout.turns)
+        turns = tuple(self._turns(rollout, spoken, credit, changes, differences))
         return ReadRollout(
             rollout_id=rollout.rollout_id,
             purpose=match.purpose,
@@ -124,6 +162,7 @@ class RolloutReader:
             epoch=credit.group.epoch,
             template=task.template,
             prompt=task.prompt,
+            files=changes.files(),
             status=rollout.status,
             reason=rollout.reason,
             reward=rollout.reward,
@@ -131,28 +170,38 @@ class RolloutReader:
             counts=rollout.counts,
             seconds=rollout.seconds,
             verdict=rollout.verdict,
+            votes=votes_about(self._folder, self._config, task, spoken),
             branch_of=None if branch is None else branch.rollout_id,
             branch_turns=0 if branch is None else branch.turns,
             comparison=credit.comparisons.get(rollout.rollout_id),
-            turns=tuple(self._turns(rollout, credit, tokens)),
+            turns=turns,
             notes=(*(credit.notes if rollout.turns else ()), *self._distilled(rollout, credit), *lost, *untold),
         )
 
     def _turns(
-        self, rollout: Rollout, credit: "_CreditView", tokens: Sequence[tuple[ReadToken, ...]] | None
+        self,
+        rollout: Rollout,
+        spoken: Sequence[SpokenTurn],
+        credit: "_CreditView",
+        changes: FileChanges,
+        differences: Sequence[Floats] | None,
     ) -> Iterator[ReadTurn]:
-        turns, spoken = rollout.turns, self._read_turns(rollout.turns)
+        turns = rollout.turns
         trajectories = credit.trajectories.get(rollout.rollout_id, ())
         placed = places(turns, trajectories)
         hints = {hint.turn: hint for hint in rollout.hints}
         for number, (turn, words) in enumerate(zip(turns, spoken, strict=True)):
-            advantage, loss_tokens = _credited(placed[number], trajectories) if credit.is_known else (None, None)
+            weights = _credited(turn, placed[number], trajectories) if credit.is_known else None
+            reply = self._words.reply(turn)
             yield ReadTurn(
                 number=number,
                 kind=turn.kind,
                 continues=words.continues,
                 heard=words.heard,
                 said=words.text,
+                thinking=reply.thinking,
+                content=reply.content,
+                calls=tuple(_calls(turn, reply, words, changes)),
                 finish=turn.finish,
                 temperature=turn.temperature,
                 prompt_tokens=len(turn.prompt_ids),
@@ -161,10 +210,12 @@ class RolloutReader:
                 versions=dict(sorted(Counter(turn.versions.tolist()).items())),
                 reward=rollout.turn_rewards[number] if rollout.turn_rewards else None,
                 hint=hints.get(number),
-                advantage=advantage,
-                loss_tokens=loss_tokens,
+                advantage=None if weights is None else weights.first,
+                loss_tokens=None if weights is None else int(weights.loss_mask_C.sum()),
                 summary=_summary(number, turns, spoken, credit.group.task),
-                tokens=None if tokens is None else tokens[number],
+                tokens=tuple(self._tokens(turn, weights, None if differences is None else differences[number]))
+                if self._with_tokens
+                else None,
             )
 
     def _distilled(self, rollout: Rollout, credit: "_CreditView") -> Iterator[str]:
@@ -183,31 +234,37 @@ class RolloutReader:
             turns = tuple(replace(turn, payload=None) for turn in rollout.turns)
             return replace(rollout, turns=turns), [f"{gone} turns: {PAYLOADS_GONE}"]
 
-    def _tokens(self, rollout: Rollout) -> tuple[list[tuple[ReadToken, ...]] | None, list[str]]:
-        """Every sampled token of every turn, if they are asked for."""
-        if self._rescoring is None:
-            return None, []
-        differences, reasons = self._rescoring.differences(rollout)
-        pairs = zip(rollout.turns, differences, strict=True)
-        return [tuple(self._turn_tokens(turn, differences_C)) for turn, differences_C in pairs], reasons
-
-    def _turn_tokens(self, turn: Turn, differences_C: Floats) -> Iterator[ReadToken]:
+    def _tokens(self, turn: Turn, weights: "_TurnWeights | None", differences_C: Floats | None) -> Iterator[ReadToken]:
+        """Every sampled token of a turn."""
         sizes_C = None if turn.sampling_mask is None else turn.sampling_mask.sizes.tolist()
         first = len(turn.prompt_ids) - 1  # the row that the first sampled token was drawn from
         for index, token_id in enumerate(turn.completion_ids.tolist()):
             row = None if turn.routes is None or first + index < 0 else turn.routes[first + index]
-            difference = float(differences_C[index])
+            difference = np.nan if differences_C is None else float(differences_C[index])
+            text = self._words.decode(turn.completion_ids[index : index + 1])
             yield ReadToken(
                 token_id=token_id,
-                text=self._decode(turn.completion_ids[index : index + 1])
-                or self._tokenizer.id_to_token(token_id)
-                or "",
+                text=text or self._words.tokenizer.id_to_token(token_id) or "",
                 logprob=float(turn.logprobs[index]),
                 version=int(turn.versions[index]),
                 mismatch=None if np.isnan(difference) else difference,
                 kept=(sizes_C[index] or None) if sizes_C else None,
                 routes=None if row is None else tuple(tuple(layer) for layer in row.tolist()),
+                advantage=None if weights is None else float(weights.advantages_C[index]),
+                has_loss=None if weights is None else bool(weights.loss_mask_C[index]),
             )
+
+
+class _TurnWeights(NamedTuple):
+    """Weights of a turn's sampled tokens in the loss."""
+
+    advantages_C: Floats
+    loss_mask_C: Mask
+
+    @property
+    def first(self) -> float:
+        """The advantage of all of them; 0 of a turn without tokens."""
+        return float(self.advantages_C[0]) if len(self.advantages_C) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +283,7 @@ class _CreditView:
 
 
 def _rescoring(folder: RunFolder, config: RunConfig) -> "Rescoring":
-    from etude.cli.commands.rescoring import Rescoring
+    from etude.run.rescoring import Rescoring
 
     return Rescoring(folder, config)
 
@@ -238,11 +295,13 @@ def _credit_of(
     trained = [rollout for rollout in group.rollouts if not rollout.is_quarantined]
     why = _why_untrained(purpose, state, trained)
     if why:
-        reasons = (f"not trained on: {why}",)
-        return _CreditView(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=reasons)
+        return _unknown_credit(group, state, f"not trained on: {why}")
     baseline = config.loss.baseline
     penalties = {rollout.rollout_id: penalty(rollout, config.effort) for rollout in trained}
-    batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
+    try:
+        batch = build_batch(1, [group], baseline, penalties, config.credit, LiveComparison(baseline="none"))
+    except ValueError as error:  # it was recorded under another recipe
+        return _unknown_credit(group, state, f"advantages cannot be said: {error}")
     trajectories: dict[str, list[Trajectory]] = {}
     for trajectory in batch.trajectories:
         trajectories.setdefault(trajectory.rollout_id, []).append(trajectory)
@@ -264,6 +323,10 @@ def _credit_of(
     return _CreditView(
         group=group, state=state, is_known=True, comparisons=comparisons, trajectories=trajectories, notes=notes
     )
+
+
+def _unknown_credit(group: Group, state: GroupState, note: str) -> _CreditView:
+    return _CreditView(group=group, state=state, is_known=False, comparisons={}, trajectories={}, notes=(note,))
 
 
 def _why_untrained(purpose: str, state: GroupState, trained: Sequence[Rollout]) -> str:
@@ -299,12 +362,32 @@ def _without_payloads(rollout: Rollout) -> Rollout:
     return replace(rollout, turns=tuple(replace(turn, payload=None) for turn in rollout.turns))
 
 
-def _credited(place: Place | None, trajectories: Sequence[Trajectory]) -> tuple[float, int]:
-    """A turn's advantage, and how many of its tokens carry loss."""
+def _credited(turn: Turn, place: Place | None, trajectories: Sequence[Trajectory]) -> _TurnWeights:
+    """Advantage and loss mask of a turn's sampled tokens."""
     if place is None:
-        return 0.0, 0
+        sampled = len(turn.completion_ids)
+        return _TurnWeights(np.zeros(sampled, np.float32), np.zeros(sampled, np.bool_))
     trajectory, where = trajectories[place[0]], place[1]
-    return float(trajectory.advantages[where][0]), int(trajectory.loss_mask[where].sum())
+    return _TurnWeights(trajectory.advantages[where], trajectory.loss_mask[where])
+
+
+def _calls(turn: Turn, reply: ChatMessage, words: SpokenTurn, changes: FileChanges) -> Iterator[ReadCall]:
+    """The calls of a turn, as its chat format marks them or, where it marks none, as its text spells them."""
+    if turn.kind is TurnKind.SUMMARY:
+        return
+    spelt = read_calls(reply.content) if not reply.tool_calls else []
+    for tool, arguments in [*((call.name, _arguments(call.arguments)) for call in reply.tool_calls), *spelt]:
+        path, diff = changes.call(tool, arguments, words.answered)
+        yield ReadCall(tool=tool, arguments=arguments, path=path, diff=diff)
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """Arguments by name, each as text; one without a name where they are no object."""
+    try:
+        fields = json.loads(text)
+        return {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()}
+    except (ValueError, AttributeError, RecursionError):
+        return {"": text}
 
 
 def _known_tokens(turns: Sequence[Turn], spoken: SpokenTurn) -> int:
@@ -343,5 +426,9 @@ def _has_fact(fact: str, heard: Sequence[str], summary: str) -> bool | None:
 def _parts(recorded: Mapping[str, float], config: RunConfig) -> tuple[ReadPart, ...]:
     """The recorded numbers, those that a recipe adds up first."""
     worth = {part.name: part.contribution(recorded[part.name]) for part in config.reward.parts if part.name in recorded}
-    parts = [ReadPart(name=name, value=value, worth=worth.get(name)) for name, value in recorded.items()]
+    sources = {part.name: part.source for part in config.reward.parts}
+    parts = [
+        ReadPart(name=name, value=value, worth=worth.get(name), source=sources.get(name, ""))
+        for name, value in recorded.items()
+    ]
     return tuple(sorted(parts, key=lambda part: part.worth is None))

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.cli.commands.rollout_view import RolloutReader
 from etude.config.loading import default_recipe
 from etude.errors import UserError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import TRAIN, Ledger
 from etude.rewards.shaping.effort import effort_penalty
 from etude.run.folder import RunFolder
+from etude.run.rollout_reader import RolloutReader
 from etude.tokens.chat import ChatTemplate
 from etude.trainer.batching.batch import build_batch
 from etude.types import (
@@ -100,10 +100,12 @@ def reader_of(
     size: int | None = None,
     lose: int | None = None,
     purpose: str = TRAIN,
+    task: Task = TASK,
+    tokens: bool = False,
 ) -> Iterator[RolloutReader]:
     folder = RunFolder.create(path, default_recipe(settings))
     chat.save(folder.model)
-    task = TASK if purpose == TRAIN else replace(TASK, split=Split.HELDOUT)
+    task = task if purpose == TRAIN else replace(task, split=Split.HELDOUT)
     with Ledger.open(folder.ledger) as ledger:
         ledger.admit_group(task, purpose, size or len(rollouts), 3)
         for rollout in rollouts:
@@ -112,7 +114,7 @@ def reader_of(
         for slot in slots if lose is None else slots[:lose]:
             ledger.lose_slot(purpose, 0, slot, "infra")
     with Archive.open(folder.ledger) as archive:
-        yield RolloutReader(folder, archive)
+        yield RolloutReader(folder, archive, tokens=tokens)
 
 
 def test_a_rollout_is_told_in_words_and_figures(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
@@ -139,6 +141,40 @@ def test_a_rollout_is_told_in_words_and_figures(tmp_path: Path, chat: ChatTempla
         assert [turn.hint and turn.hint.text for turn in read.turns] == [None, "mind the fee", None, None]
         assert sum(turn.new_tokens for turn in read.turns) == sum(len(chat.encode(turn.heard)) for turn in read.turns)
         assert read.turns[1].versions == {3: read.turns[1].sampled_tokens}
+
+
+def test_calls_are_told_with_what_they_changed(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
+    first = scribe.turn(None, "fix f", "edit f.py 1\nnew")
+    second = scribe.turn(
+        first, "ok", '<tool_call>{"name": "write", "arguments": {"path": "g", "lines": [1]}}</tool_call> so'
+    )
+    third = scribe.turn(second, "nothing", "no call at all")
+    task = replace(TASK, files={"f.py": "old\nrest\n"})
+    for reader in reader_of(tmp_path / "run", chat, [ended(0, 1.0, first, second, third)], task=task):
+        read = reader.rollout("r0")
+        edit, write = read.turns[0].calls[0], read.turns[1].calls[0]
+        assert (edit.tool, edit.arguments) == ("edit", {"path": "f.py", "line": "1", "text": "new"})
+        assert [(line.mark, line.text) for line in edit.diff] == [("-", "old"), ("+", "new"), (" ", "rest")]
+        assert (write.tool, write.arguments, write.diff) == ("write", {"path": "g", "lines": "[1]"}, ())
+        assert read.turns[1].content.strip() == "so"
+        assert (read.turns[2].calls, read.turns[2].content) == ((), "no call at all")
+        assert [(file.path, file.diff) for file in read.files] == [("f.py", edit.diff)]
+
+
+def test_tokens_are_told_with_advantage_and_loss_without_a_model(
+    tmp_path: Path, chat: ChatTemplate, scribe: Scribe
+) -> None:
+    rollouts = [ended(slot, float(slot), *scribe.summarised()) for slot in (0, 1)]
+    for reader in reader_of(tmp_path / "run", chat, rollouts, "credit.summaries=mask", *SUMMARISES, tokens=True):
+        turns = reader.rollout("r1").turns
+        tokens = [token for turn in turns for token in turn.tokens or ()]
+        assert [token.token_id for token in tokens] == [
+            one for turn in rollouts[1].turns for one in turn.completion_ids.tolist()
+        ]
+        assert "".join(token.text for token in turns[0].tokens or ()) == "read a"
+        assert {(token.advantage, token.has_loss) for token in turns[0].tokens or ()} == {(0.5, True)}
+        assert {token.has_loss for token in turns[2].tokens or ()} == {False}
+        assert {token.mismatch for token in tokens} == {None}
 
 
 def test_a_summary_is_told_with_what_it_lost(tmp_path: Path, chat: ChatTemplate, scribe: Scribe) -> None:
