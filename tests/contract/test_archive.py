@@ -146,16 +146,16 @@ def test_rollouts_are_found_by_what_is_asked(archive: Archive) -> None:
 
 def test_what_readers_learnt_from_records_keeps_up_with_the_ledger(new_place: NewPlace) -> None:
     where, index = new_place(), RecordIndex()
-    cheat = {"verdict": SUSPECT, "reason": "submit"}
     with Ledger.open(where) as ledger:
         ledger.admit_group(task("first"), TRAIN, 2, 0)
-        ledger.record(ended("one", 0, 0, 0.0, ACT, **cheat), TRAIN)
+        ledger.record(ended("one", 0, 0, 0.0, ACT, verdict=SUSPECT), TRAIN)
         for expected, name in ((["one"], "two"), (["two", "one"], "three")):
             with Archive.open(where, index=index) as archive:
                 assert names(archive, hacked=True) == expected
                 assert set(archive.templates(TRAIN, [0, 7])) == {0}
-            place = (0, 1) if name == "two" else (ledger.admit_group(task("next"), TRAIN, 1, 0), 0)
-            ledger.record(ended(name, *place, 0.0, ACT, **cheat), TRAIN)
+            group = 0 if name == "two" else ledger.admit_group(task("next"), TRAIN, 1, 0)
+            assert group is not None
+            ledger.record(ended(name, group, int(name == "two"), 0.0, ACT, verdict=SUSPECT), TRAIN)
     with Archive.open(where, index=index) as archive:
         assert names(archive, hacked=True) == ["three", "two", "one"]
         assert names(archive, task="next") == ["three"]

@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser's driver is not installed")
 expect = sync_api.expect
 CHROMIUM = shutil.which("chromium") or ""
-pytestmark = [
-    pytest.mark.heavy,
-    pytest.mark.skipif(not CHROMIUM, reason="there is no chromium: apt-get install chromium"),
-]
+pytestmark = pytest.mark.heavy("a browser", missing=not CHROMIUM)
 RUN = "hostile"
 EVIL = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"><svg onload=alert(1)>"

@@ -200,13 +200,13 @@ def _turn(turn: ReadTurn) -> str:
         words.append(f"advantage {decimal(turn.advantage, 3)} on {count(turn.loss_tokens)}")
     if turn.continues is None and turn.number:
         words.append("a new context")
-    said = _text(turn.said) if turn.tokens is None else "".join(map(_token, turn.tokens))
+    reply = _text(turn.said) if turn.tokens is None else "".join(map(_token, turn.tokens))
     hint = f'<pre class="hint">{_text(turn.hint.text)}</pre>' if turn.hint is not None else ""
     lost = f'<pre class="lost">{_text(turn.summary.scratch)}</pre>' if turn.summary and turn.summary.scratch else ""
     name = f"turn-{turn.number}"
     return (
         f'<article id="{name}"><h2><a href="#{name}">turn {turn.number}</a> · {_text(" · ".join(words))}</h2>{hint}'
-        f'<pre class="heard">{_text(turn.heard)}</pre><pre class="said">{said}</pre>'
+        f'<pre class="heard">{_text(turn.heard)}</pre><pre class="said">{reply}</pre>'
         f"{''.join(_diff(call) for call in turn.calls if call.diff)}{lost}</article>"
     )
 

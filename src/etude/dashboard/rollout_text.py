@@ -217,6 +217,9 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
         text = Text(rollout.verdict.disposition, "default" if facts else WARN)
         text.append("" if facts else f", by {visible(rollout.verdict.reason)}; graded {rollout.verdict.graded:g}")
         yield Block("verdict   ", text.append(f"  {', '.join(rollout.verdict.flags)}", DIM))
+    for vote in rollout.votes:
+        score = "cannot tell" if vote.score is None else f"{vote.score} of {vote.lowest}–{vote.highest}"
+        yield Block("judge     ", Text.assemble(f"{vote.aspect} {score}", (f"  {visible(vote.reason)}", DIM)))
     if rollout.branch_of is not None:
         yield Block("branch    ", Text(f"of {rollout.branch_of} from turn {rollout.branch_turns} on"))
     for note in rollout.notes:

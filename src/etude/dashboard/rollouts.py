@@ -28,6 +28,20 @@ class ReadPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadVote:
+    """One vote of a judge about a rollout."""
+
+    aspect: str
+    score: int | None
+    """``None``: it said that it cannot tell."""
+    lowest: int
+    highest: int
+    """Ends of the rubric's scale."""
+    reason: str
+    """Reason that it gave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLine:
     """One line of a change to a file."""
 
@@ -52,7 +66,7 @@ class ReadCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadFile:
+class ChangedFile:
     """One file of a task, and what became of it."""
 
     path: str
@@ -178,7 +192,7 @@ class ReadRollout:
     """Time, from 1, that its task was admitted; 1 of an evaluation."""
     template: str
     prompt: str
-    files: tuple[ReadFile, ...]
+    files: tuple[ChangedFile, ...]
     """Files that the task brought along, beside its image."""
     status: str
     reason: str
@@ -188,6 +202,8 @@ class ReadRollout:
     """Actions of the agent: tool name → calls."""
     seconds: float
     verdict: Verdict | None
+    votes: tuple[ReadVote, ...]
+    """Votes of the run's judge, as far as its cache still has them."""
     branch_of: str | None
     """The rollout that sampled its first turns."""
     branch_turns: int

@@ -48,7 +48,7 @@ class RecordIndex:
             "SELECT group_index, task_id, task FROM groups WHERE purpose = ? AND group_index >= ? ORDER BY group_index"
             " LIMIT ?"
         )
-        wanted = text.lower()
+        lowered = text.lower()
         with self._lock:
             tasks = self._tasks[purpose]
             while rows := db.execute(sql, purpose, len(tasks), CHUNK_GROUPS):
@@ -56,7 +56,7 @@ class RecordIndex:
                     tasks.extend([""] * (index - len(tasks)))  # numbers have no gaps, but nothing depends on that
                     self._template(task_id, task)
                     tasks.append(task_id)
-            fits = {one: wanted in one.lower() or wanted in words.lower() for one, words in self._templates.items()}
+            fits = {one: lowered in one.lower() or lowered in words.lower() for one, words in self._templates.items()}
             return [index for index, task_id in enumerate(tasks) if fits.get(task_id, False)]
 
     def hacked(self, db: Database, purpose: str) -> Collection[str]:

@@ -128,8 +128,8 @@ def is_hacked(data: bytes) -> bool:
 
 def template_of(data: bytes) -> str:
     """Template of an encoded task, without decoding the rest."""
-    _, found, rest = data.partition(TEMPLATE)
-    if not found:
+    _, mark, rest = data.partition(TEMPLATE)
+    if not mark:
         raise DamagedError(f"unreadable task record {data[:80]!r}: it has no template")
     return str(json.loads(rest[: rest.index(b'", "') + 1]))  # quotes within the text are escaped
 

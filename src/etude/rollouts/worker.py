@@ -17,7 +17,7 @@ infrastructure's. Does not own time limits (:mod:`etude.rollouts.sandbox`), retr
 (:mod:`etude.rollouts.runner`).
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -206,7 +206,7 @@ class StageTimes:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seconds = Counter[RolloutStage]()
+        self._seconds = defaultdict[RolloutStage, float](float)
 
     @contextmanager
     def of(self, stage: RolloutStage) -> Iterator[None]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 
-from etude.dashboard.rollouts import ReadFile, ReadLine
+from etude.dashboard.rollouts import ChangedFile, ReadLine
 from etude.harnesses import tools
 
 AROUND = 3
@@ -56,43 +56,43 @@ class FileChanges:
                 return path, tuple(_difference(_split(arguments[old]), _split(arguments[new]), None))
         whole = next((arguments[name] for name in CONTENTS if name in arguments), None)
         if path and whole is not None:
-            known = self._lines.get(path, {})
-            diff = tuple(_difference([known[number] for number in sorted(known)], _split(whole), 1))
+            line_texts = self._lines.get(path, {})
+            diff = tuple(_difference([line_texts[number] for number in sorted(line_texts)], _split(whole), 1))
             self._lines[path] = dict(enumerate(_split(whole), start=1))
             return path, diff
         patch = next((text for text in arguments.values() if PATCH.search(text)), "")
         return (path or "patch", tuple(_patch_lines(patch))) if patch else NOTHING
 
-    def files(self) -> tuple[ReadFile, ...]:
+    def files(self) -> tuple[ChangedFile, ...]:
         """The files that the task brought along, with all changes to them that were carried out."""
-        return tuple(ReadFile(path=path, before=text, diff=self._whole(path)) for path, text in self._before.items())
+        return tuple(ChangedFile(path=path, before=text, diff=self._whole(path)) for path, text in self._before.items())
 
     def _show(self, path: str, output: str) -> None:
         """The model was shown numbered lines of a file."""
-        known = self._lines.setdefault(path, {})
+        line_texts = self._lines.setdefault(path, {})
         for line in output.split("\n"):
             match = NUMBERED.fullmatch(line)
             if match is None:
                 break
-            known[int(match[1])] = match[2]
+            line_texts[int(match[1])] = match[2]
 
     def _edit(self, path: str, line: int, new: Sequence[str], output: str) -> tuple[ReadLine, ...]:
         """One line gives way to some."""
-        known = self._lines.setdefault(path, {})
-        before = [_line(" ", n, known[n]) for n in range(line - AROUND, line) if n in known]
-        removed = [_line("-", line, known[line])] if line in known else []
+        line_texts = self._lines.setdefault(path, {})
+        before = [_line(" ", n, line_texts[n]) for n in range(line - AROUND, line) if n in line_texts]
+        removed = [_line("-", line, line_texts[line])] if line in line_texts else []
         added = [_line("+", line + n, text) for n, text in enumerate(new[:MOST_LINES])]
         shift = len(new) - 1
-        after = [_line(" ", n + shift, known[n]) for n in range(line + 1, line + 1 + AROUND) if n in known]
+        after = [_line(" ", n + shift, line_texts[n]) for n in range(line + 1, line + 1 + AROUND) if n in line_texts]
         if output.split("\n", 1)[0].strip() == tools.OK:
-            later = {n + shift: text for n, text in known.items() if n > line}
-            earlier = {n: text for n, text in known.items() if n < line}
+            later = {n + shift: text for n, text in line_texts.items() if n > line}
+            earlier = {n: text for n, text in line_texts.items() if n < line}
             self._lines[path] = earlier | dict(enumerate(new, start=line)) | later
         return (*before, *removed, *added, *after)
 
     def _whole(self, path: str) -> tuple[ReadLine, ...]:
-        known, before = self._lines[path], _split(self._before[path])
-        after = [known[number] for number in sorted(known)]
+        line_texts, before = self._lines[path], _split(self._before[path])
+        after = [line_texts[number] for number in sorted(line_texts)]
         return () if before == after else tuple(_difference(before, after, 1))
 
 

@@ -39,6 +39,7 @@ from etude.rewards.transcript import SpokenTurn
 from etude.run.detokenize import decoder, turn_reader
 from etude.run.file_changes import FileChanges
 from etude.run.folder import RunFolder
+from etude.run.judge_votes import votes_about
 from etude.run.payload_store import open_payloads
 from etude.run.process_name import TRAINER
 from etude.telemetry.events import StepDone
@@ -78,7 +79,7 @@ class RunWords:
         self.read_turns = turn_reader(self.chat)
 
     def reply(self, turn: Turn) -> ChatMessage:
-        """What a turn said, apart from reasoning and calls as far as the chat format marks them."""
+        """The reply of a turn, with reasoning and calls apart as far as the chat format marks them."""
         reader = self.chat.reader([ANY_TOOL], prompt_ids=turn.prompt_ids)
         reader.feed(turn.completion_ids.tolist())
         reader.finish()
@@ -147,7 +148,8 @@ class RolloutReader:
         differences, untold = self._rescoring.differences(rollout) if self._rescoring else (None, [])
         task, branch = credit.group.task, rollout.branch
         changes = FileChanges(task.files)
-        turns = tuple(self._turns(rollout, credit, changes, differences))
+        spoken = self._words.read_turns(rollout.turns)
+        turns = tuple(self._turns(rollout, spoken, credit, changes, differences))
         return ReadRollout(
             rollout_id=rollout.rollout_id,
             purpose=match.purpose,
@@ -168,6 +170,7 @@ class RolloutReader:
             counts=rollout.counts,
             seconds=rollout.seconds,
             verdict=rollout.verdict,
+            votes=votes_about(self._folder, self._config, task, spoken),
             branch_of=None if branch is None else branch.rollout_id,
             branch_turns=0 if branch is None else branch.turns,
             comparison=credit.comparisons.get(rollout.rollout_id),
@@ -176,9 +179,14 @@ class RolloutReader:
         )
 
     def _turns(
-        self, rollout: Rollout, credit: "_CreditView", changes: FileChanges, differences: Sequence[Floats] | None
+        self,
+        rollout: Rollout,
+        spoken: Sequence[SpokenTurn],
+        credit: "_CreditView",
+        changes: FileChanges,
+        differences: Sequence[Floats] | None,
     ) -> Iterator[ReadTurn]:
-        turns, spoken = rollout.turns, self._words.read_turns(rollout.turns)
+        turns = rollout.turns
         trajectories = credit.trajectories.get(rollout.rollout_id, ())
         placed = places(turns, trajectories)
         hints = {hint.turn: hint for hint in rollout.hints}

@@ -7,7 +7,7 @@ A step that is done again after a resumption replaces what had followed it; then
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 from etude.dashboard.statistics import difference_of, mean_of
@@ -63,12 +63,17 @@ class Curves:
             case "PhaseEnded":
                 self._lineage[fields["phase"]] = fields
 
-    def columns(self, since: int) -> Json:
-        """Steps after ``since``, a column for each metric that any of them has; measurements in whole."""
+    def columns(self, since: int, names: Collection[str] = ()) -> Json:
+        """Steps after ``since``, a column for each metric that any of them has; measurements in whole.
+
+        ``names`` are all columns that are asked for, if any are; a name that ends in a colon means all that begin so.
+        """
         first = bisect_right(self._steps, since)
         rows = self._rows[first:]
-        names = dict.fromkeys(name for row in rows for name in row)
-        ordered = [*(name for name in METRICS if name in names), *(name for name in names if name not in METRICS)]
+        there = dict.fromkeys(name for row in rows for name in row)
+        prefixes = tuple(name for name in names if name.endswith(":"))
+        ordered = [*(name for name in METRICS if name in there), *(name for name in there if name not in METRICS)]
+        ordered = [name for name in ordered if not names or name in names or name.startswith(prefixes)]
         by_version = sorted(self.evals, key=lambda label: int(self.evals[label]["version"]))
         return {
             "revision": self.revision,

@@ -9,7 +9,7 @@ One machine without a fleet is one region, whose processes are those that its su
 four, with the reason beside it; what nobody has seen is ``unknown``, never well.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from etude.config.fleet import FleetConfig, RegionConfig
@@ -47,7 +47,7 @@ def _one_machine(run: RunReader, history: WeightHistory, now_s: float) -> Json:
         "remark": "",
         **_served("", history, now_s),
         **_sandboxes(run, 0),
-        "processes": sorted(processes, key=_order),
+        "processes": _sorted(processes),
     }
     return {"kind": "machine", "generation": None, "launcher": "local", "regions": [region], "problem": ""}
 
@@ -94,7 +94,7 @@ def _regions(run: RunReader, config: FleetConfig, history: WeightHistory, now_s:
             "engines": region.engines,
             **_served(name, history, now_s),
             **_sandboxes(run, region.sandbox_hosts),
-            "processes": sorted(_placed(region, own, seen, history), key=_order),
+            "processes": _sorted(_placed(region, own, seen, history)),
         })  # fmt: skip
     return {
         "kind": "fleet",
@@ -181,6 +181,10 @@ def _load(name: str, history: WeightHistory) -> Facts:
 def _sandboxes(run: RunReader, hosts: int) -> Facts:
     """The kind of sandboxes, and the machines of a region that lend them."""
     return {"sandboxes": str(run.config.sandboxes.kind), "sandbox_hosts": hosts}
+
+
+def _sorted(processes: Iterable[Facts]) -> list[Json]:
+    return [*sorted(processes, key=_order)]
 
 
 def _order(facts: Mapping[str, Json]) -> tuple[int, str]:

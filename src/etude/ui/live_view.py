@@ -142,7 +142,7 @@ def _sessions(feedback: SessionArchive, archive: Archive, limit: int, offset: in
     return {
         "problem": "",
         "states": {state: states.get(state, 0) for state in ("open", "ended", "closed", "taken")},
-        "counts": feedback.counts(),
+        "counts": {**feedback.counts()},
         "signals": [asdict(count) for count in feedback.signal_counts()],
         "total": sum(states.values()),
         "offset": offset,
@@ -201,7 +201,7 @@ def _worth(part: SignalPart, observed: ObservedSession | None, rollout: Rollout 
     silent = sum(answer is None for answer in answers)
     return {
         **dict[str, Json](name=part.name, signal=part.signal, per=part.per, weight=part.weight),
-        "answers": answers,
+        "answers": [*answers],
         "silence": "" if not silent else "estimated" if part.missing == "estimate" else f"taken for {part.missing:g}",
         "value": value,
         "worth": None if value is None else part.weight * value,
@@ -254,9 +254,9 @@ def _release_facts(run: RunReader, store: ReleaseStore) -> Json:
         "way": None if way is None else {"version": way.version, "state": str(way.state), "stage": way.stage},
         "due": due.version if due is not None and (way is not None or former is not None) else None,
         "states": dict(states),
-        "releases": [asdict(release) | {"state": str(release.state)} for release in releases][::-1],
+        "releases": [*(asdict(one) | {"state": str(one.state)} for one in reversed(releases))],
         "moves": [finite(asdict(move)) for move in moves][::-1],
-        "requests": [asdict(request) | {"kind": str(request.kind)} for request in store.requests()][::-1],
+        "requests": [*(asdict(one) | {"kind": str(one.kind)} for one in reversed(store.requests()))],
         "table": None if table is None else _arms(asdict(table)),
     }
 

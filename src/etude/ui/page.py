@@ -24,7 +24,7 @@ from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 from etude.ui.runs import RunList
-from etude.ui.server import FAREWELL, ui_app
+from etude.ui.server import STREAMS, ui_app
 
 TOKEN_VARIABLE = "ETUDE_UI_TOKEN"
 """Environment variable with the token, where it is not to be drawn."""
@@ -67,7 +67,7 @@ async def serve_page(runs: RunList, listener: socket.socket, token: str) -> None
         await asyncio.Event().wait()
     finally:
         try:
-            await app[FAREWELL]()
+            await app[STREAMS].close()
         finally:
             await runner.cleanup()
 

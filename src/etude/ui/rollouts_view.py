@@ -8,6 +8,7 @@ Owns what is asked for and the shape of the answers. Rollouts are found by :mod:
 records and the model's tokenizer is kept between queries.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -36,6 +37,8 @@ REASON_CHARACTERS = 200
 MOST_ROUTES = 400_000
 """Experts of an answer: where all tokens have more together, they are left out unless one turn is asked for."""
 Choice = TypeVar("Choice", RolloutOutcome, Order)
+SCORING = threading.Lock()
+"""Held while the trainer's model scores a rollout: one at a time, however many pages ask."""
 RUNS = 16
 """Runs of which indexes and tokenizers are kept."""
 
@@ -57,7 +60,7 @@ def table(query: RunQuery) -> Json:
 
 
 def census(query: RunQuery) -> Json:
-    """What there is to filter by: purposes with counts and versions, and why the rollouts of one ended."""
+    """Values to filter by: purposes with counts and versions, and why the rollouts of one ended."""
     purpose = query.options.get("purpose", TRAIN)
     with _archive(query) as archive:
         purposes, reasons = archive.census(), archive.reasons(purpose, MOST_REASONS)
@@ -75,14 +78,18 @@ def rollout(query: RunQuery) -> Json:
 
 def tokens(query: RunQuery) -> Json:
     """The sampled tokens of a rollout, or of one ``turn``, in columns; with ``mismatch=1`` the trainer's logprobs."""
-    wanted = query.number("turn", -1)
-    with _reader(query, tokens=True, mismatches=query.options.get("mismatch") == "1") as reader:
-        read = _named(reader, query)
-    turns = [turn for turn in read.turns if wanted in (-1, turn.number)]
+    number = query.number("turn", -1)
+    if query.options.get("mismatch") == "1":
+        with SCORING, _reader(query, tokens=True, mismatches=True) as reader:
+            read = _named(reader, query)
+    else:
+        with _reader(query, tokens=True) as reader:
+            read = _named(reader, query)
+    turns = [turn for turn in read.turns if number in (-1, turn.number)]
     routes = sum(
         len(token.routes) * len(token.routes[0]) for turn in turns for token in turn.tokens or () if token.routes
     )
-    with_routes = routes > 0 and (routes <= MOST_ROUTES or wanted >= 0)
+    with_routes = routes > 0 and (routes <= MOST_ROUTES or number >= 0)
     return {
         "turns": [{"number": turn.number, **_columns(turn.tokens or (), with_routes=with_routes)} for turn in turns],
         "has_routes": routes > 0,
@@ -111,10 +118,11 @@ def export(query: RunQuery) -> Download:
         read = _named(reader, query)
     name, config = read.rollout_id, query.run.config
     if form == "html":
-        return Download(name=f"{name}.html", media_type="text/html", chunks=[exported(read, form, config).encode()])
+        page = exported(read, "html", config).encode()
+        return Download(name=f"{name}.html", media_type="text/html", chunks=[page])
     if form == "harbor":
-        chunks, ending = [exported(read, form, config).encode()], "trajectory.json"
-        return Download(name=f"{name}.{ending}", media_type="application/json", chunks=chunks)
+        trajectory = exported(read, "harbor", config).encode()
+        return Download(name=f"{name}.trajectory.json", media_type="application/json", chunks=[trajectory])
     return Download(name=f"{name}.jsonl", media_type="application/jsonl", chunks=[_line(read)])
 
 
@@ -191,7 +199,7 @@ def _columns(tokens: Sequence[ReadToken], *, with_routes: bool) -> dict[str, Jso
 
 @lru_cache(maxsize=RUNS)
 def _index(folder: RunFolder) -> RecordIndex:
-    """What searches of a run learnt from its records."""
+    """Index of a run's records, which its searches share."""
     return RecordIndex()
 
 

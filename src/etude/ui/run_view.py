@@ -25,10 +25,12 @@ def report(query: RunQuery) -> Json:
 
 
 def curves(query: RunQuery) -> Json:
-    """Columns over steps after ``since``; the whole again for who has an older ``revision``."""
+    """Columns over steps after ``since``, all or those of ``names``; the whole again for who has an older
+    ``revision``.
+    """
     with query.run.folded(Curves) as folded:
         since = query.number("since", -1) if query.number("revision", -1) == folded.revision else -1
-        return folded.columns(since)
+        return folded.columns(since, frozenset(filter(None, query.options.get("names", "").split(","))))
 
 
 def rollout_curves(query: RunQuery) -> Json:

@@ -199,7 +199,7 @@ class RunList:
 
     def overviews(self) -> list[Json]:
         """A line for each run; one whose recipe cannot be read says why."""
-        return [_overview(reader) for reader in self.all()]
+        return [overview_or_error(reader) for reader in self.all()]
 
     def _folders(self) -> Iterator[Path]:
         for place in self._places:
@@ -220,7 +220,8 @@ def check_places(places: Sequence[Path]) -> None:
             raise RunFolderError(f"{place} is no folder: name a run folder, or a folder with run folders in it")
 
 
-def _overview(reader: RunReader) -> Json:
+def overview_or_error(reader: RunReader) -> dict[str, Json]:
+    """Line of a run in a list; of one whose recipe cannot be read the reason."""
     try:
         return reader.overview()
     except (EtudeError, OSError) as error:

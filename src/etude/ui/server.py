@@ -23,7 +23,7 @@ from etude.errors import EtudeError, UserError
 from etude.types import Json
 from etude.ui import compare_view, live_view, rollouts_view, run_view, timeline_view, weights_view
 from etude.ui.routes import Download, Forbidden, NotFound, Routes, RunQuery, View
-from etude.ui.runs import RunList, RunReader
+from etude.ui.runs import RunList, RunReader, overview_or_error
 
 STATIC = Path(__file__).with_name("static")
 FILES = {"/": "index.html", "/app.js": "app.js", "/app.css": "app.css"}
@@ -55,20 +55,62 @@ SECURITY = {
 }
 """Headers of every response."""
 
-FAREWELL = web.AppKey("farewell", Callable[[], Awaitable[None]])
-"""Ends the streams of an application that is about to be stopped, while browsers can still ask for what came last."""
-
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Streams:
+    """The streams that browsers have open: each tells of a run, at most once a ``tick_s``, whenever there is more."""
+
+    def __init__(self, tick_s: float) -> None:
+        self._tick_s = tick_s
+        self._closing = asyncio.Event()
+        self._open = 0
+
+    async def tell(self, run: RunReader, response: web.StreamResponse) -> None:
+        """Tell a browser of changes until it goes, or all streams are closed."""
+        self._open += 1
+        try:
+            with contextlib.suppress(ConnectionResetError):
+                await self._tell(run, response)
+        finally:
+            self._open -= 1
+
+    async def close(self) -> None:
+        """Let streams tell what came last, and that nothing more will; leave time to ask for it."""
+        self._closing.set()
+        if self._open:
+            await asyncio.sleep(FAREWELL_S)
+
+    async def _tell(self, run: RunReader, response: web.StreamResponse) -> None:
+        seen, quiet, is_last = None, 0, False
+        while not is_last:
+            is_last = self._closing.is_set()
+            stamp = await asyncio.to_thread(run.stamp)
+            quiet = 0 if stamp != seen else quiet + 1
+            if stamp != seen or is_last:
+                seen = stamp
+                tick = {"cursor": sum(stamp), "closed": is_last, **await asyncio.to_thread(overview_or_error, run)}
+                await response.write(b"event: tick\ndata: " + orjson.dumps(tick) + b"\n\n")
+            elif quiet % KEEPALIVE_TICKS == 0:
+                await response.write(b":\n\n")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._closing.wait()
+
+
+STREAMS = web.AppKey("streams", Streams)
+"""The streams of an application; who is about to stop it closes them first."""
 
 
 def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Application:
     """The application; ``token`` opens its API. ``tick_s`` is the interval at which files are looked at while somebody
     has a page open.
     """
-    server = _Server(runs, tick_s)
+    streams = Streams(tick_s)
+    server = _Server(runs, streams)
     app = web.Application(middlewares=[_errors_as_json, _keyed(token)])
     app.on_response_prepare.append(_secure)
-    app[FAREWELL] = server.farewell
+    app[STREAMS] = streams
     for path, name in FILES.items():
         app.router.add_get(path, partial(_file, STATIC / name))
     app.router.add_get("/api/runs", server.runs)
@@ -85,17 +127,9 @@ def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Applicat
 class _Server:
     """The handlers."""
 
-    def __init__(self, runs: RunList, tick_s: float) -> None:
+    def __init__(self, runs: RunList, streams: Streams) -> None:
         self._runs = runs
-        self._tick_s = tick_s
-        self._closing = asyncio.Event()
-        self._streams = 0
-
-    async def farewell(self) -> None:
-        """Let streams tell what came last, and that nothing more will; leave time to ask for it."""
-        self._closing.set()
-        if self._streams:
-            await asyncio.sleep(FAREWELL_S)
+        self._streams = streams
 
     async def runs(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(self._runs.overviews))
@@ -122,28 +156,8 @@ class _Server:
         run = await asyncio.to_thread(self._run, request)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        self._streams += 1
-        try:
-            await self._tell(run, response)
-        finally:
-            self._streams -= 1
+        await self._streams.tell(run, response)
         return response
-
-    async def _tell(self, run: RunReader, response: web.StreamResponse) -> None:
-        seen, quiet, is_last = None, 0, False
-        while not is_last:
-            is_last = self._closing.is_set()
-            stamp = await asyncio.to_thread(run.stamp)
-            quiet = 0 if stamp != seen else quiet + 1
-            if stamp != seen or is_last:
-                seen = stamp
-                tick = {"cursor": sum(stamp), "closed": is_last, **await asyncio.to_thread(run.overview)}
-                await response.write(b"event: tick\ndata: " + orjson.dumps(tick) + b"\n\n")
-            elif quiet % KEEPALIVE_TICKS == 0:
-                await response.write(b":\n\n")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._tick_s):
-                    await self._closing.wait()
 
     def _run(self, request: web.Request) -> RunReader:
         run_id = request.match_info["run"]

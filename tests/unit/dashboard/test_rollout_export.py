@@ -4,13 +4,14 @@ import json
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from etude.dashboard.rollout_export import to_harbor, to_html
 from etude.dashboard.rollouts import ReadCall, ReadLine, ReadRollout, ReadSummary, ReadToken, ReadTurn
-from etude.types import Hint, Json
+from etude.types import Hint
 
 SCHEMA = Path(__file__).parents[2] / "support" / "atif_1_8.json"
 """The JSON schema of ``harbor.models.trajectories.Trajectory`` of harbor 0.26.0, without its descriptions."""
@@ -41,22 +42,21 @@ THIRD = replace(SECOND, number=2, kind="act", continues=None, heard="fix f\nsumm
 ROLLOUT = ReadRollout(
     rollout_id="3f2a" * 8, purpose="train", group=12, slot=3, attempt=0, step=5, group_state="consumed", task_id="a1",
     epoch=1, template=HOSTILE, prompt="fix f", files=(), status="graded", reason=HOSTILE, reward=1.0, parts=(),
-    counts={"edit": 1}, seconds=4.2, verdict=None, branch_of="77" * 16, branch_turns=1, comparison=None,
+    counts={"edit": 1}, seconds=4.2, verdict=None, votes=(), branch_of="77" * 16, branch_turns=1, comparison=None,
     turns=(FIRST, SECOND, THIRD), notes=("one is missing",),
 )  # fmt: skip
 
 
-def trajectory(rollout: ReadRollout) -> dict[str, Json]:
+def trajectory(rollout: ReadRollout) -> dict[str, Any]:
     """One that went through Harbor's schema."""
     made = to_harbor(rollout, agent="coding", version="1.0", model="tiny")
     jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(made)
-    return json.loads(json.dumps(made))  # type: ignore[no-any-return]  # it was made of JSON
+    return dict(json.loads(json.dumps(made)))
 
 
 def test_a_trajectory_has_a_step_for_each_context_and_each_reply() -> None:
     made = trajectory(ROLLOUT)
     steps = made["steps"]
-    assert isinstance(steps, list)
     assert made["schema_version"] == "ATIF-v1.8"
     assert [step["step_id"] for step in steps] == [1, 2, 3, 4, 5]
     assert [step["source"] for step in steps] == ["user", "agent", "agent", "user", "agent"]
@@ -77,7 +77,6 @@ def test_a_trajectory_has_a_step_for_each_context_and_each_reply() -> None:
 
 def test_steps_that_another_rollout_sampled_are_copied_context() -> None:
     steps = trajectory(ROLLOUT)["steps"]
-    assert isinstance(steps, list)
     assert [step.get("is_copied_context", False) for step in steps] == [True, True, False, False, False]
 
 

@@ -14,6 +14,7 @@ from etude.dashboard.rollouts import (
     ReadSummary,
     ReadToken,
     ReadTurn,
+    ReadVote,
     to_json,
 )
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome, Traits
@@ -40,7 +41,7 @@ ROLLOUT = ReadRollout(
            ReadPart(name="todo_open", value=1.0, worth=-0.15, source="measure.todo_open"),
            ReadPart(name="summaries", value=1.0, worth=None, source=""),
            ReadPart(name="asking", value=0.0, worth=None, source="judge.asking")),
-    counts={"read": 2, "submit": 1}, seconds=4.21, verdict=None, branch_of=None, branch_turns=0,
+    counts={"read": 2, "submit": 1}, seconds=4.21, verdict=None, votes=(), branch_of=None, branch_turns=0,
     comparison=ReadComparison(penalty=0.05, compared=0.8, rollouts=7, quarantined=0, lost=1, weight=7 / 6,
                               has_signal=True, step_tokens=1234),
     turns=(TURN, SUMMARY), notes=("something is not known",),
@@ -97,6 +98,13 @@ def test_a_group_is_drawn_with_its_state() -> None:
     assert "train group 12 · off_by_one · epoch 2 · open · 7 compared" in drawn(
         group_table([replace(ROLLOUT, group_state="open")])
     )
+
+
+def test_votes_of_a_judge_are_drawn_with_their_reasons() -> None:
+    vote = ReadVote(aspect="style", score=4, lowest=1, highest=5, reason="clear\x1b[2J, but long")
+    text = drawn(rollout_page(replace(ROLLOUT, votes=(vote, replace(vote, score=None)))))
+    assert "judge     style 4 of 1–5  clear\\x1b[2J, but long" in text
+    assert "style cannot tell" in text
 
 
 def test_a_quarantine_is_drawn_with_its_reason() -> None:

@@ -101,3 +101,15 @@ def test_lines_that_cannot_be_written_are_lost_and_nothing_else(tmp_path: Path) 
     log.close()
     assert orjson.loads(os.read(reader, 1 << 16)) == {"time": 0.0, "lost_lines": 3}
     os.close(reader)
+
+
+def test_the_load_is_that_of_model_calls_since_it_was_taken_the_last_time() -> None:
+    metrics = request_log.Metrics(dict)
+    for status, began, ended in ((200, 1.0, 3.0), (503, 2.0, 2.5)):
+        metrics.count(
+            RequestRecord(began=began, ended=ended, api="/v1/chat/completions", status=status, dispatched=2.0)
+        )
+    metrics.count(RequestRecord(began=0.0, ended=9.0, status=200))
+    load = metrics.take_load()
+    assert (load.calls, load.failed, load.call_s, load.waited_s) == (2, 1, 2.5, 1.0)
+    assert metrics.take_load().calls == 0

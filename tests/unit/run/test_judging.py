@@ -18,9 +18,12 @@ from etude.errors import ConfigError, DamagedError, JudgeLost, JudgeUnavailable
 from etude.protocols import HarnessResult
 from etude.rewards.judge.budget import Spend, SpendFile
 from etude.rewards.judge.calibration import parse_calibration
+from etude.rewards.transcript import SpokenTurn
+from etude.run.folder import RunFolder
+from etude.run.judge_votes import votes_about
 from etude.run.judging import JudgeState, check_judge, judge_fingerprints, open_judge, rubrics_of
 from etude.telemetry.events import JudgeAlarm
-from etude.types import AnswerChecks, Split, Task
+from etude.types import AnswerChecks, Split, Task, TurnKind
 from judges import NONCE
 from scripted_model import ScriptedModel, serving
 
@@ -305,3 +308,22 @@ def test_mistakes_on_the_command_line_are_one_line(
     text = capsys.readouterr().err
     assert complaint in text
     assert text.count("\n") == 1
+
+
+def test_votes_about_a_rollout_are_found_again_with_their_reasons(tmp_path: Path) -> None:
+    config, right = recipe(), "area returns w * h"
+
+    async def play() -> None:
+        async with aiohttp.ClientSession() as http, open_judge(config, http, memory=JudgeState(tmp_path)) as opened:
+            assert opened is not None
+            await opened.parts.parts(TASK, HarnessResult(reason="submit", counts={}, answer=right), "")
+
+    asyncio.run(play())
+    spoken = [
+        SpokenTurn(heard="what?", text=text, answered="", kind=TurnKind.ACT, continues=None) for text in ("hm", right)
+    ]
+    votes = votes_about(RunFolder(tmp_path), config, TASK, spoken)
+    assert sorted(vote.aspect for vote in votes) == ["factuality", "style"]
+    assert all(vote.score == vote.highest and vote.reason for vote in votes)
+    assert votes_about(RunFolder(tmp_path), config, TASK, spoken[:1]) == ()
+    assert votes_about(RunFolder(tmp_path / "none"), config, TASK, spoken) == ()

@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from etude.config.loading import default_recipe
@@ -91,8 +90,9 @@ def test_a_test_under_way_is_told_as_the_controller_sees_it(run: RunFolder) -> N
             move = ReleaseMove(release=one, to=to, reason="a test", is_new=to is ReleaseState.CANDIDATE)
             store.apply(ReleaseDecision(moves=(move,)), 3.0)
         for arm, mean in (("live", 0.2), ("canary", 0.8)):
-            for user, value in enumerate(np.linspace(mean - 0.1, mean + 0.1, 60)):
-                store.add_session(f"{arm}{user}", f"{arm}.1", f"{arm}{user}", {"reward": float(value)})
+            for user in range(60):
+                reward = mean + 0.1 * (-1) ** user
+                store.add_session(f"{arm}{user}", f"{arm}.1", f"{arm}{user}", {"reward": reward})
     arms = (Arm(name="live", version=0, digest="0" * 32, share=0.5),
             Arm(name="canary", version=1, digest="1" * 32, share=0.5))  # fmt: skip
     RoutingTables.open(run).write(RoutingTable(generation=1, salt="s", arms=arms))

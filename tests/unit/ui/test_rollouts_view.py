@@ -65,7 +65,7 @@ def ask(folder: RunFolder, route: str, names: Mapping[str, str] | None = None, *
 
 
 def test_rows_are_filtered_sorted_and_cut(folder: RunFolder) -> None:
-    cases: list[tuple[dict[str, object], list[str]]] = [
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         ({}, ["21", "20", "11", "10", "01", "00"]),
         ({"limit": 2, "offset": 1}, ["20", "11"]),
         ({"task": "kind1"}, ["11", "10"]),
@@ -89,13 +89,14 @@ def test_rows_are_filtered_sorted_and_cut(folder: RunFolder) -> None:
 
 
 def test_a_filter_that_makes_no_sense_is_named(folder: RunFolder) -> None:
-    for options, message in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"sort": "beauty"}, "sort='beauty': expected one of newest, reward"),
         ({"outcome": "good"}, "outcome='good': expected one of graded"),
         ({"limit": 0}, "limit=0"),
         ({"offset": -1}, "offset=-1"),
         ({"version": "x"}, "version='x' is no whole number"),
-    ):
+    ]
+    for options, message in cases:
         with pytest.raises(UserError, match=message):
             ask(folder, "/rollouts", **options)
     with pytest.raises(ConfigError, match="expected a comparison"):

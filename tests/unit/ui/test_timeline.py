@@ -70,7 +70,7 @@ def timeline(events: Iterable[tuple[float, str, Event]]) -> Timeline:
     return folded
 
 
-WAITING = [
+WAITING: list[tuple[float, str, Event]] = [
     (0.0, "supervisor", RunStarted(resumed=False)),
     (0.0, "rollouts", PhaseStarted(phase="rl")),
     (10.0, "train", step(1, busy_s=2.0, wait_s=8.0)),

@@ -3,6 +3,7 @@
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
@@ -28,6 +29,11 @@ def history(*events: tuple[float, str, Event]) -> WeightHistory:
         folded.add(type(event).__name__, {"at_s": at_s, "writer": process, **asdict(event)})
     folded.settle()
     return folded
+
+
+def answer(value: Json) -> dict[str, Any]:
+    assert isinstance(value, dict)
+    return value
 
 
 def swap(version: int) -> WeightsSwapped:
@@ -71,11 +77,8 @@ def test_one_machine_is_one_region_whose_processes_are_told_by_their_heartbeats(
     write(folder, "serve", swap(3), at_s=now_s - 5)
     for name in ("train", "serve"):
         (folder.path / f".{name}.beat").touch()
-    map_ = fleet_view(RunQuery(run=RunReader(folder, "small")))
-    assert isinstance(map_, dict)
-    (region,) = map_["regions"]  # type: ignore[misc]  # of this kind
-    assert isinstance(region, dict)
-    processes = {process["name"]: process for process in region["processes"]}  # type: ignore[index, union-attr]
+    (region,) = answer(fleet_view(RunQuery(run=RunReader(folder, "small"))))["regions"]
+    processes = {process["name"]: process for process in region["processes"]}
     assert {name: process["health"] for name, process in processes.items()} == dict.fromkeys(processes, "well")
     assert (region["version"], processes["train"]["restarts"], processes["serve"]["version"]) == (3, 1, 3)
     late = fleet(RunReader(folder, "small"), history((0.0, "s", started[0])), now_s + 30)
@@ -86,9 +89,9 @@ def test_a_fleet_is_what_its_stores_say_and_what_they_do_not_is_unknown(folder: 
     stores = {name: tmp_path / name for name in ("eu", "us", "asia")}
     for store in stores.values():
         store.mkdir()
-    regions: list[Json] = [{"name": "home", "store": str(folder.path), "engines": 1}]
-    regions += [{"name": name, "store": str(store), "engines": 2} for name, store in stores.items()]
-    config = FleetConfig.model_validate_json(orjson.dumps({"home": "home", "regions": regions}))
+    places: list[Json] = [{"name": "home", "store": str(folder.path), "engines": 1}]
+    places += [{"name": name, "store": str(store), "engines": 2} for name, store in stores.items()]
+    config = FleetConfig.model_validate_json(orjson.dumps({"home": "home", "regions": places}))
     remember_fleet(folder, config)
     generation = fleet_objects(folder).declare(desired_of(folder, config))
     statuses = {"serve@eu": ProcessStatus(incarnation="a", host="m1", pid=3, memory_bytes=5)}
@@ -100,14 +103,9 @@ def test_a_fleet_is_what_its_stores_say_and_what_they_do_not_is_unknown(folder: 
         (110.0, "rollouts", served("eu", is_away=False)),
         (110.0, "rollouts", served("us", is_away=True)),
     )
-    answer = fleet(RunReader(folder, "small"), folded, 120.0)
-    assert isinstance(answer, dict)
-    by_name = {region["name"]: region for region in answer["regions"]}  # type: ignore[index, union-attr]
-    health = {
-        process["name"]: process["health"]
-        for region in by_name.values()
-        for process in region["processes"]  # type: ignore[index, union-attr]
-    }
+    regions = answer(fleet(RunReader(folder, "small"), folded, 120.0))["regions"]
+    by_name = {region["name"]: region for region in regions}
+    health = {process["name"]: process["health"] for region in by_name.values() for process in region["processes"]}
     assert (health["serve@eu"], health["serve-1@eu"], health["relay@eu"]) == ("well", "ill", "waits")
     assert (health["serve@us"], health["serve-1@us"], health["serve@asia"]) == ("waits", "unknown", "unknown")
     assert (by_name["eu"]["version"], by_name["eu"]["sessions"], by_name["us"]["is_away"]) == (1, 4, True)
@@ -124,8 +122,7 @@ def test_a_run_without_a_version_says_so(folder: RunFolder) -> None:
     )
     write(folder, "serve", stats, at_s=time.time())
     query = RunQuery(run=RunReader(folder, "small"))
-    answer = weights(query)
-    assert isinstance(answer, dict)
-    assert (answer["versions"], answer["newest"]) == ([], None)
-    assert answer["engines"][0]["busy"] == 0.5  # type: ignore[index, call-overload]
-    assert weight_history(query)["version"] == []  # type: ignore[index, call-overload]
+    facts = answer(weights(query))
+    assert (facts["versions"], facts["newest"]) == ([], None)
+    assert facts["engines"][0]["busy"] == 0.5
+    assert answer(weight_history(query))["version"] == []

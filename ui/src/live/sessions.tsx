@@ -283,6 +283,7 @@ function inverse(part: DetailData["parts"][number], session: Session): string {
 }
 
 function answered(answers: readonly (number | null)[]): string {
+  if (answers.length === 0) return "is looked at when the session’s window is over";
   const given = answers.filter((answer) => answer !== null).map((answer) => small(answer, 3));
   return given.length === 0 ? "nothing was said" : `${given.join(", ")}${given.length < answers.length ? ` (of ${answers.length} turns)` : ""} was said`;
 }

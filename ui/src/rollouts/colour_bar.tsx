@@ -55,7 +55,7 @@ export function ColourBar({ mode, colours, layers, layer, isLoading, error, note
         </ul>
       )}
       {colours && colours.note !== "" && <span class="note">{colours.note}</span>}
-      {notes.length > 0 && <p class="note">{notes.map(inline).join(" · ")}</p>}
+      {notes.length > 0 && <p class="note">{notes.map((note) => inline(note)).join(" · ")}</p>}
     </section>
   );
 }

@@ -84,6 +84,25 @@ export function VerdictView({ rollout }: { rollout: Rollout }) {
   );
 }
 
+/** What the run's judge said, vote by vote. */
+export function VotesView({ rollout }: { rollout: Rollout }) {
+  if (rollout.votes.length === 0) return null;
+  return (
+    <section aria-label="Votes of the judge">
+      <h2>Judge</h2>
+      {rollout.votes.map((vote, index) => (
+        <div key={index} class="rollouts-vote">
+          <p>
+            {inline(vote.aspect)} <b>{vote.score === null ? "cannot tell" : vote.score}</b>
+            {vote.score !== null && ` of ${vote.lowest}–${vote.highest}`}
+          </p>
+          <TextBlock text={vote.reason} kind="plain" label={`Reason, ${inline(vote.aspect)}`} />
+        </div>
+      ))}
+    </section>
+  );
+}
+
 export function ComparisonView({ rollout }: { rollout: Rollout }) {
   const compared = rollout.comparison;
   if (!compared) return null;

@@ -6,7 +6,7 @@ import { download } from "../api";
 import { decimal } from "../format";
 import { messageOf, useJson } from "../resource";
 import { routeTo } from "../routes";
-import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView } from "./facts";
+import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView, VotesView } from "./facts";
 import { onShortcut } from "./filter_bar";
 import { GroupStrip } from "./group_strip";
 import { ColourBar } from "./colour_bar";
@@ -62,6 +62,7 @@ function Loaded({ run, base, rollout, place, options }: LoadedProps) {
       <aside class="rollouts-aside">
         <VerdictView rollout={rollout} />
         <RewardView rollout={rollout} />
+        <VotesView rollout={rollout} />
         <ComparisonView rollout={rollout} />
         <FilesView rollout={rollout} />
         <details class="rollouts-turn-list" open={!isNarrow()}>
@@ -71,7 +72,7 @@ function Loaded({ run, base, rollout, place, options }: LoadedProps) {
       </aside>
       <div class="rollouts-turns">
         <ColourBar mode={mode} colours={colours} layers={layersOf(tokens.data)} layer={layer} onMode={onMode} onLayer={(next) => go(place, { ...options, layer: String(next) })}
-          isLoading={tokens.isLoading} error={tokens.error} notes={mode === "mismatch" ? (tokens.data?.notes ?? []) : []} />
+          isLoading={tokens.isLoading} error={tokens.error} notes={mode === "mismatch" ? (tokens.data?.notes ?? []).filter((note) => note.includes("mismatch")) : []} />
         {rollout.turns.slice(0, most).map((each) => (
           <TurnView key={each.number} turn={each} step={rollout.step} place={routeTo(run, "rollouts", [rollout.rollout_id, "turn", String(each.number)], options)}
             isChosen={each.number === turn} isShared={each.number < rollout.branch_turns} colours={colours}

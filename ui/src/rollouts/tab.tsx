@@ -22,11 +22,23 @@ export function RolloutsTab({ run, route, tick }: TabProps) {
   const [first, purpose, number] = route.rest;
   const place = first === "group" ? `group/${purpose}/${number}` : (first ?? "");
   useLayoutEffect(() => scrollTo(0, 0), [place]);
+  useHeaderHeight();
   if (first === "group" && purpose !== undefined && number !== undefined) {
     return <GroupPage run={run.id} purpose={purpose} number={number} />;
   }
   if (first !== undefined) return <RolloutPage key={first} run={run.id} rolloutId={first} place={route.rest.slice(1)} options={route.options} />;
   return <Table run={run.id} query={parseQuery(route.options)} tick={tick} />;
+}
+
+/** The height of the page's header, below which things stick, as a variable of the style sheet. */
+function useHeaderHeight() {
+  useLayoutEffect(() => {
+    const header = document.querySelector(".top");
+    if (!header) return;
+    const observer = new ResizeObserver(() => document.documentElement.style.setProperty("--header", `${header.clientHeight + 1}px`));
+    observer.observe(header);
+    return () => observer.disconnect();
+  }, []);
 }
 
 let lastTable = "";
@@ -40,7 +52,7 @@ function Table({ run, query, tick }: { run: string; query: TableQuery; tick: Tab
   const options = toOptions(query);
   const place = routeTo(run, "rollouts", [], options);
   const base = `/runs/${encodeURIComponent(run)}`;
-  const census = useJson<Census>(`${base}/rollouts/census?purpose=${encodeURIComponent(query.filters.purpose ?? "train")}`);
+  const census = useJson<Census>(`${base}/rollouts/census?purpose=${encodeURIComponent(query.filters.purpose ?? "train")}`, tick?.step ?? 0);
   useEffect(() => {
     lastTable = place;
   }, [place]);

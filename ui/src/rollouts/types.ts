@@ -119,6 +119,13 @@ export interface Rollout {
     readonly graded: number;
     readonly impossible: boolean;
   } | null;
+  readonly votes: readonly {
+    readonly aspect: string;
+    readonly score: number | null;
+    readonly lowest: number;
+    readonly highest: number;
+    readonly reason: string;
+  }[];
   readonly branch_of: string | null;
   readonly branch_turns: number;
   readonly comparison: {

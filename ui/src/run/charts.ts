@@ -50,6 +50,12 @@ function isThere(values: Values | undefined, onlyIfAny: boolean): boolean {
 
 const PART = "part:", END = "end:", AGE = "age:";
 
+/** All columns that the tab draws; those that end in a colon are beginnings of names. */
+export const COLUMNS: readonly string[] = [
+  ...["reward_mean", "reward_std", "reward_low", "reward_high", "staleness_max", "staleness_mean", PART, END, AGE],
+  ...CHARTS.flatMap((chart) => Object.keys(chart.lines)),
+];
+
 /** Columns that begin so, by the rest of their names. */
 function columnsOf(data: CurvesData, prefix: string): [string, Values][] {
   return Object.entries(data.columns).flatMap(([name, values]) => (name.startsWith(prefix) ? [[name.slice(prefix.length), values] as [string, Values]] : []));

@@ -97,7 +97,7 @@ export function useRolloutSums(run: string | null, version: number): RolloutSums
 }
 
 /** The curves of some runs; each is asked again, for what is new alone, when its version changes. */
-export function useCurves(wanted: readonly { readonly id: string; readonly version: string }[]): [ReadonlyMap<string, CurvesData>, string | null] {
+export function useCurves(wanted: readonly { readonly id: string; readonly version: string }[], columns: readonly string[]): [ReadonlyMap<string, CurvesData>, string | null] {
   const [data, setData] = useState<ReadonlyMap<string, CurvesData>>(new Map());
   const [error, setError] = useState<string | null>(null);
   const known = useRef(data);
@@ -109,7 +109,7 @@ export function useCurves(wanted: readonly { readonly id: string; readonly versi
       asked.current.set(id, version);
       const old = known.current.get(id);
       const since = old?.step[old.step.length - 1] ?? -1;
-      getJson<CurvesData>(`/runs/${id}/curves?since=${since}&revision=${old?.revision ?? -1}`).then(
+      getJson<CurvesData>(`/runs/${id}/curves?since=${since}&revision=${old?.revision ?? -1}&names=${columns.join(",")}`).then(
         (fresh) => {
           setError(null);
           setData((before) => new Map(before).set(id, merged(before.get(id), fresh)));

@@ -1,9 +1,10 @@
-// A value that changes every second, seen every few seconds: for what costs the server more than a glance.
+// Things that can wait: values that change every second, and what is below the first screen.
 
 import { useEffect, useRef, useState } from "preact/hooks";
 
 const SLOW_MS = 5000;
 
+/** A value that changes every second, seen every few seconds: for what costs the server more than a glance. */
 export function useSlow(value: number): number {
   const [slow, setSlow] = useState(value);
   const newest = useRef(value);
@@ -13,4 +14,19 @@ export function useSlow(value: number): number {
     return () => clearInterval(timer);
   }, []);
   return slow;
+}
+
+/** False until what is ready has been painted: the curve is there before all else is drawn. */
+export function useLater(isReady: boolean): boolean {
+  const [isLater, setLater] = useState(false);
+  useEffect(() => {
+    if (!isReady) return;
+    let timer = 0;
+    const frame = requestAnimationFrame(() => (timer = window.setTimeout(() => setLater(true))));
+    return () => {
+      cancelAnimationFrame(frame);
+      clearTimeout(timer);
+    };
+  }, [isReady]);
+  return isLater;
 }

@@ -7,13 +7,13 @@ import { AUTO, smoothed, type Curve } from "../components/chart_data";
 import { useJson } from "../resource";
 import type { TabProps } from "../tabs";
 import { stepsOf } from "./axis";
-import { agesOf, canBeLog, CHARTS, endsOf, linesOf, meanOf, partsOf, type MetricChart } from "./charts";
+import { agesOf, canBeLog, CHARTS, COLUMNS, endsOf, linesOf, meanOf, partsOf, type MetricChart } from "./charts";
 import { Controls, type Options } from "./controls";
 import { useCurves, useRolloutSums, type CurvesData, type RolloutSums } from "./curves";
 import { Ages, Figures, Stats, type Report } from "./figures";
 import { gainText, headline, measuredCurve, notationOf, ofOneRun, ofRuns, type NamedData } from "./heldout";
 import { Imitation, Phases } from "./phases";
-import { useSlow } from "./slow";
+import { useLater, useSlow } from "./slow";
 import "./style.css";
 
 export function RunTab({ run, runs, route, tick }: TabProps) {
@@ -23,10 +23,11 @@ export function RunTab({ run, runs, route, tick }: TabProps) {
   const slow = useSlow(tick?.cursor ?? 0);
   const version = `${tick?.step ?? run.step}|${tick?.phase ?? run.phase}|${slow}|${tick?.closed ?? false}`;
   const wanted = [{ id: run.id, version }, ...others.map((id) => ({ id, version: String(runs.find((each) => each.id === id)?.step) }))];
-  const [curves, error] = useCurves(wanted);
+  const [curves, error] = useCurves(wanted, COLUMNS);
   const data = curves.get(run.id);
-  const { data: report } = useJson<Report>(data ? `/runs/${run.id}/report?phase=${run.phase}` : null, slow);
-  const sums = useRolloutSums(data ? run.id : null, slow);
+  const isLater = useLater(curves.has(run.id));
+  const { data: report } = useJson<Report>(isLater ? `/runs/${run.id}/report?phase=${run.phase}` : null, slow);
+  const sums = useRolloutSums(isLater ? run.id : null, slow);
   if (data === undefined) return error === null ? <p class="note" role="status">Reading the run …</p> : <p role="alert">{error}</p>;
   const shown = wanted.flatMap(({ id }): NamedData[] => {
     const its = curves.get(id);
@@ -42,6 +43,8 @@ export function RunTab({ run, runs, route, tick }: TabProps) {
         <Reward {...view} />
       </div>
       <Phases data={data} updatedS={run.updated_s} isAlive={run.alive} />
+      {isLater && (
+        <>
       <Section title="Learning" {...view}>
         <PlainChart title="Parts of the reward" notation="decimal" {...view} curves={partsOf(data, stepsOf(data, options.across))} />
       </Section>
@@ -55,6 +58,8 @@ export function RunTab({ run, runs, route, tick }: TabProps) {
       </Section>
       <Imitation data={data} />
       {report && <Figures report={report} />}
+        </>
+      )}
     </div>
   );
 }

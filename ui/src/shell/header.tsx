@@ -58,13 +58,13 @@ function Progress({ run, isConnected, isClosed }: { run: RunOverview; isConnecte
     lost: "connection lost, trying again",
     alive: run.phase ?? "starting",
     done: "finished",
-    idle: run.updated_s === null ? "not started" : `stopped, last heard ${ago(Date.now() / 1000 - run.updated_s)}`,
+    idle: run.updated_s == null ? "not started" : `stopped, last heard ${ago(Date.now() / 1000 - run.updated_s)}`,
   }[state];
   return (
     <p class={`progress ${state}`}>
       <span class="dot" aria-hidden="true" />
       <span role="status">{words}</span>
-      {run.step !== null && (
+      {run.step != null && (
         <span class="steps">
           step {count(run.step)} of {count(run.steps)}
         </span>

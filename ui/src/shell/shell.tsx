@@ -25,7 +25,8 @@ export function Shell() {
       </a>
       <Header runs={runs} run={newest ?? run} route={route} tabs={tabs} tab={tab} isConnected={isConnected} isClosed={newest?.closed ?? false} />
       <main id="content" tabIndex={-1} aria-label={tab?.title}>
-        {tab && <TabView key={`${run.id}/${tab.name}`} tab={tab} run={newest ?? run} runs={runs} route={route} tick={newest} />}
+        {run.error !== undefined && <p role="alert" class="unreadable">{run.error}</p>}
+        {tab && run.error === undefined && <TabView key={`${run.id}/${tab.name}`} tab={tab} run={newest ?? run} runs={runs} route={route} tick={newest} />}
       </main>
     </>
   );

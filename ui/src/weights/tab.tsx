@@ -15,13 +15,16 @@ import { Versions } from "./versions";
 import "./style.css";
 
 const REFRESH_MS = 4000;
+/** Versions of which the history is so large that it is asked for rarely. */
+const MANY = 1000, MANY_MS = 60_000;
 
 export function WeightsTab({ run, tick }: TabProps) {
   const [before, setBefore] = useState<number | null>(null);
   const news = useSlowly(tick?.cursor ?? 0, REFRESH_MS);
   const base = `/runs/${encodeURIComponent(run.id)}`;
   const weights = useJson<Weights>(`${base}/weights?limit=20${before === null ? "" : `&before=${before}`}`, news);
-  const history = useJson<History>(`${base}/weights/history`, tick?.step ?? 0);
+  const step = useSlowly(tick?.step ?? 0, (weights.data?.total ?? 0) > MANY ? MANY_MS : REFRESH_MS);
+  const history = useJson<History>(`${base}/weights/history`, step);
   const fleet = useJson<Fleet>(`${base}/fleet`, news);
   const error = weights.error ?? fleet.error;
   return (

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -33,6 +33,9 @@ from etude.run.folder import RunFolder
 from etude.run.payload_store import open_archive
 from etude.run.working_folder import open_run_folder
 from etude.types import Json as JsonValue
+
+if TYPE_CHECKING:
+    from etude.run.rollout_reader import RolloutReader
 
 PIPE_COLUMNS = 100_000
 """Width of a pipe: no line of text is broken."""
@@ -59,9 +62,7 @@ def show(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Every sampled token: logprob, mismatch, version, routes.")
     ] = False,
-    purpose: Annotated[
-        str | None, typer.Option(metavar="NAME", help="train (the default), or before-sampled, after-greedy, …")
-    ] = None,
+    purpose: Annotated[str | None, typer.Option(metavar="NAME", help="train (the default), after-greedy, …")] = None,
     reward: Annotated[
         str | None, typer.Option(metavar="COMPARISON", help="List those with such a reward: '>=0.5', '<0', '=1'.")
     ] = None,
@@ -78,18 +79,15 @@ def show(
     task: Annotated[
         str | None, typer.Option(metavar="TEXT", help="List those whose task has that in its id or template.")
     ] = None,
-    has_summary: Annotated[
-        bool, typer.Option("--has-summary", help="List those that summarised their context.")
-    ] = False,
+    has_summary: Annotated[bool, typer.Option("--has-summary", help="List those that have summarised.")] = False,
     has_hint: Annotated[bool, typer.Option("--has-hint", help="List those with a hint.")] = False,
-    hacked: Annotated[bool, typer.Option("--hacked", help="List those that count as a hack, rewarded or not.")] = False,
+    hacked: Annotated[bool, typer.Option("--hacked", help="List those that count as hacks.")] = False,
     sort: Annotated[
         Literal["newest", "reward", "tokens", "turns", "staleness"] | None, typer.Option(help="What is listed first.")
     ] = None,
     limit: Annotated[int | None, typer.Option(metavar="N", help="List so many (default: 20).")] = None,
     export: Annotated[
-        Literal["harbor", "html"] | None,
-        typer.Option(help="Print the rollout as a trajectory of Harbor's (ATIF), or as a page of HTML."),
+        Literal["harbor", "html"] | None, typer.Option(help="Print one as Harbor's trajectory (ATIF), or as HTML.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -122,20 +120,17 @@ def show(
         raise ConfigError(f"--limit {limit}: expected 1 or more")
     folder = open_run_folder(run, writes=False)
     with open_archive(folder) as archive:
-        if is_read:
-            from etude.run.rollout_reader import RolloutReader
-
-            has_tokens = tokens or export is not None
-            reader = RolloutReader(folder, archive, tokens=has_tokens, mismatches=tokens)
-            if rollout is not None and export is not None:
-                print(exported(reader.rollout(rollout), export, folder.config()))
-                return
-            if rollout is not None:
-                read = [reader.rollout(rollout)]
+        if rollout is not None:
+            read = _reader(folder, archive, tokens=tokens or export is not None, mismatches=tokens).rollout(rollout)
+            if export is None:
+                _show_read([read], with_table=False, as_json=as_json)
             else:
-                assert group_index is not None, "a rollout or a group is read"
-                read = list(reader.group(purpose or TRAIN, group_index, slot))
-            _show_read(read, with_table=rollout is None and slot is None, as_json=as_json)
+                print(exported(read, export, folder.config()))
+        elif group_index is not None:
+            several = _reader(folder, archive, tokens=tokens, mismatches=tokens).group(
+                purpose or TRAIN, group_index, slot
+            )
+            _show_read(list(several), with_table=slot is None, as_json=as_json)
         elif given or purpose is not None:
             search = Search(
                 purpose=purpose or TRAIN,
@@ -153,6 +148,12 @@ def show(
             _show_list(archive, search, as_json)
         else:
             _show_overview(folder, archive, as_json)
+
+
+def _reader(folder: RunFolder, archive: Archive, *, tokens: bool, mismatches: bool) -> "RolloutReader":
+    from etude.run.rollout_reader import RolloutReader  # the trainer's functions, which lists do without
+
+    return RolloutReader(folder, archive, tokens=tokens, mismatches=mismatches)
 
 
 def console() -> Console:

@@ -128,6 +128,11 @@ class _Question:
         return self.number % 2 == 1
 
 
+def vote_key(rubric: Rubric, params: JudgeParams, judged: JudgeInput, number: int) -> bytes:
+    """Key of one vote in a cache."""
+    return cache_key(judge_fingerprint(rubric, params), judged.task, judged.work, str(number))
+
+
 class Judge:
     """Judges one aspect at a time."""
 
@@ -172,8 +177,8 @@ class Judge:
             raise JudgeLost(reason)
 
     def _question(self, rubric: Rubric, judged: JudgeInput, number: int) -> _Question:
-        parts = (judge_fingerprint(rubric, self.params), judged.task, judged.work, str(number))
-        return _Question(rubric=rubric, judged=judged, number=number, key=cache_key(*parts))
+        key = vote_key(rubric, self.params, judged, number)
+        return _Question(rubric=rubric, judged=judged, number=number, key=key)
 
     async def _ask_all(self, questions: Sequence[_Question], budget: JudgeBudget) -> Sequence[Vote | ReplyFault]:
         """All of these votes; where the budget has not enough for all, those that it had enough for are cached."""
