@@ -185,17 +185,17 @@ models/smollm2-135m: | .venv/pretrained.stamp
 	@.venv-trackers/bin/pip $(QUIET) $(PINNED) -r constraints-trackers.txt
 	@touch $@
 
-# Programs that some sandboxes and their tests need, and their Debian packages. Without them those tests say so and skip.
+# Programs that some sandboxes and tests need, and their Debian packages. Without them those tests say so and skip.
 MACHINES := runsc:runsc qemu-system-x86_64:qemu-system-x86 qemu-img:qemu-utils mmdebstrap:mmdebstrap mksquashfs:squashfs-tools \
   mke2fs:e2fsprogs gcc:gcc redis-server:redis-server pg_ctlcluster:postgresql crun:crun podman:podman skopeo:skopeo \
-  docker-registry:docker-registry busybox:busybox-static bwrap:bubblewrap
+  docker-registry:docker-registry busybox:busybox-static bwrap:bubblewrap chromium:chromium
 
 machines:
 	@missing=""; for pair in $(MACHINES); do \
 	  PATH="$$PATH:/usr/sbin:/sbin" command -v "$${pair%%:*}" >/dev/null || missing="$$missing $${pair##*:}"; done; \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo "installing$$missing, for sandboxes with kernels and services of their own"; \
+	    echo "installing$$missing, for sandboxes with kernels and services of their own, and tests of the page"; \
 	    { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends $$missing; } \
 	      >/dev/null; \
 	  else \

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import jsonschema  # type: ignore[import-untyped]  # it comes without types
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
