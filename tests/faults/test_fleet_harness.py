@@ -4,6 +4,7 @@ Two regions, their processes children of one supervisor on this machine. A gatew
 rollouts are infrastructure, and tried again.
 """
 
+import math
 import os
 import secrets
 import signal
@@ -30,6 +31,8 @@ from tiny_runs import SHAPE
 
 STEPS = 8
 ROLLOUTS_PER_KILL = 8
+KILL_EVERY_S = 30.0
+"""At least: what dies more often than five times in two minutes is given up."""
 DEADLINE_S = 1_500.0
 ENDS = (ExitCode.DONE, ExitCode.NOTHING_LEARNT)
 KILLED = "gateway@far"
@@ -108,7 +111,7 @@ def test_an_external_harness_trains_on_two_regions_though_a_gateway_dies(
 
 def watch(run: "subprocess.Popen[bytes]", place: Path) -> None:
     """Kill the far region's gateway, again where no agent was at work there, until a rollout has failed for it."""
-    deadline_s, killed = time.monotonic() + DEADLINE_S, set[int]()
+    deadline_s, killed, killed_s = time.monotonic() + DEADLINE_S, set[int](), -math.inf
     while True:
         assert time.monotonic() < deadline_s and run.poll() is None, (place / "out").read_text()
         folders = list((place / "work").glob("*/events"))
@@ -117,7 +120,9 @@ def watch(run: "subprocess.Popen[bytes]", place: Path) -> None:
         if any(event.status == RolloutStatus.FAILED_INFRA for event in closed):
             return
         pids = [event.pid for event in seen if isinstance(event, ProcessStarted) and event.process == KILLED]
-        if len(closed) > ROLLOUTS_PER_KILL * len(killed) and pids and pids[-1] not in killed:
+        is_time = len(closed) > ROLLOUTS_PER_KILL * len(killed) and time.monotonic() - killed_s > KILL_EVERY_S
+        if is_time and pids and pids[-1] not in killed:
             killed.add(pids[-1])
+            killed_s = time.monotonic()
             os.kill(pids[-1], signal.SIGKILL)
         time.sleep(0.5)

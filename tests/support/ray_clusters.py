@@ -142,10 +142,10 @@ def machines(regions: Mapping[str, str]) -> Iterator[Machines]:
 
 
 def _await_head(made: Machines, name: str) -> None:
-    """Wait until the head takes nodes."""
+    """Wait until the head takes nodes, and programs on its machine find it: it says so by a file, some time later."""
     deadline_s = time.monotonic() + START_S
-    probe = f"exec 3<>/dev/tcp/{made.addresses[name]}/6379"
-    while made.popen(name, ["bash", "-c", f"{probe} 2>&-"], stdout=subprocess.DEVNULL).wait() != 0:
+    probe = f"exec 3<>/dev/tcp/{made.addresses[name]}/6379 2>&- && test -s /tmp/ray/ray_current_cluster"
+    while made.popen(name, ["bash", "-c", probe], stdout=subprocess.DEVNULL).wait() != 0:
         assert time.monotonic() < deadline_s, "the head did not start in time"
         time.sleep(0.5)
 
