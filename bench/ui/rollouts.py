@@ -17,7 +17,6 @@ from etude.config.loading import default_recipe
 from etude.ledger.changes import TRAIN
 from etude.ledger.ledger import Ledger
 from etude.run.folder import RunFolder
-from etude.run.payload_store import open_payloads
 from etude.tokens.chat import ChatTemplate
 from etude.types import (
     Branch,
@@ -87,7 +86,7 @@ def write_run(path: Path, groups: int, seed: int = 0) -> RunFolder:
     chat = ChatTemplate.train([PROMPT, NUMBERED, SUMMARY, FIX, WRONG, FAIL, ASK], 400)
     chat.save(folder.model)
     author = _Author(chat, random.Random(seed))
-    with Ledger.open(folder.ledger, payloads=open_payloads(folder)) as ledger:
+    with Ledger.open(folder.ledger) as ledger:
         for index in range(groups):
             task = author.task(index)
             ledger.admit_group(task, TRAIN, SIZE, index // GROUPS_PER_STEP)

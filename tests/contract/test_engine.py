@@ -270,7 +270,7 @@ def test_nothing_is_lost_on_the_way() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_has_its_figures_for_prometheus_and_only_with_its_key() -> None:
+def test_an_engine_has_its_figures_for_prometheus_which_has_its_key() -> None:
     async def run() -> None:
         async with fake() as engine, TestServer(engine_app(engine, "key")) as server, ClientSession() as http:
             async with http.get(server.make_url("/metrics")) as answer:

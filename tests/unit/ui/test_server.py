@@ -189,11 +189,16 @@ def test_the_stream_tells_of_a_change_and_is_silent_without(tmp_path: Path) -> N
     assert asyncio.run(watch()) == [3, 4]
 
 
-async def tick(content: StreamReader) -> int:
+async def data_of(content: StreamReader) -> dict[str, Json]:
     while True:
         line = await content.readline()
         if line.startswith(b"data: "):
-            return int(json.loads(line[6:])["step"])
+            data: dict[str, Json] = json.loads(line[6:])
+            return data
+
+
+async def tick(content: StreamReader) -> int:
+    return int(str((await data_of(content))["step"]))
 
 
 def test_no_work_is_left_when_the_browser_is_gone(runs: Path) -> None:
@@ -219,6 +224,24 @@ def test_no_work_is_left_when_the_browser_is_gone(runs: Path) -> None:
 
     before, after = asyncio.run(tasks_after())
     assert after <= before
+
+
+def test_a_page_that_ends_says_so_and_can_still_be_asked(runs: Path) -> None:
+    async def last_words() -> tuple[bool, int]:
+        with listen("127.0.0.1", 0) as listener:
+            url = page_url(listener, "").partition("#")[0]
+            serving = asyncio.create_task(serve_page(RunList([runs]), listener, TOKEN))
+            async with ClientSession(headers=HEADERS) as session:
+                async with session.get(f"{url}api/runs/loop-s0/stream") as stream:
+                    assert not (await data_of(stream.content))["closed"]
+                    serving.cancel()
+                    is_closed = bool((await data_of(stream.content))["closed"])
+                async with session.get(f"{url}api/runs/loop-s0/curves?names=part:") as response:
+                    columns = (await response.json())["columns"]
+            await asyncio.gather(serving, return_exceptions=True)
+            return is_closed, len(columns)
+
+    assert asyncio.run(last_words()) == (True, 2), "two parts of the reward, and no other columns"
 
 
 def test_a_page_beside_a_run_is_there_at_once_and_ends_with_it(tmp_path: Path) -> None:
