@@ -108,6 +108,7 @@ class VerdictStore(Closing):
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise UserError(f"{folder}: another process goes on with this campaign: wait for it, or end it") from None
 
     def close(self) -> None:

@@ -85,26 +85,26 @@ def test_verdicts_are_found_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="another process goes on with this campaign"):
         VerdictStore(tmp_path / "out", CAMPAIGN)
     store.close()
-    again = VerdictStore(tmp_path / "out", CAMPAIGN)
-    assert again.noted == 1
+    with VerdictStore(tmp_path / "out", CAMPAIGN) as again:
+        assert again.noted == 1
+        assert [again.find(run) for run in range(3)] == [SOUND, wrong, None]
     assert json.loads((tmp_path / "out" / "faults.jsonl").read_text()) == {
         "run": 2, "fault": 0, "kind": "disk-full", "how": "x", "seconds": 1.0,
     }  # fmt: skip
     resumed = options_of(tmp_path / "out")
     assert (resumed.faults, resumed.seed, resumed.kinds) == (3, 7, (Kind.KILL_ENGINE, Kind.CUT_REGION))
     assert resumed.described == CAMPAIGN
-    assert [again.find(run) for run in range(3)] == [SOUND, wrong, None]
     assert not (tmp_path / "out" / "run-0000").exists()
     assert (tmp_path / "out" / "run-0001" / "logs" / "supervisor.log").exists()
 
 
 def test_another_campaign_and_a_damaged_verdict_are_refused(tmp_path: Path) -> None:
-    store = VerdictStore(tmp_path, CAMPAIGN)
-    with pytest.raises(UserError, match="another campaign"):
-        VerdictStore(tmp_path, {**CAMPAIGN, "seed": 8})
-    (tmp_path / "run-0000.json").write_bytes(b'{"run": 0}')
-    with pytest.raises(DamagedError, match=r"run-0000\.json"):
-        store.find(0)
+    with VerdictStore(tmp_path, CAMPAIGN) as store:
+        with pytest.raises(UserError, match="another campaign"):
+            VerdictStore(tmp_path, {**CAMPAIGN, "seed": 8})
+        (tmp_path / "run-0000.json").write_bytes(b'{"run": 0}')
+        with pytest.raises(DamagedError, match=r"run-0000\.json"):
+            store.find(0)
 
 
 def test_a_verdict_tells_how_long_it_took_from_the_end_of_a_fault() -> None:
