@@ -4,7 +4,6 @@ Two regions, their processes children of one supervisor on this machine. A gatew
 rollouts are infrastructure, and tried again.
 """
 
-import math
 import os
 import secrets
 import signal
@@ -24,15 +23,12 @@ from etude.run.keys import RUN_KEY_VARIABLE
 from etude.run.region_stores import ADDRESS_VARIABLE
 from etude.run.working_folder import WORK_VARIABLE, open_run_folder
 from etude.sandboxes.providers import KEY_VARIABLE
-from etude.telemetry.events import ProcessStarted, RegionServed, RolloutClosed, StepDone
+from etude.telemetry.events import GatewayStats, ProcessStarted, RegionServed, RolloutClosed, StepDone
 from etude.telemetry.log import EventReader
 from etude.types import RolloutStatus
 from tiny_runs import SHAPE
 
 STEPS = 8
-ROLLOUTS_PER_KILL = 8
-KILL_EVERY_S = 30.0
-"""At least: what dies more often than five times in two minutes is given up."""
 DEADLINE_S = 1_500.0
 ENDS = (ExitCode.DONE, ExitCode.NOTHING_LEARNT)
 KILLED = "gateway@far"
@@ -110,19 +106,25 @@ def test_an_external_harness_trains_on_two_regions_though_a_gateway_dies(
 
 
 def watch(run: "subprocess.Popen[bytes]", place: Path) -> None:
-    """Kill the far region's gateway, again where no agent was at work there, until a rollout has failed for it."""
-    deadline_s, killed, killed_s = time.monotonic() + DEADLINE_S, set[int](), -math.inf
+    """Kill the far region's gateway while it answers calls, again where none was lost, until a rollout has failed.
+
+    One that has not answered a call yet is let be: what dies six times in two minutes is given up.
+    """
+    deadline_s, killed = time.monotonic() + DEADLINE_S, set[int]()
     while True:
         assert time.monotonic() < deadline_s and run.poll() is None, (place / "out").read_text()
         folders = list((place / "work").glob("*/events"))
-        seen = [logged.event for folder in folders for logged in EventReader(folder).new()]
-        closed = [event for event in seen if isinstance(event, RolloutClosed)]
-        if any(event.status == RolloutStatus.FAILED_INFRA for event in closed):
+        seen = sorted((each for folder in folders for each in EventReader(folder).new()), key=lambda each: each.at_s)
+        ends = [each.event.status for each in seen if isinstance(each.event, RolloutClosed)]
+        if RolloutStatus.FAILED_INFRA in ends:
             return
-        pids = [event.pid for event in seen if isinstance(event, ProcessStarted) and event.process == KILLED]
-        is_time = len(closed) > ROLLOUTS_PER_KILL * len(killed) and time.monotonic() - killed_s > KILL_EVERY_S
-        if is_time and pids and pids[-1] not in killed:
-            killed.add(pids[-1])
-            killed_s = time.monotonic()
-            os.kill(pids[-1], signal.SIGKILL)
+        pid, calls = 0, 0
+        for each in seen:
+            if isinstance(each.event, ProcessStarted) and each.event.process == KILLED:
+                pid, calls = each.event.pid, 0
+            if isinstance(each.event, GatewayStats) and each.process == KILLED:
+                calls += each.event.calls
+        if calls and pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)

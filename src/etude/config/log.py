@@ -128,9 +128,9 @@ class LogConfig(Section):
 
     to: Annotated[tuple[SinkConfig, ...], BeforeValidator(spell_out)] = ()
     """Sinks: names, such as ``["wandb", "prometheus"]``, or tables ``[[log.to]]`` where they have options."""
-    page: bool | Literal["auto"] = "auto"
-    """True if `etude run` serves a page of the run while it goes on (``docs/live-page.md``). ``auto``: where somebody
-    sees the URL, since standard output is a terminal.
+    page: bool | Literal["terminal"] = "terminal"
+    """True if `etude run` serves a page of the run while it goes on (``docs/live-page.md``). ``terminal``: where
+    somebody sees the URL, since standard output is a terminal.
     """
     samples: int = Field(default=2, ge=0)
     """Rollouts of every tenth step, and of each evaluation, whose text trackers get."""

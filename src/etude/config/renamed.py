@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 MOVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -102,3 +103,13 @@ def renamed(key: str) -> str:
     if not new:
         return ""
     return f"it is {new}" if " " in new else f"it is {new} now"
+
+
+EMPTIED = ("telemetry",)
+"""Sections that are gone; the recipe of a run of then has them, most often with nothing in them."""
+
+
+def without_emptied(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree without sections that are gone and said nothing: runs of then can be opened."""
+    gone = {name for name in EMPTIED if isinstance(tree.get(name), Mapping) and not any(tree[name].values())}
+    return {name: value for name, value in tree.items() if name not in gone}

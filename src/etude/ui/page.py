@@ -79,7 +79,7 @@ def page_beside(folder: RunFolder, out: TextIO) -> Iterator[str]:
     It is wanted as ``log.page`` says. One that cannot be started is a warning on ``out``, never an error.
     """
     setting = folder.config().log.page
-    if setting is False or (setting == "auto" and not out.isatty()):
+    if setting is False or (setting == "terminal" and not out.isatty()):
         yield ""
         return
     try:

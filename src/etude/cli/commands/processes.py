@@ -57,7 +57,7 @@ def product(*, run: Run) -> None:
 
 @app.command()
 def sinks(*, run: Run) -> None:
-    """Beside a run: feeds what log.to names, and evaluates alerts. By hand, sends what was not sent yet."""
+    """Beside a run: feeds trackers and evaluates alerts; by hand, sends what was not sent."""
     from etude.run.sinks import run_sinks
 
     run_sinks(open_run_folder(run))
