@@ -1,14 +1,18 @@
 """The simulated users of ``recipes/live``: what they think, who of them says so, and the figures of a day."""
 
+import json
 import sys
 from pathlib import Path
 from random import Random
 from statistics import fmean
 
+from etude.config.loading import load_recipe, parse_config
+from etude.run.resolve import resolve
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "live"
 sys.path[:0] = [str(RECIPE), str(RECIPE / "users")]
 
-from measure import ReleaseMove, TruthRow, day_figures  # noqa: E402 - the recipe is no package
+from measure import ReleaseMove, TruthRow, day_figures, over_seeds  # noqa: E402 - the recipe is no package
 from population import TASTES, Conduct, Outcome, Person, draw_population, population_satisfaction  # noqa: E402
 
 TESTED = Outcome(solved=True, turns=4, edits=1, tested=True, read_first=True, submitted=True)
@@ -87,3 +91,15 @@ def test_the_figures_of_a_day_compare_its_first_release_with_its_evening() -> No
     assert figures["releases"] == {
         "released": 2, "rejected": 1, "rolled_back": 1, "planted": {"noise": "rejected", "habit": "rolled_back"}
     }  # fmt: skip
+
+
+def test_the_measured_days_are_of_this_recipe_and_users_are_better_off_on_every_seed() -> None:
+    expected = json.loads((RECIPE / "expected.json").read_text(encoding="utf-8"))
+    assert [day["seed"] for day in expected["days"]] == [0, 1, 2]
+    assert over_seeds(expected["days"]) == expected["rise"]
+    assert expected["rise"]["low"] > 0
+    for day in expected["days"]:
+        measured = resolve(parse_config(day["config"], source="expected.json"))
+        assert measured == resolve(load_recipe(RECIPE, [f"seed={day['seed']}"]))
+        assert day["satisfied_after"]["low"] > day["satisfied_before"]["high"]
+        assert day["releases"]["planted"]["noise"] == "rejected", "users never met it"
