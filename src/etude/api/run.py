@@ -157,7 +157,10 @@ def export(run: Run | Path | str, out: Path | str, *, version: int | None = None
 
 
 def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Iterator[StepRecord]:
-    """The steps of a run up to ``committed``, as their newest events have them: one may have been computed twice."""
+    """The steps of a run up to ``committed``, as their newest events have them: one may have been computed twice.
+
+    Of a run at a URL those are left out whose events were lost with a machine, in the seconds before they are copied.
+    """
     if committed <= after:
         return
     steps = {
@@ -166,6 +169,8 @@ def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Ite
         if isinstance(event := logged.event, StepDone)
     }
     for step in range(after + 1, committed + 1):
+        if step not in steps and folder.url:
+            continue
         if step not in steps:
             raise RunFolderError(f"{folder.events} has no event of step {step}, which is committed: a file was removed")
         at_s, event = steps[step]
