@@ -169,9 +169,9 @@ def committed_steps(folder: RunFolder, committed: int, *, after: int = 0) -> Ite
         if isinstance(event := logged.event, StepDone)
     }
     for step in range(after + 1, committed + 1):
-        if step not in steps and folder.url:
-            continue
         if step not in steps:
+            if folder.url:
+                continue
             raise RunFolderError(f"{folder.events} has no event of step {step}, which is committed: a file was removed")
         at_s, event = steps[step]
         yield StepRecord(

@@ -175,8 +175,8 @@ class TrainerProcess(Closing):
         times.append(time.perf_counter())
         self._publish(step)
         times.append(time.perf_counter())
-        landed_s, save_s, publish_s = (after - before for before, after in pairwise(times))
-        self._events.write(StepSaved(step=step, landed_s=landed_s, save_s=save_s, publish_s=publish_s))
+        commit_s, save_s, publish_s = (after - before for before, after in pairwise(times))
+        self._events.write(StepSaved(step=step, commit_s=commit_s, save_s=save_s, publish_s=publish_s))
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in

@@ -112,7 +112,7 @@ class StepSaved:
     """The trainer's work between computing a step and waiting for the next batch, one after the other."""
 
     step: int
-    landed_s: float
+    commit_s: float
     """Waiting for the version before to be visible and for its checkpoint to be copied, and committing that step."""
     save_s: float
     """Writing the checkpoint."""

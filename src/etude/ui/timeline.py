@@ -8,7 +8,7 @@
 
 Only what an event tells is in a lane: rollouts that have not ended are not there yet, an engine that reports nothing
 has no lane. Owns this fold. What a window of it looks like is :mod:`etude.ui.timeline_view`'s, what it means
-:mod:`etude.ui.waits`'.
+:mod:`etude.ui.time_use`'.
 """
 
 from collections.abc import Iterator, Mapping
@@ -190,7 +190,7 @@ class Timeline:
 
     def _add_saved(self, at_s: float, fields: Fields) -> None:
         lane, end_s = self._lane(TRAINER, fields["writer"]), at_s
-        for state, name in ((HANDING, "publish_s"), (SAVING, "save_s"), (LANDING, "landed_s")):
+        for state, name in ((HANDING, "publish_s"), (SAVING, "save_s"), (LANDING, "commit_s")):
             lane.add(state, end_s - fields[name], end_s)
             end_s -= fields[name]
         self._handed[fields["step"]] = at_s

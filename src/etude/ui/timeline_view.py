@@ -16,8 +16,8 @@ from etude.errors import UserError
 from etude.types import Json
 from etude.ui.routes import Routes, RunQuery
 from etude.ui.spans import Floats
+from etude.ui.time_use import sentence, time_use
 from etude.ui.timeline import STATES, Lane, Mark, Timeline
-from etude.ui.waits import sentence, waits_of
 
 MOST_BINS = 2000
 MOST_MARKS = 400
@@ -34,9 +34,9 @@ def timeline(query: RunQuery) -> Json:
     with query.run.folded(Timeline) as folded:
         folded.settle()
         from_s, to_s = _window(query, folded)
-        config, waits = query.run.config, waits_of(folded, from_s, to_s)
-        words = sentence(waits, limit=config.rollouts.concurrency, sessions=config.live.groups_per_step)
-        return {**view(folded, from_s, to_s, bins), "words": words, "waits": asdict(waits)}
+        config, use = query.run.config, time_use(folded, from_s, to_s)
+        words = sentence(use, limit=config.rollouts.concurrency, sessions=config.live.groups_per_step)
+        return {**view(folded, from_s, to_s, bins), "words": words, "waits": asdict(use)}
 
 
 def view(timeline: Timeline, from_s: float, to_s: float, bins: int) -> dict[str, Json]:

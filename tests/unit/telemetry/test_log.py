@@ -79,7 +79,7 @@ EXAMPLES: tuple[Event, ...] = (
     ),
     AlertChanged(alert="idle", firing=True, value=3.0, summary="no_signal = 3, above 2", to=["log"]),
     SinkFailed(sink="wandb", reason="it is away", lost=0),
-    StepSaved(step=3, landed_s=0.25, save_s=0.5, publish_s=0.125),
+    StepSaved(step=3, commit_s=0.25, save_s=0.5, publish_s=0.125),
     GatewayStats(window_s=2.0, calls=3, failed=1, call_s=1.5, waited_s=0.25),
 )  # fmt: skip
 

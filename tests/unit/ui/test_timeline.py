@@ -23,9 +23,9 @@ from etude.telemetry.events import (
     WeightsSwapped,
 )
 from etude.ui.spans import Spans
+from etude.ui.time_use import sentence, time_use
 from etude.ui.timeline import Timeline
 from etude.ui.timeline_view import MOST_MARKS, view
-from etude.ui.waits import sentence, waits_of
 
 START_S = 1_800_000_000.0
 TIMES = st.floats(0, 100)
@@ -84,7 +84,7 @@ WAITING: list[tuple[float, str, Event]] = [
 def test_lanes_are_what_events_tell() -> None:
     folded = timeline([
         *WAITING,
-        (10.6, "train", StepSaved(step=1, landed_s=0.1, save_s=0.3, publish_s=0.2)),
+        (10.6, "train", StepSaved(step=1, commit_s=0.1, save_s=0.3, publish_s=0.2)),
         (12.0, "train", published(1, seconds=0.5)),
         (11.3, "serve", WeightsSwapped(version=1, stage_ms=20.0, pause_ms=0.1)),
         (12.0, "gateway", GatewayStats(window_s=2.0, calls=8, failed=0, call_s=6.0, waited_s=2.0)),
@@ -109,7 +109,7 @@ def published(version: int, seconds: float) -> WeightsPublished:
 
 
 def words(folded: Timeline, **options: int) -> str:
-    return sentence(waits_of(folded, 0.0, folded.end_s), **options)
+    return sentence(time_use(folded, 0.0, folded.end_s), **options)
 
 
 def test_the_sentence_names_where_the_waiting_went() -> None:
@@ -141,8 +141,8 @@ def test_users_are_what_a_batch_of_theirs_waits_for() -> None:
 
 def test_the_time_in_which_a_run_was_stopped_counts_for_nothing() -> None:
     stopped = timeline([*WAITING, (100.0, "supervisor", RunStarted(resumed=True)), (110.0, "train", step(2, 2.0, 8.0))])
-    assert waits_of(stopped, 0.0, 110.0).seconds == pytest.approx(20.0)
-    assert waits_of(stopped, 0.0, 110.0).trainer["waiting"] == pytest.approx(0.8)
+    assert time_use(stopped, 0.0, 110.0).seconds == pytest.approx(20.0)
+    assert time_use(stopped, 0.0, 110.0).trainer["waiting"] == pytest.approx(0.8)
 
 
 def test_events_in_any_order_make_the_same_timeline() -> None:

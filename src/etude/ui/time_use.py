@@ -50,7 +50,7 @@ STAGE_WORDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waits:
+class TimeUse:
     """The figures of one window."""
 
     seconds: float
@@ -72,11 +72,11 @@ class Waits:
     """Share of the engines' idle time in which less than one rollout was in flight."""
 
 
-def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
+def time_use(timeline: Timeline, from_s: float, to_s: float) -> TimeUse:
     """The figures of a window, in seconds since the timeline's origin."""
     seconds = sum(end - start for start, end in alive(timeline, from_s, to_s))
     if seconds <= 0:
-        return Waits(seconds=0.0)
+        return TimeUse(seconds=0.0)
     edges = np.linspace(from_s, to_s, GRID + 1)
     trainers = timeline.lanes_of(TRAINER)
     waiting = sum((_rates(lane.states.get(WAITING), edges) for lane in trainers), np.zeros(GRID))
@@ -89,7 +89,7 @@ def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
     is_waiting = bool(waiting.sum() > 0)
     weights = waiting if is_waiting else np.ones(GRID)
     inside = float((weights * in_flight).sum())
-    return Waits(
+    return TimeUse(
         seconds=seconds,
         trainer=_trainer_shares(timeline, from_s, to_s, seconds),
         engines_busy=_ratio(busy.sum(), (busy + idle).sum()),
@@ -103,62 +103,62 @@ def waits_of(timeline: Timeline, from_s: float, to_s: float) -> Waits:
     )  # fmt: skip
 
 
-def sentence(waits: Waits, *, limit: int | None = None, sessions: int = 0) -> str:
+def sentence(use: TimeUse, *, limit: int | None = None, sessions: int = 0) -> str:
     """The figures in words. ``limit`` bounds rollouts in flight; a batch takes so many ``sessions`` of users."""
-    if not waits.trainer:
+    if not use.trainer:
         return "No step was computed in this time, so nobody waited for one."
-    waited = waits.trainer.get(WAITING, 0.0)
-    shares = [f"computed {_percent(waits.trainer.get(COMPUTING, 0.0))} of the time"]
-    keeping = sum(waits.trainer.get(state, 0.0) for state in (LANDING, SAVING, HANDING))
+    waited = use.trainer.get(WAITING, 0.0)
+    shares = [f"computed {_percent(use.trainer.get(COMPUTING, 0.0))} of the time"]
+    keeping = sum(use.trainer.get(state, 0.0) for state in (LANDING, SAVING, HANDING))
     if keeping >= NEARLY_NONE / 5:
         shares.append(f"saved and published {_percent(keeping)}")
     shares.append(f"waited {_percent(waited)}")
     first = f"The trainer {_list(shares)}"
-    untold = waits.trainer.get(OTHER, 0.0)
+    untold = use.trainer.get(OTHER, 0.0)
     last = (
         f" The other {_percent(untold)} no event tells: starts, and the step that is under way." if untold > 0.1 else ""
     )
     if waited < NEARLY_NONE:
-        return f"{first}: it is the trainer that others wait for{_idle_words(waits)}.{last}"
-    if waits.in_flight is None and sessions:
+        return f"{first}: it is the trainer that others wait for{_idle_words(use)}.{last}"
+    if use.in_flight is None and sessions:
         return f"{first} for users: a batch takes {sessions} of their sessions, each when its window is over.{last}"
-    return f"{first}: {_cause(waits, limit)}.{last}"
+    return f"{first}: {_cause(use, limit)}.{last}"
 
 
-def _cause(waits: Waits, limit: int | None) -> str:
-    flying = waits.in_flight_meanwhile
+def _cause(use: TimeUse, limit: int | None) -> str:
+    flying = use.in_flight_meanwhile
     if flying is None:
         return "what rollouts did meanwhile no event tells"
     if flying < 0.5:
         return "for most of it no rollout was in flight: none was admitted, or their processes were away"
     most = f" of at most {limit}" if limit is not None and flying < 0.5 * limit else ""
     number = f"while it waited, {max(1.0, flying):.0f}{most} rollouts were in flight"
-    if waits.stages.get(UNTOLD, 0.0) > 0.5:
-        return f"{number}, whose stages were not recorded{_load_words(waits)}"
-    largest = sorted(waits.stages.items(), key=lambda pair: -pair[1])[:3]
+    if use.stages.get(UNTOLD, 0.0) > 0.5:
+        return f"{number}, whose stages were not recorded{_load_words(use)}"
+    largest = sorted(use.stages.items(), key=lambda pair: -pair[1])[:3]
     spent = [f"{_percent(share)} {STAGE_WORDS.get(stage, stage)}" for stage, share in largest if share >= 0.01]
-    return f"{number}, {_list(spent)} of their time{_load_words(waits)}"
+    return f"{number}, {_list(spent)} of their time{_load_words(use)}"
 
 
 def _list(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + f" and {words[-1]}" if len(words) > 1 else "".join(words)
 
 
-def _load_words(waits: Waits) -> str:
-    busy = waits.engines_busy_meanwhile
+def _load_words(use: TimeUse) -> str:
+    busy = use.engines_busy_meanwhile
     if busy is None:
         return "; how busy engines were they do not say"
-    engines = "the engine was" if waits.engines == 1 else f"{waits.engines} engines were"
+    engines = "the engine was" if use.engines == 1 else f"{use.engines} engines were"
     return f"; {engines} {_percent(busy)} busy{', so sampling is the bottleneck' if busy >= SATURATED else ''}"
 
 
-def _idle_words(waits: Waits) -> str:
-    if waits.engines_busy is None or waits.engines_busy > SATURATED:
+def _idle_words(use: TimeUse) -> str:
+    if use.engines_busy is None or use.engines_busy > SATURATED:
         return ""
-    alone = waits.idle_alone
+    alone = use.idle_alone
     tail = f", for {_percent(alone)} of that without a rollout in flight" if alone is not None and alone >= 0.2 else ""
-    engines = "the engine was" if waits.engines == 1 else "engines were"
-    return f"; {engines} idle {_percent(1 - waits.engines_busy)} of the time{tail}"
+    engines = "the engine was" if use.engines == 1 else "engines were"
+    return f"; {engines} idle {_percent(1 - use.engines_busy)} of the time{tail}"
 
 
 def _trainer_shares(timeline: Timeline, from_s: float, to_s: float, seconds: float) -> Mapping[str, float]:
