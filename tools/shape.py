@@ -32,7 +32,7 @@ CLASS_METHODS = 20
 """Dunder methods are not counted: Python chooses them, not we."""
 PARAMETERS = 6
 """``self`` and ``cls`` are not counted. Fields of a dataclass and options of a command are no parameters: they are
-always named.
+always named. A kernel in Triton's language takes an argument per array and stride: it has nothing else.
 """
 NESTING = 4
 """Blocks inside blocks, the way a reader sees indentation; ``elif`` is no deeper than its ``if``."""
@@ -182,9 +182,8 @@ def class_methods(source: Source) -> Iterator[Fault]:
 def parameters(source: Source) -> Iterator[Fault]:
     """Refuse a function of the package with too many parameters."""
     for function in functions_in(source.tree) if source.is_product else ():
-        if any(
-            isinstance(mark, ast.Call) and ast.unparse(mark.func) == "app.command" for mark in function.decorator_list
-        ):
+        marks = [ast.unparse(mark.func if isinstance(mark, ast.Call) else mark) for mark in function.decorator_list]
+        if not {"app.command", "triton.jit"}.isdisjoint(marks):
             continue
         signature = function.args
         named = [*signature.posonlyargs, *signature.args, *signature.kwonlyargs, signature.vararg, signature.kwarg]

@@ -6,7 +6,7 @@
 All workers of a model are started together and then asked in turn, one at a time, so that a machine that slows down
 slows down all of them; a figure is the median over rounds and printed with its extremes, a ratio is the median of the
 rounds' ratios. Tokens per CPU second count all threads and processes of a contestant and its reading of the prompts.
-On a GPU the bandwidth of decoding is measured besides (engine_card.py).
+On a GPU the bandwidth of decoding is measured besides (card.py).
 """
 
 import argparse
@@ -153,7 +153,7 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
         "results": [row.to_json() for row in rows.values()],
         "swaps": [swap.to_json() for swap in swaps],
         "sessions": None if reuse is None else reuse.to_json(),
-        "card": engine_card.measure(chosen.models[0].spec) if is_whole and torch.cuda.is_available() else None,
+        "card": engine_card.measure() if is_whole and torch.cuda.is_available() else None,
         "goals": native_goals(rows)
         | {
             SWAP_VS_RELOAD.name: _swap_goal(swaps),

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from etude.config.inference import EngineConfig, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import LossConfig
 from etude.engines.native.engine import NativeEngine, Weights
-from etude.models.arithmetic import packed_rows
+from etude.models.arithmetic import PagedRows, packed_rows
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
@@ -116,6 +117,36 @@ def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.
     close = 1e-4 if dtype is torch.float32 else 5e-2
     for one, other in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, other.float().cpu(), atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128, 128), (16, 1, 576, 512)], ids=["grouped", "latent"])
+def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tuple[int, int, int, int]) -> None:
+    """In bfloat16, beside float64: single tokens, and prompts behind what is in the cache."""
+    query_heads, key_heads, width, value_width = heads
+    ends, counts = [700, 33, 1, 2000, 400], [1, 1, 1, 1, 300]
+    generator, pages = torch.Generator(device).manual_seed(0), 125
+    draw = partial(torch.randn, generator=generator, device=device)
+    cache = (draw(5 * pages, key_heads, width, 16), draw(5 * pages, key_heads, 16, value_width))
+    q_NQD = draw(sum(counts), query_heads, width)
+    rows = PagedRows(
+        tables_BP=torch.randperm(5 * pages, generator=generator, device=device).view(5, pages).int(),
+        sequences_N=torch.arange(5, dtype=torch.int32).repeat_interleave(torch.tensor(counts)).to(device),
+        positions_N=torch.cat([torch.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]).to(
+            device
+        ),
+        counts=tuple(counts),
+    )
+    keys, values, queries = (x.to(torch.bfloat16) for x in (*cache, q_NQD))
+    result = FastArithmetic().attend_pages(queries, (keys, values), rows, width**-0.5)
+    host = PagedRows(
+        tables_BP=rows.tables_BP.cpu(),
+        sequences_N=rows.sequences_N.cpu(),
+        positions_N=rows.positions_N.cpu(),
+        counts=rows.counts,
+    )
+    exact = [x.double().cpu() for x in (keys, values, queries)]
+    expected = FastArithmetic().attend_pages(exact[2], (exact[0], exact[1]), host, width**-0.5)
+    assert (result.double().cpu() - expected).norm() < 3e-3 * expected.norm()
 
 
 def test_decode_graphs_compute_what_plain_steps_do(model: Decoder) -> None:

@@ -1,5 +1,7 @@
 """Arithmetic by torch's own kernels: any device, any type, no promise about last bits.
 
+On a CUDA device the steps for which torch launches several kernels, or has none, are :mod:`etude.models.kernels.gpu`'s.
+
 Shape legend: see :mod:`etude.models.arithmetic`.
 """
 
@@ -45,11 +47,19 @@ class FastArithmetic:
 
     def gated(self, gate_up_NI: Tensor) -> Tensor:
         """[N,I/2]."""
+        if gate_up_NI.is_cuda:
+            from etude.models.kernels.gpu import fused
+
+            return fused.gated(gate_up_NI)
         gate, up = gate_up_NI.chunk(2, -1)
         return functional.silu(gate) * up
 
     def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
         """[N,h,D]; the tables are rounded to the type of ``x``."""
+        if x_NhD.is_cuda:
+            from etude.models.kernels.gpu import fused
+
+            return fused.rotate(x_NhD, cosines_ND, sines_ND)
         low, high = x_NhD.chunk(2, -1)
         cosines, sines = (table.unsqueeze(1).to(x_NhD.dtype) for table in (cosines_ND, sines_ND))
         return x_NhD * cosines + torch.cat([-high, low], -1) * sines
@@ -96,6 +106,11 @@ class FastArithmetic:
 
     def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
         """Scatter keys and values to their places."""
+        if k_NKD.is_cuda:
+            from etude.models.kernels.gpu import fused
+
+            fused.write_pages(k_NKD, v_NKW, cache, rows)
+            return
         keys_PKDS, values_PKSW = cache
         page = keys_PKDS.shape[-1]
         pages_N = rows.tables_BP[rows.sequences_N.long(), rows.positions_N // page].long()
@@ -105,6 +120,11 @@ class FastArithmetic:
 
     def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
         """[N,Q,W]: sequences with one token together, every other one by itself."""
+        if q_NQD.is_cuda:
+            from etude.models.kernels.gpu import paged_attention
+
+            if paged_attention.attends(q_NQD.shape[-1], cache[1].shape[-1]):
+                return paged_attention.attend(q_NQD, cache, rows, scale)
         singles = _leading_ones(rows.counts)
         parts = []
         if singles:
@@ -123,7 +143,13 @@ class FastArithmetic:
     ) -> Tensor:
         """[N] float32."""
         greedy_N = temperatures_N == 0
-        scaled_NV = logits_NV.float() / torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
+        heat_N = torch.where(greedy_N, 1.0, temperatures_N)
+        if logits_NV.is_cuda and mask is None:
+            from etude.models.kernels.gpu import vocabulary
+
+            sampled_N, _ = vocabulary.logprobs_and_entropies(logits_NV, token_ids_N, heat_N)
+            return torch.where(greedy_N, torch.zeros_like(sampled_N), sampled_N)
+        scaled_NV = logits_NV.float() / heat_N.unsqueeze(1)
         if mask is not None:
             scaled_NV = scaled_NV.masked_fill(~_allowed(mask, scaled_NV), -torch.inf)
         logprobs_N = scaled_NV.log_softmax(-1).gather(1, token_ids_N.unsqueeze(1)).squeeze(1)

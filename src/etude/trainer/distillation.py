@@ -28,8 +28,8 @@ teacher, as in SDPO (arXiv 2601.20802). What those leave open is decided so:
 - **Routes.** Student and teacher replay the engine's as RL does (:mod:`etude.trainer.replay`), the teacher only those
   of the tokens before the hint: those after it were never read with the hint before them.
 
-The logits of ``full`` are made of a few tokens at a time and once more in the backward pass, so memory is bounded by
-:data:`CHUNK_LOGITS`, however long the turns are.
+The logits of ``full`` are made of a few tokens at a time (:mod:`etude.trainer.readout`), so memory is bounded however
+long the turns are: some eight arrays of such a chunk, logits and logarithms of both sides, the terms, and gradients.
 
 Owns the examples of a step and their loss. Not which turns get a hint (:mod:`etude.rewards.shaping.hints`) nor where it
 stands (:mod:`etude.tokens.reminders`).
@@ -44,17 +44,13 @@ import torch
 from torch import Tensor
 
 from etude.config.hints import HintsConfig
-from etude.models.decoder import RECOMPUTED, Decoder
+from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.readout import CHUNK_LOGITS, in_chunks
 from etude.trainer.replay import ReplayMode, routing_of
 from etude.trainer.scores import SampledTokens, hidden_before, sampled_tokens, score
 from etude.types import Trajectory
-
-CHUNK_LOGITS = 1 << 24
-"""Logits of the student that ``full`` has at a time, at most: 64 MiB in float32. Some eight arrays of that size are
-alive at once, in the backward pass: logits and logarithms of both, the terms, and gradients.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +150,8 @@ class Distillation:
             mine_N = owners_N == self.context.rank
             teacher_nH = self.context.gathered(teacher_nH, teacher_owners_N)[mine_N]
             ids_n, temperatures_n = ids_n[mine_N], temperatures_n[mine_N]
-        rows = max(1, self.chunk_logits // model.spec.vocab_size)
-        parts = (x.split(rows) for x in (student_nH, teacher_nH, temperatures_n, ids_n))
-        chunks = [RECOMPUTED(_chunk, model, *part) for part in zip(*parts, strict=True)]
-        found_N2: Tensor = torch.cat(chunks)
+        columns = (teacher_nH, temperatures_n, ids_n)
+        (found_N2,) = in_chunks(_chunk, model, student_nH, *columns, most=self.chunk_logits)
         if self.context is not None and owners_N is not None:
             found_N2 = self.context.gathered(found_N2, owners_N)
         terms_N, gaps_N = found_N2.unbind(1)
@@ -215,8 +209,10 @@ def prefix_weights(compared: TokenDivergences) -> Tensor:
     return (before_N - before_N[firsts_S][compared.examples_N]).clamp(max=0.0).exp().to(compared.terms_N.dtype)
 
 
-def _chunk(model: Decoder, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor) -> Tensor:
+def _chunk(
+    model: Decoder, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor
+) -> tuple[Tensor]:
     """[n,2] divergences of what the two sides' hidden states predict, and log π_h − log π_θ of what was sampled."""
     with torch.no_grad():
         teacher_nV = model.logits(teacher_nH)
-    return divergences(model.logits(student_nH), teacher_nV, temperatures_n, ids_n)
+    return (divergences(model.logits(student_nH), teacher_nV, temperatures_n, ids_n),)

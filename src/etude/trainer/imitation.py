@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from etude.models.decoder import Decoder
 from etude.trainer.optimisation import Optimisation
+from etude.trainer.readout import in_chunks
 from etude.types import Document, Mask
 
 MicroBatch: TypeAlias = Sequence[Document]
@@ -113,11 +114,15 @@ def predict(model: Decoder, documents: Sequence[Document]) -> tuple[Tensor, Tens
     places_P = np.flatnonzero(weights_N)
     hidden_NH = model.forward_packed(ids_N, [len(document.token_ids) for document in documents])
     targets_P = torch.from_numpy(places_P).to(device)
-    logits_PV = model.logits(hidden_NH[targets_P - 1])
-    exact_PV = logits_PV.to(torch.promote_types(logits_PV.dtype, torch.float32))
-    losses_P = functional.cross_entropy(exact_PV, ids_N[targets_P], reduction="none")
+    (losses_P,) = in_chunks(_nats, model, hidden_NH[targets_P - 1], ids_N[targets_P])
     weights_P = torch.from_numpy(weights_N[places_P]).to(device)
     return losses_P, weights_P, torch.from_numpy(acts_N[places_P]).to(device)
+
+
+def _nats(model: Decoder, hidden_nH: Tensor, ids_n: Tensor) -> tuple[Tensor]:
+    logits_nV = model.logits(hidden_nH)
+    exact_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
+    return (functional.cross_entropy(exact_nV, ids_n, reduction="none"),)
 
 
 def _weight(document: Document) -> float:

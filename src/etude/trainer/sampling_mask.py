@@ -61,7 +61,13 @@ def chosen_mask(mask: MaskTensors | None, chosen_N: Tensor) -> MaskTensors | Non
 def entropies(logits_NV: Tensor, temperatures_N: Tensor, mask: MaskTensors | None) -> Tensor:
     """[N] −Σ p ln p in nats, p = softmax(logits / temperature) over the mask set if there is one; 0 where greedy."""
     greedy_N = temperatures_N == 0
-    scales_N1 = torch.where(greedy_N, 1.0, temperatures_N).unsqueeze(1)
+    heat_N = torch.where(greedy_N, 1.0, temperatures_N)
+    if logits_NV.is_cuda and mask is None:
+        from etude.models.kernels.gpu import vocabulary
+
+        _, whole_N = vocabulary.logprobs_and_entropies(logits_NV, torch.zeros_like(greedy_N, dtype=torch.int64), heat_N)
+        return torch.where(greedy_N, torch.zeros_like(whole_N), whole_N)
+    scales_N1 = heat_N.unsqueeze(1)
     scaled_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / scales_N1
     logs_NV = scaled_NV.log_softmax(-1)
     shares_NV = logs_NV.exp()

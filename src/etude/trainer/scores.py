@@ -12,6 +12,7 @@ trajectories.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from etude.models.arithmetic import MaskTensors
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.readout import in_chunks
 from etude.trainer.sampling_mask import chosen_mask, entropies, gather_masks
 from etude.types import Floats, Ids, Mask, Trajectory
 
@@ -116,14 +118,11 @@ def score(
     """
     if context is not None:
         return _score_in_parallel(model, tokens, routing, context, differentiate_entropies=differentiate_entropies)
-    logits_NV = _logits(model, tokens, routing)
-    entropy_logits_NV = logits_NV if differentiate_entropies else logits_NV.detach()
-    return Scores(
-        logprobs_N=model.arithmetic.logprobs(
-            logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask
-        ),
-        entropies_N=entropies(entropy_logits_NV, tokens.temperatures_N, tokens.sampling_mask),
-    )
+    hidden_NH, _ = hidden_before(model, tokens, routing)
+    read = partial(_scores, differentiate_entropies=differentiate_entropies)
+    columns = (tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
+    logprobs_N, entropies_N = in_chunks(read, model, hidden_NH, *columns)
+    return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N)
 
 
 def hidden_before(
@@ -152,20 +151,21 @@ def _score_in_parallel(
     hidden_nH, owners_N = hidden_before(model, tokens, routing, context)
     assert owners_N is not None
     mine_N = owners_N == context.rank
-    logits_nV = model.logits(hidden_nH)
-    entropy_logits_nV = logits_nV if differentiate_entropies else logits_nV.detach()
-    temperatures_n, chosen = tokens.temperatures_N[mine_N], chosen_mask(tokens.sampling_mask, mine_N)
-    logprobs_n = model.arithmetic.logprobs(logits_nV, tokens.scored_ids_N[mine_N], temperatures_n, chosen)
+    read = partial(_scores, differentiate_entropies=differentiate_entropies)
+    chosen = chosen_mask(tokens.sampling_mask, mine_N)
+    columns = (tokens.scored_ids_N[mine_N], tokens.temperatures_N[mine_N], chosen)
+    logprobs_n, entropies_n = in_chunks(read, model, hidden_nH, *columns)
     return Scores(
-        logprobs_N=context.gathered(logprobs_n, owners_N),
-        entropies_N=context.gathered(entropies(entropy_logits_nV, temperatures_n, chosen), owners_N),
+        logprobs_N=context.gathered(logprobs_n, owners_N), entropies_N=context.gathered(entropies_n, owners_N)
     )
 
 
 def sampled_logprobs(model: Decoder, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
     """[N] float32: the log-probabilities of :func:`score` alone."""
-    logits_NV = _logits(model, tokens, routing)
-    return model.arithmetic.logprobs(logits_NV, tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
+    hidden_NH, _ = hidden_before(model, tokens, routing)
+    columns = (tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
+    (logprobs_N,) = in_chunks(_logprobs, model, hidden_NH, *columns)
+    return logprobs_N
 
 
 def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
@@ -178,10 +178,25 @@ def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
     return scores
 
 
-def _logits(model: Decoder, tokens: SampledTokens, routing: Routing | None) -> Tensor:
-    """[N,V]: only of what is scored; a prompt's logits would be most of a long pass's memory."""
-    hidden_NH, _ = hidden_before(model, tokens, routing)
-    return model.logits(hidden_NH)
+def _logprobs(
+    model: Decoder, hidden_nH: Tensor, ids_n: Tensor, temperatures_n: Tensor, mask: MaskTensors | None
+) -> tuple[Tensor]:
+    return (model.arithmetic.logprobs(model.logits(hidden_nH), ids_n, temperatures_n, mask),)
+
+
+def _scores(
+    model: Decoder,
+    hidden_nH: Tensor,
+    ids_n: Tensor,
+    temperatures_n: Tensor,
+    mask: MaskTensors | None,
+    *,
+    differentiate_entropies: bool,
+) -> tuple[Tensor, Tensor]:
+    logits_nV = model.logits(hidden_nH)
+    logprobs_n = model.arithmetic.logprobs(logits_nV, ids_n, temperatures_n, mask)
+    entropy_logits_nV = logits_nV if differentiate_entropies else logits_nV.detach()
+    return logprobs_n, entropies(entropy_logits_nV, temperatures_n, mask)
 
 
 def _predicted(mask_L: Mask) -> Mask:

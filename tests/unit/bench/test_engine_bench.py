@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from bench.engine.bench import Cell, Row, bench_engine, native_goals, table
-from bench.engine.card import decode_seconds
+from bench.engine.card import decode_speed
 from bench.engine.contestants import Order, Setup
 from bench.engine.models import MODELS, MOE_20M, QUICK_MODEL, load_served, write_model
 from bench.engine.options import EngineOptions, engine_options
 from bench.engine.worker import Load, Timing, Worker, available_cores, python_of, tree_cpu_s, tree_peak_bytes
-from etude.config.inference import EngineConfig, NumericsConfig
-from etude.engines.native.engine import NativeEngine, Weights
+from etude.config.inference import NumericsConfig
 from etude.engines.vllm.process import PYTHON_VARIABLE
 from etude.errors import InfrastructureError, UserError
 from etude.models.decoder import Decoder
@@ -144,8 +143,12 @@ def test_options_that_measure_nothing_are_refused(fault: dict[str, tuple[str, ..
         EngineOptions(**fault)  # type: ignore[arg-type]  # that is the point
 
 
-def test_the_cards_measure_decodes_twice_with_one_engine() -> None:
+def test_the_cards_measure_times_steps_in_which_all_decode() -> None:
     model = Decoder(TINY).eval()
     model.initialise(0)
-    engine = NativeEngine(Weights(model, 0, ""), EngineConfig(max_running=2, max_length=128), seed=0)
-    assert decode_seconds(engine, TINY.vocab_size, batch=2, new_tokens=3) > 0
+    speed = decode_speed(model, batch=3, context=128)
+    assert 64 < speed.context < 128
+    keys_and_values = 3 * speed.context * TINY.layers * 2 * (16 + 16) * 2
+    weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    assert abs(speed.least_bytes - weights - keys_and_values) < 3 * TINY.layers * 128
+    assert speed.to_json(copy_bytes_per_s=speed.least_bytes / speed.step_s / 2)["share"] == 2.0

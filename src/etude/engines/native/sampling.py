@@ -130,12 +130,28 @@ def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTens
     chances = Chances(
         temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=bool(may_cut.any())
     )
+    if logits_RV.is_cuda and not chances.truncates:
+        return _draw_by_kernel(logits_RV, chances), None
     token_ids_R, kept_RV = draw_tensors(logits_RV, chances)
     if kept_RV is None:
         return token_ids_R, None
     offsets = torch.zeros(len(kept_RV) + 1, dtype=torch.int64, device=kept_RV.device)
     offsets[1:] = kept_RV.sum(-1).cumsum(0)
     return token_ids_R, MaskTensors(offsets_N1=offsets, token_ids=kept_RV.nonzero()[:, 1])
+
+
+def _draw_by_kernel(logits_RV: Tensor, chances: "Chances") -> Tensor:
+    """[R] int64: what :func:`draw_tensors` gives where nothing may be cut, in one launch instead of seventy."""
+    from etude.models.kernels.gpu import vocabulary
+
+    return vocabulary.draw(
+        logits_RV,
+        chances.temperatures.flatten(),
+        chances.uniforms.flatten(),
+        unit_bits=UNIT_BITS,
+        fastest_fall=FASTEST_FALL,
+        nothing=_NOTHING,
+    )
 
 
 def _fetched(token_ids_R: Tensor, logprobs_R: Tensor, mask: MaskTensors | None) -> Drawn:

@@ -1,0 +1,65 @@
+"""Readout of a model's logits, a chunk of tokens at a time.
+
+    hidden states [N,H] ──▶ chunk ──▶ logits [n,V] ──▶ a few numbers per token [n]     the next chunk takes its place
+                                         ▲
+                     backward ───────────┘ computes them again
+
+A vocabulary of 151,936 makes of one scored token up to 3.6 MB of logits, exponentials and their gradients. What the
+trainer wants of them is one or two numbers. So where the logits of a pass would be more than :data:`CHUNK_LOGITS`, no
+more than these exist at a time, and a pass with gradients computes each chunk twice: its memory does not grow with the
+tokens.
+
+Owns the cutting. What is computed of a chunk is the caller's.
+
+Shape legend: N scored tokens, n those of a chunk, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from etude.models.arithmetic import MaskTensors
+from etude.models.decoder import RECOMPUTED, Decoder
+
+CHUNK_LOGITS = 1 << 27
+"""Logits that exist at a time: those of 883 tokens of a vocabulary of 151,936."""
+
+Column: TypeAlias = Tensor | MaskTensors | None
+"""Something per scored token: a tensor [N,…], or the sampling masks of N tokens."""
+Readout: TypeAlias = Callable[..., tuple[Tensor, ...]]
+"""(model, columns of a chunk …) → tensors [n]."""
+
+
+def in_chunks(
+    read: Readout, model: Decoder, hidden_NH: Tensor, *columns: Column, most: int = CHUNK_LOGITS
+) -> tuple[Tensor, ...]:
+    """Each tensor [N] that ``read`` makes of hidden states and ``columns``, with their gradients.
+
+    ``most`` is how many logits exist at a time, at least those of one token.
+    """
+    rows = max(1, most // model.spec.vocab_size)
+    if len(hidden_NH) <= rows:
+        return read(model, hidden_NH, *columns)
+    chunks = zip(*(_split(column, rows, len(hidden_NH)) for column in (hidden_NH, *columns)), strict=True)
+    if torch.is_grad_enabled():
+        results = [cast("tuple[Tensor, ...]", RECOMPUTED(read, model, *chunk)) for chunk in chunks]
+    else:
+        results = [read(model, *chunk) for chunk in chunks]
+    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+
+
+def _split(column: Column, rows: int, tokens: int) -> Iterator[Column]:
+    if isinstance(column, Tensor):
+        yield from column.split(rows)
+        return
+    bounds = [*range(0, tokens, rows), tokens]
+    if column is None:
+        yield from [None] * (len(bounds) - 1)
+        return
+    offsets_N1 = column.offsets_N1
+    places = offsets_N1[torch.tensor(bounds, device=offsets_N1.device)].tolist()
+    for (start, end), (first, last) in zip(pairwise(bounds), pairwise(places), strict=True):
+        yield MaskTensors(offsets_N1=offsets_N1[start : end + 1] - first, token_ids=column.token_ids[first:last])
