@@ -30,6 +30,14 @@ export function useJson<T>(path: string | null, version: number | string = 0): R
   return state.path === path || state.data === null ? state : { data: null, error: null, isLoading: true };
 }
 
+/** As `useJson`, and asked again whenever there may be news, until `isSettled` says that the data will stay as it is. */
+export function useGrowing<T>(path: string, cursor: number, isSettled: (data: T) => boolean): Resource<T> {
+  const asked = useRef(cursor);
+  const resource = useJson<T>(path, asked.current);
+  if (resource.data !== null && !isSettled(resource.data)) asked.current = cursor;
+  return resource;
+}
+
 export function messageOf(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }

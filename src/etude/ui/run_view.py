@@ -12,6 +12,7 @@ from etude.telemetry.metrics import METRICS
 from etude.types import Json
 from etude.ui.curves import Curves, RolloutCurves
 from etude.ui.routes import Routes, RunQuery
+from etude.ui.runs import RunReader
 
 CURVES = ("midtrain_curve", "sft_curve", "heldout_curve")
 """Parts of a report that the page has from its curves."""
@@ -31,6 +32,12 @@ def curves(query: RunQuery) -> Json:
     with query.run.folded(Curves) as folded:
         since = query.number("since", -1) if query.number("revision", -1) == folded.revision else -1
         return folded.columns(since, frozenset(filter(None, query.options.get("names", "").split(","))))
+
+
+def read_ahead(run: RunReader) -> None:
+    """Read what :func:`curves` will be asked for."""
+    with run.folded(Curves):
+        pass
 
 
 def rollout_curves(query: RunQuery) -> Json:

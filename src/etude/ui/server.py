@@ -26,8 +26,9 @@ from etude.ui.routes import Download, Forbidden, NotFound, Routes, RunQuery, Vie
 from etude.ui.runs import RunList, RunReader, overview_or_error
 
 STATIC = Path(__file__).with_name("static")
-FILES = {"/": "index.html", "/app.js": "app.js", "/app.css": "app.css"}
-"""Path → file of the bundle that `make ui` builds."""
+PAGE = STATIC / "index.html"
+FILES = {"/app.js": STATIC / "app.js", "/app.css": STATIC / "app.css"}
+"""The page and what it fetches, as `make ui` builds them."""
 VIEWS: tuple[Routes, ...] = (
     run_view.ROUTES,
     rollouts_view.ROUTES,
@@ -111,8 +112,9 @@ def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Applicat
     app = web.Application(middlewares=[_errors_as_json, _keyed(token)])
     app.on_response_prepare.append(_secure)
     app[STREAMS] = streams
-    for path, name in FILES.items():
-        app.router.add_get(path, partial(_file, STATIC / name))
+    app.router.add_get("/", server.page)
+    for path, file in FILES.items():
+        app.router.add_get(path, partial(_file, file))
     app.router.add_get("/api/runs", server.runs)
     app.router.add_get("/api/metrics", server.metrics)
     app.router.add_get("/api/compare", server.compare)
@@ -130,6 +132,18 @@ class _Server:
     def __init__(self, runs: RunList, streams: Streams) -> None:
         self._runs = runs
         self._streams = streams
+        self._ahead: asyncio.Future[None] | None = None
+        """The reading that the newest visitor began; kept, since a loop holds tasks weakly."""
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """Send the page, which will ask for the newest run first: that is read while the browser is at its scripts."""
+        self._ahead = asyncio.ensure_future(asyncio.to_thread(self._read_newest))
+        return web.FileResponse(PAGE)
+
+    def _read_newest(self) -> None:
+        with contextlib.suppress(EtudeError, OSError):  # the page will be told, when it asks
+            for run in self._runs.all()[:1]:
+                run_view.read_ahead(run)
 
     async def runs(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(self._runs.overviews))

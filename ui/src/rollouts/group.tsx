@@ -1,8 +1,9 @@
 // A group side by side: what its rollouts came to, how they branch, and their turns next to each other.
 
 import { count, decimal } from "../format";
-import { useJson } from "../resource";
+import { useGrowing } from "../resource";
 import { routeTo } from "../routes";
+import { useSlow } from "../run/slow";
 import { GroupTree } from "./group_tree";
 import { Badges, RewardMark } from "./marks";
 import { tablePlace } from "./tab";
@@ -11,8 +12,16 @@ import { Reply, TurnFacts } from "./turn";
 import type { Rollout } from "./types";
 import { inline } from "./visible";
 
-export function GroupPage({ run, purpose, number }: { run: string; purpose: string; number: string }) {
-  const { data, error } = useJson<readonly Rollout[]>(`/runs/${encodeURIComponent(run)}/groups/${encodeURIComponent(purpose)}/${encodeURIComponent(number)}`);
+/** States of a group in which nothing of its rollouts changes any more. */
+const ENDED = ["consumed", "dropped"];
+
+export function isSettled(rollout: Rollout | undefined): boolean {
+  return rollout !== undefined && ENDED.includes(rollout.group_state);
+}
+
+export function GroupPage({ run, purpose, number, cursor }: { run: string; purpose: string; number: string; cursor: number }) {
+  const place = `/runs/${encodeURIComponent(run)}/groups/${encodeURIComponent(purpose)}/${encodeURIComponent(number)}`;
+  const { data, error } = useGrowing<readonly Rollout[]>(place, useSlow(cursor), (rollouts) => isSettled(rollouts[0]));
   const first = data?.[0];
   if (data === null || first === undefined) return error === null ? <p class="note">…</p> : <p role="alert">{error}</p>;
   const compared = data.find((rollout) => rollout.comparison)?.comparison;

@@ -4,10 +4,12 @@ import { useEffect, useMemo, useState } from "preact/hooks";
 
 import { download } from "../api";
 import { decimal } from "../format";
-import { messageOf, useJson } from "../resource";
+import { messageOf, useGrowing, useJson } from "../resource";
 import { routeTo } from "../routes";
+import { useSlow } from "../run/slow";
 import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView, VotesView } from "./facts";
 import { onShortcut } from "./filter_bar";
+import { isSettled } from "./group";
 import { GroupStrip } from "./group_strip";
 import { ColourBar } from "./colour_bar";
 import { Outline } from "./outline";
@@ -24,20 +26,22 @@ interface RolloutPageProps {
   /** ["turn", "3", "token", "17"], as far as the address says. */
   readonly place: readonly string[];
   readonly options: Readonly<Record<string, string>>;
+  /** Another one whenever there may be news of the run. */
+  readonly cursor: number;
 }
 
 const MOST_TURNS = 40;
 /** Letters of a reason beyond which it is a text of its own. */
 const LONG = 160;
 
-export function RolloutPage({ run, rolloutId, place, options }: RolloutPageProps) {
+export function RolloutPage({ run, rolloutId, place, options, cursor }: RolloutPageProps) {
   const base = `/runs/${encodeURIComponent(run)}/rollouts/${encodeURIComponent(rolloutId)}`;
-  const { data, error } = useJson<Rollout>(base);
+  const { data, error } = useGrowing<Rollout>(base, useSlow(cursor), isSettled);
   if (data === null) return error === null ? <p class="note">…</p> : <p role="alert">{error}</p>;
   return <Loaded run={run} base={base} rollout={data} place={place} options={options} />;
 }
 
-interface LoadedProps extends Omit<RolloutPageProps, "rolloutId"> {
+interface LoadedProps extends Omit<RolloutPageProps, "rolloutId" | "cursor"> {
   readonly base: string;
   readonly rollout: Rollout;
 }

@@ -24,9 +24,9 @@ export function RolloutsTab({ run, route, tick }: TabProps) {
   useLayoutEffect(() => scrollTo(0, 0), [place]);
   useHeaderHeight();
   if (first === "group" && purpose !== undefined && number !== undefined) {
-    return <GroupPage run={run.id} purpose={purpose} number={number} />;
+    return <GroupPage run={run.id} purpose={purpose} number={number} cursor={tick?.cursor ?? 0} />;
   }
-  if (first !== undefined) return <RolloutPage key={first} run={run.id} rolloutId={first} place={route.rest.slice(1)} options={route.options} />;
+  if (first !== undefined) return <RolloutPage key={first} run={run.id} rolloutId={first} place={route.rest.slice(1)} options={route.options} cursor={tick?.cursor ?? 0} />;
   return <Table run={run.id} query={parseQuery(route.options)} tick={tick} />;
 }
 
