@@ -17,7 +17,7 @@ from etude.dashboard.terminal import ACCENT, DIM, GOOD, ID_CHARACTERS, WARN, lig
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome
 from etude.ledger.changes import TRAIN
 from etude.ledger.states import GroupState
-from etude.types import Disposition, RolloutStatus
+from etude.types import Disposition, ObservedSession, RolloutStatus
 
 REASON_CHARACTERS = 40
 """Characters of a reason in a list; that of a failure may be a whole message."""
@@ -212,6 +212,8 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
         yield Block("recorded  ", _recorded(recorded))
     if rollout.comparison is not None:
         yield Block("compared  ", _compared(rollout, rollout.comparison))
+    if rollout.observed is not None:
+        yield Block("user      ", _observed(rollout.observed))
     if rollout.verdict is not None and (rollout.verdict.disposition is not Disposition.KEEP or rollout.verdict.flags):
         facts = rollout.verdict.disposition is Disposition.KEEP
         text = Text(rollout.verdict.disposition, "default" if facts else WARN)
@@ -225,6 +227,19 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
     for note in rollout.notes:
         yield Block("note      ", Text(visible(note), WARN))
     yield Text()
+
+
+def _observed(observed: ObservedSession) -> Text:
+    """Who asked, which arm answered, and what was said of it."""
+    known = observed.observation
+    text = Text(visible(known.user)).append(f"  arm {visible(known.arm)}", DIM)
+    said = [f"{visible(part)} {' '.join('–' if value is None else f'{value:g}' for value in values)}"
+            for part, values in observed.answers.items()]  # fmt: skip
+    text.append(f"  {', '.join(said) or 'nothing was answered'}")
+    facts = [f"weight {known.weight:g}"] * (known.weight != 1) + [f"answered {known.propensity:.0%} of the time"] * (
+        known.propensity < 1
+    )
+    return text.append("".join(f"  {fact}" for fact in facts), DIM)
 
 
 def _summed(rollout: ReadRollout) -> Text:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import orjson
 
 from etude.ledger.archive import RolloutMatch
-from etude.types import Hint, Json, Verdict
+from etude.types import Hint, Json, ObservedSession, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +213,8 @@ class ReadRollout:
     turns: tuple[ReadTurn, ...]
     notes: tuple[str, ...]
     """Figures that could not be made, and why."""
+    observed: ObservedSession | None = None
+    """What is known of a live session beside its turns; ``None`` of every other rollout."""
 
     @property
     def sampled_tokens(self) -> int:

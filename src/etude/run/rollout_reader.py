@@ -176,6 +176,7 @@ class RolloutReader:
             comparison=credit.comparisons.get(rollout.rollout_id),
             turns=turns,
             notes=(*(credit.notes if rollout.turns else ()), *self._distilled(rollout, credit), *lost, *untold),
+            observed=self._archive.observed([task.task_id]).get(task.task_id) if match.purpose == LIVE else None,
         )
 
     def _turns(

@@ -19,7 +19,7 @@ from etude.dashboard.rollouts import (
 )
 from etude.ledger.archive import Census, RolloutMatch, RolloutOutcome, Traits
 from etude.ledger.states import GroupState
-from etude.types import Disposition, Hint, RolloutStatus, Verdict
+from etude.types import Disposition, Hint, Observation, ObservedSession, RolloutStatus, Verdict
 
 TURN = ReadTurn(
     number=0, kind="act", continues=None, heard="fix f in f.py", said="read f.py", thinking="",
@@ -105,6 +105,18 @@ def test_votes_of_a_judge_are_drawn_with_their_reasons() -> None:
     text = drawn(rollout_page(replace(ROLLOUT, votes=(vote, replace(vote, score=None)))))
     assert "judge     style 4 of 1–5  clear\\x1b[2J, but long" in text
     assert "style cannot tell" in text
+
+
+def test_a_live_session_is_drawn_with_its_user() -> None:
+    known = Observation(
+        user="u-1f", day=3, template="chat", arm="canary", prompt_tokens=9, weight=0.5, propensity=0.125
+    )
+    answers = {"kept": (1.0,), "thumbs": (None, 0.5)}
+    observed = ObservedSession(session_id="s", observation=known, ended_at=1.0, sampled_tokens=(2, 3), answers=answers)
+    page = drawn(rollout_page(replace(ROLLOUT, observed=observed)))
+    assert "user      u-1f  arm canary  kept 1, thumbs – 0.5  weight 0.5  answered 12% of the time" in page
+    silent = drawn(rollout_page(replace(ROLLOUT, observed=replace(observed, answers={}))))
+    assert "arm canary  nothing was answered" in silent
 
 
 def test_a_quarantine_is_drawn_with_its_reason() -> None:

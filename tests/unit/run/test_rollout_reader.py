@@ -1,5 +1,6 @@
 """What is told of a rollout is what its trainer made of it."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from etude.config.loading import default_recipe
+from etude.dashboard.rollouts import to_json
 from etude.errors import UserError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import TRAIN, Ledger
@@ -23,6 +25,8 @@ from etude.types import (
     Disposition,
     Finish,
     Hint,
+    Observation,
+    ObservedSession,
     Rollout,
     RolloutStatus,
     Split,
@@ -292,3 +296,21 @@ def test_every_attempt_of_a_group_is_told(tmp_path: Path, chat: ChatTemplate, sc
             list(reader.group(TRAIN, 0, slot=7))
         with pytest.raises(UserError, match=r"no group 5.*its purposes are train"):
             list(reader.group(TRAIN, 5))
+
+
+def test_a_live_session_is_told_with_who_asked_and_what_was_said(
+    tmp_path: Path, chat: ChatTemplate, scribe: Scribe
+) -> None:
+    folder = RunFolder.create(tmp_path / "run", default_recipe())
+    chat.save(folder.model)
+    known = Observation(user="u-1f", day=3, template="chat", arm="live", prompt_tokens=9)
+    observed = ObservedSession(
+        session_id="r0.0", observation=known, ended_at=1.0, sampled_tokens=(2,), answers={"kept": (1.0,)}
+    )
+    with Ledger.open(folder.ledger) as ledger:
+        session = ended(0, 1.0, scribe.turn(None, "add tax", "answer 49"), observation=known)
+        ledger.live.admit(session, observed, version=3, kept_below=9)
+    with Archive.open(folder.ledger) as archive:
+        read = RolloutReader(folder, archive).rollout("r0.0")
+    assert read.observed == observed
+    assert "u-1f" in json.dumps(to_json(read))

@@ -2,7 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 
-import { count, decimal } from "../format";
+import { count, decimal, percent } from "../format";
 import { Diff } from "./diff";
 import { TextBlock } from "./text_block";
 import type { Part, Rollout } from "./types";
@@ -80,6 +80,31 @@ export function VerdictView({ rollout }: { rollout: Rollout }) {
           </span>
         ))}
       </p>
+    </section>
+  );
+}
+
+/** Who asked for the work of a live session, and what they said of it. */
+export function UserView({ rollout }: { rollout: Rollout }) {
+  const { observed } = rollout;
+  if (!observed) return null;
+  const { user, arm, template, weight, propensity } = observed.observation;
+  const answers = Object.entries(observed.answers);
+  return (
+    <section aria-label="User">
+      <h2>User</h2>
+      <dl class="rollouts-pairs">
+        <Pair name="pseudonym">{inline(user)}</Pair>
+        <Pair name="arm">{inline(arm)}</Pair>
+        {template && <Pair name="asked for">{inline(template)}</Pair>}
+        {answers.map(([part, values]) => (
+          <Pair key={part} name={inline(part)}>
+            {values.map((value) => (value === null ? "no answer" : decimal(value, 2))).join(", ")}
+          </Pair>
+        ))}
+        {propensity < 1 && <Pair name="answers come">{percent(propensity)} of the time</Pair>}
+        {weight !== 1 && <Pair name="weight">× {decimal(weight, 3)}</Pair>}
+      </dl>
     </section>
   );
 }

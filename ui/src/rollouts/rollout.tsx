@@ -7,7 +7,7 @@ import { decimal } from "../format";
 import { messageOf, useGrowing, useJson } from "../resource";
 import { routeTo } from "../routes";
 import { useSlow } from "../run/slow";
-import { ComparisonView, FilesView, isNarrow, RewardView, VerdictView, VotesView } from "./facts";
+import { ComparisonView, FilesView, isNarrow, RewardView, UserView, VerdictView, VotesView } from "./facts";
 import { onShortcut } from "./filter_bar";
 import { isSettled } from "./group";
 import { GroupStrip } from "./group_strip";
@@ -65,6 +65,7 @@ function Loaded({ run, base, rollout, place, options }: LoadedProps) {
       <Head run={run} base={base} rollout={rollout} />
       <aside class="rollouts-aside">
         <VerdictView rollout={rollout} />
+        <UserView rollout={rollout} />
         <RewardView rollout={rollout} />
         <VotesView rollout={rollout} />
         <ComparisonView rollout={rollout} />

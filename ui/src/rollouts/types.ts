@@ -140,6 +140,12 @@ export interface Rollout {
   } | null;
   readonly turns: readonly Turn[];
   readonly notes: readonly string[];
+  /** Of a live session. */
+  readonly observed: {
+    readonly observation: { readonly user: string; readonly arm: string; readonly template: string; readonly weight: number; readonly propensity: number };
+    /** Part of the reward → answers, of the session or of each turn. */
+    readonly answers: Readonly<Record<string, readonly (number | null)[]>>;
+  } | null;
 }
 
 /** The sampled tokens of a turn in columns; a column of which nothing is known is null. */
