@@ -2,8 +2,8 @@
 
     python -m tools.screenshots [RUN] [--out docs/page]
 
-Without a run, of made-up ones (:mod:`bench.ui.events`): curves and comparisons, but no rollouts. A run folder gives all
-tabs. Nothing is measured here.
+Without a run, of made-up ones (:mod:`bench.ui.events`): curves and comparisons, but no rollouts. The folder of a run with
+live users gives all tabs. Nothing is measured here.
 """
 
 import argparse
@@ -36,6 +36,8 @@ class Shot:
     """Tab and options behind the run, such as ``compare?way=greedy``."""
     size: tuple[int, int] = DESKTOP
     scheme: str = "light"
+    click: str = ""
+    """A link that is followed before the picture is taken: what it is called depends on the run."""
 
 
 MADE_UP = (
@@ -44,11 +46,16 @@ MADE_UP = (
     Shot(name="run-phone", address="run", size=PHONE),
     Shot(name="compare", address="compare?a=loop-s0:step-132&b=loop-s0:step-165"),
 )
+A_ROLLOUT = ".rollouts-table tbody tr >> nth=1"
 REAL = (
-    *(Shot(name=tab, address=tab) for tab in ("timeline", "rollouts", "weights")),
-    Shot(name="rollouts-phone", address="rollouts", size=PHONE, scheme="dark"),
+    *(Shot(name=tab, address=tab) for tab in ("timeline", "weights")),
+    Shot(name="rollouts", address="rollouts?purpose=live"),
+    Shot(name="rollout", address="rollouts?purpose=live&sort=tokens", click=A_ROLLOUT, scheme="dark"),
+    Shot(name="rollout-phone", address="rollouts?purpose=live", size=PHONE, click=A_ROLLOUT),
+    Shot(name="live", address="live"),
+    Shot(name="live-phone", address="live", size=PHONE, scheme="dark"),
 )
-"""Pictures that need a run's ledger."""
+"""Pictures of a run of `etude live`, such as `recipes/live/day.py` leaves."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -91,6 +98,10 @@ def take(browser: Browser, url: str, run: str, shot: Shot, out: Path) -> None:
     page.goto(f"{url}&/{run}/{shot.address}")
     page.wait_for_selector("main h1")
     page.wait_for_timeout(SETTLED_MS)
+    if shot.click:
+        page.click(shot.click)
+        page.wait_for_selector(".rollouts-turns")
+        page.wait_for_timeout(SETTLED_MS)
     page.screenshot(path=out / f"{shot.name}.png")
     page.close()
 
