@@ -2,8 +2,8 @@
 
     python -m tools.screenshots [RUN] [--out docs/page]
 
-Without a run, of made-up ones (:mod:`bench.ui.events`): curves and comparisons, but no rollouts. The folder of a run with
-live users gives all tabs. Nothing is measured here.
+Without a run, of made-up ones (:mod:`bench.ui.events`): curves and comparisons, but no rollouts. The folder of a run
+with live users gives all tabs. Nothing is measured here.
 """
 
 import argparse
