@@ -84,6 +84,9 @@ export function VerdictView({ rollout }: { rollout: Rollout }) {
   );
 }
 
+/** Letters of a pseudonym that tell users apart. */
+const SHORT = 12;
+
 /** Who asked for the work of a live session, and what they said of it. */
 export function UserView({ rollout }: { rollout: Rollout }) {
   const { observed } = rollout;
@@ -94,7 +97,9 @@ export function UserView({ rollout }: { rollout: Rollout }) {
     <section aria-label="User">
       <h2>User</h2>
       <dl class="rollouts-pairs">
-        <Pair name="pseudonym">{inline(user)}</Pair>
+        <Pair name="pseudonym">
+          <span title={inline(user)}>{inline(user).slice(0, SHORT)}</span>
+        </Pair>
         <Pair name="arm">{inline(arm)}</Pair>
         {template && <Pair name="asked for">{inline(template)}</Pair>}
         {answers.map(([part, values]) => (
