@@ -1,5 +1,8 @@
 """``[engine]``, ``[numerics]``, ``[gateway]``: how the model is sampled from, and in which numbers."""
 
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
@@ -35,6 +38,45 @@ class NativeOptions(Section):
     """CPU threads."""
 
 
+ARGUMENT = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+"""The spelling of an argument of a server, without ``--``."""
+OURS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "model.checkpoint",
+        "model-path": "model.checkpoint",
+        "dtype": "numerics.dtype",
+        "device": "engine.device",
+        "host": "nothing: the server listens on loopback alone",
+        "port": "nothing: a free one is chosen",
+        "api-key": "nothing: it is drawn at each start",
+        "max-model-len": "engine.max_length",
+        "context-length": "engine.max_length",
+        "max-num-seqs": "engine.max_running",
+        "max-running-requests": "engine.max_running",
+        "enable-return-routed-experts": "numerics.replay",
+    }
+)
+"""Arguments that étude gives a server itself → the key that decides them."""
+
+
+def check_arguments(arguments: dict[str, "Argument"]) -> dict[str, "Argument"]:
+    """Raise ``ValueError`` for the name of an argument that is none, or that étude gives itself."""
+    for name in arguments:
+        if not ARGUMENT.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is no argument of a server: write it as on its command line, without `--`, such as "
+                "`tensor-parallel-size = 2`"
+            )
+        if name in OURS:
+            raise ValueError(f"{name} is decided by {OURS[name]}")
+    return arguments
+
+
+Argument: TypeAlias = bool | int | float | str
+Arguments: TypeAlias = Annotated[dict[str, Argument], AfterValidator(check_arguments)]
+"""Arguments of a server's command line by name; true is a flag, false leaves it out."""
+
+
 class VllmOptions(Section):
     """A vLLM server."""
 
@@ -42,6 +84,10 @@ class VllmOptions(Section):
     """The interpreter of its environment; empty looks at ``ETUDE_VLLM_PYTHON``, then in ``.venv-vllm``."""
     swap: Swap = "keep"
     """Effect of new weights on turns in progress, as of the native engine."""
+    arguments: Arguments = Field(default={})
+    """Further arguments of its command line, without ``--``: ``tensor-parallel-size = 2``, ``gpu-memory-utilization =
+    0.6``; true for a flag. Its own variables, ``VLLM_…``, are handed on.
+    """
 
 
 class SglangOptions(Section):
@@ -49,6 +95,10 @@ class SglangOptions(Section):
 
     python: str = ""
     """The interpreter of its environment; empty looks at ``ETUDE_SGLANG_PYTHON``, then in ``.venv-sglang``."""
+    arguments: Arguments = Field(default={})
+    """Further arguments of its command line, without ``--``: ``tp-size = 2``, ``mem-fraction-static = 0.6``; true for a
+    flag.
+    """
 
 
 ENGINES = Registry(

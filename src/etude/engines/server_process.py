@@ -171,6 +171,17 @@ def without_our_python(inherited: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
 
 
+def spelt(arguments: Mapping[str, bool | int | float | str]) -> tuple[str, ...]:
+    """Arguments of a command line: ``--name value``; a flag where the value is true, nothing where it is false."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False:
+            words += [f"--{name}", str(value)]
+    return tuple(words)
+
+
 def limits_of(model: Path, max_length: int) -> RequestLimits:
     """The bounds of what a server of a checkpoint can serve.
 

@@ -47,6 +47,8 @@ class SglangServer:
     """Sequences decoded together."""
     routes: bool
     """Return the experts of each token."""
+    extra: tuple[str, ...] = ()
+    """Further arguments, e.g. ``--tp-size``, ``2``."""
 
     def command(self, inherited: Mapping[str, str]) -> ServerCommand:
         """The command, with variables of its own over those that are ``inherited``."""
@@ -71,5 +73,5 @@ class SglangServer:
             "HF_HUB_OFFLINE": "1",
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples, and waits for the end of a pause
         }
-        argv = [str(self.python), "-m", MODULE, *pairs, *flags]
+        argv = [str(self.python), "-m", MODULE, *pairs, *flags, *self.extra]
         return ServerCommand(name="SGLang", argv=argv, environment=variables, port=self.port)

@@ -21,7 +21,7 @@ from etude.config.recipe import RunConfig
 from etude.engines.api_client import ApiClient
 from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
 from etude.engines.native.scheduler import SwapMode
-from etude.engines.server_process import CheckpointWriter, free_port, limits_of
+from etude.engines.server_process import CheckpointWriter, free_port, limits_of, spelt
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmServer, find_python, start
@@ -61,6 +61,8 @@ def server_of(
     config: RunConfig, spec: ModelSpec, *, python: Path, model: Path, port: int, api_key: str = ""
 ) -> VllmServer:
     """The settings of the server that a run needs; it returns routes where the trainer replays them."""
+    options = config.engine.options
+    assert isinstance(options, VllmOptions), config.engine.kind
     return VllmServer(
         python=python,
         model=model,
@@ -71,6 +73,7 @@ def server_of(
         max_length=config.engine.max_length,
         max_running=config.engine.max_running,
         routes=spec.experts is not None and config.numerics.replay != "off",
+        extra=spelt(options.arguments),
     )
 
 

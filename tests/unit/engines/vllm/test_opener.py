@@ -1,13 +1,16 @@
 """The vLLM server that a run asks for."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from etude.config.inference import EngineConfig, NumericsConfig
+from etude.config.loading import default_recipe, parse_config
 from etude.config.recipe import RunConfig
 from etude.config.training import TrainerConfig
 from etude.engines.vllm.opener import server_of
+from etude.errors import ConfigError
 from etude.models.spec import TINY, TINY_DENSE, ModelSpec
 from etude.run.resolve import resolve
 
@@ -23,3 +26,23 @@ def test_only_a_model_with_experts_is_asked_for_routes(spec: ModelSpec, device: 
     assert (ROUTES in server.command()) is routed
     off = config.model_copy(update={"numerics": NumericsConfig(replay="off")})
     assert ROUTES not in server_of(off, spec, python=Path("python"), model=Path("model"), port=1).command()
+
+
+def test_a_recipe_adds_arguments_of_the_servers_own() -> None:
+    given = ["tensor-parallel-size=2", "gpu-memory-utilization=0.6", "async-scheduling=true", "swap-space=false"]
+    settings = [f"engine.options.arguments.{each}" for each in given]
+    config = resolve(default_recipe(["engine.kind=vllm", "engine.device=cuda", "trainer.device=cuda", *settings]))
+    command = server_of(config, TINY, python=Path("python"), model=Path("model"), port=1).command()
+    added = ["--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.6", "--async-scheduling"]
+    assert command[-len(added) :] == added
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("dtype", "decided by numerics.dtype"), ("api-key", "decided by nothing"), ("--tp", "without `--`"),
+     ("tp size", "no argument of a server")],
+)  # fmt: skip
+def test_arguments_that_are_no_ones_or_ours_are_refused(kind: str, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        parse_config({"engine": {"kind": kind, "options": {"arguments": {name: "x"}}}}, source="run.toml")
