@@ -189,8 +189,10 @@ class NumericsConfig(Section):
     torch's own kernels, on any device. ``auto``: invariant on a CPU, where it is also the faster one, else fast; also
     fast where several processes train (``[parallel]``).
     """
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of published weights and of the key/value cache; the trainer's own copy stays float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of published weights and of the key/value cache; the trainer's own copy stays float32. ``auto``: bfloat16
+    where engine and trainer are on GPUs, else float32.
+    """
     experts: Literal["plain", "fp8", "mxfp8", "nvfp4"] = "plain"
     """Format of expert matrices in every forward pass and in what is published; ``plain`` is ``dtype``."""
     replay: Literal["auto", "off", "completion", "full"] = "auto"
@@ -207,6 +209,11 @@ class NumericsConfig(Section):
     """Mismatch above which the run stops rather than train on other numbers than were sampled (a collapse was reported
     at 0.013 in practice).
     """
+
+    @property
+    def stored_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The type, decided: what is still ``auto`` was never asked for on GPUs."""
+        return "float32" if self.dtype == "auto" else self.dtype
 
     @model_validator(mode="after")
     def _ladder(self) -> Self:

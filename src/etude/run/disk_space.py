@@ -49,7 +49,7 @@ class DiskNeed:
         state, model = parameters * STATE_BYTES[config.optimiser.kind], parameters * MODEL_BYTES
         trained = int(config.midtrain.tokens > 0) + int(bool(config.sft.file))
         models = len(phases_of(config)) + 1 + int(not config.model.checkpoint)  # the run's own; a random start
-        published, versions = parameters * DTYPES[config.numerics.dtype].itemsize, config.trainer.steps
+        published, versions = parameters * DTYPES[config.numerics.stored_dtype].itemsize, config.trainer.steps
         wholes = 1 + versions // PublishOptions().anchor_every
         if config.numerics.experts != "plain":
             published = parameters // 2  # experts of four bits, and hardly anything else

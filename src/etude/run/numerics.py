@@ -40,13 +40,13 @@ EXACT = "e_score_correction_bias"
 def choose_arithmetic(config: NumericsConfig, device: str) -> Arithmetic:
     """The arithmetic that the section asks for on ``device``. Raises :class:`~etude.errors.ConfigError`."""
     if not is_invariant(config, device):
-        return FastArithmetic(DTYPES[config.dtype])
+        return FastArithmetic(DTYPES[config.stored_dtype])
     if device != "cpu":
         raise ConfigError(
             f"numerics.arithmetic = 'invariant' runs on CPUs, the device is {device!r}: set 'fast', and "
             f"numerics.replay = 'completion' to repair routes"
         )
-    return InvariantArithmetic(DTYPES[config.dtype])
+    return InvariantArithmetic(DTYPES[config.stored_dtype])
 
 
 def route_space(spec: ModelSpec, config: NumericsConfig) -> RouteSpace | None:
@@ -79,7 +79,7 @@ def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Deco
 
 def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
     """A model for serving published weights. Quantised experts are held in float32, which has all their values."""
-    model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.dtype]).eval()
+    model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.stored_dtype]).eval()
     form = expert_format(config)
     if form is not None:
         for routed in _routed(model):
@@ -104,7 +104,7 @@ def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]
     state, form = state_of(model), expert_format(config)
     encoded = {} if form is None else quantised_state(state, form)
     rounded = {
-        name: tensor if name.endswith(EXACT) else tensor.to(DTYPES[config.dtype])
+        name: tensor if name.endswith(EXACT) else tensor.to(DTYPES[config.stored_dtype])
         for name, tensor in state.items()
         if form is None or not is_routed_expert(name)
     }

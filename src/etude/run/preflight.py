@@ -39,7 +39,7 @@ from etude.run.judging import check_judge
 from etude.run.memory_need import check_memory
 from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
-from etude.run.resolve import check_devices, check_replicas, resolve_device
+from etude.run.resolve import check_devices, check_replicas, resolve, resolve_device
 from etude.run.rollouts import harness_mounts
 from etude.run.sinks import check_log
 from etude.run.task_families import open_demonstrations
@@ -287,7 +287,7 @@ def about_template(checkpoint: Path, kwargs: TemplateKwargs = NO_KWARGS) -> list
 def about_numerics(config: RunConfig) -> list[str]:
     """A line where the numbers of a GPU are far from what it is made for."""
     devices = {resolve_device(config.engine.device), resolve_device(config.trainer.device)}
-    if "cuda" not in devices or config.numerics.dtype != "float32":
+    if "cuda" not in devices or resolve(config).numerics.dtype != "float32":
         return []
     return [
         "numerics.dtype = 'float32' on a GPU: no flash attention, no graphs, experts one by one, twice the memory; "

@@ -67,7 +67,7 @@ def check_replicas(config: RunConfig) -> None:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Resolve device, arithmetic and router replay of a configuration; named values stay.
+    """Resolve device, arithmetic, type and router replay of a configuration; named values stay.
 
     Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
     """
@@ -85,6 +85,7 @@ def resolve(config: RunConfig) -> RunConfig:
         update={
             "arithmetic": "invariant" if is_invariant(config.numerics, everywhere) else "fast",
             "replay": resolve_replay(config.numerics, everywhere),
+            "dtype": resolve_dtype(config.numerics, "cuda" if engine == trainer == "cuda" else "cpu"),
         }
     )
     if config.engine.kind == "vllm" and engine == "cpu":
@@ -138,6 +139,11 @@ def _absolute(path: str) -> str:
 def is_invariant(config: NumericsConfig, device: str) -> bool:
     """True if the arithmetic is the invariant one."""
     return config.arithmetic == "invariant" or (config.arithmetic == "auto" and device == "cpu")
+
+
+def resolve_dtype(config: NumericsConfig, device: str) -> Literal["float32", "bfloat16"]:
+    """The type of published weights: what GPUs multiply fast, where all of a run are GPUs."""
+    return "bfloat16" if config.dtype == "auto" and device == "cuda" else config.stored_dtype
 
 
 def resolve_replay(config: NumericsConfig, device: str) -> Literal["off", "completion", "full"]:

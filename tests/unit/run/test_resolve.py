@@ -82,3 +82,19 @@ def test_engines_that_would_share_one_gpu_are_refused(monkeypatch: pytest.Monkey
 def test_a_machine_without_a_driver_is_not_asked_about_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_module, "GPU_FILES", ())
     assert resolve_device("auto") == "cpu" and resolve_device("cuda") == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("engine", "trainer", "named", "dtype"),
+    [
+        ("cuda", "cuda", "auto", "bfloat16"),
+        ("cuda", "cuda", "float32", "float32"),
+        ("cpu", "cuda", "auto", "float32"),
+        ("cpu", "cpu", "auto", "float32"),
+        ("cpu", "cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_weights_are_bfloat16_where_all_of_a_run_are_gpus(engine: str, trainer: str, named: str, dtype: str) -> None:
+    tree = {"engine": {"device": engine}, "trainer": {"device": trainer}, "numerics": {"dtype": named}}
+    numerics = resolve(parse_config(tree, source="run.toml")).numerics
+    assert numerics.dtype == numerics.stored_dtype == dtype

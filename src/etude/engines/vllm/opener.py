@@ -69,7 +69,7 @@ def server_of(
         port=port,
         api_key=api_key,
         device="cpu" if config.engine.device == "cpu" else "cuda",
-        dtype=config.numerics.dtype,
+        dtype=config.numerics.stored_dtype,
         max_length=config.engine.max_length,
         max_running=config.engine.max_running,
         routes=spec.experts is not None and config.numerics.replay != "off",
