@@ -19,6 +19,7 @@ from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
 from etude.config.log import AlertConfig, LogConfig, check_alerts
+from etude.config.placement import PlacementConfig
 from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
 from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, RolloutConfig, SingleTurnOptions
@@ -151,6 +152,8 @@ class RunConfig(Section):
     """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
     """Ranks that take its steps together."""
+    placement: PlacementConfig = PlacementConfig()
+    """The GPUs of each process."""
     log: LogConfig = LogConfig()
     """Sinks: trackers, Prometheus, traces."""
     alerts: tuple[AlertConfig, ...] = ()

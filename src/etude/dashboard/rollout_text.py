@@ -230,16 +230,17 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
 
 
 def _observed(observed: ObservedSession) -> Text:
-    """Who asked, which arm answered, and what was said of it."""
-    known = observed.observation
-    text = Text(visible(known.user)).append(f"  arm {visible(known.arm)}", DIM)
-    said = [f"{visible(part)} {' '.join('–' if value is None else f'{value:g}' for value in values)}"
-            for part, values in observed.answers.items()]  # fmt: skip
-    text.append(f"  {', '.join(said) or 'nothing was answered'}")
-    facts = [f"weight {known.weight:g}"] * (known.weight != 1) + [f"answered {known.propensity:.0%} of the time"] * (
-        known.propensity < 1
-    )
-    return text.append("".join(f"  {fact}" for fact in facts), DIM)
+    """The user, the arm that answered, and what was answered of it."""
+    whose = observed.observation
+    text = Text(visible(whose.user)).append(f"  arm {visible(whose.arm)}", DIM)
+    answers = [f"{visible(part)} {' '.join('–' if value is None else f'{value:g}' for value in values)}"
+               for part, values in observed.answers.items()]  # fmt: skip
+    text.append(f"  {', '.join(answers) or 'nothing was answered'}")
+    if whose.weight != 1:
+        text.append(f"  weight {whose.weight:g}", DIM)
+    if whose.propensity < 1:
+        text.append(f"  answered {whose.propensity:.0%} of the time", DIM)
+    return text
 
 
 def _summed(rollout: ReadRollout) -> Text:

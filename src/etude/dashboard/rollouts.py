@@ -214,7 +214,7 @@ class ReadRollout:
     notes: tuple[str, ...]
     """Figures that could not be made, and why."""
     observed: ObservedSession | None = None
-    """What is known of a live session beside its turns; ``None`` of every other rollout."""
+    """Knowledge of a live session beside its turns; ``None`` of every other rollout."""
 
     @property
     def sampled_tokens(self) -> int:

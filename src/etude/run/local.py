@@ -36,7 +36,6 @@ from etude.run.placement import RunPlacement, desired_of, place_here, place_on, 
 from etude.run.process_name import ProcessName
 from etude.run.processes import PREDECESSOR_S
 from etude.run.progress_display import ProgressDisplay
-from etude.run.resolve import check_replicas
 from etude.run.run_url import EVENTS, open_place
 from etude.run.sinks import SinksProcess, check_log
 from etude.run.store_outages import StoreOutages
@@ -78,7 +77,6 @@ def run_local(
         _check_ledger(folder, config)
         check_judge(config)
         check_log(config)
-        check_replicas(config)
         events = stack.enter_context(open_events(folder, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))
         keep(folder, *RECIPE_FILES)

@@ -5,8 +5,8 @@ Which processes there are is :mod:`etude.run.fleet_plan`'s; what becomes of them
 
 import hashlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import tomli_w
@@ -23,6 +23,7 @@ from etude.objects import ObjectStore
 from etude.run.fleet_plan import one_machine, plan_loop
 from etude.run.fleet_state import FLEET_FOLDER, FleetObjects, FleetState
 from etude.run.folder import FLEET_FILE, RunFolder
+from etude.run.gpus import count_gpus, divide_gpus, with_gpus
 from etude.run.keys import KeyRole
 from etude.run.launchers.local import LocalLauncher
 
@@ -37,6 +38,8 @@ class RunPlacement:
     """Region of this supervisor."""
     state: FleetState | None = None
     """``None`` on one machine without a fleet."""
+    gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Process → its GPUs, where this supervisor divides them."""
 
     def run_words(self, folder: RunFolder) -> str:
         """The words by which a process opens the run."""
@@ -44,7 +47,8 @@ class RunPlacement:
 
     def own_specs(self, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
         """Those of ``specs`` that this launcher is to place: of all regions that it reaches, or of this one alone."""
-        return tuple(spec for spec in specs if self.launcher.spans_regions or spec.region == self.region)
+        own = [spec for spec in specs if self.launcher.spans_regions or spec.region == self.region]
+        return with_gpus(own, self.gpus)
 
     def specs_of(self, desired: Desired) -> tuple[ProcessSpec, ...]:
         """Those of a newer desired state. Raises :class:`~etude.errors.ConfigError` for a fleet that is another one."""
@@ -54,11 +58,10 @@ class RunPlacement:
 
 
 def place_here(folder: RunFolder, config: RunConfig) -> RunPlacement:
-    """Place all processes on this machine."""
+    """Place all processes on this machine. Raises :class:`~etude.errors.ConfigError` where it has too few GPUs."""
     fleet = one_machine(config)
-    return RunPlacement(
-        fleet=fleet, region=fleet.home, launcher=LocalLauncher(Section(), LaunchContext(run="", folder=folder.path))
-    )
+    launcher = LocalLauncher(Section(), LaunchContext(run="", folder=folder.path))
+    return RunPlacement(fleet=fleet, region=fleet.home, launcher=launcher, gpus=divide_gpus(config, count_gpus(config)))
 
 
 def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunPlacement:

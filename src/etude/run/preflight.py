@@ -35,11 +35,12 @@ from etude.rewards.graders.named import find_grader
 from etude.run.disk_space import check_disk_space
 from etude.run.endpoints import listeners, probe_ports
 from etude.run.folder import RunFolder
+from etude.run.gpus import count_gpus, divide_gpus
 from etude.run.judging import check_judge
 from etude.run.memory_need import check_memory
 from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
-from etude.run.resolve import check_devices, check_replicas, resolve, resolve_device
+from etude.run.resolve import check_devices, resolve, resolve_device
 from etude.run.rollouts import harness_mounts
 from etude.run.sinks import check_log
 from etude.run.task_families import open_demonstrations
@@ -97,7 +98,7 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
     """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
     check_devices(config)
-    check_replicas(config)
+    divide_gpus(config, count_gpus(config))
     check_interpreter(config)
     trainer, engine = resolve_device(config.trainer.device), resolve_device(config.engine.device)
     yield MachineFinding(name="devices", words=f"trainer on {trainer}, engine on {engine}")

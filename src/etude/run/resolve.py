@@ -55,17 +55,6 @@ def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine
             )
 
 
-def check_replicas(config: RunConfig) -> None:
-    """Raise :class:`~etude.errors.ConfigError` where several engines would be started on one GPU: nothing here gives
-    each a device of its own.
-    """
-    if config.engine.replicas > 1 and resolve_device(config.engine.device) == "cuda":
-        raise ConfigError(
-            f"engine.replicas = {config.engine.replicas}: `etude run` would start them all on the first GPU of this "
-            f"machine; set engine.replicas = 1, or engine.device = 'cpu'"
-        )
-
-
 def resolve(config: RunConfig) -> RunConfig:
     """Resolve device, arithmetic, type and router replay of a configuration; named values stay.
 

@@ -108,11 +108,13 @@ def test_votes_of_a_judge_are_drawn_with_their_reasons() -> None:
 
 
 def test_a_live_session_is_drawn_with_its_user() -> None:
-    known = Observation(
+    observation = Observation(
         user="u-1f", day=3, template="chat", arm="canary", prompt_tokens=9, weight=0.5, propensity=0.125
     )
     answers = {"kept": (1.0,), "thumbs": (None, 0.5)}
-    observed = ObservedSession(session_id="s", observation=known, ended_at=1.0, sampled_tokens=(2, 3), answers=answers)
+    observed = ObservedSession(
+        session_id="s", observation=observation, ended_at=1.0, sampled_tokens=(2, 3), answers=answers
+    )
     page = drawn(rollout_page(replace(ROLLOUT, observed=observed)))
     assert "user      u-1f  arm canary  kept 1, thumbs – 0.5  weight 0.5  answered 12% of the time" in page
     silent = drawn(rollout_page(replace(ROLLOUT, observed=replace(observed, answers={}))))

@@ -11,7 +11,7 @@ from etude.run import resolve as resolve_module
 from etude.run.folder import RunFolder
 from etude.run.process_name import TRAINER
 from etude.run.processes import run_process
-from etude.run.resolve import check_devices, check_replicas, resolve, resolve_device
+from etude.run.resolve import check_devices, resolve, resolve_device
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -68,15 +68,6 @@ def test_a_process_whose_device_is_not_here_says_so(tmp_path: Path, monkeypatch:
     check_devices(folder.config(), ("engine",))
     with pytest.raises(ConfigError, match=r"trainer.device = 'cuda', but torch .* its trainer belongs on a machine"):
         run_process(TRAINER, folder)
-
-
-def test_engines_that_would_share_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere(monkeypatch, "cuda")
-    two = parse_config({"engine": {"replicas": 2}}, source="test")
-    with pytest.raises(ConfigError, match=r"engine\.replicas = 2: .* the first GPU of this machine"):
-        check_replicas(two)
-    elsewhere(monkeypatch, "cpu")
-    check_replicas(two)
 
 
 def test_a_machine_without_a_driver_is_not_asked_about_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,12 +303,12 @@ def test_a_live_session_is_told_with_who_asked_and_what_was_said(
 ) -> None:
     folder = RunFolder.create(tmp_path / "run", default_recipe())
     chat.save(folder.model)
-    known = Observation(user="u-1f", day=3, template="chat", arm="live", prompt_tokens=9)
+    observation = Observation(user="u-1f", day=3, template="chat", arm="live", prompt_tokens=9)
     observed = ObservedSession(
-        session_id="r0.0", observation=known, ended_at=1.0, sampled_tokens=(2,), answers={"kept": (1.0,)}
+        session_id="r0.0", observation=observation, ended_at=1.0, sampled_tokens=(2,), answers={"kept": (1.0,)}
     )
     with Ledger.open(folder.ledger) as ledger:
-        session = ended(0, 1.0, scribe.turn(None, "add tax", "answer 49"), observation=known)
+        session = ended(0, 1.0, scribe.turn(None, "add tax", "answer 49"), observation=observation)
         ledger.live.admit(session, observed, version=3, kept_below=9)
     with Archive.open(folder.ledger) as archive:
         read = RolloutReader(folder, archive).rollout("r0.0")

@@ -1,0 +1,112 @@
+"""The GPUs of this machine and the processes of a run that compute on them.
+
+    [placement]                      by name                  without: engines first, then a GPU for each rank
+    engine = [[0], [1]]              serve ─ 0, serve-1 ─ 1
+    trainer = [2, 3]                 train ─ 2, 3
+
+A process sees its own GPUs alone (``CUDA_VISIBLE_DEVICES``). Where there is one GPU, engine and trainer share it, as
+long as each is one process. Phases before RL, the parity gate and those of releases compute on the first GPU. Machines
+of a fleet are their launcher's to divide.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from etude.config.inference import SglangOptions, VllmOptions
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.fleet.specs import ProcessSpec
+from etude.run.process_name import ENGINE, PRODUCTION, TRAINER, ProcessName
+from etude.run.resolve import resolve_device
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def count_gpus(config: RunConfig) -> int:
+    """The GPUs of this machine; 0 where the run asks for none, whatever there is."""
+    if "cuda" not in {resolve_device(config.engine.device), resolve_device(config.trainer.device)}:
+        return 0
+    import torch  # much of a small process's memory: only where there is something to look at
+
+    return torch.cuda.device_count()
+
+
+def divide_gpus(config: RunConfig, count: int) -> dict[str, tuple[int, ...]]:
+    """Process → its GPUs, of ``count`` on this machine; empty where all that need one share the only one.
+
+    Raises :class:`~etude.errors.ConfigError` where there are too few, or ``[placement]`` does not fit the processes.
+    """
+    named = config.placement
+    engines = _engines(config) if resolve_device(config.engine.device) == "cuda" else []
+    ranks = config.parallel.ranks if resolve_device(config.trainer.device) == "cuda" else 0
+    needed = len(engines) * engine_gpus(config) + ranks
+    if not named.is_empty:
+        return _as_named(config, engines, ranks, count)
+    if count >= needed:
+        ends = [engine_gpus(config) * (index + 1) for index in range(len(engines))]
+        shares = {name: tuple(range(end - engine_gpus(config), end)) for name, end in zip(engines, ends, strict=True)}
+        return shares | ({str(TRAINER): tuple(range(needed - ranks, needed))} if ranks else {})
+    if len(engines) <= 1 and ranks <= 1 and engine_gpus(config) == 1:
+        return {}
+    raise ConfigError(
+        f"{len(engines)} engines of {engine_gpus(config)} GPUs each and {ranks} ranks of the trainer want {needed} "
+        f"GPUs, and this machine has {count}: lower engine.replicas, release.engines or parallel.dp, or use a fleet"
+    )
+
+
+def with_gpus(specs: Sequence[ProcessSpec], shares: Mapping[str, tuple[int, ...]]) -> tuple[ProcessSpec, ...]:
+    """The processes, each told which GPUs it has; one without a share sees all."""
+    return tuple(
+        replace(spec, environment={**spec.environment, VISIBLE: _visible(own)})
+        if (own := shares.get(spec.name)) is not None
+        else spec
+        for spec in specs
+    )
+
+
+def engine_gpus(config: RunConfig) -> int:
+    """GPUs of one engine: one, or over how many its server spreads a model."""
+    match config.engine.options:
+        case VllmOptions(arguments=arguments):
+            sizes = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+        case SglangOptions(arguments=arguments):
+            sizes = ("tp-size", "pp-size", "dp-size")
+        case _:
+            return 1
+    product = 1
+    for size in sizes:
+        product *= int(arguments.get(size, 1))
+    return product
+
+
+def _engines(config: RunConfig) -> list[str]:
+    serving = [ProcessName(command=ENGINE.command, replica=n) for n in range(config.engine.replicas)]
+    if config.release.enabled:
+        serving += [ProcessName(command=PRODUCTION.command, replica=n) for n in range(config.release.engines)]
+    return [str(name) for name in serving]
+
+
+def _as_named(config: RunConfig, engines: Sequence[str], ranks: int, count: int) -> dict[str, tuple[int, ...]]:
+    named = config.placement
+    lists = [*named.engine, *named.production]
+    if len(lists) != len(engines):
+        raise ConfigError(
+            f"placement.engine and .production name GPUs of {len(lists)} engines, and the run has {len(engines)} on "
+            f"GPUs ({', '.join(engines) or 'none'}): name a list of GPUs for each"
+        )
+    if len(named.trainer) != ranks:
+        raise ConfigError(
+            f"placement.trainer names {len(named.trainer)} GPUs, and the trainer has {ranks} ranks on GPUs: name one "
+            f"for each"
+        )
+    highest = max((gpu for each in (*lists, named.trainer) for gpu in each), default=-1)
+    if highest >= count:
+        raise ConfigError(f"placement names GPU {highest}, and this machine has {count}, counted from 0")
+    return dict(zip(engines, lists, strict=True)) | ({str(TRAINER): named.trainer} if ranks else {})
+
+
+def _visible(gpus: Sequence[int]) -> str:
+    """The variable's value: GPUs are counted among those that this process sees."""
+    seen = [part for part in os.environ.get(VISIBLE, "").split(",") if part]
+    return ",".join(seen[gpu] if seen else str(gpu) for gpu in gpus)
