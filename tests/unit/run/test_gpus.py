@@ -25,8 +25,9 @@ def test_engines_come_first_and_each_rank_has_a_gpu() -> None:
 
 
 def test_engines_for_users_have_their_own() -> None:
+    part = "{name='kept', signal='kept', weight=1.0, range=[0.0, 1.0]}"
     live = ["live.groups_per_step=8", "live.after_steps=1", "feedback.window_s=1", "release.every_steps=1",
-            "feedback.reward.parts=[{name='kept', signal='kept', weight=1.0, range=[0.0, 1.0]}]", "release.engines=2"]  # fmt: skip
+            f"feedback.reward.parts=[{part}]", "release.engines=2"]  # fmt: skip
     assert divided(4, *live) == {"serve": (0,), "production": (1,), "production-1": (2,), "train": (3,)}
 
 
