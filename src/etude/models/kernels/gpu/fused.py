@@ -152,7 +152,7 @@ def _gate_backward(gate_up, gradient, out, token_stride, half, X: tl.constexpr):
     tl.store(to + half, (slope * gate * share).to(kind), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _write(
     k, v, keys, values, tables, sequences, positions,
     k_token, k_head, k_column, v_token, v_head, v_column, table_stride,

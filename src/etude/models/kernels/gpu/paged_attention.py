@@ -146,7 +146,7 @@ def _power_above(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-@triton.jit(do_not_specialize=["start", "count"])
+@triton.jit(do_not_specialize=["table_stride", "start", "count", "span"])  # they change from step to step
 def _attend(
     q, keys, values, tables, sequences, reach, parts, masses,
     scale, table_stride, token_stride, head_stride, start, count, span,
