@@ -41,15 +41,15 @@ VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 """The recipe as it is, and its ablations: what is set otherwise."""
-PLANTS = (("noise", 2, "rejected"), ("habit", 3, "rolled_back"))
+PLANTS = (("noise", 2, "rejected"), ("habit", 2, "rolled_back"))
 """Bad weights, how many versions must have been released before, and the end that they are to come to."""
 POLL_S = 1.0
 START_S = 1800.0
 """Longest time to the first release, mid-training included."""
 STOP_S = 60.0
 """Longest time for processes to end once the day is over."""
-GRACE_S = 120.0
-"""Time beyond the day for a planted release to be decided."""
+OVERTIME_S = 300.0
+"""Time beyond the day for which people still come, until planted releases are decided; no figure counts it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def run_day(out: Path, options: argparse.Namespace) -> dict[str, object]:
         plan = PlantPlan(run, state, out, () if options.no_plants else PLANTS)
         with users(run, out / "truth.jsonl", state, options) as people:
             _pass_the_day(run, people, state, plan, options.day_s)
-        run.wait_for(lambda: plan.is_decided, GRACE_S)
+            run.wait_for(lambda: plan.is_decided, OVERTIME_S)
     moves = [
         ReleaseMove(unix_s=move.at, version=move.version, to=move.to_state, planted=planted_as(state, move.version))
         for move in run.moves()
@@ -161,7 +161,7 @@ def users(run: LiveRun, truth: Path, state: DayState, options: argparse.Namespac
     """The program of the users, while the context is open."""
     command = [
         sys.executable, str(HERE / "users"), "--url", run.url, "--truth", str(truth), "--seed", str(options.seed),
-        "--day-s", str(options.day_s), "--begun-s", str(state.seconds_served), "--rate", str(options.rate),
+        "--day-s", str(options.day_s), "--overtime-s", str(OVERTIME_S), "--begun-s", str(state.seconds_served), "--rate", str(options.rate),
         "--people", str(options.people), "--page-port", str(options.page_port),
     ]  # fmt: skip
     process = subprocess.Popen(command, env={**os.environ, "ETUDE_PRODUCT_KEY": run.key})

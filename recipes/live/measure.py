@@ -51,12 +51,14 @@ class ReleaseMove:
 
 
 def read_truth(file: Path) -> list[TruthRow]:
-    """The rows of a file of truth, in the order of time; a line that was cut when the simulator died is left out."""
+    """The rows of a day, in the order of time; what came after it and a line that a dying simulator cut are left out."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
+            continue
+        if row["day"] >= 1.0:
             continue
         outcome = row["outcome"]
         rows.append(
