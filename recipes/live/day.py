@@ -48,6 +48,8 @@ START_S = 1800.0
 """Longest time to the first release, mid-training included."""
 STOP_S = 60.0
 """Longest time for processes to end once the day is over."""
+NEWEST = 500
+"""Sessions of which the share of right work is taken."""
 OVERTIME_S = 300.0
 """Time beyond the day for which people still come, until planted releases are decided; no figure counts it."""
 
@@ -161,7 +163,8 @@ def users(run: LiveRun, truth: Path, state: DayState, options: argparse.Namespac
     """The program of the users, while the context is open."""
     command = [
         sys.executable, str(HERE / "users"), "--url", run.url, "--truth", str(truth), "--seed", str(options.seed),
-        "--day-s", str(options.day_s), "--overtime-s", str(OVERTIME_S), "--begun-s", str(state.seconds_served), "--rate", str(options.rate),
+        "--overtime-s", str(OVERTIME_S), "--day-s", str(options.day_s),
+        "--begun-s", str(state.seconds_served), "--rate", str(options.rate),
         "--people", str(options.people), "--page-port", str(options.page_port),
     ]  # fmt: skip
     process = subprocess.Popen(command, env={**os.environ, "ETUDE_PRODUCT_KEY": run.key})
@@ -199,9 +202,14 @@ class PlantPlan:
         elif (due := self._due()) is not None:
             place = self._out / f"planted-{due}-{time.time_ns()}"
             command = [sys.executable, str(HERE / "plant.py"), str(self._run.path), due, str(place),
-                       "--version", str(self._run.released_version())]  # fmt: skip
+                       "--version", str(self._run.released_version()), "--right", str(self._right())]  # fmt: skip
             self._making = (due, subprocess.Popen(command))
             self._place = place
+
+    def _right(self) -> float:
+        """Share of the newest sessions whose work was right: a habit is to be as good as what users have."""
+        newest = read_truth(self._out / "truth.jsonl")[-NEWEST:]
+        return sum(row.solved for row in newest) / len(newest)
 
     def _due(self) -> str | None:
         if not self.is_decided:
