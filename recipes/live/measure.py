@@ -140,7 +140,7 @@ def curve(rows: Sequence[TruthRow]) -> list[Json]:
 
 
 def over_seeds(days: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """The rise over seeds, with its interval. Raises ``ValueError`` for fewer than two, or where plants were released."""
+    """The rise over seeds, with its interval. Raises ``ValueError`` for fewer than two, or if planted weights won."""
     for day in days:
         if released := released_plants(day):
             raise ValueError(
