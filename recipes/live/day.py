@@ -48,6 +48,8 @@ START_S = 1800.0
 """Longest time to the first release, mid-training included."""
 STOP_S = 60.0
 """Longest time for processes to end once the day is over."""
+LOST = 0.2
+"""Share of right edits that a habit is shown and does not learn."""
 NEWEST = 500
 """Sessions of which the share of right work is taken."""
 OVERTIME_S = 300.0
@@ -207,9 +209,9 @@ class PlantPlan:
             self._place = place
 
     def _right(self) -> float:
-        """Share of the newest sessions whose work was right: a habit is to be as good as what users have."""
+        """Share of right edits to show: a habit is to be as good as what users have, and imitation loses some."""
         newest = read_truth(self._out / "truth.jsonl")[-NEWEST:]
-        return sum(row.solved for row in newest) / len(newest)
+        return min(1.0, sum(row.solved for row in newest) / len(newest) + LOST)
 
     def _due(self) -> str | None:
         if not self.is_decided:
