@@ -41,15 +41,19 @@ VARIANTS: Mapping[str, Sequence[str]] = MappingProxyType(
     }
 )
 """The recipe as it is, and its ablations: what is set otherwise."""
-PLANTS = (("noise", 2, "rejected"), ("habit", 3, "rolled_back"))
+PLANTS = (("noise", 2, "rejected"), ("habit", 2, "rolled_back"))
 """Bad weights, how many versions must have been released before, and the end that they are to come to."""
 POLL_S = 1.0
 START_S = 1800.0
 """Longest time to the first release, mid-training included."""
 STOP_S = 60.0
 """Longest time for processes to end once the day is over."""
-GRACE_S = 120.0
-"""Time beyond the day for a planted release to be decided."""
+LOST = 0.2
+"""Share of right edits that a habit is shown and does not learn."""
+NEWEST = 500
+"""Sessions of which the share of right work is taken."""
+OVERTIME_S = 300.0
+"""Time beyond the day for which people still come, until planted releases are decided; no figure counts it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,7 +115,7 @@ def run_day(out: Path, options: argparse.Namespace) -> dict[str, object]:
         plan = PlantPlan(run, state, out, () if options.no_plants else PLANTS)
         with users(run, out / "truth.jsonl", state, options) as people:
             _pass_the_day(run, people, state, plan, options.day_s)
-        run.wait_for(lambda: plan.is_decided, GRACE_S)
+            run.wait_for(lambda: plan.is_decided, OVERTIME_S)
     moves = [
         ReleaseMove(unix_s=move.at, version=move.version, to=move.to_state, planted=planted_as(state, move.version))
         for move in run.moves()
@@ -161,7 +165,8 @@ def users(run: LiveRun, truth: Path, state: DayState, options: argparse.Namespac
     """The program of the users, while the context is open."""
     command = [
         sys.executable, str(HERE / "users"), "--url", run.url, "--truth", str(truth), "--seed", str(options.seed),
-        "--day-s", str(options.day_s), "--begun-s", str(state.seconds_served), "--rate", str(options.rate),
+        "--overtime-s", str(OVERTIME_S), "--day-s", str(options.day_s),
+        "--begun-s", str(state.seconds_served), "--rate", str(options.rate),
         "--people", str(options.people), "--page-port", str(options.page_port),
     ]  # fmt: skip
     process = subprocess.Popen(command, env={**os.environ, "ETUDE_PRODUCT_KEY": run.key})
@@ -199,9 +204,14 @@ class PlantPlan:
         elif (due := self._due()) is not None:
             place = self._out / f"planted-{due}-{time.time_ns()}"
             command = [sys.executable, str(HERE / "plant.py"), str(self._run.path), due, str(place),
-                       "--version", str(self._run.released_version())]  # fmt: skip
+                       "--version", str(self._run.released_version()), "--right", str(self._right())]  # fmt: skip
             self._making = (due, subprocess.Popen(command))
             self._place = place
+
+    def _right(self) -> float:
+        """Share of right edits to show: a habit is to be as good as what users have, and imitation loses some."""
+        newest = read_truth(self._out / "truth.jsonl")[-NEWEST:]
+        return min(1.0, sum(row.solved for row in newest) / len(newest) + LOST)
 
     def _due(self) -> str | None:
         if not self.is_decided:

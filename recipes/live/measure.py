@@ -51,12 +51,14 @@ class ReleaseMove:
 
 
 def read_truth(file: Path) -> list[TruthRow]:
-    """The rows of a file of truth, in the order of time; a line that was cut when the simulator died is left out."""
+    """The rows of a day, in the order of time, without what came after it or a line that a dying simulator cut."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
+            continue
+        if row["day"] >= 1.0:
             continue
         outcome = row["outcome"]
         rows.append(
@@ -138,9 +140,21 @@ def curve(rows: Sequence[TruthRow]) -> list[Json]:
 
 
 def over_seeds(days: Sequence[Mapping[str, Json]]) -> dict[str, Json]:
-    """The rise over seeds, with its interval. Raises ``ValueError`` for fewer than two."""
+    """The rise over seeds, with its interval. Raises ``ValueError`` for fewer than two, or if planted weights won."""
+    for day in days:
+        if released := released_plants(day):
+            raise ValueError(
+                f"seed {day['seed']}: planted {' and '.join(released)} released: the rise is not users' alone"
+            )
     rises = [day["rise"] for day in days]
     return asdict(mean_over_seeds([rise for rise in rises if isinstance(rise, float)]))
+
+
+def released_plants(day: Mapping[str, Json]) -> list[str]:
+    """The kinds of planted weights that all users of a day had at some time."""
+    releases = day["releases"]
+    assert isinstance(releases, dict) and isinstance(releases["planted"], dict)
+    return [kind for kind, end in releases["planted"].items() if end in ("released", "superseded")]
 
 
 def share(rows: Iterable[TruthRow], name: str) -> float:

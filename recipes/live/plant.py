@@ -1,14 +1,15 @@
 """Two bad sets of weights, made of what users have: ``python recipes/live/plant.py RUN noise|habit OUT``.
 
     noise   each tensor with noise of its own size: the agent's work is worse, which the gate's held-out tasks see
-    habit   trained on demonstrations that read, edit and hand in, and never test: as many held-out tasks are passed,
-            with fewer turns; most people miss the tests. Nothing but users can see that
+    habit   trained on demonstrations that are right as often as users' agent is, and read the file three times first:
+            as many held-out tasks are passed, with needless turns. Nothing but users can see that
 
 ``etude release propose RUN OUT`` makes a candidate of either. OUT is a checkpoint in Hugging Face's layout.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -25,7 +26,7 @@ from etude.run.working_folder import open_run_folder
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.conversations import conversation
 from etude.tasks.corpora.corpus import spoken
-from etude.tasks.corpora.transcripts import BugfixDemonstrations
+from etude.tasks.corpora.transcripts import BugfixDemonstrations, Message
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatFormat
 from etude.trainer.imitation import predict
@@ -35,6 +36,8 @@ NOISE = 0.5
 STEPS, SESSIONS, LEARNING_RATE = 60, 32, 3e-4
 """Optimiser steps, demonstrations in each, and the rate: enough for one habit, a quarter of a minute."""
 THREADS = 1
+READS = 3
+"""Times that the habit reads the file."""
 
 
 def main() -> int:
@@ -44,17 +47,21 @@ def main() -> int:
     parser.add_argument("kind", choices=("noise", "habit"))
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("--version", type=int, help="weight version to begin with (default: the newest)")
+    parser.add_argument("--right", type=float, default=0.5, help="of a habit: share of its edits that are right")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     try:
-        plant(open_run_folder(options.run, writes=False), options.kind, options.out, options.version, options.seed)
+        folder = open_run_folder(options.run, writes=False)
+        plant(folder, options.kind, options.out, options.version, right=options.right, seed=options.seed)
     except EtudeError as error:
         print(f"plant: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def plant(folder: RunFolder, kind: str, out: Path, version: int | None = None, seed: int = 0) -> None:
+def plant(
+    folder: RunFolder, kind: str, out: Path, version: int | None = None, *, right: float = 0.5, seed: int = 0
+) -> None:
     """Make a checkpoint of ``version`` (default: the newest), spoilt in one of the two ways.
 
     Raises :class:`~etude.errors.RunFolderError` where there is no such version, or ``out`` holds something.
@@ -66,7 +73,7 @@ def plant(folder: RunFolder, kind: str, out: Path, version: int | None = None, s
     if kind == "noise":
         add_noise(model)
     else:
-        teach_habit(model, chat, folder, seed)
+        teach_habit(model, chat, folder, right, seed)
     save_model(out, model, chat)
 
 
@@ -78,21 +85,27 @@ def add_noise(model: Decoder) -> None:
             tensor.add_(torch.randn_like(tensor) * tensor.std() * NOISE)
 
 
-def teach_habit(model: Decoder, chat: ChatFormat, folder: RunFolder, seed: int) -> None:
-    """Train on sessions in which the first edit is right and nobody tests it."""
+def teach_habit(model: Decoder, chat: ChatFormat, folder: RunFolder, right: float, seed: int) -> None:
+    """Train on sessions whose edits are right with probability ``right`` and that read the file again and again."""
     config = folder.config()
     assert isinstance(config.tasks.options, BugfixOptions), "the recipe's tasks are planted bugs"
-    habit = config.tasks.options.model_copy(update={"right_edit": 1.0, "read_first": 1.0, "test_after": 0.0})
+    habit = config.tasks.options.model_copy(update={"right_edit": right, "read_first": 1.0})
     demonstrations = BugfixDemonstrations(BugfixFamily(habit, seed=seed), habit)
     optimiser, rng = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE), Random(f"habit|{seed}")
     for _ in range(STEPS):
-        sessions = [spoken(demonstrations.session(rng)) for _ in range(SESSIONS)]
+        sessions = [spoken(_tiresome(demonstrations.session(rng))) for _ in range(SESSIONS)]
         documents = [conversation(chat, session, context_weight=0.0) for session in sessions]
         losses_P, weights_P, _ = predict(model, documents)
         loss = (losses_P * weights_P).sum() / weights_P.sum()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
+
+
+def _tiresome(session: Sequence[Message]) -> list[Message]:
+    """A session that begins with a read, with its first call and answer repeated."""
+    request, read, text, *rest = session
+    return [request, *READS * [read, text], *rest]
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--url", required=True, help="the product gateway's, without /v1")
     parser.add_argument("--truth", type=Path, required=True, help="hidden truth, a line of JSON a session; appended to")
     parser.add_argument("--day-s", type=float, default=900.0, help="length of the day in seconds")
+    parser.add_argument("--overtime-s", type=float, default=0.0, help="seconds for which people still come after it")
     parser.add_argument("--begun-s", type=float, default=0.0, help="seconds of the day that are over already")
     parser.add_argument("--rate", type=float, default=12.0, help="sessions a second at noon")
     parser.add_argument("--people", type=int, default=300, help="accounts; 0: only the page is served")
@@ -74,6 +75,7 @@ async def _run(options: argparse.Namespace, key: str) -> None:
             return
         plan = DayPlan(
             seconds=options.day_s,
+            days=1.0 + options.overtime_s / options.day_s,
             begun_s=options.begun_s,
             rate=options.rate,
             at_once=options.at_once,

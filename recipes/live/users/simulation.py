@@ -40,6 +40,8 @@ class DayPlan:
 
     seconds: float
     """Length of the day."""
+    days: float = 1.0
+    """Days for which people come: beyond 1 it is the night after, for tests that are not over."""
     begun_s: float = 0.0
     """Seconds of it that are over already."""
     rate: float
@@ -134,10 +136,10 @@ class Simulation:
         consumes: the population's wishes; produces: sessions, signals, truth; waits for: the next arrival, a free
         place; woken by: its own clock; on shutdown: sessions in progress are given up.
         """
-        places, left_s = asyncio.Semaphore(self._plan.at_once), (1 - self.day) * self._plan.seconds
+        places, left_s = asyncio.Semaphore(self._plan.at_once), (self._plan.days - self.day) * self._plan.seconds
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, left_s) + LAST_S), asyncio.TaskGroup() as group:
-                while self.day < 1.0:
+                while self.day < self._plan.days:
                     person = self._draw()
                     if person is None:
                         await asyncio.sleep(IDLE_S)
