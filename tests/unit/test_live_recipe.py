@@ -103,3 +103,5 @@ def test_the_measured_days_are_of_this_recipe_and_users_are_better_off_on_every_
         assert measured == resolve(load_recipe(RECIPE, [f"seed={day['seed']}"]))
         assert day["satisfied_after"]["low"] > day["satisfied_before"]["high"]
         assert day["releases"]["planted"]["noise"] == "rejected", "users never met it"
+    habits = [day["releases"]["planted"]["habit"] for day in expected["days"]]
+    assert habits.count("rolled_back") >= 2 and not {"released", "superseded"} & {*habits}
