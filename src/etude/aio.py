@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 from etude.errors import EtudeError, InfrastructureError, trace_of
 
@@ -47,6 +47,12 @@ async def background_task(work: Coroutine[None, None, T]) -> AsyncIterator[async
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def never() -> NoReturn:
+    """Wait until cancelled."""
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError("nobody has the future")
 
 
 async def supervised(name: str, work: Work, *, pause_s: float = RESTART_S) -> None:

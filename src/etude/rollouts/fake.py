@@ -9,8 +9,9 @@ import itertools
 import math
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
+from etude.aio import never
 from etude.clock import VirtualClock
 from etude.errors import SandboxError, SessionLost, Unsupported
 from etude.protocols import ExecResult, Grade, HarnessResult, Sandbox, Session
@@ -117,6 +118,10 @@ class FakeSessions:
     async def discard(self, session_id: str) -> None:
         """End a session. Raises as :meth:`close` does."""
         await self.close(session_id)
+
+    async def lost(self, session_id: str) -> NoReturn:
+        """Never."""
+        await never()
 
 
 class FakeSandbox:

@@ -9,14 +9,16 @@
 - on shutdown: nothing is left to do; sessions are their openers'
 
 The decision is :mod:`etude.fleet.regions`'s. A region that cannot be reached is left out, and the session opened
-elsewhere; it is back with its next report.
+elsewhere; it is back with its next report. A session there is waited for as long as it had been open: then what waiting
+has cost is what beginning again elsewhere would have (ski rental: at most twice the cost of who knew the outage's end).
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import final
+from typing import NoReturn, final
 
 from etude.errors import EngineUnavailable, SessionLost
 from etude.fleet.regions import RegionReport, Regions
@@ -30,6 +32,8 @@ WRITE_S = 10.0
 """Between two events that say how regions are used."""
 LOOK_S = 0.5
 """Longest pause before a session that no region may have is asked for again."""
+LEAST_WAIT_S = 3.0
+"""Shortest outage of a region for which a session is given up."""
 
 
 @final
@@ -48,6 +52,8 @@ class RegionalSessions:
         self._openers = dict(openers)
         self._clock = clock
         self._region_of: dict[str, str] = {}  # session → region, of those that are open
+        self._opened_s: dict[str, float] = {}
+        self._lost_s: dict[str, float] = {}  # region → since when it is out of reach
         self._events = events
         self._written_s = clock.now()
         self._written: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of its last event
@@ -64,6 +70,7 @@ class RegionalSessions:
     def report(self, region: str, report: RegionReport) -> None:
         """A region said how it is."""
         now = self._clock.now()
+        self._lost_s.pop(region, None)
         self._regions.report(region, report, now)
         if now - self._written_s >= WRITE_S:
             self.write_events()
@@ -74,6 +81,7 @@ class RegionalSessions:
     def lose(self, region: str) -> None:
         """A region could not be reached."""
         self._regions.lose(region)
+        self._lost_s.setdefault(region, self._clock.now())
         if self._versions.pop(region, None) is not None:
             self._wake()
 
@@ -111,6 +119,7 @@ class RegionalSessions:
                 raise
             else:
                 self._region_of[session.session_id] = region
+                self._opened_s[session.session_id] = self._clock.now()
                 return session
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
@@ -119,6 +128,7 @@ class RegionalSessions:
         session, turns = await self._openers[region].fork(session_id)
         self._regions.add(region)
         self._region_of[session.session_id] = region
+        self._opened_s[session.session_id] = self._opened_s[session_id]
         self._shared[session.session_id] = turns
         return session, turns
 
@@ -140,6 +150,16 @@ class RegionalSessions:
         finally:
             self._ended(session_id)
 
+    async def lost(self, session_id: str) -> NoReturn:
+        """Raise :class:`~etude.errors.SessionLost` once its region has been away for as long as it had been open."""
+        region, opened_s = self._require(session_id), self._opened_s[session_id]
+        while True:
+            lost_s = self._lost_s.get(region, math.inf)
+            away_s = self._clock.now() - lost_s
+            if away_s > max(LEAST_WAIT_S, lost_s - opened_s):
+                raise SessionLost(f"region {region} has been out of reach for {away_s:.0f} s: begun again elsewhere")
+            await asyncio.sleep(LOOK_S)
+
     async def _choose(self, version: int) -> str:
         while (region := self._regions.choose(version, self._clock.now())) is None:
             with suppress(TimeoutError):
@@ -155,6 +175,7 @@ class RegionalSessions:
 
     def _ended(self, session_id: str) -> None:
         self._shared.pop(session_id, None)
+        self._opened_s.pop(session_id, None)
         self._regions.ended(self._region_of.pop(session_id))
         self._wake()
 

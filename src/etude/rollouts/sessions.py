@@ -14,11 +14,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import chain, repeat
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import aiohttp
 import orjson
 
+from etude.aio import never
 from etude.errors import ConfigError, EngineUnavailable, SessionLost
 from etude.ledger.turns import decode_turns
 from etude.protocols import Session
@@ -104,6 +105,10 @@ class GatewaySessions:
             self._forget(session_id)
         if isinstance(answer, EngineUnavailable):
             raise answer
+
+    async def lost(self, session_id: str) -> NoReturn:
+        """Never: a gateway of this machine is started again, and knows its sessions."""
+        await never()
 
     def _session(self, gateway: str, fields: Mapping[str, str]) -> Session:
         session_id = fields["session_id"]

@@ -17,12 +17,13 @@ infrastructure's. Does not own time limits (:mod:`etude.rollouts.sandbox`), retr
 (:mod:`etude.rollouts.runner`).
 """
 
+import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, Self
+from typing import NoReturn, Protocol, Self, TypeVar
 
 import aiohttp
 
@@ -33,6 +34,8 @@ from etude.protocols import Clock, Grade, Grader, Harness, HarnessResult, Sandbo
 from etude.rollouts.branching import Branching, ForkPoint
 from etude.rollouts.sandbox import COPIES_S, AgentTime, BoundedSandbox, RolloutLimits, SandboxCall, within
 from etude.types import Branch, Hint, Rollout, RolloutStage, RolloutStatus, Task, Turn
+
+T = TypeVar("T")
 
 INFRASTRUCTURE = (InfrastructureError, aiohttp.ClientError, OSError)
 """Errors that are a machine's fault. ``TimeoutError`` is an ``OSError``, so a missed deadline is one of them. Anything
@@ -67,6 +70,12 @@ class SessionOpener(Protocol):
 
     async def discard(self, session_id: str) -> None:
         """End a session without its turns. Raises like :meth:`close`, but at once."""
+        ...
+
+    async def lost(self, session_id: str) -> NoReturn:
+        """Wait until a session is out of reach and no longer worth waiting for, for ever if need be; then raise
+        :class:`~etude.errors.SessionLost`.
+        """
         ...
 
 
@@ -251,11 +260,13 @@ async def run_rollout(
     try:
         start = start or await _start(slot, context, stages)
         async with _closing(start, context):
-            result = await _play(start, fork, context, stages, task=task, temperature=temperature)
+            playing = _play(start, fork, context, stages, task=task, temperature=temperature)
+            result = await _unless_lost(start.session, context, playing)
             with stages.of(RolloutStage.GRADING):
                 grade = await grade_work(task, start.sandbox, result, context.grader, context.limits, start.monitored)
         with stages.of(RolloutStage.SCORING):
-            turns = await _fetch_turns(start.session, slot.admitted_version, result, context)
+            fetching = _fetch_turns(start.session, slot.admitted_version, result, context)
+            turns = await _unless_lost(start.session, context, fetching)
             findings = None if start.monitored is None else start.monitored.findings(turns)
             scored = await context.scorer.score(
                 GradedRollout(task=task, result=result, grade=grade, turns=turns, findings=findings)
@@ -353,6 +364,19 @@ async def _closing(start: RolloutStart, context: RolloutContext) -> AsyncIterato
     except BaseException:
         await _quietly(context.sessions.discard(start.session.session_id), context)
         raise
+
+
+async def _unless_lost(session: Session, context: RolloutContext, work: Coroutine[None, None, T]) -> T:
+    """The result of ``work``, which is given up where its session is. Raises :class:`~etude.errors.SessionLost`."""
+    working = asyncio.ensure_future(work)
+    losing = asyncio.ensure_future(context.sessions.lost(session.session_id))
+    try:
+        await asyncio.wait((working, losing), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else losing.result()
+    finally:
+        for task in (working, losing):
+            task.cancel()
+        await asyncio.gather(working, losing, return_exceptions=True)
 
 
 async def _play(

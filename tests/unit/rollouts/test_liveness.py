@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NoReturn, TypeAlias, get_args
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.aio import never
 from etude.config.rollouts import RolloutConfig
 from etude.errors import EngineUnavailable, SandboxError, UserError
 from etude.ledger.ledger import TRAIN, Ledger
@@ -112,6 +113,9 @@ class Gateways:
 
     async def discard(self, session_id: str) -> None:
         await self.misery.sessions.discard(session_id)
+
+    async def lost(self, session_id: str) -> NoReturn:
+        await never()
 
 
 @dataclass

@@ -1,13 +1,16 @@
 """Sessions in regions: opened where they may be, ended where they were opened, and counted."""
 
+import asyncio
 from asyncio import timeout
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
+from etude.aio import never
 from etude.errors import EngineUnavailable, SessionLost
 from etude.fleet.regions import RegionReport, Regions
 from etude.protocols import Session
@@ -52,6 +55,9 @@ class Gateway:
 
     async def discard(self, session_id: str) -> None:
         await self.inner.discard(session_id.partition("/")[2])
+
+    async def lost(self, session_id: str) -> NoReturn:
+        await never()
 
     def _named(self, session: Session) -> Session:
         return replace(session, session_id=f"{self.region}/{session.session_id}")
@@ -118,5 +124,47 @@ def test_a_session_waits_for_a_region_that_serves_its_version(tmp_path: Path) ->
         sessions.report("eu", RegionReport(version=2, places=4))
         assert sessions.heard == 2
         assert (await sessions.open(min_version=2)).session_id.startswith("eu/")
+
+    over_two_regions(tmp_path, use)
+
+
+def test_a_session_is_waited_for_as_long_as_it_had_been_open(tmp_path: Path) -> None:
+    """A young one begins again elsewhere at once, an old one is worth waiting for."""
+
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        old, _ = [await sessions.open(min_version=1) for _ in range(2)]
+        region = old.session_id.partition("/")[0]
+        await asyncio.sleep(20)
+        for name in gateways:
+            sessions.report(name, RegionReport(version=1, places=4))
+        while not (young := await sessions.open(min_version=1)).session_id.startswith(region):
+            pass
+        sessions.lose(region)
+        began_s, ends = LoopClock().now(), {}
+        for name, session in (("young", young), ("old", old)):
+            with pytest.raises(SessionLost, match=f"region {region} has been out of reach"):
+                await sessions.lost(session.session_id)
+            ends[name] = LoopClock().now() - began_s
+        assert 3 < ends["young"] < 4 and 20 < ends["old"] < 21
+        sessions.report(region, RegionReport(version=1, places=4))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await sessions.lost(old.session_id)
+
+    over_two_regions(tmp_path, use)
+
+
+def test_an_outage_that_ends_costs_no_session(tmp_path: Path) -> None:
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        session = await sessions.open(min_version=1)
+        region = session.session_id.partition("/")[0]
+        losing = asyncio.ensure_future(sessions.lost(session.session_id))
+        for _ in range(5):
+            sessions.lose(region)
+            await asyncio.sleep(2)
+            sessions.report(region, RegionReport(version=1, places=4))
+            await asyncio.sleep(2)
+        assert not losing.done()
+        losing.cancel()
 
     over_two_regions(tmp_path, use)
