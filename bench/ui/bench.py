@@ -4,9 +4,9 @@
                                       events go on ──▶ CPU seconds of the server with a page open
 
 - ``open_s``: from the address to the curve and the rewards on their canvases, in a browser without a cache, of a server
-  that has not read the run before. Beside it the same until every chart is drawn, and of a page that is loaded again.
+  that was started a moment ago, with which its reading of the run begins. Beside it the same until every chart is drawn, and of a page that is loaded again.
 - ``filter_s``: the slowest of some filters and orders of the table, from the query to the parsed answer of the server,
-  asked in the page.
+  asked in a page that has been drawn in whole.
 - ``cpu_share``: CPU seconds of the server per second, while a page is open on a run that goes on: of a run that keeps
   one core busy.
 
@@ -92,6 +92,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
         with serving(folder.path) as (server, url):
             tab = browser.new_page()
             _open(tab, url)
+            tab.wait_for_selector(".run-stats", timeout=START_S * 1000)  # as above
             filters = {name: _filter(tab, query) for name, query in FILTERS.items()}
             idle = _share(server, options.seconds / 3)
             busy = _share(server, options.seconds, folder, options.steps)

@@ -112,6 +112,7 @@ def ui_app(runs: RunList, token: str, *, tick_s: float = TICK_S) -> web.Applicat
     app = web.Application(middlewares=[_errors_as_json, _keyed(token)])
     app.on_response_prepare.append(_secure)
     app[STREAMS] = streams
+    app.on_startup.append(server.begin)
     app.router.add_get("/", server.page)
     for path, file in FILES.items():
         app.router.add_get(path, partial(_file, file))
@@ -135,9 +136,13 @@ class _Server:
         self._ahead: asyncio.Future[None] | None = None
         """The reading that the newest visitor began; kept, since a loop holds tasks weakly."""
 
-    async def page(self, request: web.Request) -> web.StreamResponse:
-        """Send the page, which will ask for the newest run first: that is read while the browser is at its scripts."""
+    async def begin(self, app: web.Application) -> None:
+        """Begin to read the newest run, which a visitor will ask for first."""
         self._ahead = asyncio.ensure_future(asyncio.to_thread(self._read_newest))
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """Send the page; what is new of the newest run is read while the browser is at its scripts."""
+        await self.begin(request.app)
         return web.FileResponse(PAGE)
 
     def _read_newest(self) -> None:
