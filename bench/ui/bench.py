@@ -4,7 +4,7 @@
                                       events go on ──▶ CPU seconds of the server with a page open
 
 - ``open_s``: from the address to the curve and the rewards on their canvases, in a browser without a cache, of a server
-  that was started a moment ago, with which its reading of the run begins. Beside it the same until every chart is drawn,
+  that was started a moment ago, with which its reading of the run begins. Beside it the same until each chart is drawn,
   and of a page that is loaded again.
 - ``filter_s``: the slowest of some filters and orders of the table, from the query to the parsed answer of the server,
   asked in a page that has been drawn in whole.
