@@ -76,7 +76,7 @@ def _attention(name: str, heads: tuple[int, int, int, int], number: str, size: i
     group = query_heads // key_heads
     cut = paged_attention.tuned(group, width + value_width, size, single=single)
     per_tile = 1 if single else max(1, cut.rows // group)
-    low = 1 << (width.bit_length() - 1)
+    low = paged_attention._power_below(width)
     pointers = {"q": number, "keys": number, "values": number, "tables": "i32", "sequences": "i32", "reach": "i64",
                 "parts": "fp32", "masses": "fp32"}  # fmt: skip
     constants = {

@@ -38,6 +38,8 @@ BATCH = 64
 CONTEXTS = (64, 8192)
 """Tokens of a sequence when its steps are timed."""
 WARM_UPS, STEPS = 4, 24
+CACHED_BYTES = 2
+"""Bytes of a number in the cache: bfloat16."""
 ROOM_SHARE = 0.9
 """Of the card's memory, for weights and cache."""
 INIT_STD = 0.02
@@ -75,7 +77,7 @@ def measure() -> dict[str, Json]:
     copied = _copy_bandwidth()
     model = _random_model(QWEN3_8B)
     room = int(ROOM_SHARE * torch.cuda.mem_get_info()[1]) - _weight_bytes(model, embedding=True)
-    longest = room // BATCH // token_bytes(model.spec) // PAGE * PAGE
+    longest = room // BATCH // (CACHED_BYTES * model.spec.cached_numbers) // PAGE * PAGE
     speeds = [decode_speed(model, batch=BATCH, context=min(context, longest)) for context in CONTEXTS]
     return {
         "device": torch.cuda.get_device_name(),
@@ -83,12 +85,6 @@ def measure() -> dict[str, Json]:
         "copy_bytes_per_s": round(copied),
         "decoding": [speed.to_json(copied) for speed in speeds],
     }
-
-
-def token_bytes(spec: ModelSpec) -> int:
-    """Bytes of one token's keys and values in bfloat16, all layers."""
-    attention = spec.attention
-    return spec.layers * attention.key_heads * (attention.key_width + attention.value_width) * 2
 
 
 def decode_speed(model: Decoder, *, batch: int, context: int) -> DecodeSpeed:
@@ -127,7 +123,7 @@ async def _decode(model: Decoder, batch: int, context: int) -> DecodeSpeed:
     cached = batch * (context - new_tokens) + sampled
     for call in calls:
         call.cancel()
-    least = _weight_bytes(model, embedding=model.head is None) + cached * token_bytes(model.spec)
+    least = _weight_bytes(model, embedding=model.head is None) + cached * (CACHED_BYTES * model.spec.cached_numbers)
     return DecodeSpeed(batch=batch, context=cached // batch, step_s=step_s, least_bytes=least)
 
 

@@ -231,15 +231,15 @@ def _head(rollout: ReadRollout) -> Iterator[RenderableType]:
 
 def _observed(observed: ObservedSession) -> Text:
     """The user, the arm that answered, and what was answered of it."""
-    whose = observed.observation
-    text = Text(visible(whose.user)).append(f"  arm {visible(whose.arm)}", DIM)
+    session = observed.observation
+    text = Text(visible(session.user)).append(f"  arm {visible(session.arm)}", DIM)
     answers = [f"{visible(part)} {' '.join('–' if value is None else f'{value:g}' for value in values)}"
                for part, values in observed.answers.items()]  # fmt: skip
     text.append(f"  {', '.join(answers) or 'nothing was answered'}")
-    if whose.weight != 1:
-        text.append(f"  weight {whose.weight:g}", DIM)
-    if whose.propensity < 1:
-        text.append(f"  answered {whose.propensity:.0%} of the time", DIM)
+    if session.weight != 1:
+        text.append(f"  weight {session.weight:g}", DIM)
+    if session.propensity < 1:
+        text.append(f"  answered {session.propensity:.0%} of the time", DIM)
     return text
 
 

@@ -54,6 +54,11 @@ class PagedRows:
     counts: tuple[int, ...]
     """[B] how many of the tokens each sequence has, on the host."""
 
+    @property
+    def singles(self) -> int:
+        """Count of the sequences, from the first on, with one token in this step."""
+        return next((index for index, count in enumerate(self.counts) if count != 1), len(self.counts))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTensors:

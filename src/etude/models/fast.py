@@ -6,7 +6,7 @@ Shape legend: see :mod:`etude.models.arithmetic`.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, final
@@ -125,7 +125,7 @@ class FastArithmetic:
 
             if paged_attention.attends(q_NQD.shape[-1], cache[1].shape[-1]):
                 return paged_attention.attend(q_NQD, cache, rows, scale)
-        singles = _leading_ones(rows.counts)
+        singles = rows.singles
         parts = []
         if singles:
             tables = rows.tables_BP[:singles]
@@ -163,11 +163,6 @@ def multiplies_bfloat16() -> bool:
     """Report whether this machine's processor has instructions for products of bfloat16: twice as fast as float32."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-
-
-def _leading_ones(counts: Sequence[int]) -> int:
-    """Count of the sequences, from the first on, with one token in this step."""
-    return next((index for index, count in enumerate(counts) if count != 1), len(counts))
 
 
 FLASH_WIDTH, FLASH_STEP = 256, 8

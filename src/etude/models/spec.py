@@ -263,6 +263,12 @@ class ModelSpec:
             )
 
     @property
+    def cached_numbers(self) -> int:
+        """Numbers of one token's keys and values, all layers together."""
+        attention = self.attention
+        return self.layers * attention.key_heads * (attention.key_width + attention.value_width)
+
+    @property
     def routes_shape(self) -> tuple[int, int]:
         """(sparse layers, experts per token): a token's routes."""
         return len(self.sparse_layers), self.experts.per_token if self.experts else 0

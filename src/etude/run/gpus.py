@@ -9,6 +9,7 @@ long as each is one process. Phases before RL, the parity gate and those of rele
 of a fleet are their launcher's to divide.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -74,10 +75,7 @@ def engine_gpus(config: RunConfig) -> int:
             sizes = ("tp-size", "pp-size", "dp-size")
         case _:
             return 1
-    product = 1
-    for size in sizes:
-        product *= int(arguments.get(size, 1))
-    return product
+    return math.prod(int(arguments.get(size, 1)) for size in sizes)
 
 
 def _engines(config: RunConfig) -> list[str]:

@@ -35,8 +35,8 @@ class MemoryNeed:
         trainer = parameters * (STATE_BYTES[config.optimiser.kind] + GRADIENT_BYTES) // config.parallel.ranks
         if config.engine.kind != "native":
             return cls(trainer=trainer, engine=0)
-        attention, engine, item = spec.attention, config.engine, DTYPES[config.numerics.stored_dtype].itemsize
-        position = spec.layers * attention.key_heads * (attention.key_width + attention.value_width) * item
+        engine, item = config.engine, DTYPES[config.numerics.stored_dtype].itemsize
+        position = spec.cached_numbers * item
         weights = parameters * item * (2 if engine.native.spare_weights else 1)
         return cls(trainer=trainer, engine=engine.replicas * (weights + engine.resolved_cache_tokens * position))
 

@@ -70,7 +70,7 @@ def attend(q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: 
     One launch for all sequences with one token, which come first, and one for each other.
     """
     out_NQW = q_NQD.new_empty((*q_NQD.shape[:2], cache[1].shape[-1]))
-    singles = next((index for index, count in enumerate(rows.counts) if count != 1), len(rows.counts))
+    singles = rows.singles
     if singles:
         _attend_range(q_NQD, cache, rows, scale, _Range(0, singles, single=True), out_NQW)
     start = singles
@@ -122,7 +122,15 @@ def _attend_range(
     )  # fmt: skip
     if splits > 1:
         _join[(part.count, heads)](
-            parts, masses, out_NQW, part.start, part.count, splits, Q=heads, W=value_width, X=_power_above(splits)
+            parts,
+            masses,
+            out_NQW,
+            part.start,
+            part.count,
+            splits,
+            Q=heads,
+            W=value_width,
+            X=triton.next_power_of_2(splits),
         )
 
 
@@ -131,7 +139,7 @@ def tuned(group: int, widths: int, itemsize: int, *, single: bool) -> Tuning:
 
     Found on an H200: what fits into a multiprocessor's shared memory decides, reads in flight first.
     """
-    rows = min(64, max(LEAST_WIDTH, _power_above(group))) if single else 64
+    rows = min(64, max(LEAST_WIDTH, triton.next_power_of_2(group))) if single else 64
     if widths * itemsize > WIDE_BYTES:
         doubles = widths * itemsize > 2 * WIDE_BYTES
         return Tuning(rows=min(rows, 32) if doubles else rows, pages=1 if doubles else 2, warps=8, stages=2)
@@ -140,10 +148,6 @@ def tuned(group: int, widths: int, itemsize: int, *, single: bool) -> Tuning:
 
 def _power_below(count: int) -> int:
     return 1 << (count.bit_length() - 1)
-
-
-def _power_above(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 @triton.jit(do_not_specialize=["table_stride", "start", "count", "span"])  # they change from step to step
