@@ -55,7 +55,7 @@ class KeptFiles:
         if self._stored is None:
             return
         newest = max(self._stored.numbers(), default=0)
-        if newest <= (int(self._had.read_text("ascii")) if self._had.is_file() else 0):
+        if newest <= self._last():
             return
         for path, file in self._stored.read(newest).items():
             target = self._folder.path / path
@@ -69,8 +69,9 @@ class KeptFiles:
     def keep(self, *names: str, whole: bool = False) -> None:
         """Keep files of the folder, and those below folders, as they are now.
 
-        The other files of the newest set stay in it, whoever else keeps some at the same time. With ``whole`` these are
-        all, and this is the only process that keeps any there: then older sets go.
+        The other files of the newest set stay in it, whoever else keeps some at the same time; a disk that has not had
+        them is still to :meth:`bring` them. With ``whole`` these are all, and this is the only process that keeps any
+        there: then older sets go.
         """
         if self._stored is None:
             return
@@ -86,7 +87,8 @@ class KeptFiles:
                 for path in (path for path, file in fresh.items() if before.get(path) != file):
                     self._send(still[path], fresh[path])
                 if self._stored.put(newest + 1, after):
-                    self._note(newest + 1)
+                    if whole or self._last() == newest:
+                        self._note(newest + 1)
                     if whole:
                         self._stored.remove(range(newest + 2 - RECENT))
                     return
@@ -102,10 +104,15 @@ class KeptFiles:
         finally:
             os.close(descriptor)
 
+    def _last(self) -> int:
+        """The number of the set that this disk had last, 0 for none."""
+        return int(self._had.read_text("ascii")) if self._had.is_file() else 0
+
     def _note(self, number: int) -> None:
-        fresh = self._had.with_suffix(".new")
-        fresh.write_text(f"{number}\n", encoding="ascii")
-        fresh.replace(self._had)
+        with TemporaryDirectory(prefix=".kept-", dir=self._folder.path) as own:
+            fresh = Path(own) / "number"
+            fresh.write_text(f"{number}\n", encoding="ascii")
+            fresh.replace(self._had)
 
 
 def _paths(folder: Path, names: tuple[str, ...]) -> Iterator[str]:

@@ -9,6 +9,7 @@ from etude.config.loading import default_recipe, load_recipe
 from etude.errors import ConfigError, DamagedError, RunFolderError, UserError
 from etude.objects import ObjectStore
 from etude.run.folder import RunFolder
+from etude.run.kept_files import KeptFiles
 from etude.run.resuming import change, changed_config
 from etude.run.run_url import is_run_url, normal_url
 from etude.run.working_folder import (
@@ -88,6 +89,21 @@ def test_files_that_are_kept_at_the_same_time_are_all_kept(
     reader = open_run_folder(url, writes=False)
     assert {path.name for path in reader.model.iterdir()} == {Path(name).name for name in names}
     assert (open_run_folder(url).model / "model.safetensors").read_text() == "model/model.safetensors"
+
+
+def test_a_disk_that_keeps_a_file_still_brings_what_another_machine_kept_meanwhile(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = create_run(url, default_recipe([POSTGRES]))
+    elsewhere(monkeypatch, tmp_path)
+    there = open_run_folder(url)
+    for folder, name in ((here, "evaluations/here"), (there, "evaluations/there")):
+        (folder.path / "evaluations").mkdir()
+        (folder.path / name).write_text(name)
+        KeptFiles(folder, "evaluations").keep(name)
+    for folder in (here, there):
+        KeptFiles(folder, "evaluations").bring()
+        assert {path.name for path in (folder.path / "evaluations").iterdir()} == {"here", "there"}
 
 
 def test_a_changed_file_of_a_working_folder_is_fetched_again_and_a_lost_one_is_named(url: str) -> None:
