@@ -21,6 +21,12 @@ def make_checkpoint(folder: Path, **settings: str) -> Path:
     end_id = tokenizer.token_to_id(END)
     assert end_id is not None
     save_checkpoint(folder, spec, state_of(model), end_id=end_id, pad_id=end_id)
+    return with_tokenizer(folder, **settings)
+
+
+def with_tokenizer(folder: Path, **settings: str) -> Path:
+    """Write the tokenizer alone, beside a model of its vocabulary."""
+    tokenizer = make_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": END, "chat_template": (TEMPLATES / "qwen.jinja").read_text(), **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

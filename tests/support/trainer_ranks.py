@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.models.spec import ModelSpec
 from etude.trainer.optimisation import build_optimiser
 from etude.trainer.parallel import Grid, clip_gradients
@@ -47,7 +48,7 @@ def make_sequences(count: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(0, 50, (length,), generator=generator).tolist() for length in lengths]
 
 
-def next_token_loss(model: Decoder, sequences: Sequence[Sequence[int]], grid: Grid | None) -> Tensor:
+def next_token_loss(model: CausalModel, sequences: Sequence[Sequence[int]], grid: Grid | None) -> Tensor:
     """Of what this rank computes, Σ −log p of every token but the first ones."""
     ids_N = torch.tensor([token for sequence in sequences for token in sequence])
     lengths = [len(sequence) for sequence in sequences]
@@ -64,7 +65,7 @@ def next_token_loss(model: Decoder, sequences: Sequence[Sequence[int]], grid: Gr
 
 
 def train(
-    model: Decoder, grid: Grid | None, config: OptimiserConfig, steps: int, *, learning_rate: float = 3e-3
+    model: CausalModel, grid: Grid | None, config: OptimiserConfig, steps: int, *, learning_rate: float = 3e-3
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, of all ranks together."""
     optimiser = build_optimiser(model, config, learning_rate=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)

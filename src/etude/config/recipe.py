@@ -226,6 +226,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
+        check_impl(self)
         if self.engine.kind != "native" and self.numerics.experts != "plain":
             raise ValueError(
                 f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
@@ -442,3 +443,28 @@ class RunConfig(Section):
                 "eval.enabled = true measures greedily, too, but harness.options.command has no {temperature}; add it, "
                 "or set eval.enabled = false"
             )
+
+
+def check_impl(config: RunConfig) -> None:
+    """Raise ``ValueError`` for what does not go with a model that transformers computes."""
+    if config.model.impl != "hf":
+        return
+    arguments = getattr(config.engine.options, "arguments", {})
+    faults = {
+        "engine.kind = 'native', which has étude's own families alone: set 'vllm' or 'sglang'":
+            config.engine.kind == "native",
+        "an empty model.checkpoint: name the folder of one": not config.model.checkpoint,
+        "engine.options.arguments.trust-remote-code: code of a checkpoint is never run; leave it out":
+            "trust-remote-code" in arguments,
+        f"optimiser.kind = {config.optimiser.kind!r}, which knows étude's own matrices: set 'adamw'":
+            config.optimiser.kind != "adamw",
+        "parallel.cp and parallel.ep above 1, which split étude's own layers: leave them out, raise parallel.dp":
+            config.parallel.cp > 1 or config.parallel.ep > 1,
+        "numerics.arithmetic = 'invariant', which is étude's own: leave it out":
+            config.numerics.arithmetic == "invariant",
+        f"numerics.replay = {config.numerics.replay!r}: transformers' routers cannot be told; set 'off'":
+            config.numerics.replay not in ("auto", "off"),
+    }  # fmt: skip
+    for fault, is_there in faults.items():
+        if is_there:
+            raise ValueError(f"model.impl = 'hf' does not go with {fault}")

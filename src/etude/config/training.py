@@ -48,6 +48,10 @@ class ModelConfig(Section):
 
     checkpoint: str = ""
     """Folder of a Hugging Face checkpoint to start from, tokenizer included; empty starts from random weights."""
+    impl: Literal["native", "hf"] = "native"
+    """The trainer's implementation of the model: étude's own decoder, or transformers, for families that étude does not
+    have (``docs/models.md``). ``hf`` needs a vLLM or SGLang engine.
+    """
     shape: Annotated[
         SerializeAsAny[ModelShape | Section],
         PlainValidator(OptionsOf("model", "checkpoint", {"": ModelShape}, "shape")),

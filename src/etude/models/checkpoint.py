@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Literal, TypeAlias, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,10 +21,13 @@ from etude.config.training import ModelShape
 from etude.errors import DamagedError
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.families import hf_config, spec_of
-from etude.models.naming import HEAD, block_views, outer_views, views
+from etude.models.hf import CausalModel, HfBlock, HfModel, HfSpec, hf_spec, hf_views
+from etude.models.naming import HEAD, Views, block_views, outer_views
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.types import Json
 
+Impl: TypeAlias = Literal["native", "hf"]
+"""The implementation of a model, ``model.impl``."""
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Says which file each tensor is in, where a checkpoint is split."""
@@ -49,12 +52,12 @@ def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
     )
 
 
-def state_of(model: Decoder) -> dict[str, Tensor]:
+def state_of(model: CausalModel) -> dict[str, Tensor]:
     """The model's weights as a state: detached views, no copies."""
     return {name: view.detach() for name, view in views(model)}
 
 
-def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
+def load_state(model: CausalModel, state: Mapping[str, Tensor]) -> None:
     """Copy a state into a model.
 
     Raises as :func:`check_state` does, before anything is copied.
@@ -64,7 +67,7 @@ def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
         fill(part, state.__getitem__)
 
 
-def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
+def check_state(model: CausalModel, state: Mapping[str, Tensor]) -> None:
     """Compare a state's names and shapes with those of ``model``, whose weights may lie on ``meta``.
 
     Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, and on one that the model has no place
@@ -83,10 +86,22 @@ def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
 
 def fill(part: nn.Module, read: Callable[[str], Tensor]) -> None:
     """Copy a block's tensors, or those outside of the blocks, by their names."""
-    assert isinstance(part, DecoderBlock | Decoder)
     with torch.no_grad():
-        for name, view in block_views(part) if isinstance(part, DecoderBlock) else outer_views(part):
+        for name, view in _part_views(part):
             view.copy_(read(name))
+
+
+def views(model: CausalModel) -> Views:
+    """Views of all checkpoint tensors of a model, by their Hugging Face names."""
+    for part in (*model.blocks, model):
+        yield from _part_views(part)
+
+
+def _part_views(part: nn.Module) -> Views:
+    if isinstance(part, HfModel | HfBlock):
+        return hf_views(part)
+    assert isinstance(part, DecoderBlock | Decoder)
+    return block_views(part) if isinstance(part, DecoderBlock) else outer_views(part)
 
 
 def save_checkpoint(
@@ -103,15 +118,17 @@ def save_checkpoint(
     ``extra`` goes into the configuration as well: how the weights are quantised, where they are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = str(state["model.embed_tokens.weight"].dtype).removeprefix("torch.")
-    config = hf_config(spec) | {"dtype": dtype, "eos_token_id": end_id, "pad_token_id": pad_id} | dict(extra)
+    dtype = str(max(state.values(), key=Tensor.numel).dtype).removeprefix("torch.")
+    shape = dict(spec.config) if isinstance(spec, HfSpec) else hf_config(spec)
+    shape.pop("torch_dtype", None)
+    config = shape | {"dtype": dtype, "eos_token_id": end_id, "pad_token_id": pad_id} | dict(extra)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file({k: v.contiguous() for k, v in state.items()}, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def load_checkpoint(folder: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+def load_checkpoint(folder: Path, impl: Impl = "native") -> tuple[ModelSpec, dict[str, Tensor]]:
     """Read a whole checkpoint. Raises as :class:`StoredCheckpoint` does."""
-    stored = StoredCheckpoint(folder)
+    stored = StoredCheckpoint(folder, impl)
     return stored.spec, {name: stored.read(name) for name in stored.shapes}
 
 
@@ -123,9 +140,9 @@ class StoredCheckpoint:
     Raises :class:`~etude.errors.DamagedError` naming the file, and what :func:`load_spec` raises.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, impl: Impl = "native") -> None:
         self.folder = folder
-        self.spec = load_spec(folder)
+        self.spec = load_spec(folder, impl)
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shape of every tensor that is needed, by name."""
         self._files: dict[str, Any] = {}
@@ -144,7 +161,7 @@ class StoredCheckpoint:
         tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
-    def check(self, model: Decoder) -> None:
+    def check(self, model: CausalModel) -> None:
         """Compare names and shapes with those of ``model``, which is not changed.
 
         Raises :class:`~etude.errors.DamagedError` that names the tensors that are missing, unexpected or misshapen.
@@ -162,21 +179,21 @@ class StoredCheckpoint:
             named = "; ".join(faults[:FAULTS_NAMED])
             raise DamagedError(f"{self.folder} does not fit its own config.json: {named}{more}")
 
-    def load(self, model: Decoder) -> None:
+    def load(self, model: CausalModel) -> None:
         """Copy everything, tensor by tensor, after :meth:`check` found it fit."""
         self.check(model)
         for part in (*model.blocks, model):
             fill(part, self.read)
 
 
-def load_spec(folder: Path) -> ModelSpec:
-    """The shape in a checkpoint's ``config.json``.
+def load_spec(folder: Path, impl: Impl = "native") -> ModelSpec:
+    """The shape in a checkpoint's ``config.json``, of a model that ``impl`` computes in the trainer.
 
     Raises :class:`~etude.errors.DamagedError` if it cannot be read, :class:`~etude.errors.UserError` if it asks for
     what is not supported.
     """
     file = folder / CONFIG_FILE
-    return spec_of(_read_object(file), origin=str(file))
+    return (hf_spec if impl == "hf" else spec_of)(_read_object(file), origin=str(file))
 
 
 def _weight_files(folder: Path) -> list[Path]:

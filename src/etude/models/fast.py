@@ -31,6 +31,11 @@ class FastArithmetic:
         self._dtype = dtype
         self._products = products
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type that parameters are rounded to; ``None`` leaves them as they are."""
+        return self._dtype
+
     def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
         """[N,H]."""
         return self._rounded(functional.embedding(token_ids_N, weight_VH))

@@ -85,5 +85,9 @@ class DiskNeed:
 def check_disk_space(config: RunConfig, place: Path) -> list[str]:
     """Warnings about the disk of a new run at ``place``. Raises as :meth:`DiskNeed.compare`."""
     checkpoint, shape = config.model.checkpoint, config.model.shape
-    spec = spec_from_shape(shape, shape.vocab_size) if isinstance(shape, ModelShape) else load_spec(Path(checkpoint))
+    spec = (
+        spec_from_shape(shape, shape.vocab_size)
+        if isinstance(shape, ModelShape)
+        else load_spec(Path(checkpoint), config.model.impl)
+    )
     return DiskNeed.of(config, count_parameters(spec)).compare(free_bytes(place), place)

@@ -41,7 +41,7 @@ class DistillationBatcher:
         if not config.hints.weight:
             return None
         chat = load_format(folder.model, config.gateway.chat_template_kwargs)
-        return cls(config, load_spec(folder.model), reminders_of(chat))
+        return cls(config, load_spec(folder.model, config.model.impl), reminders_of(chat))
 
     def distillation(self, groups: Sequence[Group], *, shares: int) -> DistillationBatch:
         """The examples of a batch, whether its groups have a signal or not, dealt out evenly.

@@ -42,7 +42,7 @@ def run_engine(folder: RunFolder, name: ProcessName) -> None:
 
 async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE) -> None:
     """Serve until cancelled, or until a background task of the engine fails."""
-    spec, opener = load_spec(folder.model), cast("Opener", ENGINES.find(config.engine.kind))
+    spec, opener = load_spec(folder.model, config.model.impl), cast("Opener", ENGINES.find(config.engine.kind))
     logs, key = folder.logs / str(name), folder.key(KeyRole.ENGINE)
     logs.mkdir(exist_ok=True)
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ def export_run(folder: RunFolder, out: Path, version: int | None) -> int:
     """
     require_empty(out)
     pulled = pull(open_log(folder), version)
-    chat, spec = load_format(folder.model), load_spec(folder.model)
+    chat, spec = load_format(folder.model), load_spec(folder.model, folder.config().model.impl)
     state = to_tensors(pulled.state)
     extra = checkpoint_extra(state, folder.config().numerics)
     try:

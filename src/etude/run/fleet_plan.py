@@ -53,9 +53,14 @@ def process_spec(name: ProcessName, fleet: FleetConfig, run: str, *, port: int =
     )
 
 
+def is_gated(config: RunConfig) -> bool:
+    """True if engine and trainer are compared first: two programs of étude's, or a model that transformers computes."""
+    return config.engine.kind == "native" or config.model.impl == "hf"
+
+
 def plan_phases(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
     """Plan all that comes before the loop of a new run, in its order."""
-    gate = ("parity",) if config.engine.kind == "native" else ()
+    gate = ("parity",) if is_gated(config) else ()
     return tuple(spec for command in (*phases_of(config), *gate) for spec in plan_phase(command, fleet, run))
 
 

@@ -337,7 +337,7 @@ def _replayed_routes(folder: RunFolder, config: RunConfig) -> RouteSpace | None:
     from etude.models.checkpoint import load_spec  # torch is most of this process's memory: only where it is needed
     from etude.run.numerics import route_space
 
-    return route_space(load_spec(folder.model), config.numerics)
+    return route_space(load_spec(folder.model, config.model.impl), config.numerics)
 
 
 def _settings(options: StandaloneOptions) -> GatewayConfig:

@@ -26,7 +26,7 @@ from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
 from etude.run.event_copies import EventDownloads
 from etude.run.events import open_events
-from etude.run.fleet_plan import plan_loop, plan_phase
+from etude.run.fleet_plan import is_gated, plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
 from etude.run.live_notices import LiveNotices
@@ -119,7 +119,7 @@ def _play(
             _keep_alive(plan_phase(phase, fleet, run), folder, config, before, events, progress)
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
-    if config.engine.kind == "native" and not is_taken_over:  # those that run have passed it
+    if is_gated(config) and not is_taken_over:  # those that run have passed it
         _keep_alive(plan_phase("parity", fleet, run), folder, config, before, events, progress)
     with contextlib.ExitStack() as stack:
         if placement.state is not None:  # not sooner: a region's processes read what phases leave

@@ -13,10 +13,11 @@ from torch import Tensor
 from etude.config.inference import NumericsConfig
 from etude.errors import ConfigError
 from etude.models.arithmetic import Arithmetic
-from etude.models.checkpoint import load_state, state_of
+from etude.models.checkpoint import load_state, state_of, views
 from etude.models.decoder import Decoder
 from etude.models.experts import RoutedExperts
 from etude.models.fast import FastArithmetic
+from etude.models.hf import CausalModel, make_causal_model
 from etude.models.invariant import InvariantArithmetic
 from etude.models.lowprecision import (
     EXPERT_FORMATS,
@@ -62,17 +63,17 @@ def expert_format(config: NumericsConfig) -> ExpertFormat | None:
     return None if config.experts == "plain" else EXPERT_FORMATS[config.experts]
 
 
-def training_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
+def training_model(spec: ModelSpec, config: NumericsConfig, device: str) -> CausalModel:
     """A model for training: float32 parameters, the arithmetic of an engine with published weights."""
-    model = Decoder(spec, choose_arithmetic(config, device)).to(device)
+    model = make_causal_model(spec, choose_arithmetic(config, device)).to(device)
     _set_formats(model, expert_format(config))
     return model
 
 
-def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
+def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> CausalModel:
     """A training model on ``meta``, without memory until each part is filled and sharded."""
     with torch.device("meta"):
-        model = Decoder(spec, choose_arithmetic(config, device))
+        model = make_causal_model(spec, choose_arithmetic(config, device))
     _set_formats(model, expert_format(config))
     return model
 
@@ -91,7 +92,7 @@ def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decod
 def count_parameters(spec: ModelSpec) -> int:
     """Count the weights of a model without making them."""
     with torch.device("meta"):
-        return sum(tensor.numel() for tensor in Decoder(spec).state_dict().values())
+        return sum(view.numel() for _, view in views(make_causal_model(spec)))
 
 
 def largest_state(spec: ModelSpec) -> ReceiveOptions:
@@ -99,7 +100,7 @@ def largest_state(spec: ModelSpec) -> ReceiveOptions:
     return ReceiveOptions(most_bytes=count_parameters(spec) * torch.float32.itemsize)
 
 
-def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]:
+def published_state(model: CausalModel, config: NumericsConfig) -> dict[str, Tensor]:
     """The state to publish: weights rounded to the section's type, experts encoded in its format."""
     state, form = state_of(model), expert_format(config)
     encoded = {} if form is None else quantised_state(state, form)
@@ -111,7 +112,7 @@ def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]
     return encoded | rounded
 
 
-def load_published(model: Decoder, state: Mapping[str, Tensor], config: NumericsConfig) -> None:
+def load_published(model: CausalModel, state: Mapping[str, Tensor], config: NumericsConfig) -> None:
     """Copy a published state into a model. Raises :class:`~etude.errors.DamagedError` on a tensor that does not fit."""
     load_state(model, decoded_state(state, config))
 
@@ -130,10 +131,10 @@ def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dic
     return {} if form is None else {"quantization_config": quantization_config(state, form)}
 
 
-def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool = False) -> None:
+def _set_formats(model: CausalModel, form: ExpertFormat | None, *, published: bool = False) -> None:
     for routed in _routed(model):
         routed.format, routed.published = form, published
 
 
-def _routed(model: Decoder) -> list[RoutedExperts]:
+def _routed(model: CausalModel) -> list[RoutedExperts]:
     return [module for module in model.modules() if isinstance(module, RoutedExperts)]

@@ -17,12 +17,12 @@ Shape legend: B sequences, T positions, N tokens of one pass, H hidden, S sparse
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -32,24 +32,36 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from etude.aio import background_task
-from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
+from etude.config.inference import ENGINES, EngineConfig, NativeOptions, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
+from etude.engines.kinds import EngineContext, Opener
 from etude.engines.native.cache import PagedCache
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.pages import PAGE
 from etude.engines.native.scheduler import EngineRequest, ScheduledTokens
-from etude.errors import MismatchError
+from etude.errors import ConfigError, MismatchError
 from etude.models.checkpoint import load_checkpoint, load_spec, load_state, spec_from_shape
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.spec import ModelSpec
 from etude.protocols import Engine, SamplingParams, turn_of
+from etude.run.events import open_events
 from etude.run.folder import RunFolder
-from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
+from etude.run.numerics import (
+    decoded_state,
+    largest_state,
+    load_published,
+    published_state,
+    serving_model,
+    training_model,
+)
+from etude.run.process_name import ProcessName
 from etude.run.resolve import is_invariant, resolve_device, resolve_replay
+from etude.run.weight_follower import WeightFollower
 from etude.run.weight_log import open_log
+from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.mismatch import Mismatch, MismatchLevel, MismatchProbe, mismatch_level
@@ -151,8 +163,48 @@ def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
     )
     engine = NativeEngine(Weights(server, 0, "parity"), config, seed=SEED, record_routes=record_routes)
     params = SamplingParams(max_tokens=SAMPLED, want_routes=record_routes)
-    turns = asyncio.run(_converse(engine, server.spec.vocab_size, params))
-    return [trajectory for index, pair in enumerate(turns) for trajectory in _trajectories(index, pair)]
+
+    async def converse() -> list[Trajectory]:
+        async with background_task(engine.run()):
+            return await _converse(engine, server.spec.vocab_size, params)
+
+    return asyncio.run(converse())
+
+
+async def check_server(folder: RunFolder, config: RunConfig, events: EventLog) -> Parity:
+    """Start the engine of a run, have it sample, and score its tokens with the trainer's model.
+
+    Nothing is compared layer by layer: a server shows what it sampled and no more.
+    """
+    spec, opener = load_spec(folder.model, config.model.impl), cast("Opener", ENGINES.find(config.engine.kind))
+    if config.engine.max_length < LONGEST:
+        raise ConfigError(f"engine.max_length = {config.engine.max_length}: the parity gate needs {LONGEST}")
+    follower = await asyncio.to_thread(WeightFollower, open_log(folder), largest_state(spec), lambda: None)
+    logs = folder.logs / "parity"
+    logs.mkdir(exist_ok=True)
+    context = EngineContext(
+        config=config,
+        spec=spec,
+        model_folder=folder.model,
+        logs=logs,
+        events=events,
+        make_model=partial(serving_model, spec, config.numerics, config.engine.device),
+        load=partial(load_published, config=config.numerics),
+    )
+    with closing(follower):
+        weights = await asyncio.to_thread(follower.start)
+        async with opener(context, weights) as served:
+            trajectories = await _converse(served.engine, spec.vocab_size, SamplingParams(max_tokens=SAMPLED))
+        probe = MismatchProbe(training_model(spec, config.numerics, config.trainer.device), config.numerics, versions=1)
+        probe.remember(weights.version, decoded_state(to_tensors(weights.state), config.numerics))
+    # The version that a server labels its tokens with is the one that was remembered.
+    sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
+    return Parity(
+        invariant=False,
+        mismatch_level=mismatch_level(sampled, config.numerics, MismatchLevel.CLEAR),
+        sampled=sampled,
+        layers=(),
+    )
 
 
 def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) -> tuple[LayerDifference, ...]:
@@ -170,13 +222,13 @@ def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) 
     )
 
 
-async def _converse(engine: NativeEngine, vocab_size: int, params: SamplingParams) -> list[tuple[Turn, Turn]]:
+async def _converse(engine: Engine, vocab_size: int, params: SamplingParams) -> list[Trajectory]:
     """Two turns for each prompt, all conversations at a time."""
     random = np.random.default_rng(SEED)
     prompts = [random.integers(0, vocab_size, length + SECOND_TURN).astype(np.int32) for length in PROMPTS]
-    async with background_task(engine.run()):
-        talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
-        return await asyncio.gather(*talks)
+    talks = [_talk(engine, index, prompt, params) for index, prompt in enumerate(prompts)]
+    turns = await asyncio.gather(*talks)
+    return [trajectory for index, pair in enumerate(turns) for trajectory in _trajectories(index, pair)]
 
 
 async def _talk(engine: Engine, index: int, ids: Ids, params: SamplingParams) -> tuple[Turn, Turn]:
@@ -366,6 +418,8 @@ def _difference(part: _Part, way: str, ours: _ForwardPass, theirs: _ForwardPass)
 
 SEED_STD = 0.1
 """Spread of the weights of a model that is made up: wide enough that experts are chosen for a reason."""
+AGREEMENT = {MismatchLevel.CLEAR: "agree", MismatchLevel.WARN: "agree badly", MismatchLevel.STOP: "disagree"}
+"""The verdict of each level."""
 GOOD, WARN, DIM = "green", "yellow", "bright_black"
 """Colours of what agrees, what does not, and what is beside it."""
 
@@ -374,7 +428,11 @@ def gate(folder: RunFolder) -> None:
     """Stop a run whose engine and trainer disagree. Raises :class:`~etude.errors.MismatchError`."""
     config = folder.config()
     torch.set_num_threads(config.trainer.threads)
-    parity = parity_of_run(folder, config)
+    if config.model.impl == "hf":
+        with open_events(folder, ProcessName(command="parity")) as events:
+            parity = asyncio.run(check_server(folder, config, events))
+    else:
+        parity = parity_of_run(folder, config)
     show_parity(parity, Console(width=100))
     if not parity.passed:
         raise MismatchError(verdict(parity))
@@ -383,7 +441,7 @@ def gate(folder: RunFolder) -> None:
 def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
     """Check parity on a run's newest published weights, with the numerics of ``config``."""
     device = resolve_device(config.engine.device)
-    spec, published = load_spec(folder.model), to_tensors(pull(open_log(folder)).state)
+    spec, published = load_spec(folder.model, config.model.impl), to_tensors(pull(open_log(folder)).state)
     trained_as = folder.config().numerics
     if config.numerics != trained_as:
         model = training_model(spec, trained_as, device)
@@ -423,7 +481,8 @@ def show_parity(parity: Parity, console: Console) -> None:
         flips = [layer.flips for layer in layers if layer.flips is not None]
         style = WARN if parity.first in layers else ""
         table.add_row(Text(name, style), *(_cell(layer) for layer in layers), str(sum(flips)) if flips else "")
-    console.print(table)
+    if parity.layers:
+        console.print(table)
     console.print(
         Text(f"\n{verdict(parity)}", GOOD if parity.passed and parity.mismatch_level is MismatchLevel.CLEAR else WARN)
     )
@@ -436,12 +495,17 @@ def verdict(parity: Parity) -> str:
     compared = f"{mismatch.tokens} sampled tokens: k3 {k3}, max {largest}"
     if parity.exact:
         return f"engine and trainer agree to the last bit, in every layer; {compared}"
+    if not parity.layers:
+        words = AGREEMENT[parity.mismatch_level]
+        share = formatting.percent(mismatch.equal / max(1, mismatch.tokens))
+        return (
+            f"engine and trainer {words}; {compared}, k1 {mismatch.k1:.1e}, "
+            f"p99 {formatting.small(mismatch.p99)}, {share} of them equal to the last bit"
+        )
     first = "only logprobs differ" if parity.first is None else f"{parity.first.name} ({parity.first.way}) is the first"
     if parity.invariant:
         return f"engine and trainer differ although the arithmetic is invariant: {first}; {compared}"
-    words = {MismatchLevel.CLEAR: "agree", MismatchLevel.WARN: "agree badly", MismatchLevel.STOP: "disagree"}[
-        parity.mismatch_level
-    ]
+    words = AGREEMENT[parity.mismatch_level]
     return f"engine and trainer {words}; {compared}; {first} to differ in any bit"
 
 

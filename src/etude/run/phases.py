@@ -24,10 +24,11 @@ from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import ModelShape
 from etude.errors import RunFolderError
-from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_shape, state_of
+from etude.models.checkpoint import Impl, StoredCheckpoint, save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic, multiplies_bfloat16
 from etude.models.flops import pair_flops, token_flops
+from etude.models.hf import CausalModel, make_causal_model
 from etude.models.spec import ModelSpec
 from etude.run.checkpoint_copies import CheckpointCopies, copy_model, restore_checkpoint, restore_model
 from etude.run.events import open_events
@@ -140,7 +141,7 @@ class PhaseProcess(Closing):
             place(self._origin, lambda target: make_start(target, self._config))
             copy_model(folder, model_place("start"), outages)
         self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
-        self._model = read_model(self._origin)
+        self._model = read_model(self._origin, self._config.model.impl)
         self._parent = digest_of(self._model)
         prepare(self._model, self._config)
         spec = self._model.spec
@@ -270,7 +271,7 @@ class PhaseProcess(Closing):
         )
 
 
-def prepare(model: Decoder, config: RunConfig) -> None:
+def prepare(model: CausalModel, config: RunConfig) -> None:
     """Move a model to where it is trained. There is no engine yet to agree with, so the arithmetic is the fast one: in
     float32 on a CPU, with bfloat16 products where the run is a bfloat16 one and the processor multiplies these faster;
     elsewhere in the type that the run will compute with.
@@ -290,7 +291,7 @@ def batch_schedule(settings: ImitationConfig, tokens: int) -> BatchSchedule:
     return BatchSchedule(tokens=tokens, first=first, last=settings.batch_tokens, ramp_share=settings.ramp_share)
 
 
-def optimisation_of(model: Decoder, config: RunConfig, settings: ImitationConfig, *, steps: int) -> Optimisation:
+def optimisation_of(model: CausalModel, config: RunConfig, settings: ImitationConfig, *, steps: int) -> Optimisation:
     """The optimiser and schedules of a phase of so many steps."""
     optimiser = build_optimiser(
         model,
@@ -325,19 +326,19 @@ def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: St
     keep(folder, *MODEL, outages=outages)  # weights are of no use without it
     config = folder.config()
     with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
-        publishing.start(published_state(read_model(folder.model), config.numerics), 0)
+        publishing.start(published_state(read_model(folder.model, config.model.impl), config.numerics), 0)
         publishing.land()
 
 
-def read_model(origin: Path) -> Decoder:
+def read_model(origin: Path, impl: Impl = "native") -> CausalModel:
     """Load a Hugging Face model folder, in float32. Raises :class:`~etude.errors.DamagedError`."""
-    stored = StoredCheckpoint(origin)
-    model = Decoder(stored.spec)
+    stored = StoredCheckpoint(origin, impl)
+    model = make_causal_model(stored.spec)
     stored.load(model)
     return model
 
 
-def save_model(target: Path, model: Decoder, chat: ChatFormat) -> None:
+def save_model(target: Path, model: CausalModel, chat: ChatFormat) -> None:
     """Write a model's float32 weights and config into ``target``."""
     save_state(target, model.spec, state_of(model), chat, extra={})
 
@@ -374,7 +375,7 @@ def read_cursor(tensors: Mapping[str, Tensor], identity: str) -> Cursor:
     return Cursor(taken=taken)
 
 
-def digest_of(model: Decoder) -> str:
+def digest_of(model: CausalModel) -> str:
     """Digest of a model's float32 weights."""
     return state_digest(to_stored(state_of(model)))
 

@@ -28,7 +28,7 @@ from etude.engines.sglang import server as sglang
 from etude.engines.vllm import process as vllm
 from etude.errors import ConfigError, DamagedError, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec, spec_from_shape
-from etude.models.decoder import Decoder
+from etude.models.hf import make_causal_model
 from etude.models.spec import ModelSpec
 from etude.protocols import Completion, TaskFamily
 from etude.rewards.graders.named import find_grader
@@ -137,9 +137,9 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
     try:
         for line in (*about_template(place, config.gateway.chat_template_kwargs), *about_calls(config)):
             yield MachineFinding(name="chat", words=line, works=False)
-        stored = StoredCheckpoint(place)
+        stored = StoredCheckpoint(place, config.model.impl)
         with torch.device("meta"):
-            stored.check(Decoder(stored.spec))
+            stored.check(make_causal_model(stored.spec))
     except ConfigError:
         raise
     except (UserError, DamagedError) as error:
@@ -252,7 +252,7 @@ def spec_of_recipe(config: RunConfig) -> ModelSpec:
     shape = config.model.shape
     if isinstance(shape, ModelShape):
         return spec_from_shape(shape, shape.vocab_size)
-    return load_spec(Path(config.model.checkpoint))
+    return load_spec(Path(config.model.checkpoint), config.model.impl)
 
 
 def about_calls(config: RunConfig) -> list[str]:

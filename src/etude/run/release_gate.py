@@ -219,7 +219,8 @@ def _compared(folder: RunFolder, version: int) -> str:
     from etude.weights.pull import pull
     from etude.weights.tensors import to_tensors
 
-    config, spec = folder.config(), load_spec(folder.model)
+    config = folder.config()
+    spec = load_spec(folder.model, config.model.impl)
     if config.engine.kind != "native" or spec.max_positions < LONGEST:
         return ""
     state = to_tensors(pull(open_log(folder), version).state)

@@ -38,7 +38,7 @@ class Rescoring:
         check_devices(config, ("trainer",))
         self._numerics = config.numerics
         self._log = open_log(folder)
-        self._model = training_model(load_spec(folder.model), self._numerics, config.trainer.device)
+        self._model = training_model(load_spec(folder.model, config.model.impl), self._numerics, config.trainer.device)
         self._model.eval().requires_grad_(False)
         self._loaded: int | None = None
         self._missing: dict[int, str] = {}

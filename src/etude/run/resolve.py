@@ -83,6 +83,8 @@ def resolve(config: RunConfig) -> RunConfig:
                 f"numerics.replay = {config.numerics.replay!r}: vLLM returns no routes on a CPU, set 'off'"
             )
         numerics = numerics.model_copy(update={"replay": "off"})
+    if config.model.impl == "hf":
+        numerics = numerics.model_copy(update={"replay": "off"})
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"device": engine}),

@@ -103,7 +103,7 @@ class TrainerProcess(Closing):
         self._log = open_log(folder, outages)
         self.publishing = WeightPublishing(self._log, self.config.name, events)
         self._numerics = self.config.numerics
-        self._spec = spec = load_spec(folder.model)
+        self._spec = spec = load_spec(folder.model, self.config.model.impl)
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)

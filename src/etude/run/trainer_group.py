@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from etude.config.recipe import RunConfig
 from etude.config.training import TrainerConfig
 from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spec, load_state
-from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, training_model, unfilled_model
@@ -82,7 +82,7 @@ class GroupCommand:
     """Folder to load a checkpoint from, where no version is named."""
 
 
-Weights: TypeAlias = Callable[[GroupCommand], Decoder]
+Weights: TypeAlias = Callable[[GroupCommand], CausalModel]
 """Makes a model, whole and on the CPU, with the weights that a command to load names."""
 
 
@@ -161,7 +161,7 @@ class TrainerGroup:
         self._broadcast(GroupCommand(kind=CommandKind.SAVE, step=step))
         self._save(step)
 
-    def whole_model(self) -> Decoder:
+    def whole_model(self) -> CausalModel:
         """The model with whole weights; alone, the model itself, which the next step changes."""
         if self._grid is None:
             return self._policy.model
@@ -267,24 +267,24 @@ def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: 
     return TrainerGroup(policy, checkpoints, grid, partial(weights_of, folder, config, log))
 
 
-def weights_of(folder: RunFolder, config: RunConfig, log: WeightLog, command: GroupCommand) -> Decoder:
+def weights_of(folder: RunFolder, config: RunConfig, log: WeightLog, command: GroupCommand) -> CausalModel:
     """A model on the CPU with the weights that a command to load names. Raises as :func:`load_state` does."""
-    model = training_model(load_spec(folder.model), config.numerics, "cpu")
+    model = training_model(load_spec(folder.model, config.model.impl), config.numerics, "cpu")
     if command.version is not None:
         load_state(model, decoded_state(to_tensors(pull(log, command.version).state), config.numerics))
     else:
-        _, state = load_checkpoint(Path(command.checkpoint))
+        _, state = load_checkpoint(Path(command.checkpoint), config.model.impl)
         load_state(model, state)
     return model
 
 
-def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Decoder:
+def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> CausalModel:
     """Build the sharded model to train: with version 0's weights, or empty where a checkpoint has them.
 
     Raises :class:`~etude.errors.ConfigError` where it cannot be divided.
     """
     torch.set_num_threads(config.trainer.threads)
-    spec, numerics, device = load_spec(folder.model), config.numerics, config.trainer.device
+    spec, numerics, device = load_spec(folder.model, config.model.impl), config.numerics, config.trainer.device
     state: Mapping[str, Tensor] | None = None
     if not Checkpoints(folder.checkpoints).steps():
         state = decoded_state(to_tensors(pull(log, 0).state), numerics)
@@ -301,7 +301,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
     return model.train()
 
 
-def optimisation_of(model: Decoder, config: RunConfig) -> Optimisation:
+def optimisation_of(model: CausalModel, config: RunConfig) -> Optimisation:
     """Optimiser, schedule and clipping of reinforcement learning."""
     trainer, schedule = config.trainer, rate_schedule(config.trainer)
     optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)

@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 
 from etude.config.hints import HintsConfig
-from etude.models.decoder import Decoder
 from etude.models.experts import Routing
+from etude.models.hf import CausalModel
 from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.readout import CHUNK_LOGITS, in_chunks
 from etude.trainer.replay import ReplayMode, routing_of
@@ -126,7 +126,7 @@ class Distillation:
     context: ContextParallel | None = None
     chunk_logits: int = CHUNK_LOGITS
 
-    def teach(self, model: Decoder, examples: Sequence[DistillationExample], normaliser: float) -> DistillationLoss:
+    def teach(self, model: CausalModel, examples: Sequence[DistillationExample], normaliser: float) -> DistillationLoss:
         """The loss of a piece, ``normaliser`` being Z.
 
         Without examples it is 0, with a gradient of 0: the pass only keeps other ranks company.
@@ -139,7 +139,7 @@ class Distillation:
         return DistillationLoss(loss, tokens=len(compared.nats_N), nats=float((weights_N * compared.nats_N).sum()))
 
     def _everything(
-        self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]
+        self, model: CausalModel, students: Sequence[Trajectory], teachers: Sequence[Trajectory]
     ) -> TokenDivergences:
         with torch.no_grad():
             _, teacher_nH, teacher_owners_N = self._read(model, teachers)
@@ -158,7 +158,7 @@ class Distillation:
         return TokenDivergences(terms_N, terms_N.detach(), gaps_N.detach(), tokens.trajectories_N)
 
     def _sampled(
-        self, model: Decoder, students: Sequence[Trajectory], teachers: Sequence[Trajectory]
+        self, model: CausalModel, students: Sequence[Trajectory], teachers: Sequence[Trajectory]
     ) -> TokenDivergences:
         with torch.no_grad():
             teacher_N = score(model, *self._tokens(model, teachers), self.context).logprobs_N
@@ -167,11 +167,11 @@ class Distillation:
         terms_N, nats_N = sampled_terms(student_N, teacher_N, tokens.engine_logprobs_N, cap=self.config.cap)
         return TokenDivergences(terms_N, nats_N, teacher_N - student_N.detach(), tokens.trajectories_N)
 
-    def _read(self, model: Decoder, views: Sequence[Trajectory]) -> tuple[SampledTokens, Tensor, Tensor | None]:
+    def _read(self, model: CausalModel, views: Sequence[Trajectory]) -> tuple[SampledTokens, Tensor, Tensor | None]:
         tokens, routing = self._tokens(model, views)
         return tokens, *hidden_before(model, tokens, routing, self.context)
 
-    def _tokens(self, model: Decoder, views: Sequence[Trajectory]) -> tuple[SampledTokens, Routing | None]:
+    def _tokens(self, model: CausalModel, views: Sequence[Trajectory]) -> tuple[SampledTokens, Routing | None]:
         """The replies of some contexts, drawn from whole distributions, and the routes of all tokens."""
         device = model.embedding.device
         tokens = replace(sampled_tokens(views, [view.loss_mask for view in views], device), sampling_mask=None)
@@ -210,7 +210,7 @@ def prefix_weights(compared: TokenDivergences) -> Tensor:
 
 
 def _chunk(
-    model: Decoder, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor
+    model: CausalModel, student_nH: Tensor, teacher_nH: Tensor, temperatures_n: Tensor, ids_n: Tensor
 ) -> tuple[Tensor]:
     """[n,2] divergences of what the two sides' hidden states predict, and log π_h − log π_θ of what was sampled."""
     with torch.no_grad():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.readout import in_chunks
 from etude.types import Document, Mask
@@ -102,7 +102,7 @@ class ImitationTrainer:
                 yield (losses_P * weights_P).sum() / total
 
 
-def predict(model: Decoder, documents: Sequence[Document]) -> tuple[Tensor, Tensor, Tensor]:
+def predict(model: CausalModel, documents: Sequence[Document]) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of the tokens that have a weight, with gradient, those weights, and which of them an agent wrote, all [P].
 
     No document sees another, and its first token is predicted by nothing.
@@ -119,7 +119,7 @@ def predict(model: Decoder, documents: Sequence[Document]) -> tuple[Tensor, Tens
     return losses_P, weights_P, torch.from_numpy(acts_N[places_P]).to(device)
 
 
-def _nats(model: Decoder, hidden_nH: Tensor, ids_n: Tensor) -> tuple[Tensor]:
+def _nats(model: CausalModel, hidden_nH: Tensor, ids_n: Tensor) -> tuple[Tensor]:
     logits_nV = model.logits(hidden_nH)
     exact_nV = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     return (functional.cross_entropy(exact_nV, ids_n, reduction="none"),)

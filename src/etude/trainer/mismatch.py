@@ -22,8 +22,8 @@ import torch
 from etude.config.inference import NumericsConfig
 from etude.errors import DamagedError
 from etude.models.checkpoint import load_state
-from etude.models.decoder import Decoder
 from etude.models.experts import Routing
+from etude.models.hf import CausalModel
 from etude.trainer.replay import producers, replay
 from etude.trainer.scores import SampledTokens, by_trajectory, sampled_logprobs, sampled_tokens
 from etude.types import Floats, Ids, Mask, Trajectory
@@ -117,7 +117,7 @@ class MismatchProbe:
     whether routes are replayed; ``auto`` must have been decided for the device.
     """
 
-    def __init__(self, scorer: Decoder, config: NumericsConfig, *, versions: int) -> None:
+    def __init__(self, scorer: CausalModel, config: NumericsConfig, *, versions: int) -> None:
         self._scorer = scorer.eval().requires_grad_(False)
         self._config = config
         self._versions = versions

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from etude.config.training import OptimiserConfig
 from etude.errors import DamagedError, DivergedError
 from etude.models.decoder import Decoder
-from etude.trainer.muon import Muon, matrices_of
+from etude.models.hf import CausalModel
+from etude.trainer.muon import Matrices, Muon, matrices_of
 from etude.trainer.parallel import clip_gradients
 
 MODEL, OPTIMISER = "model", "optimiser"
@@ -113,7 +114,7 @@ class Optimisation:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalModel,
         optimiser: torch.optim.Optimizer,
         schedule: RateSchedule,
         *,
@@ -194,7 +195,7 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def build_optimiser(
-    model: Decoder,
+    model: CausalModel,
     config: OptimiserConfig,
     *,
     learning_rate: float,
@@ -206,7 +207,10 @@ def build_optimiser(
     ``learning_rate`` is the peak, to be scaled group by group; ``betas`` are AdamW's. Matrices decay, gains and biases
     do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate.
     """
-    matrices = matrices_of(model) if config.kind == "muon" else {}
+    matrices: Matrices = {}
+    if config.kind == "muon":
+        assert isinstance(model, Decoder), "refused with the recipe"
+        matrices = matrices_of(model)
     others = [parameter for parameter in model.parameters() if parameter not in matrices]
     groups = [
         {"params": group, "weight_decay": decay}

@@ -33,6 +33,7 @@ from etude.config.training import ParallelConfig
 from etude.errors import ConfigError
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, RoutedExperts
+from etude.models.hf import CausalModel, HfBlock, HfModel, make_causal_model, materialise_hf
 from etude.trainer.parallel_context import ContextParallel
 
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -130,7 +131,7 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
         dist.destroy_process_group()
 
 
-def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -> None:
+def parallelise(model: CausalModel, grid: Grid, fill: Callable[[nn.Module], None]) -> None:
     """Shard the weights of ``model``, which lie on ``meta``, in place; every rank has to fill in the same ones.
 
     ``fill`` is called with each block and at last with the model, right before its parameters are sharded, to give that
@@ -138,9 +139,8 @@ def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -
     :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
     """
     for block in model.blocks:
-        assert isinstance(block, DecoderBlock)
         fill(block)
-        if isinstance(block.feed, Experts):
+        if isinstance(block, DecoderBlock) and isinstance(block.feed, Experts):
             _spread(block.feed.routed, grid.experts)
         fully_shard(block, mesh=grid.everyone)
     fill(model)
@@ -155,6 +155,9 @@ def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -
 
 def materialise(part: nn.Module, device: str) -> None:
     """Allocate memory on ``device`` for a block, or for what is outside of blocks, made on ``meta``."""
+    if isinstance(part, HfModel | HfBlock):
+        materialise_hf(part, device)
+        return
     if isinstance(part, DecoderBlock):
         part.to_empty(device=device)
         return
@@ -190,7 +193,7 @@ def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
+def whole_model(model: CausalModel, *, keep: bool = True) -> CausalModel | None:
     """A model like ``model`` with whole weights, in the host's memory, for this rank alone; ``None`` where a rank does
     not ``keep`` it. No device ever holds more than one whole tensor.
 
@@ -200,7 +203,7 @@ def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
     if not keep:
         return None
     with torch.device("meta"):
-        whole = Decoder(model.spec, model.arithmetic)
+        whole = make_causal_model(model.spec, model.arithmetic)
     whole.load_state_dict(tensors, assign=True)
     return whole.requires_grad_(False)
 

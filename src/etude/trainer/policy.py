@@ -19,8 +19,8 @@ from torch import Tensor
 from etude.config.hints import HintsConfig
 from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig
-from etude.models.decoder import Decoder
 from etude.models.experts import Routing
+from etude.models.hf import CausalModel
 from etude.trainer.corrections import proximal_logprobs
 from etude.trainer.distillation import Distillation, DistillationExample
 from etude.trainer.losses import LossTokens, Totals, distillation_normaliser, policy_loss
@@ -83,7 +83,7 @@ class PolicyTrainer:
         )
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> CausalModel:
         """Model that is trained."""
         return self.optimisation.model
 

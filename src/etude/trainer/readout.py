@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from etude.models.arithmetic import MaskTensors
-from etude.models.decoder import RECOMPUTED, Decoder
+from etude.models.decoder import RECOMPUTED
+from etude.models.hf import CausalModel
 
 CHUNK_LOGITS = 1 << 27
 """Logits that exist at a time: those of 883 tokens of a vocabulary of 151,936."""
@@ -34,7 +35,7 @@ Readout: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 def in_chunks(
-    read: Readout, model: Decoder, hidden_NH: Tensor, *columns: Column, most: int = CHUNK_LOGITS
+    read: Readout, model: CausalModel, hidden_NH: Tensor, *columns: Column, most: int = CHUNK_LOGITS
 ) -> tuple[Tensor, ...]:
     """Each tensor [N] that ``read`` makes of hidden states and ``columns``, with their gradients.
 

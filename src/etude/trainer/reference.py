@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from etude.models.checkpoint import load_state
-from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens
 from etude.types import Floats, Trajectory
 
@@ -31,7 +31,7 @@ from etude.types import Floats, Trajectory
 class Reference:
     """A frozen reference policy that scores sampled tokens."""
 
-    def __init__(self, scorer: Decoder, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, scorer: CausalModel, state: Mapping[str, Tensor]) -> None:
         """``scorer`` computes as the trainer does and gets the weights ``state``; no other part may use it."""
         self._scorer = scorer.eval().requires_grad_(False)
         load_state(self._scorer, state)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from etude.models.arithmetic import MaskTensors
-from etude.models.decoder import Decoder
 from etude.models.experts import Routing
+from etude.models.hf import CausalModel
 from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.readout import in_chunks
 from etude.trainer.sampling_mask import chosen_mask, entropies, gather_masks
@@ -103,7 +103,7 @@ def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], de
 
 
 def score(
-    model: Decoder,
+    model: CausalModel,
     tokens: SampledTokens,
     routing: Routing | None = None,
     context: ContextParallel | None = None,
@@ -126,7 +126,7 @@ def score(
 
 
 def hidden_before(
-    model: Decoder, tokens: SampledTokens, routing: Routing | None = None, context: ContextParallel | None = None
+    model: CausalModel, tokens: SampledTokens, routing: Routing | None = None, context: ContextParallel | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """(hidden states [n,H] that scored tokens are predicted from, int64 [N] which rank has which token's).
 
@@ -141,7 +141,7 @@ def hidden_before(
 
 
 def _score_in_parallel(
-    model: Decoder,
+    model: CausalModel,
     tokens: SampledTokens,
     routing: Routing | None,
     context: ContextParallel,
@@ -160,7 +160,7 @@ def _score_in_parallel(
     )
 
 
-def sampled_logprobs(model: Decoder, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
+def sampled_logprobs(model: CausalModel, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
     """[N] float32: the log-probabilities of :func:`score` alone."""
     hidden_NH, _ = hidden_before(model, tokens, routing)
     columns = (tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
@@ -179,13 +179,13 @@ def by_trajectory(values_N: Tensor, masks: Sequence[Mask]) -> list[Floats]:
 
 
 def _logprobs(
-    model: Decoder, hidden_nH: Tensor, ids_n: Tensor, temperatures_n: Tensor, mask: MaskTensors | None
+    model: CausalModel, hidden_nH: Tensor, ids_n: Tensor, temperatures_n: Tensor, mask: MaskTensors | None
 ) -> tuple[Tensor]:
     return (model.arithmetic.logprobs(model.logits(hidden_nH), ids_n, temperatures_n, mask),)
 
 
 def _scores(
-    model: Decoder,
+    model: CausalModel,
     hidden_nH: Tensor,
     ids_n: Tensor,
     temperatures_n: Tensor,

@@ -101,7 +101,8 @@ def propose(
     config = folder.config()
     if not config.release.enabled:
         raise ConfigError(f"{run} releases nothing: its recipe has release.every_steps = 0")
-    StoredCheckpoint(checkpoint).check(unfilled_model(load_spec(folder.model), config.numerics, "cpu"))
+    impl = config.model.impl
+    StoredCheckpoint(checkpoint, impl).check(unfilled_model(load_spec(folder.model, impl), config.numerics, "cpu"))
     with open_releases(folder) as store:
         copy = folder.path / PROPOSALS / f"{int(unix_s() * 1e6)}"
         shutil.copytree(checkpoint, copy)
