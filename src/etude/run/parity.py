@@ -140,6 +140,7 @@ def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: Numeric
         raise ValueError(f"max_positions={spec.max_positions}: the parity gate needs {LONGEST}")
     replayed = numerics.model_copy(update={"replay": resolve_replay(numerics, device)})
     trainer, server = training_model(spec, numerics, device).eval(), serving_model(spec, numerics, device)
+    assert isinstance(trainer, Decoder), "a model of transformers is compared with its engine: check_server"
     load_published(trainer, state, numerics)
     load_published(server, state, numerics)
     trajectories = sample(server, record_routes=replayed.replay != "off")
@@ -428,11 +429,7 @@ def gate(folder: RunFolder) -> None:
     """Stop a run whose engine and trainer disagree. Raises :class:`~etude.errors.MismatchError`."""
     config = folder.config()
     torch.set_num_threads(config.trainer.threads)
-    if config.model.impl == "hf":
-        with open_events(folder, ProcessName(command="parity")) as events:
-            parity = asyncio.run(check_server(folder, config, events))
-    else:
-        parity = parity_of_run(folder, config)
+    parity = parity_of_run(folder, config)
     show_parity(parity, Console(width=100))
     if not parity.passed:
         raise MismatchError(verdict(parity))
@@ -440,6 +437,9 @@ def gate(folder: RunFolder) -> None:
 
 def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
     """Check parity on a run's newest published weights, with the numerics of ``config``."""
+    if config.model.impl == "hf":
+        with open_events(folder, ProcessName(command="parity")) as events:
+            return asyncio.run(check_server(folder, config, events))
     device = resolve_device(config.engine.device)
     spec, published = load_spec(folder.model, config.model.impl), to_tensors(pull(open_log(folder)).state)
     trained_as = folder.config().numerics

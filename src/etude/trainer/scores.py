@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from etude.models.arithmetic import MaskTensors
+from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.hf import CausalModel
 from etude.trainer.parallel_context import ContextParallel
@@ -134,6 +135,7 @@ def hidden_before(
     """
     if context is None:
         return model.forward_packed(tokens.token_ids_T, tokens.lengths, routing)[tokens.places_N - 1], None
+    assert isinstance(model, Decoder), "parallel.cp is refused with the recipe"
     hidden_tH, own_t = context.hidden(model, tokens.token_ids_T, tokens.lengths, routing)
     owners_N = context.owners(tokens.lengths).to(own_t.device)[tokens.places_N - 1]
     mine_N = owners_N == context.rank
