@@ -56,7 +56,7 @@ def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Resolve device, arithmetic, type and router replay of a configuration; named values stay.
+    """Resolve device, arithmetic, type, router replay and recomputing of a configuration; named values stay.
 
     Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
     """
@@ -86,7 +86,9 @@ def resolve(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"device": engine}),
-            "trainer": config.trainer.model_copy(update={"device": trainer}),
+            "trainer": config.trainer.model_copy(
+                update={"device": trainer, "checkpoint_activations": resolve_recomputing(config)}
+            ),
             "numerics": numerics,
         }
     )
@@ -128,6 +130,12 @@ def _absolute(path: str) -> str:
 def is_invariant(config: NumericsConfig, device: str) -> bool:
     """True if the arithmetic is the invariant one."""
     return config.arithmetic == "invariant" or (config.arithmetic == "auto" and device == "cpu")
+
+
+def resolve_recomputing(config: RunConfig) -> bool:
+    """Whether activations are computed again: above one rank, where a model is large, or as the recipe says."""
+    chosen = config.trainer.checkpoint_activations
+    return config.parallel.ranks > 1 if chosen == "auto" else chosen
 
 
 def resolve_dtype(config: NumericsConfig, device: str) -> Literal["float32", "bfloat16"]:

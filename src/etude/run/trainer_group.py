@@ -297,7 +297,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
         if state is not None:
             check_state(model, state)
         parallelise(model, grid, partial(_fill, state=state, device=device))
-    model.recompute = config.trainer.checkpoint_activations
+    model.recompute = config.trainer.recomputes
     return model.train()
 
 
