@@ -39,6 +39,10 @@ class FastArithmetic:
         """[N,O]."""
         kind = self._products or x_NI.dtype
         bias_O = None if bias_O is None else self._rounded(bias_O).to(kind)
+        if torch.is_grad_enabled() and weight_OI.requires_grad and weight_OI.dtype != kind:
+            through = self._dtype or weight_OI.dtype
+            product_NO: Tensor = _Linear.apply(x_NI.to(kind), weight_OI, through)  # type: ignore[no-untyped-call]
+            return (product_NO if bias_O is None else product_NO + bias_O).to(x_NI.dtype)
         return functional.linear(x_NI.to(kind), self._rounded(weight_OI).to(kind), bias_O).to(x_NI.dtype)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:

@@ -70,6 +70,11 @@ def resolve(config: RunConfig) -> RunConfig:
                 f"set 'fast', or leave it out"
             )
         everywhere = "cuda"  # several ranks compute with torch's kernels, as on a GPU
+    if trainer == "cpu" and config.optimiser.state == "offload":
+        raise ConfigError(
+            "optimiser.state = 'offload' has no effect with a trainer on a CPU, where moments are in the host's memory "
+            "anyway: leave it out, or set '8bit' to have them smaller"
+        )
     numerics = config.numerics.model_copy(
         update={
             "arithmetic": "invariant" if is_invariant(config.numerics, everywhere) else "fast",
