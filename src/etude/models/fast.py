@@ -191,7 +191,7 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         return (
             grad_NO @ ctx.rounded(weight_OI).to(grad_NO.dtype) if of_x else None,
-            (grad_NO.t() @ x_NI).to(weight_OI.dtype) if of_weight else None,
+            ctx.rounded(grad_NO.t() @ x_NI).to(weight_OI.dtype) if of_weight else None,
             grad_NO.sum(0) if of_bias else None,
             None,
         )
@@ -218,7 +218,8 @@ class _Grouped(torch.autograd.Function):
         if of_x:
             grad_RI = functional.grouped_mm(grad_RO, ctx.rounded(weight_EOI).to(grad_RO.dtype), offs=ends_E)
         if of_weight:
-            grad_EOI = weight_gradient(grad_RO, x_RI, ends_E, guard=_leaves_garbage(grad_RO.device)).to(ctx.dtype)
+            grad_EOI = weight_gradient(grad_RO, x_RI, ends_E, guard=_leaves_garbage(grad_RO.device))
+            grad_EOI = ctx.rounded(grad_EOI).to(ctx.dtype)
         return grad_RI, None, grad_EOI, None
 
 
