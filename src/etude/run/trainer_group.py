@@ -23,7 +23,6 @@ from typing import Self, TypeAlias, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from etude.config.recipe import RunConfig
 from etude.config.training import TrainerConfig
@@ -38,10 +37,11 @@ from etude.trainer.batching.packing import Cost, MicroBatch, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
+from etude.trainer.moments import local
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
 from etude.trainer.policy import PolicyTrainer
-from etude.trainer.rescoring import RankVersions, Rescored, Row, part_of
+from etude.trainer.version_scores import RankVersions, Rescored, Row, part_of
 from etude.types import Trajectory
 from etude.weights.log import WeightLog
 from etude.weights.pull import pull
@@ -183,7 +183,7 @@ class TrainerGroup:
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
         """Remember each rank's shards of a version: of the policy, or with a ``state`` of the one in the log; see
-        :meth:`~etude.trainer.rescoring.RankVersions.remember`.
+        :meth:`~etude.trainer.version_scores.RankVersions.remember`.
         """
         command = GroupCommand(kind=CommandKind.REMEMBER, version=version, is_published=state is not None, most=most)
         self._broadcast(command)
@@ -195,7 +195,7 @@ class TrainerGroup:
         return self._versions.numbers
 
     def score(self, version: int, rows: Sequence[Row], *, max_tokens: int, replays: bool) -> Rescored:
-        """Score rows under a remembered version, all ranks together; see :class:`~etude.trainer.rescoring.Scorer`."""
+        """Score rows under a remembered version; see :class:`~etude.trainer.version_scores.VersionScorer`."""
         assert self._grid is not None
         masked = [replace(trajectory, loss_mask=mask) for trajectory, mask in rows]
         lengths = [len(trajectory.token_ids) for trajectory in masked]
@@ -205,7 +205,7 @@ class TrainerGroup:
             kind=CommandKind.SCORE, version=version, shares=tuple(map(tuple, shares)), replays=replays
         )
         self._broadcast(command, lambda: encode_trajectories(masked))
-        return self._score(command, masked)
+        return joint_scores(command, masked, self._versions, self._grid, self._policy.replay_floor)
 
     def idle(self, now_s: float) -> None:
         """To be called while rank 0 waits, at monotonic seconds ``now_s``."""
@@ -230,7 +230,9 @@ class TrainerGroup:
                 case CommandKind.REMEMBER:
                     self._remember(command)
                 case CommandKind.SCORE:
-                    self._score(command, decode_trajectories(self._receive_bytes()))
+                    assert self._grid is not None
+                    rows = decode_trajectories(self._receive_bytes())
+                    joint_scores(command, rows, self._versions, self._grid, self._policy.replay_floor)
                 case CommandKind.GATHER:
                     whole_model(self._policy.model, keep=False)
                 case _:
@@ -245,33 +247,13 @@ class TrainerGroup:
         chosen = self._weights(command).state_dict()
         with torch.no_grad():
             for name, place in self._policy.model.state_dict().items():
-                (place.to_local() if isinstance(place, DTensor) else place).copy_(part_of(chosen[name], place))
+                local(place).copy_(part_of(chosen[name], place))
         self._policy.optimisation.reset()
 
     def _remember(self, command: GroupCommand) -> None:
         assert command.version is not None
         state = self._weights(command).state_dict() if command.is_published else None
         self._versions.remember(command.version, state, most=command.most)
-
-    def _score(self, command: GroupCommand, rows: Sequence[Trajectory]) -> Rescored:
-        """Every rank scores its share; all get to know all scores."""
-        assert self._grid is not None and command.version is not None
-        grid, context = self._grid, self._grid.context
-        found = [np.zeros(len(row.token_ids), np.float32) for row in rows]
-        pairs = flips = 0
-        with self._versions.instead(command.version):
-            for indices in command.shares[grid.share]:
-                scored = self._versions.score(
-                    [rows[index] for index in indices], self._policy.replay_floor, context, replays=command.replays
-                )
-                pairs, flips = pairs + scored.pairs, flips + scored.flips
-                for index, row in zip(indices, scored.logprobs, strict=True):
-                    if context is None or context.rank == 0:  # the others of a context know the same
-                        found[index] = row
-        together = grid.summed(np.concatenate(found)) if found else np.zeros(0, np.float32)
-        totals = grid.total([pairs, flips])
-        ends = np.cumsum([len(row) for row in found])[:-1]
-        return Rescored(logprobs=tuple(np.split(together, ends)), pairs=round(totals[0]), flips=round(totals[1]))
 
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
@@ -308,6 +290,27 @@ class TrainerGroup:
     def _receive_bytes(self) -> bytes:
         assert self._grid is not None
         return self._grid.broadcast(b"")
+
+
+def joint_scores(
+    command: GroupCommand, rows: Sequence[Trajectory], versions: RankVersions, grid: Grid, floor: float
+) -> Rescored:
+    """Score rows under a version: every rank its share, and all get to know all scores."""
+    assert command.version is not None
+    context = grid.context
+    rows_scored = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    pairs = flips = 0
+    with versions.instead(command.version):
+        for indices in command.shares[grid.share]:
+            scored = versions.score([rows[index] for index in indices], floor, context, replays=command.replays)
+            pairs, flips = pairs + scored.pairs, flips + scored.flips
+            for index, row in zip(indices, scored.logprobs, strict=True):
+                if context is None or context.rank == 0:  # the others of a context know the same
+                    rows_scored[index] = row
+    scores_L = grid.summed(np.concatenate(rows_scored)) if rows_scored else np.zeros(0, np.float32)
+    totals = grid.total([pairs, flips])
+    ends = np.cumsum([len(row) for row in rows_scored])[:-1]
+    return Rescored(logprobs=tuple(np.split(scores_L, ends)), pairs=round(totals[0]), flips=round(totals[1]))
 
 
 def reduced(metrics: Mapping[str, float], grid: Grid) -> dict[str, float]:

@@ -22,7 +22,7 @@ import torch
 from etude.config.inference import NumericsConfig
 from etude.errors import DamagedError
 from etude.models.decoder import Decoder
-from etude.trainer.rescoring import Rescored, Row, Scorer, WholeScorer
+from etude.trainer.version_scores import Rescored, Row, VersionScorer, WholeScorer
 from etude.types import Floats, Ids, Mask, Trajectory
 
 POSITIONS = (0, 1, 8, 32, 128, 512)
@@ -111,7 +111,7 @@ class MismatchProbe:
     ``config`` says whether routes are replayed; ``auto`` must have been decided for the device.
     """
 
-    def __init__(self, scorer: Scorer, config: NumericsConfig, *, versions: int) -> None:
+    def __init__(self, scorer: VersionScorer, config: NumericsConfig, *, versions: int) -> None:
         self._scorer = scorer
         self._config = config
         self._versions = versions

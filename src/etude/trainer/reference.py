@@ -24,14 +24,14 @@ from torch import Tensor
 
 from etude.config.inference import NumericsConfig
 from etude.models.decoder import Decoder
-from etude.trainer.rescoring import Scorer, WholeScorer
+from etude.trainer.version_scores import VersionScorer, WholeScorer
 from etude.types import Floats, Trajectory
 
 
 class Reference:
     """A frozen reference policy that scores sampled tokens."""
 
-    def __init__(self, scorer: Scorer, version: int) -> None:
+    def __init__(self, scorer: VersionScorer, version: int) -> None:
         """``scorer`` remembers ``version``, which is the reference, for good."""
         self._scorer = scorer
         self._version = version

@@ -18,12 +18,12 @@ from typing import Protocol, Self, TypeAlias, final
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from etude.config.inference import NumericsConfig
 from etude.models.checkpoint import load_state
 from etude.models.decoder import Decoder
 from etude.trainer.checkpoint import Box, box_of
+from etude.trainer.moments import local
 from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.replay import routing_of
 from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens, score
@@ -35,7 +35,7 @@ Row: TypeAlias = tuple[Trajectory, Mask]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """What a version says of some rows."""
+    """Scores of some rows by a version."""
 
     logprobs: tuple[Floats, ...]
     """[L] of each row: of the tokens that are scored, 0 elsewhere."""
@@ -45,7 +45,7 @@ class Rescored:
     """Those that the router would not have chosen."""
 
 
-class Scorer(Protocol):
+class VersionScorer(Protocol):
     """Scores tokens under remembered versions of the weights."""
 
     @property
@@ -66,8 +66,9 @@ class Scorer(Protocol):
 
 @final
 class WholeScorer:
-    """A :class:`Scorer` of one process. ``model`` computes as the trainer does and gets the weights in turn, so no
-    other part may use it.
+    """A :class:`VersionScorer` of one process.
+
+    ``model`` computes as the trainer does and gets the weights in turn, so no other part may use it.
     """
 
     def __init__(self, model: Decoder, config: NumericsConfig) -> None:
@@ -129,7 +130,7 @@ class RankVersions:
     def __init__(self, model: Decoder) -> None:
         self._model = model
         self._shards: dict[int, dict[str, Tensor]] = {}
-        self._kept: set[int] = set()
+        self._pinned: set[int] = set()
 
     @property
     def numbers(self) -> Collection[int]:
@@ -137,11 +138,11 @@ class RankVersions:
         return self._shards.keys()
 
     def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
-        """As :meth:`Scorer.remember` says; a ``state`` is of whole tensors. With ``most`` 0 it is never forgotten."""
+        """Remember as :meth:`VersionScorer.remember` says, of whole tensors; with ``most`` 0 for good."""
         if not most:
-            self._kept.add(version)
+            self._pinned.add(version)
         self._shards[version] = self._policy() if state is None else self._parts(state)
-        recent = sorted(self._shards.keys() - self._kept)
+        recent = sorted(self._shards.keys() - self._pinned)
         for old in recent[: len(recent) - most] if most else ():
             del self._shards[old]
 
@@ -171,7 +172,7 @@ class RankVersions:
         )
 
     def _policy(self) -> dict[str, Tensor]:
-        return {name: _own(tensor).to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
+        return {name: local(tensor.detach()).to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
 
     def _parts(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: part_of(state[name], place).clone() for name, place in self._model.state_dict().items()}
@@ -179,7 +180,7 @@ class RankVersions:
     def _load(self, shards: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, place in self._model.state_dict().items():
-                _own(place).copy_(shards[name])
+                local(place).copy_(shards[name])
         if isinstance(self._model, FSDPModule):
             self._model.reshard()  # what was gathered of the weights before
 
@@ -187,11 +188,6 @@ class RankVersions:
 def part_of(whole: Tensor, place: Tensor) -> Tensor:
     """The view of a whole tensor that a rank has where ``place`` is how it is sharded."""
     return whole[box_of(place).inside(Box((0,) * place.ndim, tuple(place.shape)))]
-
-
-def _own(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _parts(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
