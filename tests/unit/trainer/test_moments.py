@@ -61,7 +61,7 @@ def test_eight_bits_learn_as_float32_does(kind: str) -> None:
     }
     wide, narrow = (sum(curve[-10:]) / 10 for curve in curves.values())
     assert wide < 0.6 * curves["fp32"][0]
-    assert narrow == pytest.approx(wide, rel=0.05)
+    assert narrow == pytest.approx(wide, rel=0.02)
 
 
 @pytest.mark.parametrize("config", CASES, ids=lambda config: f"{config.kind} {config.state}")
