@@ -141,7 +141,7 @@ def test_what_is_stacked_is_bounded_and_makes_the_same_step() -> None:
         for index, parameter in enumerate(model.parameters()):
             parameter.grad = gradients(tuple(parameter.shape), seed=index)
         adamw = torch.optim.AdamW([model.embedding], lr=0.1)
-        with Largest() as largest:
+        with Largest() as largest:  # type: ignore[no-untyped-call]
             Muon(matrices, adamw, InFloat32(), momentum=0.95, most_stacked=most).step()
         results.append((model.state_dict(), largest.numbers))
     (few, bounded), (stacked, whole) = results
