@@ -144,7 +144,7 @@ def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: Numeric
     load_published(trainer, state, numerics)
     load_published(server, state, numerics)
     trajectories = sample(server, record_routes=replayed.replay != "off")
-    probe = MismatchProbe(trainer, replayed, versions=1)
+    probe = MismatchProbe.alone(trainer, replayed, versions=1)
     probe.remember(0, decoded_state(state, numerics))
     sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
     return Parity(
@@ -196,7 +196,9 @@ async def check_server(folder: RunFolder, config: RunConfig, events: EventLog) -
         weights = await asyncio.to_thread(follower.start)
         async with opener(context, weights) as served:
             trajectories = await _converse(served.engine, spec.vocab_size, SamplingParams(max_tokens=SAMPLED))
-        probe = MismatchProbe(training_model(spec, config.numerics, config.trainer.device), config.numerics, versions=1)
+        probe = MismatchProbe.alone(
+            training_model(spec, config.numerics, config.trainer.device), config.numerics, versions=1
+        )
         probe.remember(weights.version, decoded_state(to_tensors(weights.state), config.numerics))
     # The version that a server labels its tokens with is the one that was remembered.
     sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
