@@ -25,16 +25,9 @@ from etude.trainer.losses import Totals
 from etude.trainer.policy import PolicyTrainer
 from etude.types import UNSAMPLED, Trajectory
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of numpy, in Triton's interpreter
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda")
 
 
 @pytest.fixture
@@ -119,6 +112,9 @@ def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.
         torch.testing.assert_close(one, other.float().cpu(), atol=close, rtol=close)
 
 
+@pytest.mark.real_gpu(
+    "attention over 2,000 positions takes minutes in the interpreter; test_gpu_kernels compares fewer"
+)
 @pytest.mark.parametrize("heads", [(32, 8, 128, 128), (16, 1, 576, 512)], ids=["grouped", "latent"])
 def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tuple[int, int, int, int]) -> None:
     """In bfloat16, beside float64: single tokens, and prompts behind what is in the cache."""
