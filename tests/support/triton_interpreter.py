@@ -4,7 +4,7 @@ Triton looks at ``TRITON_INTERPRET`` when a kernel is defined, its own library i
 does not do. The variable is set for the import and for calls only: programs that tests start would inherit it.
 
 The interpreter keeps bfloat16 as whole numbers, multiplies matrices of them as such and rounds towards zero. Both are
-mended here: they are numbers, and rounded to the nearest as a device does.
+fixed here: they are numbers, and rounded to the nearest as a device does.
 """
 
 import os
@@ -45,7 +45,7 @@ def kernels(*names: str) -> list[ModuleType]:
         if not torch.cuda.is_available():
             for name in [name for name in sys.modules if _is_python_of_triton(name) or name.startswith(OURS)]:
                 del sys.modules[name]
-            _mend(import_module("triton.runtime.interpreter"))
+            _fix(import_module("triton.runtime.interpreter"))
         return [import_module(f"{OURS}.{name}") for name in names]
 
 
@@ -54,7 +54,7 @@ def _is_python_of_triton(module: str) -> bool:
     return module.partition(".")[0] == "triton" and not module.startswith("triton._C")
 
 
-def _mend(interpreter: Any) -> None:
+def _fix(interpreter: Any) -> None:
     """Give a fresh module of the interpreter the arithmetic of bfloat16."""
     builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
     cast, dot = builder.cast_impl, builder.create_dot

@@ -39,7 +39,7 @@ class PretendedTensor(Tensor):
     on: Computes
 
     @staticmethod
-    def __new__(cls, inner: Tensor, on: Computes) -> Self:  # noqa: D102
+    def __new__(cls, inner: Tensor, on: Computes) -> Self:
         with torch.inference_mode(False):
             made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # a static method of C++
                 cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,

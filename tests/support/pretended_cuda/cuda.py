@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from pretended.device import PretendedDevice
-from pretended.graphs import Tape
-from pretended.tensors import BELOW, CUDA, is_pretended, names_cuda
-from pretended.timeline import HOST, Seen
+from pretended_cuda.device import PretendedDevice
+from pretended_cuda.graphs import Captured
+from pretended_cuda.tensors import BELOW, CUDA, is_pretended, names_cuda
+from pretended_cuda.timeline import HOST, Seen
 
 CAPABILITY = (9, 0)
 """A Hopper card's."""
@@ -86,7 +86,7 @@ class Graph:
 
     def __init__(self, on: PretendedDevice) -> None:
         self._on = on
-        self.tape = Tape()
+        self.captured = Captured()
 
     def pool(self) -> tuple[int, int]:
         """The name of its memory."""
@@ -94,7 +94,7 @@ class Graph:
 
     def replay(self) -> None:
         """Do what was captured."""
-        self._on.replay(self.tape)
+        self._on.replay(self.captured)
 
 
 @final
@@ -145,14 +145,14 @@ class Cuda:
     @contextmanager
     def _capture(self, graph: Graph, **_: object) -> Iterator[None]:
         """A real capture goes to a stream of its own, behind the current one, which it does not touch otherwise."""
-        assert self._on.tape is None, "captures do not nest"
+        assert self._on.captured is None, "captures do not nest"
         self._on.wait("capture")
-        self._on.tape = graph.tape
+        self._on.captured = graph.captured
         try:
             yield
         finally:
-            self._on.tape = None
-        graph.tape.spoil()
+            self._on.captured = None
+        graph.captured.spoil()
 
 
 @final

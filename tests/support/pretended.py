@@ -13,7 +13,7 @@ run in its interpreter. Work must stay in one thread: torch's modes belong to th
 
     timeline    who may touch memory when: streams, events, waits
     memory      what is held, and its peak
-    refusals    what single operations do not take
+    limits      what single operations do not take
     tensors     what code sees
     device      one operation after another
     graphs      captured and replayed
@@ -27,11 +27,11 @@ from contextlib import contextmanager
 
 import torch
 
-from pretended.cuda import installed
-from pretended.device import PretendedDevice
-from pretended.kernels import launched_on
-from pretended.refusals import RefusedByDevice
-from pretended.timeline import UnorderedAccess
+from pretended_cuda.cuda import installed
+from pretended_cuda.device import PretendedDevice
+from pretended_cuda.kernels import launched_on
+from pretended_cuda.limits import RefusedByDevice
+from pretended_cuda.timeline import UnorderedAccess
 
 __all__ = ["PretendedDevice", "RefusedByDevice", "UnorderedAccess", "pretended"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pretended.timeline import Touched
+from pretended_cuda.timeline import Touched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Launch:
 
 
 @final
-class Tape:
+class Captured:
     """The operations of a capture, in their order."""
 
     def __init__(self) -> None:

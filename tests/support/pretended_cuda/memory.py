@@ -5,7 +5,7 @@ from typing import final
 
 from torch import Tensor, UntypedStorage
 
-from pretended.timeline import Touched
+from pretended_cuda.timeline import Touched
 
 
 @final

@@ -27,8 +27,8 @@ def check_grouped_product(factors: Sequence[Tensor], *, where: str) -> None:
         widest = strides[-2] if strides[-1] == 1 else strides[-1]
         if widest * size % ALIGNMENT or factor.storage_offset() * size % ALIGNMENT:
             raise RefusedByDevice(
-                f"grouped product: the {name} factor, strides {strides}, offset {factor.storage_offset()}, {size} bytes "
-                f"a number, is not aligned to {ALIGNMENT} bytes ({where})"
+                f"grouped product: the {name} factor, strides {strides}, offset {factor.storage_offset()}, "
+                f"{size} bytes a number, is not aligned to {ALIGNMENT} bytes ({where})"
             )
 
 

@@ -1,10 +1,10 @@
 """The pretended device: does each operation on the CPU, refuses what CUDA would, and counts.
 
     torch's operation ──▶ compute ──▶ refuse? wait? ──▶ the same operation on the tensors below ──▶ pretended results
-                                                          └──▶ a tape, while a graph is captured
+                                                          └──▶ a captured, while a graph is captured
 
 Owns what one operation means: where its operands lie, whether the host has to wait for it, what it reads and writes on
-which stream. Not the ``torch.cuda`` that code calls, which is :mod:`pretended.cuda`'s.
+which stream. Not the ``torch.cuda`` that code calls, which is :mod:`pretended_cuda.cuda`'s.
 
 What it does not see: how CUDA kernels round, speed, which kernel a library chooses, memory that libraries take for
 themselves, several devices.
@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from pretended import attention
-from pretended.graphs import Launch, Tape
-from pretended.memory import Memory
-from pretended.refusals import RefusedByDevice, check_flash_attention, check_grouped_product
-from pretended.tensors import PretendedTensor, inner, is_pretended, names_cuda
-from pretended.timeline import HOST, Timeline
+from pretended_cuda import attention
+from pretended_cuda.graphs import Captured, Launch
+from pretended_cuda.limits import RefusedByDevice, check_flash_attention, check_grouped_product
+from pretended_cuda.memory import Memory
+from pretended_cuda.tensors import PretendedTensor, inner, is_pretended, names_cuda
+from pretended_cuda.timeline import HOST, Timeline
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ class PretendedDevice:
         self.stream = 0
         """The number of the current stream."""
         self.streams = 1
-        self.tape: Tape | None = None
+        self.captured: Captured | None = None
         """Where operations go while a graph is captured."""
         self.launches = Counter[str]()
         """Kernels, copies and graphs started, by name; what lies inside a graph is one with it."""
@@ -75,7 +75,7 @@ class PretendedDevice:
 
     def wait(self, why: str) -> None:
         """Let the host wait for the current stream. Raises :class:`RefusedByDevice` inside a capture."""
-        if self.tape is not None:
+        if self.captured is not None:
             raise RefusedByDevice(f"{why}: the host cannot wait while a graph is captured ({_caller()})")
         self.host_waits[f"{why} ({_caller()})"] += 1
         self.timeline.wait(HOST, self.timeline.mark(self.stream))
@@ -88,17 +88,17 @@ class PretendedDevice:
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         written += [touched for touched in map(self.memory.of, made) if all(touched is not own for own in written)]
         self.timeline.enter(self.stream, what, reads=read, writes=written)
-        if self.tape is None:
+        if self.captured is None:
             self.launches[what] += 1
         else:
-            self.tape.launches.append(Launch(what=what, call=call, results=made, reads=read, writes=written))
+            self.captured.launches.append(Launch(what=what, call=call, results=made, reads=read, writes=written))
         return result
 
-    def replay(self, tape: Tape) -> None:
+    def replay(self, captured: Captured) -> None:
         """Start a captured graph on the current stream."""
         self.launches["graph"] += 1
         with torch.no_grad():
-            for launch in tape.launches:
+            for launch in captured.launches:
                 launch.again()
                 self.timeline.enter(self.stream, launch.what, reads=launch.reads, writes=launch.writes)
 
@@ -190,12 +190,12 @@ class PretendedDevice:
 
     def _wrap(self, result: Any, operands: Any) -> Any:
         """Pretended tensors of an operation's results; what it changed in place stays the tensor it was."""
-        known = {id(tensor.inner): tensor for tensor in tree_leaves(operands) if is_pretended(tensor)}
+        by_inner = {id(tensor.inner): tensor for tensor in tree_leaves(operands) if is_pretended(tensor)}
 
         def wrapped(thing: Any) -> Any:
             if not isinstance(thing, Tensor):
                 return thing
-            return known[id(thing)] if id(thing) in known else PretendedTensor(thing, self)
+            return by_inner[id(thing)] if id(thing) in by_inner else PretendedTensor(thing, self)
 
         return tree_map(wrapped, result)
 
@@ -242,7 +242,7 @@ class PretendedDevice:
     def _start_copy(self, on_device: Tensor, on_host: Tensor | None, *, non_blocking: bool) -> None:
         """Note a copy between the host and the device, in the direction that the names of ``launches`` say."""
         pinned = None if on_host is None else self.pinned.find(on_host)
-        if self.tape is not None:
+        if self.captured is not None:
             raise RefusedByDevice(f"a copy between host and device while a graph is captured ({_caller()})")
         self.launches["copy between host and device"] += 1
         touched = [self.memory.of(on_device)] + ([] if pinned is None else [pinned])
@@ -301,12 +301,12 @@ class Interception(TorchDispatchMode):
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PretendedTensor]:
     """What an operation changes in place, by its schema."""
-    found = list[PretendedTensor]()
+    written = list[PretendedTensor]()
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if is_pretended(leaf)]
-    return found
+            written += [leaf for leaf in tree_leaves(value) if is_pretended(leaf)]
+    return written
 
 
 def _flash_operands(func: Any, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Tensor | None]]:

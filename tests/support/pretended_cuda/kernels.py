@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from pretended.device import PretendedDevice
-from pretended.tensors import PretendedTensor, inner, is_pretended
+from pretended_cuda.device import PretendedDevice
+from pretended_cuda.tensors import PretendedTensor, inner, is_pretended
 from triton_interpreter import interpreted, kernels
 
 NAMES = ("fused", "paged_attention", "vocabulary")
@@ -43,5 +43,5 @@ def launched_on(device: PretendedDevice) -> Iterator[None]:
 
 
 def _written(operands: list[PretendedTensor]) -> list[torch.Tensor]:
-    """All of them: which ones a kernel writes, it does not say. Stricter than need be where streams share what they read."""
+    """All of them: a kernel does not say which it writes. Stricter than need be where streams share what they read."""
     return list({id(operand.inner): operand.inner for operand in operands}.values())
