@@ -1,7 +1,7 @@
 """The pretended device: does each operation on the CPU, refuses what CUDA would, and counts.
 
     torch's operation ──▶ compute ──▶ refuse? wait? ──▶ the same operation on the tensors below ──▶ pretended results
-                                                          └──▶ a captured, while a graph is captured
+                                                          └──▶ what a graph captures, while one does
 
 Owns what one operation means: where its operands lie, whether the host has to wait for it, what it reads and writes on
 which stream. Not the ``torch.cuda`` that code calls, which is :mod:`pretended_cuda.cuda`'s.
@@ -170,10 +170,10 @@ class PretendedDevice:
         heads = [named["query"], named["key"], named["value"]]
         check_flash_attention(heads, [named["cu_seq_q"], named["cu_seq_k"]], where=_caller())
         assert tuple(named.get("window_size") or (-1, 0)) == (-1, 0), "attention without a window is written out alone"
-        q, k, v = (head.inner for head in heads)
-        scale, starts = named.get("scale") or q.shape[-1] ** -0.5, named["cu_seq_q"].inner
+        q, k, v = (head.below for head in heads)
+        scale, starts = named.get("scale") or q.shape[-1] ** -0.5, named["cu_seq_q"].below
         if "grad_out" in named:
-            slope = named["grad_out"].inner
+            slope = named["grad_out"].below
             result = self.launch(
                 _name(func),
                 lambda: attention.gradients(slope, (q, k, v), starts, scale),
@@ -190,7 +190,7 @@ class PretendedDevice:
 
     def _wrap(self, result: Any, operands: Any) -> Any:
         """Pretended tensors of an operation's results; what it changed in place stays the tensor it was."""
-        by_inner = {id(tensor.inner): tensor for tensor in tree_leaves(operands) if is_pretended(tensor)}
+        by_inner = {id(tensor.below): tensor for tensor in tree_leaves(operands) if is_pretended(tensor)}
 
         def wrapped(thing: Any) -> Any:
             if not isinstance(thing, Tensor):
@@ -290,7 +290,7 @@ class Interception(TorchDispatchMode):
     """Sends every operation to the device."""
 
     def __init__(self, device: PretendedDevice) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
 
     def __torch_dispatch__(

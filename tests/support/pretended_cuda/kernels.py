@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pretended_cuda.device import PretendedDevice
+from pretended_cuda.limits import RefusedByDevice
 from pretended_cuda.tensors import PretendedTensor, inner, is_pretended
 from triton_interpreter import interpreted, kernels
 
@@ -24,9 +25,10 @@ def launched_on(device: PretendedDevice) -> Iterator[None]:
         run = interpreter.InterpretedFunction.run
 
         def launch(function: Any, *args: Any, **kwargs: Any) -> Any:
-            operands = [operand for operand in (*args, *kwargs.values()) if isinstance(operand, torch.Tensor)]
-            for operand in operands:
-                assert is_pretended(operand), f"{function.__name__}: an operand lies on the {operand.device}"
+            tensors = [operand for operand in (*args, *kwargs.values()) if isinstance(operand, torch.Tensor)]
+            operands = [tensor for tensor in tensors if is_pretended(tensor)]
+            if len(operands) < len(tensors):
+                raise RefusedByDevice(f"{function.__name__}: an operand of the kernel lies on the host")
             lower = [inner(argument) for argument in args]
             return device.launch(
                 function.__name__,
@@ -44,4 +46,4 @@ def launched_on(device: PretendedDevice) -> Iterator[None]:
 
 def _written(operands: list[PretendedTensor]) -> list[torch.Tensor]:
     """All of them: a kernel does not say which it writes. Stricter than need be where streams share what they read."""
-    return list({id(operand.inner): operand.inner for operand in operands}.values())
+    return list({id(operand.below): operand.below for operand in operands}.values())

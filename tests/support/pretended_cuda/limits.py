@@ -39,6 +39,6 @@ def check_flash_attention(heads: Sequence[Tensor], starts: Sequence[Tensor | Non
             raise RefusedByDevice(f"flash attention takes bfloat16 and float16, not {tensor.dtype} ({where})")
         if tensor.stride(-1) != 1:
             raise RefusedByDevice(f"flash attention: the last axis has stride {tensor.stride(-1)}, not 1 ({where})")
-    for tensor in starts:
-        if tensor is not None and tensor.dtype != torch.int32:
-            raise RefusedByDevice(f"flash attention takes starts of sequences in int32, not {tensor.dtype} ({where})")
+    for start in starts:
+        if start is not None and start.dtype != torch.int32:
+            raise RefusedByDevice(f"flash attention takes starts of sequences in int32, not {start.dtype} ({where})")

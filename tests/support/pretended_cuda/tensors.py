@@ -34,22 +34,22 @@ class Computes(Protocol):
 class PretendedTensor(Tensor):
     """A tensor on the pretended device."""
 
-    inner: Tensor
+    below: Tensor
     """Its values, on the CPU."""
     on: Computes
 
     @staticmethod
-    def __new__(cls, inner: Tensor, on: Computes) -> Self:
+    def __new__(cls, below: Tensor, on: Computes) -> Self:
         with torch.inference_mode(False):
-            made: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # a static method of C++
-                cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
-                layout=inner.layout, device=BELOW, requires_grad=False,
+            made: Self = torch.Tensor._make_wrapper_subclass(
+                cls, below.size(), strides=below.stride(), storage_offset=below.storage_offset(), dtype=below.dtype,
+                layout=below.layout, device=BELOW, requires_grad=False,
             )  # fmt: skip
-        made.inner, made.on = inner, on
+        made.below, made.on = below, on
         return made
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation is of something else
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         on = next(tensor.on for tensor in torch.utils._pytree.tree_leaves((args, kwargs)) if is_pretended(tensor))
@@ -68,29 +68,30 @@ class PretendedTensor(Tensor):
         return self.detach()
 
     @data.setter
-    def data(self, new: "PretendedTensor") -> None:
-        torch.Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        self.inner = new.inner
+    def data(self, new: Tensor) -> None:
+        torch.Tensor.data.__set__(self, new)
+        self.below = inner(new)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PretendedTensor":
-        copied = PretendedTensor(self.inner.detach().clone(), self.on).requires_grad_(self.requires_grad)
+        copied = PretendedTensor(self.below.detach().clone(), self.on)
+        copied.requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
-            copied._is_param = True  # type: ignore[attr-defined]  # torch's own mark of a parameter
+            copied._is_param = True  # torch's own mark of a parameter
         memo[id(self)] = copied
         return copied
 
     def tolist(self) -> Any:
         self.on.wait("tolist")
-        return self.inner.tolist()
+        return self.below.tolist()
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.below.data_ptr()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"PretendedTensor({self.inner!r})"
+        return f"PretendedTensor({self.below!r})"
 
 
 def is_pretended(thing: object) -> TypeGuard[PretendedTensor]:
@@ -100,7 +101,7 @@ def is_pretended(thing: object) -> TypeGuard[PretendedTensor]:
 
 def inner(thing: Any) -> Any:
     """The tensor below a pretended one; anything else as it is."""
-    return thing.inner if is_pretended(thing) else thing
+    return thing.below if is_pretended(thing) else thing
 
 
 def names_cuda(device: object) -> bool:
