@@ -106,9 +106,9 @@ def _counted_reads(memory: Sequence[torch.Tensor]) -> Iterator[list[int]]:
     load, read = InterpreterBuilder.create_masked_load, list[int]()
 
     def counted(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        asked = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
+        addresses = pointers.data[np.broadcast_to(mask.data, pointers.data.shape)]
         for tensor in memory:
-            inside = (asked >= tensor.data_ptr()) & (asked < tensor.data_ptr() + tensor.nbytes)
+            inside = (addresses >= tensor.data_ptr()) & (addresses < tensor.data_ptr() + tensor.nbytes)
             read.append(int(inside.sum()) * tensor.itemsize)
         return load(self, pointers, mask, *rest)
 

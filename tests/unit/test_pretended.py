@@ -20,7 +20,7 @@ def device() -> Iterator[PretendedDevice]:
 
 def test_tensors_hold_values_and_say_cuda(device: PretendedDevice) -> None:
     weight = torch.ones(2, 3).cuda().requires_grad_()
-    (weight @ torch.arange(3.0, device="cuda")).sum().backward()  # type: ignore[no-untyped-call]
+    (weight @ torch.arange(3.0, device="cuda")).sum().backward()
     assert weight.is_cuda and weight.device == torch.device("cuda", 0)
     assert weight.grad is not None and weight.grad.tolist() == [[0, 1, 2]] * 2
     assert device.memory.held_bytes == 48

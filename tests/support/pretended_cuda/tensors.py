@@ -64,12 +64,13 @@ class PretendedTensor(Tensor):
         return True
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        torch.Tensor.data.__set__(self, new)
+        set_data: Any = torch.Tensor.data  # a descriptor of C++
+        set_data.__set__(self, new)
         self.below = inner(new)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PretendedTensor":

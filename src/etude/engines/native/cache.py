@@ -28,7 +28,7 @@ assert PAGE == pages.PAGE, "scheduler and kernels count pages alike"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What a step computed."""
+    """The tensors that a step computed."""
 
     hidden_NH: Tensor
     """Normalised hidden states."""

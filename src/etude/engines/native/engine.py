@@ -228,7 +228,7 @@ class NativeEngine:
         """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
         calls = [self._calls[work.request] for work in plan if work.samples]
         if self._graphs is not None and only_decodes(plan):
-            drawn = self._graphs.run(self._weights.model, plan, tabulated(*_asked(calls)))
+            drawn = self._graphs.run(self._weights.model, plan, tabulated(*_draw_parameters(calls)))
             for work in plan:
                 self._scheduler.advance(work)
         else:
@@ -247,7 +247,7 @@ class NativeEngine:
         if len(calls) < len(hidden_NH):
             hidden_NH = hidden_NH[output.sampling_R]
             routes_NLk = None if routes_NLk is None else routes_NLk[output.sampling_R]
-        return self._sampler.sample(self._weights.model.logits(hidden_NH), *_asked(calls), routes_NLk)
+        return self._sampler.sample(self._weights.model.logits(hidden_NH), *_draw_parameters(calls), routes_NLk)
 
     def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
         """Score the prompts whose logprobs are wanted, as far as this step has read them."""
@@ -350,7 +350,7 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 
 
-def _asked(calls: Sequence[_PendingCall]) -> tuple[list[SamplingParams], list[int], list[int]]:
+def _draw_parameters(calls: Sequence[_PendingCall]) -> tuple[list[SamplingParams], list[int], list[int]]:
     """Parameters, seeds and counts of sampled tokens, which is what a draw depends on."""
     requests = [call.request for call in calls]
     return [one.params for one in requests], [call.seed for call in calls], [one.sampled for one in requests]

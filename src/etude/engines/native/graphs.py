@@ -21,7 +21,7 @@ from torch import Tensor
 from etude.engines.native.cache import PagedCache
 from etude.engines.native.sampling import Drawn, DrawnTensors, Sampler, Table, may_cut
 from etude.engines.native.scheduler import ScheduledTokens
-from etude.engines.native.transfer import Part, join, split
+from etude.engines.native.transfer import ByteSpan, join, split
 from etude.models.arithmetic import PagedRows
 from etude.models.decoder import Decoder
 
@@ -32,7 +32,7 @@ GROUPED_PRODUCTS = (9, 10)
 
 
 class _Kind(NamedTuple):
-    """What one graph can do."""
+    """The steps that one graph serves."""
 
     model: int
     batch: int
@@ -64,7 +64,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, model: Decoder, plan: Sequence[ScheduledTokens], table_4R: Table) -> Drawn:
-        """What the plain step would compute and sample: one token of each request, and the routes of the last ones.
+        """Compute and sample as the plain step would: one token for each request, and the routes of the last ones.
 
         Waits for the device once. Raises like :meth:`~etude.engines.native.sampling.Sampler.sample`.
         """
@@ -76,14 +76,14 @@ class DecodeGraphs:
         inputs = _inputs(plan, table_4R, kind, self._cache.idle_page)
         captured.inputs.copy_(join(inputs, pinned=True), non_blocking=True)
         captured.graph.replay()
-        parts = [Part.of(tensor) for tensor in captured.drawn.tensors]
+        parts = [ByteSpan.of(tensor) for tensor in captured.drawn.tensors]
         return captured.drawn.read(split(captured.outputs.cpu(), parts), len(plan))
 
     def _capture(self, model: Decoder, kind: _Kind) -> _Captured:
         device = model.embedding.device
         idle = _inputs([], np.zeros((4, 0)), kind, self._cache.idle_page)
         inputs = join(idle, pinned=True).to(device, non_blocking=True)
-        token_ids_B, positions_B, tables_BP, table_4B = split(inputs, [Part.of(tensor) for tensor in idle])
+        token_ids_B, positions_B, tables_BP, table_4B = split(inputs, [ByteSpan.of(tensor) for tensor in idle])
         rows = PagedRows(
             tables_BP=tables_BP,
             sequences_N=torch.arange(kind.batch, dtype=torch.int32, device=device),

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ByteSpan:
     """The type and shape of one tensor among bytes."""
 
     dtype: torch.dtype
@@ -35,14 +35,14 @@ class Part:
 
 def join(tensors: Sequence[Tensor], *, pinned: bool = False) -> Tensor:
     """The bytes of some tensors, one behind the other, uint8. ``pinned`` ones lie where a device can copy them from."""
-    parts = [Part.of(tensor) for tensor in tensors]
+    parts = [ByteSpan.of(tensor) for tensor in tensors]
     joined = torch.empty(sum(map(_room, parts)), dtype=torch.uint8, device=tensors[0].device, pin_memory=pinned)
     for tensor, view in zip(tensors, split(joined, parts), strict=True):
         view.copy_(tensor)
     return joined
 
 
-def split(joined: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+def split(joined: Tensor, parts: Sequence[ByteSpan]) -> list[Tensor]:
     """The tensors among bytes that :func:`join` made, as views."""
     views, start = list[Tensor](), 0
     for part in parts:
@@ -56,15 +56,15 @@ def place(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     if device.type == "cpu":
         return list(tensors)
     joined = join(tensors, pinned=device.type == "cuda").to(device, non_blocking=True)
-    return split(joined, [Part.of(tensor) for tensor in tensors])
+    return split(joined, [ByteSpan.of(tensor) for tensor in tensors])
 
 
 def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors of a device on the host, by one copy, which waits for the device once."""
     if tensors[0].device.type == "cpu":
         return list(tensors)
-    return split(join(tensors).cpu(), [Part.of(tensor) for tensor in tensors])
+    return split(join(tensors).cpu(), [ByteSpan.of(tensor) for tensor in tensors])
 
 
-def _room(part: Part) -> int:
+def _room(part: ByteSpan) -> int:
     return -(-part.size_bytes // ALIGNMENT) * ALIGNMENT

@@ -13,8 +13,8 @@ ROWS = 48
 
 
 def drawn_in_torch(logits: Tensor, table: Table) -> tuple[list[int], Tensor | None]:
-    ids, kept = draw_on_device(logits, torch.from_numpy(table), truncates=may_cut(table))
-    return ids.tolist(), kept
+    ids, mask = draw_on_device(logits, torch.from_numpy(table), truncates=may_cut(table))
+    return ids.tolist(), mask
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 37, 700])
@@ -38,14 +38,14 @@ def test_it_draws_what_the_kernel_draws(vocabulary: int, tied: bool) -> None:
     ]
     table = tabulated(params, range(ROWS), range(ROWS))
     host_ids, host_kept = draw_on_host(logits, table)
-    ids, kept = drawn_in_torch(logits, table)
+    ids, mask = drawn_in_torch(logits, table)
     assert ids == host_ids.tolist()
     if host_kept is None:
-        assert kept is None or not kept.any()
+        assert mask is None or not mask.any()
     else:
-        assert kept is not None
-        assert kept.sum(-1).cumsum(0).tolist() == host_kept.offsets_N1[1:].tolist()
-        assert kept.nonzero()[:, 1].tolist() == host_kept.token_ids.tolist()
+        assert mask is not None
+        assert mask.sum(-1).cumsum(0).tolist() == host_kept.offsets_N1[1:].tolist()
+        assert mask.nonzero()[:, 1].tolist() == host_kept.token_ids.tolist()
 
 
 def test_uncut_rows_have_no_sets_to_ask_for() -> None:
@@ -66,8 +66,8 @@ def test_frequencies_are_the_probabilities(k: int, p: float) -> None:
     draws = 20_000
     logits = torch.linspace(-1.5, 1.5, 12)
     params = [SamplingParams(max_tokens=1, temperature=0.7, top_k=k, top_p=p)] * draws
-    ids, kept = drawn_in_torch(logits.expand(draws, 12), tabulated(params, [11] * draws, range(draws)))
-    allowed = torch.arange(12) if kept is None else kept[0].nonzero().squeeze(1)
+    ids, mask = drawn_in_torch(logits.expand(draws, 12), tabulated(params, [11] * draws, range(draws)))
+    allowed = torch.arange(12) if mask is None else mask[0].nonzero().squeeze(1)
     expected = draws * (logits[allowed] / 0.7).softmax(0)
     counts = torch.bincount(torch.tensor(ids), minlength=12)
     assert int(counts.sum()) == int(counts[allowed].sum())
