@@ -86,12 +86,15 @@ class PretendedDevice:
         read = [self.memory.of(tensor) for tensor in reads]
         result = call()
         made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
-        written += [touched for touched in map(self.memory.of, made) if all(touched is not own for own in written)]
+        fresh = [tensor for tensor in made if all(self.memory.of(tensor) is not own for own in written)]
+        written += map(self.memory.of, fresh)
         self.timeline.enter(self.stream, what, reads=read, writes=written)
         if self.captured is None:
             self.launches[what] += 1
         else:
-            self.captured.launches.append(Launch(what=what, call=call, results=made, reads=read, writes=written))
+            self.captured.launches.append(
+                Launch(what=what, call=call, results=made, fresh=fresh, reads=read, writes=written)
+            )
         return result
 
     def replay(self, captured: Captured) -> None:

@@ -18,7 +18,9 @@ class Launch:
     what: str
     call: Callable[[], Any]
     results: Sequence[Tensor]
-    """What it made, at the addresses that later operations read."""
+    """What it made or changed, at the addresses that later operations read."""
+    fresh: Sequence[Tensor]
+    """What it made."""
     reads: Sequence[Touched]
     writes: Sequence[Touched]
 
@@ -40,6 +42,6 @@ class Captured:
     def spoil(self) -> None:
         """Make what was computed while capturing unusable: a real capture computes nothing."""
         for launch in self.launches:
-            for result in launch.results:
+            for result in launch.fresh:
                 if result.is_floating_point():
                     result.fill_(torch.nan)
