@@ -162,7 +162,7 @@ def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) 
     firsts = np.cumsum([0, *pages]).tolist()
     theirs = {}
     for way, read in WAYS.items():
-        cache = PagedCache(server, 2 * sum(pages), record_routes=True, graphs=False)
+        cache = PagedCache(server, 2 * sum(pages), record_routes=True)
         requests = [_request(index, one, firsts[index]) for index, one in enumerate(sequences)]
         theirs[way] = _read_paged(server, cache, requests, read)
     return tuple(
@@ -232,7 +232,7 @@ def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequ
     reading = _ForwardPass()
     for plan in read(requests):
         with torch.inference_mode(), _observed(model) as seen:
-            _, routes_NSk = cache.forward(model, plan)
+            routes_NSk = cache.forward(model, plan).routes_NLk
         if not reading.states:
             reading.states.update({name: [_blank(one, out) for one in requests] for name, out in seen.items()})
         if routes_NSk is not None and not reading.routes:

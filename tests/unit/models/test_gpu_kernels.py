@@ -1,7 +1,6 @@
 """The Triton kernels compute what torch's operations do: on a CUDA device, or else in Triton's interpreter.
 
-The interpreter rounds float32 to bfloat16 towards zero, which no device does: types other than float32 are compared in
-``tests/gpu``.
+Types other than float32 are compared in ``tests/gpu``.
 """
 
 from collections.abc import Iterator
