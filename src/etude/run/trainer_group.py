@@ -30,7 +30,7 @@ from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spe
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import decoded_state, training_model, unfilled_model
+from etude.run.numerics import DTYPES, decoded_state, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.trainer.batching.packing import MicroBatch
@@ -296,7 +296,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
         model = unfilled_model(spec, numerics, device)
         if state is not None:
             check_state(model, state)
-        parallelise(model, grid, partial(_fill, state=state, device=device))
+        parallelise(model, grid, partial(_fill, state=state, device=device), DTYPES[numerics.stored_dtype])
     model.recompute = config.trainer.recomputes
     return model.train()
 
