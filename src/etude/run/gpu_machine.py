@@ -22,7 +22,7 @@ class GpuKind:
     flops: float
     """bfloat16 operations per second."""
     bytes_per_s: float
-    """Of its memory."""
+    """Rate of its memory."""
 
 
 GPUS: Mapping[str, GpuKind] = MappingProxyType(
@@ -44,7 +44,7 @@ class GpuMachine:
     name: str
     gpus: int
     memory_bytes: int
-    """Of each GPU."""
+    """One GPU's."""
     kind: GpuKind | None = None
     """``None`` where only numbers were given."""
 

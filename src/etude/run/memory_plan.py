@@ -1,7 +1,7 @@
 """Memory of a run, process by process and part by part: for this machine, or for one that is not here.
 
     rank of the trainer    parameters, gradients, moments        float32, sharded over all ranks
-                           gathered weights                      bfloat16: outside of blocks, and two blocks at a time
+                           gathered weights                      outside of blocks, and two blocks at a time
                            activations                           of a pass; one state per token and block, if recomputed
                            working set                           a block computed again, or a chunk of logits
     native engine          weights, spare, cache, a step
@@ -21,7 +21,7 @@ from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
 from etude.engines.native.pages import PAGE
 from etude.errors import ConfigError, InfrastructureError, UserError
-from etude.models.sizes import FLOAT, ModelSizes, kept_bytes
+from etude.models.sizes import FLOAT, ModelSizes, saved_bytes
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.run.disk_space import MODEL_BYTES, moment_bytes
 from etude.run.gpus import count_gpus, divide_gpus, engine_gpus, engine_sizes
@@ -40,7 +40,7 @@ CONTEXT_BYTES = 1_500_000_000
 COLLECTIVE_BYTES = 1_500_000_000
 """Buffers of NCCL, of three meshes, per rank."""
 RESERVE_SHARE = 0.08
-"""Of what a step takes and gives back, what the allocator cannot use again."""
+"""Share of what a step takes and gives back that the allocator cannot use again."""
 GRAPH_BYTES = 500_000_000
 """CUDA graphs of an engine's decode steps, which share a pool."""
 VLLM_SHARE, SGLANG_SHARE = 0.9, 0.85
@@ -60,7 +60,7 @@ class MemoryPart:
     name: str
     size_bytes: int
     words: str
-    """How it is made up."""
+    """The way it is made up."""
     key: str = ""
     """Key of the recipe that changes it."""
     lasts: bool = True
@@ -73,12 +73,12 @@ class ProcessMemory:
 
     name: str
     count: int
-    """How many such processes there are."""
+    """Number of such processes."""
     gpus: int
     """GPUs of each."""
     parts: tuple[MemoryPart, ...]
     problem: str = ""
-    """Why it cannot start, however much memory is free; empty where it can."""
+    """The reason why it cannot start, however much memory is free; empty where it can."""
 
     @property
     def total(self) -> int:
@@ -157,32 +157,29 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> Pro
 
 
 def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[MemoryPart]:
-    """What a forward and a backward pass take beyond the state."""
+    """Parts that a forward and a backward pass take beyond the state."""
     parallel, fused = config.parallel, config.trainer.device == "cuda"
     item = activation_bytes(config)
     length = min(config.engine.max_length, max(config.trainer.microbatch_tokens, 1))
     tokens = -(-max(config.trainer.microbatch_tokens, config.engine.max_length) // parallel.cp)
-    kept = [kept_bytes(spec, layer, item=item, fused=fused, length=length) * tokens for layer in range(spec.layers)]
+    saved = [saved_bytes(spec, layer, item=item, fused=fused, length=length) * tokens for layer in range(spec.layers)]
     block, rounded = sizes.largest_block(parallel.ep), item if item < FLOAT else 0
     gathers = parallel.ranks > 1
     recomputes = config.trainer.recomputes
     states = spec.layers * tokens * spec.hidden_size * item
-    copies = sizes.outer * item + GATHERED_BLOCKS * block * item if gathers else 0
-    if not gathers and rounded:  # each product keeps the weights that it rounded
-        copies = rounded * (block if recomputes else sizes.total - sizes.outer)
-    backward = kept_working(spec, tokens, item, block, sizes.largest_outer) + (max(kept) if recomputes else 0)
-    unreduced = (sizes.outer + GATHERED_BLOCKS * block) * (item + GRADIENT_BYTES) if gathers else 0
+    gathered = FLOAT if config.numerics.experts != "plain" else item
+    copies = sizes.outer * FLOAT + GATHERED_BLOCKS * block * gathered if gathers else 0
+    backward = backward_bytes(spec, tokens, item, block, sizes.largest_outer) + (max(saved) if recomputes else 0)
+    unreduced = sizes.outer * GRADIENT_BYTES + GATHERED_BLOCKS * block * (gathered + GRADIENT_BYTES) if gathers else 0
     chunk_rows = max(1, min(CHUNK_LOGITS // spec.vocab_size, tokens))
-    head = (rounded + item + GRADIENT_BYTES) * sizes.largest_outer
-    logits = chunk_rows * spec.vocab_size * (2 * item + LOGIT_BYTES["cuda" if fused else "cpu"]) + (
-        0 if gathers else head
-    )
+    logits = chunk_rows * spec.vocab_size * (2 * item + LOGIT_BYTES["cuda" if fused else "cpu"])
+    logits += (rounded + item + GRADIENT_BYTES) * sizes.largest_outer  # the head as it is used, and its gradient
     words = f"{tokens:,} tokens of {item} bytes a number, "
     return [
         MemoryPart(
-            name="gathered weights" if gathers else "rounded weights",
+            name="gathered weights",
             size_bytes=copies,
-            words=f"outside of blocks, and {GATHERED_BLOCKS} blocks" if gathers else "in the type of the products",
+            words=f"outside of blocks, in float32, and {GATHERED_BLOCKS} blocks",
             key="parallel.ep" if spec.experts else "",
             lasts=False,
         ),
@@ -195,7 +192,7 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
         ),
         MemoryPart(
             name="activations",
-            size_bytes=states if recomputes else sum(kept),
+            size_bytes=states if recomputes else sum(saved),
             words=words + ("one state per block" if recomputes else "all that each block keeps"),
             key="trainer.microbatch_tokens" if recomputes else "trainer.checkpoint_activations",
             lasts=False,
@@ -210,7 +207,7 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
     ]
 
 
-def kept_working(spec: ModelSpec, tokens: int, item: int, block: int, outer: int) -> int:
+def backward_bytes(spec: ModelSpec, tokens: int, item: int, block: int, outer: int) -> int:
     """Bytes that the backward pass of a block takes and gives back: gradients of its widest activations, and of its
     largest matrix before they are added to what is there.
     """
@@ -366,7 +363,7 @@ def _step_width(spec: ModelSpec) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceUse:
-    """What shares one device."""
+    """The processes that share one device."""
 
     device: str
     processes: tuple[ProcessMemory, ...]

@@ -56,10 +56,10 @@ def check_pretended(
 def uses_there(
     config: RunConfig, plan: MemoryPlan, machine: GpuMachine, fleet: FleetConfig | None = None
 ) -> Sequence[DeviceUse]:
-    """What is on each GPU of a machine; of a fleet, on one that each process has for itself."""
+    """Processes on each GPU of a machine; of a fleet, on one that each process has for itself."""
     if fleet is None:
         return device_uses(config, plan, machine.gpus)
-    return [DeviceUse(device=f"a GPU of the {side.name}", processes=(side,)) for side in (plan.trainer, plan.engine)]
+    return [DeviceUse(device="each GPU", processes=(side,)) for side in (plan.trainer, plan.engine)]
 
 
 def _check_fleet(config: RunConfig, fleet: FleetConfig, machine: GpuMachine) -> str:
