@@ -496,7 +496,7 @@ class OptimiserConfig(Section):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon, with Nesterov's look ahead."""
     state: OptimiserState = "fp32"
-    """Where and how moments are kept: in float32 on the device; in 8 bits a number there, in blocks of a scale each; or
+    """Home and form of moments: in float32 on the device; in 8 bits a number there, in blocks of a scale each; or
     in float32 in the host's memory, updated on the device to the same bits as ``fp32``.
     """
 

@@ -49,7 +49,7 @@ class FastArithmetic:
         bias_O = None if bias_O is None else self._rounded(bias_O).to(kind)
         is_rounded = {kind, self._dtype or kind} != {weight_OI.dtype}
         if torch.is_grad_enabled() and is_rounded and _is_parameter(weight_OI):
-            out_NO: Tensor = _Linear.apply(x_NI.to(kind), weight_OI, bias_O, self._rounded)  # type: ignore[no-untyped-call]
+            out_NO: Tensor = _RoundedLinear.apply(x_NI.to(kind), weight_OI, bias_O, self._rounded)  # type: ignore[no-untyped-call]
             return out_NO.to(x_NI.dtype)
         return functional.linear(x_NI.to(kind), self._rounded(weight_OI).to(kind), bias_O).to(x_NI.dtype)
 
@@ -96,7 +96,7 @@ class FastArithmetic:
         """[R,O] by one grouped matrix product."""
         kind = self._products or x_RI.dtype
         if torch.is_grad_enabled() and weight_EOI.requires_grad:
-            out_RO: Tensor = _Grouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
+            out_RO: Tensor = _RoundedGrouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
             return out_RO.to(x_RI.dtype)
         weight_EIO = self._rounded(weight_EOI).to(kind).transpose(1, 2)
         return functional.grouped_mm(x_RI.to(kind), weight_EIO, offs=ends_E).to(x_RI.dtype)
@@ -174,7 +174,7 @@ class FastArithmetic:
         return parameter if self._dtype is None else parameter.to(self._dtype)
 
 
-class _Linear(torch.autograd.Function):
+class _RoundedLinear(torch.autograd.Function):
     """torch's linear map by a rounded parameter, which is rounded again for the backward pass instead of being kept."""
 
     @staticmethod
@@ -191,13 +191,13 @@ class _Linear(torch.autograd.Function):
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
         return (
             grad_NO @ ctx.rounded(weight_OI).to(grad_NO.dtype) if of_x else None,
-            (grad_NO.t() @ x_NI).to(weight_OI.dtype) if of_weight else None,
+            ctx.rounded(grad_NO.t() @ x_NI).to(weight_OI.dtype) if of_weight else None,
             grad_NO.sum(0) if of_bias else None,
             None,
         )
 
 
-class _Grouped(torch.autograd.Function):
+class _RoundedGrouped(torch.autograd.Function):
     """torch's grouped product by a rounded weight; a parameter is rounded again for the backward pass."""
 
     @staticmethod
@@ -218,7 +218,8 @@ class _Grouped(torch.autograd.Function):
         if of_x:
             grad_RI = functional.grouped_mm(grad_RO, ctx.rounded(weight_EOI).to(grad_RO.dtype), offs=ends_E)
         if of_weight:
-            grad_EOI = weight_gradient(grad_RO, x_RI, ends_E, guard=_leaves_garbage(grad_RO.device)).to(ctx.dtype)
+            grad_EOI = weight_gradient(grad_RO, x_RI, ends_E, guard=_leaves_garbage(grad_RO.device))
+            grad_EOI = ctx.rounded(grad_EOI).to(ctx.dtype)
         return grad_RI, None, grad_EOI, None
 
 

@@ -138,7 +138,7 @@ def is_invariant(config: NumericsConfig, device: str) -> bool:
 
 
 def resolve_recomputing(config: RunConfig) -> bool:
-    """Whether activations are computed again: above one rank, where a model is large, or as the recipe says."""
+    """Resolve the recomputing of activations: above one rank, where models are large, or as the recipe says."""
     chosen = config.trainer.checkpoint_activations
     return config.parallel.ranks > 1 if chosen == "auto" else chosen
 

@@ -33,7 +33,7 @@ from torch.optim.adamw import adamw
 from etude.config.training import OptimiserState
 
 State: TypeAlias = MutableMapping[str, Tensor]
-"""What an optimiser keeps of one parameter."""
+"""Tensors that an optimiser keeps of one parameter."""
 FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum"
 """Names of moments, as torch has them: AdamW's two and Muon's."""
 SCALE = "_scale"
@@ -102,9 +102,9 @@ class OnHost:
 
     def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
         """Copy back, behind what was launched before."""
-        kept = local(state[key])
-        if kept is not value:
-            kept.copy_(value, non_blocking=True)
+        host = local(state[key])
+        if host is not value:
+            host.copy_(value, non_blocking=True)
 
     def like(self, key: str, parameter: Tensor) -> Tensor | None:
         """See the protocol."""

@@ -145,7 +145,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _stack_size(parameter: nn.Parameter, most: int) -> int:
-    """How many parameters like this one are worked on at a time: those whose shards are ``most`` numbers together, but
+    """Count the parameters like this one to work on at a time: those whose shards are ``most`` numbers together, but
     as many as give each rank that shares their rows a matrix.
     """
     rows = _row_sharding(parameter)

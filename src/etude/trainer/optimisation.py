@@ -201,11 +201,9 @@ class Optimisation:
                 f"optimiser tensor {name!r} is {value.dtype} {list(value.shape)}, which this optimiser does not keep: "
                 f"go on with the optimiser.state that it was saved with"
             )
-        return (
-            torch.empty_like(place).copy_(value)
-            if place.device != parameter.device
-            else value.to(parameter.device, copy=True)
-        )
+        if place.device != parameter.device:
+            return place.copy_(value)  # of pinned memory, made for it
+        return value.to(parameter.device, copy=True)
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from etude.errors import ConfigError
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, RoutedExperts
 from etude.trainer.parallel_context import ContextParallel
+from etude.types import Floats
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest time that ranks wait for each other before all of them fail: longer than a publication may take, after which
@@ -103,6 +104,13 @@ class Grid:
         totals = torch.tensor(numbers, dtype=torch.float64, device=self.everyone.device_type)
         dist.all_reduce(totals)
         sums: list[float] = totals.tolist()
+        return sums
+
+    def summed(self, numbers: Floats) -> Floats:
+        """The sums over all ranks of float32 arrays, which have one shape everywhere."""
+        totals = torch.from_numpy(numbers).to(self.everyone.device_type)
+        dist.all_reduce(totals)
+        sums: Floats = totals.cpu().numpy()
         return sums
 
 

@@ -48,9 +48,9 @@ def train(one: Optimisation, steps: range) -> list[float]:
 def test_moments_on_the_host_are_the_same_bits(kind: str) -> None:
     here, there = (optimisation(OptimiserConfig(kind=kind, state=state)) for state in ("fp32", "offload"))  # type: ignore[arg-type]
     assert train(here, range(1, 6)) == train(there, range(1, 6))
-    expected, found = here.tensors(), there.tensors()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    expected, result = here.tensors(), there.tensors()
+    assert expected.keys() == result.keys()
+    assert all(torch.equal(tensor, result[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -72,14 +72,14 @@ def test_a_checkpoint_goes_on_to_the_same_bits(config: OptimiserConfig, tmp_path
     other.restore(Checkpoints(tmp_path).load(3, other.like))
     for each in (one, other):
         train(each, range(4, 6))
-    expected, found = one.tensors(), other.tensors()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    expected, result = one.tensors(), other.tensors()
+    assert expected.keys() == result.keys()
+    assert all(torch.equal(tensor, result[name]) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("saved", "asked"), [("8bit", "fp32"), ("fp32", "8bit"), ("8bit", "offload")])
-def test_moments_of_another_kind_are_refused(saved: OptimiserState, asked: OptimiserState) -> None:
-    one, other = (optimisation(OptimiserConfig(state=state)) for state in (saved, asked))
+@pytest.mark.parametrize(("saved", "own"), [("8bit", "fp32"), ("fp32", "8bit"), ("8bit", "offload")])
+def test_moments_of_another_kind_are_refused(saved: OptimiserState, own: OptimiserState) -> None:
+    one, other = (optimisation(OptimiserConfig(state=state)) for state in (saved, own))
     train(one, range(1, 2))
     with pytest.raises(DamagedError, match=r"go on with the optimiser.state that it was saved with"):
         other.restore(one.tensors())
@@ -103,10 +103,10 @@ def test_a_number_is_off_by_a_code_at_most() -> None:
         values = x if signed else x.abs()
         codes, scales = encode(values, code=code)
         assert (codes.shape, codes.dtype, scales.shape) == (x.shape, torch.uint8, (40, 3))
-        found = decode(codes, scales, code=code)
+        result = decode(codes, scales, code=code)
         largest = scales.repeat_interleave(BLOCK, -1)[:, :700]
-        assert ((found - values).abs() <= largest * 0.05).all()
-        assert ((found - values).abs() / values.abs() < 0.5).all()
+        assert ((result - values).abs() <= largest * 0.05).all()
+        assert ((result - values).abs() / values.abs() < 0.5).all()
     assert not decode(*encode(torch.zeros(2, 300), code=code), code=code).any()
     assert decode(*encode(torch.full((1, 3), torch.nan), code=code), code=code).isnan().all()
 
@@ -126,5 +126,5 @@ def test_eight_bits_are_two_bytes_a_parameter() -> None:
     optimiser = build_optimiser(model, OptimiserConfig(state="8bit"), learning_rate=1e-3, betas=(0.9, 0.95))
     optimiser.add_param_group({"params": [parameter]})
     optimiser.step()
-    kept = sum(tensor.nbytes for tensor in optimiser.state[parameter].values())
-    assert kept / parameter.numel() == pytest.approx(2 + 2 * 4 / BLOCK, abs=1e-3)
+    size_bytes = sum(tensor.nbytes for tensor in optimiser.state[parameter].values())
+    assert size_bytes / parameter.numel() == pytest.approx(2 + 2 * 4 / BLOCK, abs=1e-3)
