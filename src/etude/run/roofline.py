@@ -26,12 +26,12 @@ SHORT_CONTEXT = 1024
 SCORED_SHARE = 0.4
 """Share of a batch's tokens that have a loss, as measured in docs/gpu.md."""
 COPY_SHEET, PRODUCT_SHEET = 4.18 / 4.8, 775 / 989
-"""Of an H200's data sheet, what its copies and its bfloat16 products reached."""
+"""Shares of an H200's data sheet that its copies and its bfloat16 products reached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What a device can do, and the shares of it that kernels reach."""
+    """Rates of a device, and the shares of them that kernels reach."""
 
     bytes_per_s: float
     """Read and written by a copy."""

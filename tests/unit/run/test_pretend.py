@@ -1,6 +1,7 @@
 """Recipes are checked for machines that are not here, and those for GPUs fit the ones that they were made for."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,14 @@ def test_sizes_are_gigabytes() -> None:
     assert parse_size("80GB") == parse_size("80") == 80_000_000_000
     with pytest.raises(ConfigError, match="write gigabytes"):
         parse_size("80MB")
+
+
+def test_the_tables_of_the_docs_are_what_the_commands_print(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    blocks = re.findall(r"```\n\$ etude (plan .*)\n([^`]*)```", Path("docs/gpu.md").read_text(encoding="utf-8"))
+    assert len(blocks) >= 5
+    for command, table in blocks:
+        assert main(command.split()) == 0
+        assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == table.splitlines(), command

@@ -157,7 +157,7 @@ def roofline(recipe: RecipePath, *, overrides: Overrides, pretend: Pretend = "",
     console = Console()
     table = light_table("per GPU", ">GB read", ">TFLOP", ">ms", ">share", "of")
     for row in rows:
-        figures = (f"{float(str(row[name])):.{digits}f}" for name, digits in FIGURES)
+        figures = (f"{float(str(row[name])):.{digits}f}" if name in row else "–" for name, digits in FIGURES)
         table.add_row(str(row["what"]), *figures, str(row["of"]))
     console.print(table)
     for line in assumptions(machine):
@@ -181,7 +181,7 @@ def roofline_rows(config: RunConfig, machine: GpuMachine) -> list[dict[str, Json
     training = training_pass(config, spec)
     seconds, sent = training.seconds(rates), training.sent_bytes / 1e9
     links = f"; links carry {sent:.1f} GB beside it, {sent / seconds:.0f} GB/s" if sent else ""
-    rows.append({"what": f"training pass, {config.trainer.microbatch_tokens:,} tokens", "read_gb": sent,
+    rows.append({"what": f"training pass, {config.trainer.microbatch_tokens:,} tokens",
                  "tflop": training.flops / 1e12, "ms": seconds * 1e3, "share": training.utilisation(rates),
                  "of": f"{rates.flops / 1e12:.0f} TFLOP/s of products{links}"})  # fmt: skip
     return rows
