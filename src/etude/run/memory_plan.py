@@ -47,7 +47,7 @@ VLLM_SHARE, SGLANG_SHARE = 0.9, 0.85
 """Share of a GPU's memory that these take unless the recipe says (SGLang chooses about so much by itself)."""
 SERVER_STEP_TOKENS = 8192
 """Tokens of one of their steps, by default."""
-LOGIT_BYTES: Mapping[str, int] = {"cuda": 0, "cpu": 25}
+LOGIT_BYTES: Mapping[str, int] = {"cuda": 0, "cpu": 22}
 """Bytes per logit of a chunk beyond the logits and their gradients: on a CPU softmax and entropy are separate passes in
 float32, on a GPU they are one kernel.
 """
