@@ -1,7 +1,7 @@
 """`bench memory`: the plan of a training step's memory beside the bytes that torch really holds.
 
-Each small model takes two steps on the CPU; of the second the bytes of all tensors that are alive are counted, operation
-by operation (:mod:`bench.memory.counter`), and the peak is compared with what `etude plan memory` would say.
+Each small model takes two steps on the CPU; of the second the bytes of all tensors that are alive are counted,
+operation by operation (:mod:`bench.memory.counter`), and the peak is compared with what `etude plan memory` would say.
 """
 
 import argparse

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.trainer.contestants import BETAS, CLIP_NORM, LEARNING_RATE, Example, trajectory_of
-from etude.config.loading import default_recipe
 from etude.config.inference import NumericsConfig
+from etude.config.loading import default_recipe
 from etude.config.training import LossConfig, OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.sizes import ModelSizes

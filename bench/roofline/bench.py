@@ -41,8 +41,8 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     shares = (decode.bandwidth_share(rates), training.utilisation(rates), cache_overhead())
     sheet = training.utilisation(rates, peak=machine.kind.flops)
     rows: list[Json] = [
-        {"case": f"decode step, {BATCH} × {longest:,}", "contestant": "etude", "ms": round(decode.seconds(rates) * 1e3, 1),
-         "share": round(shares[0], 3)},
+        {"case": f"decode step, {BATCH} × {longest:,}", "contestant": "etude",
+         "ms": round(decode.seconds(rates) * 1e3, 1), "share": round(shares[0], 3)},
         {"case": f"training pass, {PASS_TOKENS:,} tokens", "contestant": "etude",
          "ms": round(training.seconds(rates) * 1e3, 1), "share": round(shares[1], 3), "of_data_sheet": round(sheet, 3)},
     ]  # fmt: skip
