@@ -21,13 +21,14 @@ from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
 from etude.models.checkpoint import fill, state_of
 from etude.models.decoder import Decoder
-from etude.models.experts import Experts
+from etude.models.experts import Experts, RoutedExperts
 from etude.models.fast import FastArithmetic
 from etude.models.lowprecision import EXPERT_FORMATS
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.trainer_group import GroupCommand, TrainerGroup
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.mismatch import MismatchProbe
+from etude.trainer.moments import local
 from etude.trainer.muon import Muon
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
@@ -77,16 +78,20 @@ def precision(rank: int, folder: Path) -> None:
     """Write the losses and whole gradients of sharded bfloat16 models."""
     grid = Grid.open(GRIDS["dp ep"], "cpu")
     quantised = sharded(TINY, grid, dtype=BF16, form="fp8")
-    assert gathered_type(quantised.blocks[1].feed.routed) is torch.float32  # from which experts are rounded
+    assert gathered_type(routed_experts(quantised)) is torch.float32  # from which experts are rounded
     for family in SPECS:
         model = sharded(SPECS[family], grid, dtype=BF16)
-        assert gathered_type(model.blocks[1].feed.routed) is gathered_type(model.blocks[1]) is BF16
+        assert gathered_type(routed_experts(model)) is gathered_type(model.blocks[1]) is BF16
         assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
         loss = some_loss(model, rank)
         loss.backward()
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
         assert all(gradient.dtype is torch.float32 for gradient in gradients.values())
         save_file({"loss": loss.detach(), **gradients}, folder / f"{family}-{rank}.safetensors")
+
+
+def routed_experts(model: Decoder) -> nn.Module:
+    return next(module for module in model.modules() if isinstance(module, RoutedExperts))
 
 
 def gathered_type(part: nn.Module) -> torch.dtype:
@@ -111,9 +116,7 @@ def moments(rank: int, folder: Path) -> None:
         expected, result = one.tensors(), again.tensors()
         assert expected.keys() == result.keys()
         for name, tensor in expected.items():
-            other = result[name]
-            pair = (tensor.to_local(), other.to_local()) if isinstance(tensor, DTensor) else (tensor, other)
-            assert torch.equal(*pair), name  # type: ignore[arg-type]
+            assert torch.equal(local(tensor), local(result[name])), name
         model = whole_model(one.model, keep=rank == 0)
         if model is not None:
             save_file(dict(model.state_dict()), folder / f"{kind} {state}.safetensors")

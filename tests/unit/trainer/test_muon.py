@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
@@ -14,6 +13,7 @@ from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.trainer.moments import InFloat32
 from etude.trainer.muon import ADAMW_RMS, MatrixSplit, Muon, matrices_of, orthogonalise
 from etude.trainer.optimisation import build_optimiser
+from largest_tensor import Largest
 
 SPECS = [TINY, TINY_DENSE, TINY_LATENT]
 
@@ -132,20 +132,6 @@ def test_every_parameter_moves_once_and_only_matrices_are_muons(spec: ModelSpec)
         assert set(state) == ({"momentum"} if parameter in matrices else {"step", "exp_avg", "exp_avg_sq"})
 
 
-class Largest(TorchDispatchMode):
-    """Notes the numbers of the largest tensor that an operation made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        made = result if isinstance(result, tuple | list) else [result]
-        self.numbers = max(self.numbers, *(x.numel() for x in made if isinstance(x, Tensor)), 0)
-        return result
-
-
 def test_what_is_stacked_is_bounded_and_makes_the_same_step() -> None:
     results = []
     for most in (1, 1 << 26):
@@ -155,7 +141,7 @@ def test_what_is_stacked_is_bounded_and_makes_the_same_step() -> None:
         for index, parameter in enumerate(model.parameters()):
             parameter.grad = gradients(tuple(parameter.shape), seed=index)
         adamw = torch.optim.AdamW([model.embedding], lr=0.1)
-        with Largest() as largest:
+        with Largest() as largest:  # type: ignore[no-untyped-call]
             Muon(matrices, adamw, InFloat32(), momentum=0.95, most_stacked=most).step()
         results.append((model.state_dict(), largest.numbers))
     (few, bounded), (stacked, whole) = results
