@@ -163,7 +163,7 @@ class Etude:
         self._trainer = PolicyTrainer(
             Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics
         )
-        trajectories = [_trajectory(index, one) for index, one in enumerate(sequences(setup))]
+        trajectories = [trajectory_of(index, one) for index, one in enumerate(sequences(setup))]
         cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         (passes,) = pack(lengths, max_tokens=setup.microbatch_tokens, ranks=1, cost=cost)
@@ -234,7 +234,7 @@ class EtudeSft:
             turns.end()
 
 
-def _trajectory(index: int, sequence: Example) -> Any:
+def trajectory_of(index: int, sequence: Example) -> Any:
     """A sequence as a rollout has it: the engine found each sampled token fairly unlikely; rewards differ."""
     import numpy as np
 
