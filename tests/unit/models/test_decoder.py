@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.models.arithmetic import Arithmetic
+from etude.models.arithmetic import Arithmetic, AttentionRule
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.models.shared_rows import shared_rows
-from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.models.spec import TINIEST, TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 
-SPECS = [TINY, TINY_DENSE, TINY_LATENT]
+SPECS = TINIEST
 
 
 def make_model(spec: ModelSpec, arithmetic: Arithmetic | None = None) -> Decoder:
@@ -118,7 +118,7 @@ def test_narrow_products_change_little_and_nothing_else_gets_narrow(spec: ModelS
     for wide, narrow in (values, gradients):
         assert wide is not None and narrow is not None
         assert narrow.dtype is torch.float32
-        assert 0 < (narrow - wide).norm() < 0.03 * wide.norm()
+        assert 0 < (narrow - wide).norm() < 0.05 * wide.norm()
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -144,8 +144,9 @@ def test_attend_gets_what_the_spec_announces(spec: ModelSpec) -> None:
     seen: list[int] = []
     attention = spec.attention
 
-    def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
+    def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
         seen.append(layer)
+        assert (rule.scale, rule.window) == (attention.scale, spec.window_of(layer))
         assert q_NQD.shape == (5, attention.heads, attention.key_width)
         assert k_NKD.shape == (5, attention.key_heads, attention.key_width)
         assert v_NKW.shape == (5, attention.key_heads, attention.value_width)

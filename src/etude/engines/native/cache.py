@@ -21,7 +21,7 @@ from torch import Tensor
 
 from etude.engines.native.pages import PAGE
 from etude.engines.native.scheduler import EngineRequest, ScheduledTokens
-from etude.models.arithmetic import PagedRows
+from etude.models.arithmetic import AttentionRule, PagedRows
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.kernels import pages
@@ -71,11 +71,9 @@ class PagedCache:
         return self._step(model, token_ids_N, rows)
 
     def _step(self, model: Decoder, token_ids_N: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor | None]:
-        scale = model.spec.attention.scale
-
-        def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
+        def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
             model.arithmetic.write_pages(k_NKD, v_NKW, self._layers[layer], rows)
-            return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, scale)
+            return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, rule)
 
         routing = None if self._routes is None else Routing(record=True)
         hidden_NH: Tensor = model(token_ids_N, rows.positions_N, attend, routing)
