@@ -13,7 +13,7 @@ from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.models.shared_rows import shared_rows
-from etude.models.spec import TINIEST, TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.models.spec import TINIEST, TINY, TINY_DENSE, TINY_GEMMA, TINY_LATENT, ModelSpec, WindowSpec
 
 SPECS = TINIEST
 
@@ -40,6 +40,19 @@ def test_no_sequence_sees_another_and_no_token_its_future(spec: ModelSpec, arith
     assert torch.allclose(before[2], after[2], atol=1e-6)
     assert torch.allclose(before[0][:30], after[0][:30], atol=1e-6)
     assert not torch.allclose(before[0][30:], after[0][30:], atol=1e-3)
+
+
+@pytest.mark.parametrize("arithmetic", [FastArithmetic(), InvariantArithmetic()], ids=["fast", "invariant"])
+def test_what_lies_before_all_windows_is_not_seen(arithmetic: Arithmetic) -> None:
+    everywhere = WindowSpec(size=11, layers=(0, 1, 2))
+    model, ids = make_model(replace(TINY_GEMMA, window=everywhere), arithmetic), make_ids(600)
+    changed = ids.clone()
+    changed[0] = (ids[0] + 1) % TINY.vocab_size
+    with torch.no_grad():
+        before, after = (model.forward_packed(these) for these in (ids, changed))
+    reach = 3 * (11 - 1)  # each of three layers looks ten tokens back
+    assert torch.allclose(before[reach + 1 :], after[reach + 1 :], atol=1e-6)
+    assert not torch.allclose(before[reach], after[reach], atol=1e-6)
 
 
 @pytest.mark.parametrize("spec", SPECS)

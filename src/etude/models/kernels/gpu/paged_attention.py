@@ -46,6 +46,10 @@ WIDE_BYTES = 1100
 """Bytes of a position's key and value above which fewer pages are read at a time: those of latent attention."""
 
 
+WIDE_NUMBERS = 400
+"""Numbers of a position's key and value above which the same holds: sums of heads of 256 fill a program's registers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Cut of a launch; see :func:`tuned`."""
@@ -149,7 +153,7 @@ def tuned(group: int, widths: int, itemsize: int, *, single: bool) -> Tuning:
     Found on an H200: what fits into a multiprocessor's shared memory decides, reads in flight first.
     """
     rows = min(64, max(LEAST_WIDTH, triton.next_power_of_2(group))) if single else 64
-    if widths * itemsize > WIDE_BYTES:
+    if widths * itemsize > WIDE_BYTES or widths > WIDE_NUMBERS:
         doubles = widths * itemsize > 2 * WIDE_BYTES
         return Tuning(rows=min(rows, 32) if doubles else rows, pages=1 if doubles else 2, warps=8, stages=2)
     return Tuning(rows=rows, pages=4, warps=2 if rows == LEAST_WIDTH else 4, stages=2)
