@@ -209,18 +209,18 @@ def test_gradients_equal_transformers(tmp_path: Path, name: str, arithmetic: Ari
 
 def state_of_gradients(theirs: Any, ours: Decoder) -> dict[str, Tensor]:
     """The gradients of transformers' parameters by the names of our state."""
-    found = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    theirs_ = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     state = {}
     for name, view in state_of(ours).items():
         expert = re.fullmatch(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
-        if name in found:
-            state[name] = found[name]
+        if name in theirs_:
+            state[name] = theirs_[name]
         elif expert is None:  # a buffer
             state[name] = view
         elif expert[3] == "down":
-            state[name] = found[f"{expert[1]}.down_proj"][int(expert[2])]
+            state[name] = theirs_[f"{expert[1]}.down_proj"][int(expert[2])]
         else:
-            gate, up = found[f"{expert[1]}.gate_up_proj"][int(expert[2])].chunk(2)
+            gate, up = theirs_[f"{expert[1]}.gate_up_proj"][int(expert[2])].chunk(2)
             state[name] = gate if expert[3] == "gate" else up
     return state
 

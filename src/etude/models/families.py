@@ -149,12 +149,9 @@ def _model(
     rope: RopeSpec,
     experts: ExpertsSpec | None = None,
     sparse_layers: tuple[int, ...] = (),
-    *,
     window: WindowSpec | None = None,
-    norm_eps: float = 1e-6,
-    tied: bool = False,
 ) -> ModelSpec:
-    """The fields that all families name alike; ``norm_eps`` and ``tied`` where a ``config.json`` has no such keys."""
+    """The fields that all families name alike."""
     layers = fields.read("num_hidden_layers", int)
     return ModelSpec(
         vocab_size=fields.read("vocab_size", int),
@@ -166,9 +163,9 @@ def _model(
         sparse_layers=sparse_layers,
         rope=rope,
         window=window,
-        norm_eps=fields.read("rms_norm_eps", float, norm_eps),
+        norm_eps=fields.read("rms_norm_eps", float, 1e-6),
         max_positions=fields.read("max_position_embeddings", int),
-        tied=fields.read("tie_word_embeddings", bool, tied),
+        tied=fields.read("tie_word_embeddings", bool, False),
     )
 
 
@@ -202,21 +199,18 @@ def _grouped(
     normed: bool,
     kv_heads: int | None = None,
     head_dim: int | None = None,
-    rotary_share: float = 1.0,
 ) -> GroupedSpec:
     """``kv_heads`` and ``head_dim`` where a ``config.json`` has no such keys; null is one for each head, all together
     as wide as the model.
     """
     heads = fields.read("num_attention_heads", int)
-    width = fields.optional("head_dim", int, head_dim) or fields.read("hidden_size", int) // heads
     return GroupedSpec(
         heads=heads,
         kv_heads=fields.optional("num_key_value_heads", int, kv_heads) or heads,
-        head_dim=width,
+        head_dim=fields.optional("head_dim", int, head_dim) or fields.read("hidden_size", int) // heads,
         bias=bias,
         output_bias=output_bias,
         normed=normed,
-        rotary_dim=int(width * rotary_share) if rotary_share != 1.0 else None,
     )
 
 
@@ -299,11 +293,13 @@ def _glm4_moe(fields: ConfigFields) -> ModelSpec:
         output_bias=False,
         normed=fields.read("use_qk_norm", bool, False),
         kv_heads=8,
-        rotary_share=share,
     )
+    if share != 1.0:
+        attention = replace(attention, rotary_dim=int(attention.head_dim * share))
     experts = _sigmoid_experts(fields, groups=1, top_groups=1, scale=1.0)
     layers, dense = fields.read("num_hidden_layers", int), fields.read("first_k_dense_replace", int, 1)
-    return _model(fields, attention, _rope(fields), experts, tuple(range(dense, layers)), norm_eps=1e-5)
+    spec = _model(fields, attention, _rope(fields), experts, tuple(range(dense, layers)))
+    return replace(spec, norm_eps=fields.read("rms_norm_eps", float, 1e-5))
 
 
 def _sigmoid_experts(fields: ConfigFields, *, groups: int, top_groups: int, scale: float) -> ExpertsSpec:
@@ -339,9 +335,15 @@ def _gemma3(fields: ConfigFields) -> ModelSpec:
         replace(attention, query_width=None if query_width == attention.head_dim else query_width),
         _rope(fields, kind=FULL, theta=1_000_000.0),
         window=None if window is None else replace(window, rope=_local_rope(fields)),
-        tied=True,
     )
-    return replace(spec, gate=GELU_TANH, gain_offset=1.0, sandwich=True, embedding_scale=float(spec.hidden_size**0.5))
+    return replace(
+        spec,
+        gate=GELU_TANH,
+        gain_offset=1.0,
+        sandwich=True,
+        embedding_scale=float(spec.hidden_size**0.5),
+        tied=fields.read("tie_word_embeddings", bool, True),
+    )
 
 
 def _local_rope(fields: ConfigFields) -> RopeSpec:
@@ -372,8 +374,8 @@ def _gpt_oss(fields: ConfigFields) -> ModelSpec:
         experts,
         tuple(range(layers)),
         window=_window(fields, kinds, fields.optional("sliding_window", int, 128)),
-        norm_eps=1e-5,
     )
+    spec = replace(spec, norm_eps=fields.read("rms_norm_eps", float, 1e-5))
     slope, limit = fields.read("swiglu_alpha", float, 1.702), fields.read("swiglu_limit", float, 7.0)
     return replace(spec, gate=GateSpec(slope=slope, shift=1.0, limit=limit, interleaved=True))
 
@@ -462,7 +464,7 @@ WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
 LAYERED = ("gemma3_text", "gpt_oss", "qwen2", "qwen3")
 """Families whose layers may differ in attention."""
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""What ``layer_types`` calls them."""
+"""Values of ``layer_types``."""
 MXFP4_FIX = (
     ": load it with transformers' AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config="
     "Mxfp4Config(dequantize=True)) and write it with save_pretrained"
@@ -477,7 +479,7 @@ GPT_OSS_ROPE: Mapping[str, Json] = MappingProxyType(
         "original_max_position_embeddings": 4096,
     }
 )
-"""What transformers takes an absent rope of gpt-oss for."""
+"""The rope of a gpt-oss without one, as transformers takes it."""
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class GroupedSpec:
     normed: bool = False
     """True if each head of queries and keys is normalised (Qwen3)."""
     rotary_dim: int | None = None
-    """How many columns of a head, the first ones, are turned by position; ``None`` is all."""
+    """Columns of a head, the first ones, that are turned by position; ``None`` is all."""
     query_width: int | None = None
     """Scores are divided by this number's root; ``None`` is ``head_dim``."""
     sinks: bool = False
@@ -296,7 +296,7 @@ class ModelSpec:
     gate: GateSpec = SILU
     norm_eps: float = 1e-6
     gain_offset: float = 0.0
-    """What norms add to their gains (Gemma: 1)."""
+    """Added to all gains of norms (Gemma: 1)."""
     sandwich: bool = False
     """True if the outputs of attention and feed-forward are normalised, too, before they are added (Gemma)."""
     embedding_scale: float = 1.0
