@@ -74,7 +74,7 @@ class MaskTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """What a layer's scores are multiplied by, how far they reach and what takes a share of them."""
+    """A layer's scores: their factor, their reach, and sinks that take a share of the softmax."""
 
     scale: float
     window: int | None = None
