@@ -146,7 +146,6 @@ class Etude:
         from etude.config.inference import NumericsConfig
         from etude.config.training import LossConfig, OptimiserConfig
         from etude.models.checkpoint import load_checkpoint, load_state
-        from etude.models.flops import pair_flops, token_flops
         from etude.run.numerics import training_model
         from etude.trainer.batching.packing import Cost, pack
         from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
@@ -164,7 +163,7 @@ class Etude:
             Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics
         )
         trajectories = [trajectory_of(index, one) for index, one in enumerate(sequences(setup))]
-        cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        cost = Cost.of_model(spec)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         (passes,) = pack(lengths, max_tokens=setup.microbatch_tokens, ranks=1, cost=cost)
         self._microbatches = [[trajectories[index] for index in chunk] for chunk in passes]

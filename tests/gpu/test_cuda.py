@@ -17,7 +17,7 @@ from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.graphs import DecodeGraphs, only_decodes
 from etude.engines.native.sampling import Sampler, tabulated
 from etude.engines.native.scheduler import EngineRequest, Scheduler
-from etude.models.arithmetic import PagedRows, packed_rows
+from etude.models.arithmetic import AttentionRule, PagedRows, packed_rows
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
@@ -109,7 +109,7 @@ def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.
     outcomes = []
     for place, kind in ((torch.device("cpu"), torch.float32), (device, dtype)):
         q, k, v = (x.to(place, kind).requires_grad_() for x in inputs)
-        out = FastArithmetic().attend_packed(q, k, v, packed_rows(lengths, place), 0.2)
+        out = FastArithmetic().attend_packed(q, k, v, packed_rows(lengths, place), AttentionRule(scale=0.2))
         outcomes.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
     close = 1e-4 if dtype is torch.float32 else 5e-2
     for one, other in zip(*outcomes, strict=True):
@@ -137,7 +137,7 @@ def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tupl
         counts=tuple(counts),
     )
     keys, values, queries = (x.to(torch.bfloat16) for x in (*cache, q_NQD))
-    result = FastArithmetic().attend_pages(queries, (keys, values), rows, width**-0.5)
+    result = FastArithmetic().attend_pages(queries, (keys, values), rows, AttentionRule(scale=width**-0.5))
     host = PagedRows(
         tables_BP=rows.tables_BP.cpu(),
         sequences_N=rows.sequences_N.cpu(),
@@ -145,7 +145,7 @@ def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tupl
         counts=rows.counts,
     )
     exact = [x.double().cpu() for x in (keys, values, queries)]
-    expected = FastArithmetic().attend_pages(exact[2], (exact[0], exact[1]), host, width**-0.5)
+    expected = FastArithmetic().attend_pages(exact[2], (exact[0], exact[1]), host, AttentionRule(scale=width**-0.5))
     assert (result.double().cpu() - expected).norm() < 3e-3 * expected.norm()
 
 

@@ -131,6 +131,11 @@ def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dic
 
 
 def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool = False) -> None:
+    if form is not None and model.spec.experts is not None and model.spec.experts.fused:
+        raise ConfigError(
+            f"numerics.experts = {form.name!r} is not implemented for a checkpoint with a layer's experts in "
+            "one tensor (gpt-oss): set numerics.experts to 'plain'"
+        )
     for routed in _routed(model):
         routed.format, routed.published = form, published
 

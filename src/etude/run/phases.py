@@ -27,7 +27,6 @@ from etude.errors import RunFolderError
 from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic, multiplies_bfloat16
-from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
 from etude.run.checkpoint_copies import CheckpointCopies, copy_model, restore_checkpoint, restore_model
 from etude.run.events import open_events
@@ -144,7 +143,7 @@ class PhaseProcess(Closing):
         self._parent = digest_of(self._model)
         prepare(self._model, self._config)
         spec = self._model.spec
-        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._cost = Cost.of_model(spec)
         self._reading = open_reading(self._config, phase, self._chat, folder.path)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
             open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later

@@ -35,7 +35,6 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
-from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
 from etude.run.checkpoint_copies import CheckpointCopies
@@ -104,7 +103,7 @@ class TrainerProcess(Closing):
         self.publishing = WeightPublishing(self._log, self.config.name, events)
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
-        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._cost = Cost.of_model(spec)
         self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from etude.engines.native.pages import PAGE
 from etude.engines.native.scheduler import EngineRequest, ScheduledTokens
 from etude.engines.native.transfer import place
-from etude.models.arithmetic import PagedRows
+from etude.models.arithmetic import AttentionRule, PagedRows
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.kernels import pages
@@ -77,11 +77,9 @@ class PagedCache:
 
     def compute(self, model: Decoder, token_ids_N: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor | None]:
         """Hidden states [N,H] and, if recorded, routes [N,L,k] of tokens whose places are known."""
-        scale = model.spec.attention.scale
-
-        def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
+        def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
             model.arithmetic.write_pages(k_NKD, v_NKW, self._layers[layer], rows)
-            return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, scale)
+            return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, rule)
 
         routing = None if self._routes is None else Routing(record=True)
         hidden_NH: Tensor = model(token_ids_N, rows.positions_N, attend, routing)
