@@ -100,13 +100,13 @@ class FastArithmetic:
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O] by one grouped matrix product."""
         kind = self._products or x_RI.dtype
+        y_RO: Tensor
         if torch.is_grad_enabled() and weight_EOI.requires_grad:
-            out_RO: Tensor = _RoundedGrouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
-            return out_RO.to(x_RI.dtype)
-        weight_EIO = self._rounded(weight_EOI).to(kind).transpose(1, 2)
-        if weight_EIO.is_cuda and torch.cuda.get_device_capability(weight_EIO.device)[0] >= BLACKWELL:
-            clear_idle_gradients(weight_EIO, ends_E)
-        y_RO = functional.grouped_mm(x_RI.to(kind), weight_EIO, offs=ends_E).to(x_RI.dtype)
+            y_RO = _RoundedGrouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
+        else:
+            weight_EIO = self._rounded(weight_EOI).to(kind).transpose(1, 2)
+            y_RO = functional.grouped_mm(x_RI.to(kind), weight_EIO, offs=ends_E)
+        y_RO = y_RO.to(x_RI.dtype)
         if bias_EO is None:
             return y_RO
         return y_RO + self._rounded(bias_EO).to(y_RO.dtype)[expert_of_rows(len(y_RO), ends_E)]
@@ -195,19 +195,6 @@ class FastArithmetic:
 def rounded_to(number: float, dtype: torch.dtype) -> float:
     """The nearest number of a type."""
     return float(torch.tensor(number, dtype=dtype))
-
-
-BLACKWELL = 10
-"""Compute capability, its first number, from which on the product's gradient needs care."""
-
-
-def clear_idle_gradients(weight_EIO: Tensor, ends_E: Tensor) -> None:
-    """Set the gradient of experts without rows to 0, which Blackwell's grouped product leaves as the memory was
-    (pytorch#172439).
-    """
-    if weight_EIO.requires_grad and torch.is_grad_enabled():
-        idle_E11 = (ends_E.diff(prepend=ends_E.new_zeros(1)) == 0)[:, None, None]
-        weight_EIO.register_hook(lambda gradient_EIO: gradient_EIO.masked_fill(idle_E11, 0.0))
 
 
 class _RoundedLinear(torch.autograd.Function):

@@ -9,20 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from etude.models.arithmetic import Arithmetic, AttentionRule, packed_rows
-from etude.models.fast import FastArithmetic, clear_idle_gradients
+from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 
 CPU = torch.device("cpu")
 SCALE = 0.3
-
-
-def test_experts_without_rows_learn_nothing_whatever_a_kernel_leaves_there() -> None:
-    parameter = torch.ones(3, 2, 2, requires_grad=True)
-    weight = 1.0 * parameter
-    clear_idle_gradients(weight, torch.tensor([2, 2, 5], dtype=torch.int32))
-    weight.backward(torch.full((3, 2, 2), torch.nan).index_fill(0, torch.tensor([0, 2]), 7.0))
-    assert parameter.grad is not None
-    assert parameter.grad[:, 0, 0].tolist() == [7.0, 0.0, 7.0]
 
 
 SHAPES = (4, 8), (2, 8), (2, 5)

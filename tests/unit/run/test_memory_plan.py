@@ -7,11 +7,9 @@ from torch import Tensor
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, UserError
-from etude.models.arithmetic import packed_rows
-from etude.models.attention import Rotation
+from etude.models.arithmetic import AttentionRule, packed_rows
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
-from etude.models.rotary import rotary_tables
 from etude.models.sizes import ModelSizes, saved_bytes
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.run.memory_plan import DeviceUse, MemoryPart, MemoryPlan, ProcessMemory, check_memory, device_uses
@@ -38,12 +36,12 @@ def test_activations_by_formula_are_the_bytes_that_torch_keeps(spec: ModelSpec, 
     length, model = 256, Decoder(spec, FastArithmetic(dtype))
     model.initialise(0)
     rows = packed_rows((length, length), torch.device("cpu"))
-    cosines_ND, sines_ND = (table[rows.positions_N] for table in rotary_tables(spec))
-    rotation = Rotation(cosines_ND=cosines_ND, sines_ND=sines_ND)
+    (rotary,) = model.rotary
+    rotation = rotary(rows.positions_N)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
-    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return model.arithmetic.attend_packed(q, k, v, rows, spec.attention.scale)
+    def attend(_layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+        return model.arithmetic.attend_packed(q, k, v, rows, rule)
 
     for layer, block in enumerate(model.blocks):
         saved: dict[int, Tensor] = {}

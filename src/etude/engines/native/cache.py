@@ -77,6 +77,7 @@ class PagedCache:
 
     def compute(self, model: Decoder, token_ids_N: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor | None]:
         """Hidden states [N,H] and, if recorded, routes [N,L,k] of tokens whose places are known."""
+
         def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
             model.arithmetic.write_pages(k_NKD, v_NKW, self._layers[layer], rows)
             return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, rule)
