@@ -11,6 +11,7 @@ from bench.engine.card import BATCH, CONTEXTS, QWEN3_8B
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from etude.cli.commands.plan import assumptions
+from etude.models.kernels.pages import PAGE
 from etude.run.gpu_machine import GpuMachine
 from etude.run.roofline import SCORED_SHARE, DecodeStep, Rates, TrainingStep
 from etude.types import Json
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 def cache_overhead() -> float:
     """Positions that the attention kernel reads over those that there are, of sequences of :data:`LENGTHS`."""
-    from etude.models.kernels.gpu.paged_attention import PAGE, tuned  # of Triton, which other benches need not have
+    from etude.models.kernels.gpu.paged_attention import tuned  # of Triton, which other benches need not have
 
     spec = QWEN3_8B.attention
     cut = tuned(spec.heads // spec.key_heads, spec.key_width + spec.value_width, 2, single=True)
