@@ -13,7 +13,7 @@ from bench.tables import results_page
 from etude.cli.commands.plan import assumptions
 from etude.models.kernels.pages import PAGE
 from etude.run.gpu_machine import GpuMachine
-from etude.run.roofline import SCORED_SHARE, DecodeStep, Rates, TrainingStep
+from etude.run.roofline import DecodeStep, Rates, TrainingStep
 from etude.types import Json
 
 BANDWIDTH = Goal("decode_bandwidth_share", "at least", 0.6)
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     assert machine.kind is not None, "it was named"
     rates, longest = Rates.of_gpu(machine.kind), max(CONTEXTS)
     decode = DecodeStep.of(QWEN3_8B, batch=BATCH, context=longest, item=2)
-    training = TrainingStep.of(QWEN3_8B, tokens=PASS_TOKENS, length=2048, scored=SCORED_SHARE, recomputes=True)
+    training = TrainingStep.of(QWEN3_8B, tokens=PASS_TOKENS, length=2048, recomputes=True)
     shares = (decode.bandwidth_share(rates), training.utilisation(rates), cache_overhead())
     sheet = training.utilisation(rates, peak=machine.kind.flops)
     rows: list[Json] = [
