@@ -66,28 +66,28 @@ class ByteCounter(TorchDispatchMode):
     """Counts the bytes of storages that operations return, while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.alive = 0
         self.peak = 0
-        self._known = set[int]()
+        self._counted = set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {_storage(leaf)._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and (storage := _storage(leaf))._cdata not in before | self._known:
+            if isinstance(leaf, torch.Tensor) and (storage := _storage(leaf))._cdata not in before | self._counted:
                 self._add(storage)
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         size, key = storage.nbytes(), storage._cdata
-        self._known.add(key)
+        self._counted.add(key)
         self.alive += size
         self.peak = max(self.peak, self.alive)
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._counted.discard(key)
         self.alive -= size
 
 

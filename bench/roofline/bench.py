@@ -11,8 +11,9 @@ from bench.engine.card import BATCH, CONTEXTS, QWEN3_8B
 from bench.report import Goal, envelope
 from bench.tables import results_page
 from etude.cli.commands.plan import assumptions
+from etude.models.kernels.pages import PAGE
 from etude.run.gpu_machine import GpuMachine
-from etude.run.roofline import SCORED_SHARE, DecodeStep, Rates, TrainingStep
+from etude.run.roofline import DecodeStep, Rates, TrainingStep
 from etude.types import Json
 
 BANDWIDTH = Goal("decode_bandwidth_share", "at least", 0.6)
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     assert machine.kind is not None, "it was named"
     rates, longest = Rates.of_gpu(machine.kind), max(CONTEXTS)
     decode = DecodeStep.of(QWEN3_8B, batch=BATCH, context=longest, item=2)
-    training = TrainingStep.of(QWEN3_8B, tokens=PASS_TOKENS, length=2048, scored=SCORED_SHARE, recomputes=True)
+    training = TrainingStep.of(QWEN3_8B, tokens=PASS_TOKENS, length=2048, recomputes=True)
     shares = (decode.bandwidth_share(rates), training.utilisation(rates), cache_overhead())
     sheet = training.utilisation(rates, peak=machine.kind.flops)
     rows: list[Json] = [
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 def cache_overhead() -> float:
     """Positions that the attention kernel reads over those that there are, of sequences of :data:`LENGTHS`."""
-    from etude.models.kernels.gpu.paged_attention import PAGE, tuned  # of Triton, which other benches need not have
+    from etude.models.kernels.gpu.paged_attention import tuned  # of Triton, which other benches need not have
 
     spec = QWEN3_8B.attention
     cut = tuned(spec.heads // spec.key_heads, spec.key_width + spec.value_width, 2, single=True)

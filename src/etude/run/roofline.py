@@ -133,25 +133,22 @@ class TrainingStep:
         *,
         tokens: int,
         length: int,
-        scored: float,
         recomputes: bool,
         ranks: int = 1,
         ep: int = 1,
-        passes: int = 1,
     ) -> "TrainingStep":
-        """The step of ``tokens`` in sequences of ``length``, of which the share ``scored`` has a loss, in so many
-        ``passes``. Each gathers blocks in two bytes a number, twice where it ``recomputes``, and adds up gradients in
-        four.
+        """The pass of ``tokens`` in sequences of ``length``. It gathers blocks in two bytes a number, twice where it
+        ``recomputes``, and adds up gradients in four.
         """
         layers = tokens * (token_flops(spec) + length / 2 * pair_flops(spec))
-        head = tokens * scored * head_flops(spec)
+        head = tokens * SCORED_SHARE * head_flops(spec)
         sizes = ModelSizes.of(spec)
         gathered = sum(sizes.shared) + sum(sizes.routed) / ep
         moved = gathered * (2 * (2 if recomputes else 1) + 4) + sizes.outer * 8 if ranks > 1 else 0.0
         return cls(
             flops=3 * (layers + head),
             again=head + (layers if recomputes else 0.0),
-            sent_bytes=passes * moved,
+            sent_bytes=moved,
             is_grouped=spec.experts is not None,
         )
 
@@ -190,7 +187,6 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> TrainingStep:
         spec,
         tokens=trainer.microbatch_tokens // parallel.cp,
         length=min(config.engine.max_length, trainer.microbatch_tokens),
-        scored=SCORED_SHARE,
         recomputes=trainer.recomputes,
         ranks=parallel.ranks,
         ep=parallel.ep,

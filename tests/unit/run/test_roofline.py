@@ -41,7 +41,7 @@ def test_a_decode_step_takes_what_it_took(spec: ModelSpec, context: int, measure
 def test_a_training_step_uses_the_share_of_the_peak_that_it_used(
     spec: ModelSpec, recomputes: bool, measured: float
 ) -> None:
-    step = TrainingStep.of(spec, tokens=32_768, length=2048, scored=0.4, recomputes=recomputes)
+    step = TrainingStep.of(spec, tokens=32_768, length=2048, recomputes=recomputes)
     assert step.utilisation(H200) == pytest.approx(measured, rel=0.1)
 
 
@@ -52,8 +52,7 @@ def test_where_every_part_reaches_the_device_the_share_is_one() -> None:
 
 def test_ranks_send_blocks_and_gradients_and_one_alone_sends_nothing() -> None:
     alone, many = (
-        TrainingStep.of(QWEN3_8B, tokens=4096, length=2048, scored=0.4, recomputes=True, ranks=ranks)
-        for ranks in (1, 8)
+        TrainingStep.of(QWEN3_8B, tokens=4096, length=2048, recomputes=True, ranks=ranks) for ranks in (1, 8)
     )
     assert alone.sent_bytes == 0
     assert many.sent_bytes > 8 * 7e9, "two bytes twice, and gradients of four, of seven billion"
