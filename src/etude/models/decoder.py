@@ -23,6 +23,7 @@ from etude.models.arithmetic import Arithmetic, PackedRows, packed_rows
 from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
+from etude.models.lora import Adapters
 from etude.models.precise import Precise
 from etude.models.rotary import rotary_tables
 from etude.models.shared_rows import SharedRows, shared_rows
@@ -78,6 +79,8 @@ class Decoder(nn.Module):
         self.recompute = False
         """Activation checkpointing: a backward pass computes each block's activations again, so that one hidden state
         per token and block in memory, a third more work, the same gradients."""
+        self.adapters: Adapters | None = None
+        """Of a model whose weights are frozen and that has adapters beside them: these are its state then."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(torch.ones(spec.hidden_size))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.models.arithmetic import Arithmetic
+from etude.models.lora import LoraSite, linear
 from etude.models.precise import Precise
 from etude.models.spec import GROUP_WITNESSES, ExpertsSpec, ModelSpec
 from etude.types import NO_ROUTE
@@ -48,10 +49,13 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2 * size, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, size))
+        self.gate_up_lora: LoraSite | None = None
+        self.down_lora: LoraSite | None = None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic) -> Tensor:
         """[N,H] → [N,H]."""
-        return arithmetic.linear(arithmetic.gated(arithmetic.linear(x_NH, self.gate_up)), self.down)
+        inner_NI = arithmetic.gated(linear(arithmetic, x_NH, self.gate_up, self.gate_up_lora))
+        return linear(arithmetic, inner_NI, self.down, self.down_lora)
 
 
 @final
@@ -237,14 +241,21 @@ class RoutedExperts(nn.Module):
         """Expert parallelism; ``None`` has all experts on this rank."""
         self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
         self.down = nn.Parameter(torch.empty(spec.count, hidden_size, spec.size))
+        self.gate_up_lora: LoraSite | None = None
+        self.down_lora: LoraSite | None = None
 
-    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """[R,H] rows in the order of their experts, as :meth:`rounded` made them → [R,H]."""
+    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic, tokens_R: Tensor) -> Tensor:
+        """[R,H] rows in the order of their experts, as :meth:`rounded` made them, of these tokens → [R,H]."""
 
         def compute(rows_RH: Tensor, ends_E: Tensor) -> Tensor:
             gate_up_RI = arithmetic.grouped(rows_RH, ends_E, self._matrices(self.gate_up, parts=2))
+            if self.gate_up_lora is not None:
+                gate_up_RI = self.gate_up_lora(gate_up_RI, rows_RH, arithmetic, ends_E, tokens_R)
             inner_RI = self.rounded(arithmetic.gated(gate_up_RI))
-            return arithmetic.grouped(inner_RI, ends_E, self._matrices(self.down, parts=1))
+            out_RH = arithmetic.grouped(inner_RI, ends_E, self._matrices(self.down, parts=1))
+            if self.down_lora is not None:
+                out_RH = self.down_lora(out_RH, inner_RI, arithmetic, ends_E, tokens_R)
+            return out_RH
 
         return compute(rows_RH, ends_E) if self.parallel is None else self.parallel.all_to_all(rows_RH, ends_E, compute)
 
@@ -273,8 +284,9 @@ class Experts(nn.Module):
         experts_Nk, gates_Nk = self.router(x_NH, arithmetic, routing)
         dispatch = arithmetic.dispatch(experts_Nk, self.spec.count)
         # A token is rounded once for all its experts.
-        rows_RH = self.routed.rounded(x_NH)[dispatch.order_R // self.spec.per_token]
-        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic)
+        tokens_R = dispatch.order_R // self.spec.per_token
+        rows_RH = self.routed.rounded(x_NH)[tokens_R]
+        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic, tokens_R)
         y_NH = arithmetic.combine(y_RH, dispatch.order_R, gates_Nk)
         if self.shared is None:
             return y_NH
