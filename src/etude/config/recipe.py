@@ -19,6 +19,7 @@ from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
 from etude.config.log import AlertConfig, LogConfig, check_alerts
+from etude.config.lora import LoraConfig
 from etude.config.placement import PlacementConfig
 from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
@@ -148,6 +149,8 @@ class RunConfig(Section):
     """The judge of aspects that no program can grade."""
     trainer: TrainerConfig = TrainerConfig()
     """The RL optimiser."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters that are trained instead of the weights."""
     optimiser: OptimiserConfig = OptimiserConfig()
     """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
@@ -222,6 +225,29 @@ class RunConfig(Section):
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} needs a machine around its files: set sandboxes.kind = 'ns'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapted(self) -> Self:
+        if not self.lora.rank:
+            return self
+        is_random = not self.model.checkpoint
+        first = "midtrain" if self.midtrain.tokens else "sft" if self.sft.file else "rl"
+        refused = {
+            f"lora.phases with {first!r} would adapt random weights that are never trained: set model.checkpoint, or "
+            f"lora.phases to later phases": is_random and first in self.lora.phases,
+            f"parallel.dp · cp = {self.parallel.ranks}: adapters are trained by one process; leave [parallel] out": (
+                self.parallel.ranks > 1
+            ),
+            "optimiser.kind = 'muon' is for whole matrices, not for their factors: leave it out": (
+                self.optimiser.kind == "muon"
+            ),
+            f"engine.kind = {self.engine.kind!r} cannot load adapters while it serves: set 'native' or 'vllm'": (
+                self.engine.kind not in ("native", "vllm") and "rl" in self.lora.phases
+            ),
+        }
+        if reasons := [reason for reason, is_so in refused.items() if is_so]:
+            raise ValueError(f"lora.rank = {self.lora.rank} does not go with {reasons[0]}")
         return self
 
     @model_validator(mode="after")

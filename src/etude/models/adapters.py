@@ -26,7 +26,7 @@ Target: TypeAlias = Literal["attention", "feed_forward", "experts"]
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 BASE, SCALE = "adapter.base", "adapter.scale"
-"""Names in a state: the digest of the frozen weights (uint8 [32]) and the factor of B(Ax) (float32 [1])."""
+"""Names in a state: the digest of the frozen weights (uint8 [16]) and the factor of B(Ax) (float32 [1])."""
 ABOUT = (BASE, SCALE)
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 """Ends of the names of A [r,I] and B [O,r]."""

@@ -44,7 +44,7 @@ class LowRank(nn.Module):
 
     @property
     def rank(self) -> int:
-        """r."""
+        """R."""
         return self.b.shape[-1]
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -141,7 +141,7 @@ class Adapters(nn.Module):
     """What an adapted model knows of its adapter, beside the factors: published with them, and never trained."""
 
     base: Tensor
-    """uint8 [32]: the state digest of the frozen weights."""
+    """uint8 [16]: the state digest of the frozen weights."""
     scale: Tensor
     """float32 [1]."""
 

@@ -21,7 +21,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.listener import run_listener
-from etude.run.numerics import largest_state, load_published, serving_model
+from etude.run.numerics import frozen_base, largest_state, load_published, serving_model
 from etude.run.parent import tell_person
 from etude.run.process_name import ENGINE, PRODUCTION, ProcessName
 from etude.run.region_stores import open_region_log, weights_url
@@ -57,13 +57,14 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             closing(await asyncio.to_thread(WeightFollower, log, largest_state(spec), target))
         )
         stack.enter_context(outages)  # ends before the follower, whose calls wait for it
+        base = frozen_base(folder.model, config)
         context = EngineContext(
             config=config,
             spec=spec,
             model_folder=folder.model,
             logs=logs,
             events=events,
-            make_model=partial(serving_model, spec, config.numerics, config.engine.device),
+            make_model=partial(serving_model, spec, config.numerics, config.engine.device, base),
             load=partial(load_published, config=config.numerics),
         )
         await first_version(log)

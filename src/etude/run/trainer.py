@@ -43,7 +43,7 @@ from etude.run.distillation import DistillationBatcher
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import decoded_state, published_state, route_space, training_model
+from etude.run.numerics import decoded_state, frozen_base, published_state, route_space, training_model
 from etude.run.payload_store import leased_ledger, open_feedback, open_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
@@ -105,6 +105,7 @@ class TrainerProcess(Closing):
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._base = frozen_base(folder.model, self.config)
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
@@ -121,7 +122,7 @@ class TrainerProcess(Closing):
         self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
-        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
+        self.trainer_group = build_trainer(folder, self.config, grid, self._log, self._base)
         self._recover()
 
     def close(self) -> None:
@@ -225,7 +226,7 @@ class TrainerProcess(Closing):
         """``None`` where nothing is scored again: its scorer is a whole model in memory."""
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
-        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device, self._base)
         return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
 
     def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
@@ -238,7 +239,7 @@ class TrainerProcess(Closing):
         if not loss.needs_reference:
             return None
         published = to_tensors(pull(self._log, loss.reference_version).state)
-        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device, self._base)
         return Reference(scorer, decoded_state(published, self._numerics))
 
     def _publish(self, step: int) -> None:

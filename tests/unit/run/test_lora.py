@@ -1,0 +1,206 @@
+"""Adapters over a frozen base: trained alone, published as a log of their own, served to the last bit, exported."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from etude.config.inference import EngineConfig
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
+from etude.engines.kinds import Swap, WeightUpdate
+from etude.engines.native.opener import NativeUpdater
+from etude.errors import ConfigError, DamagedError, UserError
+from etude.models.adapters import base_of
+from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
+from etude.models.decoder import Decoder
+from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.run.export import export_run
+from etude.run.folder import RunFolder
+from etude.run.numerics import (
+    FrozenBase,
+    frozen_base,
+    load_published,
+    published_state,
+    serving_model,
+    training_model,
+)
+from etude.run.parity import check_parity
+from etude.run.phases import publish_start
+from etude.run.store_outages import StoreOutages
+from etude.run.trainer_group import optimisation_of, policy_model
+from etude.run.weight_log import open_log
+from etude.telemetry.log import EventLog
+from etude.tokens.chat import ChatTemplate
+from etude.trainer.checkpoint import Checkpoints
+from etude.weights.publish import Publisher
+from etude.weights.pull import Receiver, pull
+from etude.weights.tensors import to_stored, to_tensors
+
+SPECS = {"grouped": TINY, "dense": TINY_DENSE, "latent": TINY_LATENT}
+IDS = torch.arange(40) % TINY.vocab_size
+
+
+def config_of(checkpoint: Path, dtype: str = "float32", **lora: object) -> RunConfig:
+    return parse_config(
+        {
+            "model": {"checkpoint": str(checkpoint)},
+            "midtrain": {"tokens": 0},
+            "numerics": {"dtype": dtype, "arithmetic": "invariant"},
+            "lora": {"rank": 8, "alpha": 16.0, **lora},
+        },
+        source="test",
+    )
+
+
+def make_start(folder: Path, spec: ModelSpec) -> Path:
+    """A model to start from."""
+    chat = ChatTemplate.train(["def f(a):\n    return a\n"], spec.vocab_size)
+    model = Decoder(spec)
+    model.initialise(0, std=0.2)
+    save_checkpoint(folder, spec, state_of(model), end_id=chat.end_id, pad_id=chat.pad_id)
+    chat.save(folder)
+    return folder
+
+
+def make_run(path: Path, spec: ModelSpec, dtype: str = "float32", **lora: object) -> RunFolder:
+    """A run that has published version 0 of its adapter."""
+    origin = make_start(path / "start", spec)
+    folder = RunFolder.create(path / "run", config_of(origin, dtype, **lora))
+    with EventLog(folder.events, "test") as events, StoreOutages(folder.store, 1.0, events) as outages:
+        publish_start(folder, origin, events, outages)
+    return folder
+
+
+def base_for(folder: RunFolder) -> FrozenBase:
+    base = frozen_base(folder.model, folder.config())
+    assert base is not None
+    return base
+
+
+def logits(model: Decoder) -> Tensor:
+    with torch.inference_mode():
+        return model.logits(model.forward_packed(IDS))
+
+
+def train(model: Decoder, config: RunConfig, steps: int = 2) -> None:
+    """Steps towards the likelihood of some ids; the rate is high, so that weights really move."""
+    optimisation = optimisation_of(model, config.model_copy(update={"trainer": config.trainer.model_copy(
+        update={"learning_rate": 0.02, "warmup_steps": 1})}))  # fmt: skip
+    for step in range(1, steps + 1):
+        scores = model.logits(model.forward_packed(IDS)).log_softmax(-1)
+        optimisation.step(step, [-scores[:-1].gather(1, IDS[1:, None]).mean()])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_what_is_trained_is_what_is_published_and_served_to_the_last_bit(tmp_path: Path, name: str, dtype: str) -> None:
+    folder = make_run(tmp_path, SPECS[name], dtype)
+    config, base, log = folder.config(), base_for(folder), open_log(folder)
+    first = pull(log, 0)
+    updater = NativeUpdater.open(
+        first,
+        EngineConfig(),
+        partial(serving_model, SPECS[name], config.numerics, "cpu", base),
+        partial(load_published, config=config.numerics),
+    )
+    policy = policy_model(folder, config, None, log, base)
+    assert torch.equal(logits(policy), logits(updater.engine.weights.model))
+    before = logits(policy)
+    frozen = {name: each.clone() for name, each in policy.named_parameters() if not each.requires_grad}
+    train(policy, config)
+    assert not torch.equal(logits(policy), before)
+    for each, parameter in policy.named_parameters():
+        assert each not in frozen or (parameter.grad is None and torch.equal(parameter, frozen[each]))
+    with Publisher(log) as publisher, Receiver(log) as receiver:
+        receiver.advance()
+        record = publisher.publish(to_stored(published_state(policy, config.numerics)), version=1, step=1).result()
+        arrival = receiver.advance()
+        swap = updater.stage(WeightUpdate(weights=receiver.weights(), changed=receiver.changed(arrival)))
+        asyncio.run(pause(swap))
+    served = updater.engine.weights
+    assert (served.version, served.digest) == (1, record.digest) and record.base == 0
+    assert updater._residents[0].digest() == record.digest
+    assert torch.equal(logits(policy), logits(served.model))
+    parity = check_parity(SPECS[name], to_tensors(pull(log, 1).state), config.numerics, "cpu", base)
+    assert parity.exact, parity.first
+
+
+async def pause(swap: Swap) -> float:
+    return await swap()
+
+
+def test_a_checkpoint_and_the_log_hold_the_adapter_alone(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, TINY)
+    config, log, base = folder.config(), open_log(folder), base_for(folder)
+    policy = policy_model(folder, config, None, log, base)
+    optimisation = optimisation_of(policy, config)
+    train(policy, config, steps=1)
+    adapter = sum(each.numel() for each in policy.parameters() if each.requires_grad)
+    everything = sum(each.numel() for each in policy.parameters())
+    logged = sum(tensor.numel() for tensor in to_tensors(pull(log, 0).state).values())
+    assert logged == adapter + 17  # the base's digest, and the scale
+    assert adapter < everything / 2
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(1, optimisation.tensors())
+    assert all("lora" in each or "adapters" in each or "correction" in each for each in checkpoints.load(1))
+    other = training_model(TINY, config.numerics, "cpu", base)
+    optimisation_of(other, config).restore(checkpoints.load(1))
+    assert torch.equal(logits(other), logits(policy))
+
+
+def test_models_of_one_process_share_the_base(tmp_path: Path) -> None:
+    base = base_for(make_run(tmp_path, TINY))
+    one, other = base.model("cpu", torch.float32), base.model("cpu", torch.float32)
+    shared = [a is b for a, b in zip(one.parameters(), other.parameters(), strict=True)]
+    assert shared == [not each.requires_grad for each in one.parameters()]
+
+
+def test_an_adapter_is_laid_over_no_other_base(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, TINY)
+    state = to_tensors(pull(open_log(folder), 0).state)
+    other = Decoder(TINY)
+    other.initialise(1)
+    save_checkpoint(folder.model, TINY, state_of(other), end_id=1, pad_id=0)
+    with pytest.raises(DamagedError, match=f"trained on the weights {base_of(state)[:12]}"):
+        load_state(base_for(folder).model("cpu", torch.float32), state)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_an_export_is_merged_or_a_peft_folder_that_a_run_can_start_from(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path, SPECS[name])
+    config, log, base = folder.config(), open_log(folder), base_for(folder)
+    policy = policy_model(folder, config, None, log, base)
+    train(policy, config)
+    with Publisher(log) as publisher:
+        publisher.publish(to_stored(published_state(policy, config.numerics)), version=1, step=1).result()
+    export_run(folder, tmp_path / "merged", None)
+    spec, state = load_checkpoint(tmp_path / "merged")
+    merged = Decoder(spec, policy.arithmetic)
+    load_state(merged, state)
+    assert torch.allclose(logits(merged), logits(policy), atol=1e-5)
+    export_run(folder, tmp_path / "peft", None, peft=True)
+    again = make_run(tmp_path / "again", SPECS[name], start=str(tmp_path / "peft"))
+    started = policy_model(again, again.config(), None, open_log(again), base_for(again))
+    assert torch.equal(logits(started), logits(policy))
+    with pytest.raises(UserError, match=r"set lora\.rank = 8 and lora\.alpha = 16"):
+        make_run(tmp_path / "other", SPECS[name], start=str(tmp_path / "peft"), alpha=8.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"lora": {"rank": 4}}, "multiple of 8"),
+        ({"lora": {"alpha": 4.0}}, "with lora.rank = 0"),
+        ({"lora": {"rank": 8}}, "random weights"),
+        ({"lora": {"rank": 8, "phases": ["rl"]}, "parallel": {"dp": 2}}, "one process"),
+        ({"lora": {"rank": 8, "phases": ["rl"]}, "optimiser": {"kind": "muon"}}, "whole matrices"),
+        ({"lora": {"rank": 8, "phases": ["sft"], "start": "x"}}, "no 'rl'"),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_refused(recipe: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(recipe, source="test")
