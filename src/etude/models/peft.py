@@ -20,6 +20,7 @@ from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.lora import RANK_STEP
 from etude.models.naming import views
+from etude.models.spec import ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -28,8 +29,8 @@ PLAIN = ("bias", "use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", 
 """Keys of a configuration which change what is computed; étude has their plain values only."""
 
 
-def write_peft(folder: Path, state: Mapping[str, Tensor], model: Decoder, *, base_name: str) -> None:
-    """Write an adapter's ``state`` into ``folder``, which is made; ``model`` is of its base's shape."""
+def write_peft(folder: Path, state: Mapping[str, Tensor], spec: ModelSpec, *, base_name: str) -> None:
+    """Write an adapter's ``state`` into ``folder``, which is made; ``spec`` is its base's."""
     tensors = {name: tensor for name, tensor in state.items() if name not in ABOUT}
     adapted = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
     rank = next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(DOWN))
@@ -42,7 +43,7 @@ def write_peft(folder: Path, state: Mapping[str, Tensor], model: Decoder, *, bas
         "lora_alpha": float(state[SCALE]) * rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _target_modules(adapted, model),
+        "target_modules": _target_modules(adapted, spec),
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -50,9 +51,11 @@ def write_peft(folder: Path, state: Mapping[str, Tensor], model: Decoder, *, bas
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def _target_modules(adapted: set[str], model: Decoder) -> list[str]:
+def _target_modules(adapted: set[str], spec: ModelSpec) -> list[str]:
     """The last words of the adapted modules' names, or whole names where others end with these words, too."""
     words = {name.rpartition(".")[2] for name in adapted}
+    with torch.device("meta"):
+        model = Decoder(spec)
     all_names = {name.removesuffix(".weight") for name, view in views(model) if view.ndim == 2}
     is_clear = {name for name in all_names if name.rpartition(".")[2] in words} == adapted
     return sorted(words if is_clear else adapted)

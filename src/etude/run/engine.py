@@ -66,6 +66,7 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             events=events,
             make_model=partial(serving_model, spec, config.numerics, config.engine.device, base),
             load=partial(load_published, config=config.numerics),
+            base=None if base is None else base.published,
         )
         await first_version(log)
         if arm is not None:

@@ -32,7 +32,7 @@ def export_run(folder: RunFolder, out: Path, version: int | None, *, peft: bool 
         raise UserError(f"{folder.path} trains whole weights, not adapters (lora.rank = 0): leave --peft out")
     try:
         if peft:
-            write_peft(out, state, read_model(folder.model), base_name=str(folder.model))
+            write_peft(out, state, spec, base_name=str(folder.model))
             return pulled.version
         if is_adapter(state):
             state = _merged(folder, state)

@@ -18,7 +18,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.models.adapters import ABOUT, AdapterSpec, attach, is_adapter
 from etude.models.arithmetic import Arithmetic
-from etude.models.checkpoint import StoredCheckpoint, load_state, state_of
+from etude.models.checkpoint import StoredCheckpoint, load_spec, load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.experts import RoutedExperts
 from etude.models.fast import FastArithmetic
@@ -38,7 +38,8 @@ from etude.run.resolve import is_invariant
 from etude.types import Json, RouteSpace
 from etude.weights.digest import state_digest
 from etude.weights.pull import ReceiveOptions
-from etude.weights.tensors import to_stored
+from etude.weights.state import State
+from etude.weights.tensors import to_stored, to_tensors
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -139,14 +140,18 @@ class FrozenBase:
                 module.to(dtype)
         return twin
 
-    def _build(self, device: str) -> Decoder:
-        numerics, stored = self._config.numerics, StoredCheckpoint(self._folder)
+    def published(self) -> State:
+        """The frozen weights as they would be published, read anew."""
+        stored = StoredCheckpoint(self._folder)
         whole = Decoder(stored.spec)
         stored.load(whole)
-        published = published_state(whole, numerics)
-        model = serving_model(stored.spec, numerics, device)
-        load_published(model, published, numerics)
-        spec, digest = adapter_spec(self._config), state_digest(to_stored(published))
+        return to_stored(published_state(whole, self._config.numerics))
+
+    def _build(self, device: str) -> Decoder:
+        numerics, published = self._config.numerics, self.published()
+        model = serving_model(load_spec(self._folder), numerics, device)
+        load_published(model, to_tensors(published), numerics)
+        spec, digest = adapter_spec(self._config), state_digest(published)
         attach(model, spec, base=digest, seed=self._config.seed)
         if self._config.lora.start:
             load_state(model, state_of(model) | read_peft(Path(self._config.lora.start), model, spec))

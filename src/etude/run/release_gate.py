@@ -224,9 +224,8 @@ def _compared(folder: RunFolder, version: int) -> str:
     if config.engine.kind != "native" or spec.max_positions < LONGEST:
         return ""
     state = to_tensors(pull(open_log(folder), version).state)
-    return str(
-        int(check_parity(spec, state, config.numerics, config.engine.device, frozen_base(folder.model, config)).passed)
-    )
+    base = frozen_base(folder.model, config)
+    return str(int(check_parity(spec, state, config.numerics, config.engine.device, base).passed))
 
 
 if __name__ == "__main__":

@@ -46,9 +46,14 @@ class ServerFeatures:
             )
 
 
-def request_body(prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool) -> dict[str, Any]:
-    """The body of a generate request; only prompts of the same ``salt`` share cached prefixes."""
+def request_body(
+    prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool, adapter: str = ""
+) -> dict[str, Any]:
+    """The body of a generate request; only prompts of the same ``salt`` share cached prefixes. ``adapter`` is the name
+    of a loaded one; without it the served checkpoint answers.
+    """
     return {
+        **({"model": adapter} if adapter else {}),
         "token_ids": np.asarray(prompt_ids, np.int64),
         "cache_salt": salt,
         "priority": params.priority,
