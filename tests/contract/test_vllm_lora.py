@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from etude.config.loading import parse_config
-from etude.config.training import ModelShape
 from etude.engines.kinds import EngineContext, WeightUpdate
 from etude.engines.vllm.opener import open_vllm
 from etude.models.adapters import ABOUT
-from etude.models.checkpoint import load_state, save_checkpoint, spec_from_shape, state_of
+from etude.models.checkpoint import load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import GroupedSpec, ModelSpec
 from etude.protocols import SamplingParams
@@ -30,24 +29,18 @@ PYTHON = Path(os.environ.get("ETUDE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"
 TOLERANCE = 1e-4
 """Largest difference of two float32 logprobs whose sums were made in another order."""
 PROMPT = [5, 6, 7, 8]
-SPECS = {
-    "experts": spec_from_shape(
-        ModelShape(hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, expert_size=32), 320
-    ),
-    "dense": ModelSpec(
-        vocab_size=320,
-        hidden_size=64,
-        layers=2,
-        attention=GroupedSpec(heads=4, kv_heads=2, head_dim=32, normed=True),
-        dense_size=96,
-    ),
-}
+DENSE = ModelSpec(
+    vocab_size=320,
+    hidden_size=64,
+    layers=2,
+    attention=GroupedSpec(heads=4, kv_heads=2, head_dim=32, normed=True),
+    dense_size=96,
+)
 pytestmark = pytest.mark.heavy("vLLM: make .venv-vllm/stamp", missing=not PYTHON.exists())
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_vllm_serves_each_published_adapter_while_it_serves(tmp_path: Path, name: str) -> None:
-    spec = SPECS[name]
+def test_vllm_serves_each_published_adapter_while_it_serves(tmp_path: Path) -> None:
+    spec = DENSE
     model = Decoder(spec)
     model.initialise(0, std=0.2)
     save_checkpoint(tmp_path / "model", spec, state_of(model), end_id=0, pad_id=0)

@@ -108,6 +108,7 @@ class _Request(_StrictModel):
     seed: NonNegativeInt | None = None
     priority: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] = 0
     want_routes: bool = False
+    adapter: str = ""
 
 
 class _ChunkLine(_StrictModel):

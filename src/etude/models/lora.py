@@ -87,7 +87,8 @@ class Selection:
     @property
     def is_own(self) -> bool:
         """True if all rows have the model's own adapter."""
-        return self.parts == ((None, None),)
+        factors, mask = self.parts[0]
+        return factors is None and mask is None
 
 
 @final

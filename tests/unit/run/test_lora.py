@@ -12,12 +12,14 @@ from etude.config.inference import EngineConfig
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.engines.kinds import Swap, WeightUpdate
+from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.opener import NativeUpdater
 from etude.errors import ConfigError, DamagedError, UserError
 from etude.models.adapters import base_of
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.protocols import SamplingParams
 from etude.run.export import export_run
 from etude.run.folder import RunFolder
 from etude.run.numerics import (
@@ -204,3 +206,45 @@ def test_an_export_is_merged_or_a_peft_folder_that_a_run_can_start_from(tmp_path
 def test_what_adapters_do_not_go_with_is_refused(recipe: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(recipe, source="test")
+
+
+def test_rows_of_one_step_have_adapters_of_their_own(tmp_path: Path) -> None:
+    """Three of them: the run's, which is exchanged meanwhile, and two that come and go."""
+    folder = make_run(tmp_path, TINY)
+    config, base = folder.config(), base_for(folder)
+    models = {name: training_model(TINY, config.numerics, "cpu", base) for name in ("", "one", "other")}
+    for seed, model in enumerate(models.values()):
+        generator = torch.Generator().manual_seed(seed)
+        moved = {key: torch.randn(each.shape, generator=generator) * 0.3 for key, each in state_of(model).items()}
+        load_state(model, state_of(model) | {key: each for key, each in moved.items() if "lora" in key})
+    served = serving_model(TINY, config.numerics, "cpu", base)
+    load_published(served, state_of(models[""]), config.numerics)
+    prompt = [*range(1, 40)]
+
+    async def play() -> None:
+        engine = NativeEngine(Weights(served, 7, "own"), EngineConfig(), seed=0)
+        for version, name in ((3, "one"), (4, "other")):
+            engine.add_adapter(name, state_of(models[name]), version=version, digest=name)
+        stepping = asyncio.create_task(engine.run())
+        ask = partial(engine.generate, prompt, session="")
+        for _ in range(2):  # the second time prefixes are found in the cache
+            names = ["", "one", "other", "one", ""]
+            answers = await asyncio.gather(*(ask(SamplingParams(max_tokens=12, adapter=name)) for name in names))
+            for name, answer in zip(names, answers, strict=True):
+                ids = torch.tensor([*prompt, *answer.token_ids.tolist()])
+                with torch.inference_mode():
+                    hidden = models[name].forward_packed(ids)[len(prompt) - 1 : -1]
+                    logits = models[name].logits(hidden)
+                    expected = models[name].arithmetic.logprobs(logits, ids[len(prompt) :], torch.ones(12), None)
+                assert answer.logprobs.tolist() == expected.tolist(), name
+                assert set(answer.versions.tolist()) == {{"": 7, "one": 3, "other": 4}[name]}
+        last = asyncio.create_task(ask(SamplingParams(max_tokens=12, adapter="one")))
+        await asyncio.sleep(0)
+        engine.remove_adapter("one")
+        assert len((await last).token_ids) == 12
+        with pytest.raises(ValueError, match="no adapter 'one', only \\['other'\\]"):
+            await ask(SamplingParams(max_tokens=1, adapter="one"))
+        engine._scheduler.check()
+        stepping.cancel()
+
+    asyncio.run(play())

@@ -66,7 +66,8 @@ class PagedCache:
     def forward(self, model: Decoder, plan: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor | None]:
         """Run a step's tokens through the model: normalised hidden states [N,H] and, if recorded, routes [N,L,k]."""
         rows, token_ids_N = _rows(plan, model.embedding.device)
-        if self._graphs is not None and len(rows.counts) == len(token_ids_N):
+        is_own = model.adapters is None or model.adapters.selection.is_own
+        if self._graphs is not None and is_own and len(rows.counts) == len(token_ids_N):
             return self._graphs.run(model, token_ids_N, rows)
         return self._step(model, token_ids_N, rows)
 

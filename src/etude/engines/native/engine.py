@@ -13,7 +13,7 @@ drew.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
@@ -30,7 +30,9 @@ from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTok
 from etude.engines.native.scoring import PromptScorer, PromptScores
 from etude.engines.scatter import Scatter
 from etude.errors import EngineUnavailable
+from etude.models.adapters import factors_of
 from etude.models.decoder import Decoder
+from etude.models.lora import Factors
 from etude.models.spec import ModelSpec
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Ids, Routes, TokenIds, as_list
@@ -48,6 +50,18 @@ class Weights:
     digest: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ServedAdapter:
+    """An adapter beside the model's own, and the name of its weights; a newer one of its name is another object."""
+
+    name: str
+    version: int
+    digest: str
+    factors: Factors
+    chain: int
+    """Its number in the index of prefixes, below 0."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _PendingCall:
     """A request and the future that its caller awaits."""
@@ -59,6 +73,8 @@ class _PendingCall:
     """Receives tokens as they come, for a stream; it holds no more than the completion has."""
     scorer: PromptScorer | None
     """Receives the hidden states of the prompt, where its logprobs are wanted."""
+    adapter: ServedAdapter | None
+    """What it is sampled with, to its end; ``None``: the model's own weights."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
@@ -83,6 +99,8 @@ class NativeEngine:
         self._sampler = Sampler(weights.model.arithmetic)
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._chains = 0
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
@@ -143,6 +161,36 @@ class NativeEngine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
         )
+
+    def add_adapter(self, name: str, state: Mapping[str, Tensor], *, version: int, digest: str) -> None:
+        """Serve another adapter over the same base as ``name``, from the next request that asks for it on.
+
+        One of that name is replaced: what it has begun it ends. Raises ``ValueError`` where the engine serves whole
+        weights or the name is empty, and :class:`~etude.errors.DamagedError` for an adapter of another base.
+        """
+        model = self._weights.model
+        if model.adapters is None or not name:
+            raise ValueError(f"adapter {name!r}: it needs a name, and an engine of a run with lora.rank above 0")
+        factors = factors_of(model, state)
+        self._chains -= 1
+        self._adapters[name] = ServedAdapter(
+            name=name, version=version, digest=digest, factors=factors, chain=self._chains
+        )
+
+    def remove_adapter(self, name: str) -> None:
+        """Serve no further request with an adapter; what it has begun it ends. Raises ``ValueError`` without one."""
+        del self._adapters[self._adapter_of(name).name]
+
+    @property
+    def adapters(self) -> Mapping[str, ServedAdapter]:
+        """The adapters that requests can ask for, by name."""
+        return self._adapters
+
+    def _adapter_of(self, name: str) -> ServedAdapter:
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise ValueError(f"there is no adapter {name!r}, only {sorted(self._adapters) or 'what the run serves'}")
+        return adapter
 
     @property
     def weights(self) -> Weights:
@@ -225,6 +273,9 @@ class NativeEngine:
     def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
         """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
         model = self._weights.model
+        if model.adapters is not None:
+            chosen = [(self._calls[work.request].adapter, work.count) for work in plan]
+            model.adapters.select([(None if one is None else one.factors, count) for one, count in chosen])
         hidden_NH, routes_NLk = self._cache.forward(model, plan)
         for work in plan:
             self._scheduler.advance(work)
@@ -257,9 +308,9 @@ class NativeEngine:
             [call.seed for call in calls],
             [call.request.sampled for call in calls],
         )
-        version = self._weights.version
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
+            version = self._weights.version if call.adapter is None else call.adapter.version
             self._scheduler.append(call.request, token, logprob, version)
             if call.request.params.truncates:
                 call.sampling_mask.append(drawn.kept_row(row))
@@ -296,6 +347,7 @@ class NativeEngine:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
+        adapter = self._adapter_of(params.adapter) if params.adapter else None
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
         request = EngineRequest(
@@ -304,6 +356,7 @@ class NativeEngine:
             token_ids=token_ids,
             prompt_length=len(token_ids),
             scored_from=None if scorer is None else scorer.first,
+            chain=None if adapter is None else adapter.chain,
         )
         self._scheduler.add(request)
         call = _PendingCall(
@@ -312,6 +365,7 @@ class NativeEngine:
             done=asyncio.get_running_loop().create_future(),
             chunks=asyncio.Queue() if streaming else None,
             scorer=scorer,
+            adapter=adapter,
         )
         self._calls[request] = call
         self._work.set()

@@ -33,6 +33,10 @@ class ServerFeatures:
 
     def check(self, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a wish that would be ignored in silence."""
+        if params.adapter:
+            raise ValueError(
+                f"adapter={params.adapter!r}: vLLM serves that of its run; engine.kind = 'native' has more"
+            )
         if params.want_routes and not self.sparse_layers:
             raise ValueError(
                 "this vLLM does not say which experts it used: start it with --enable-return-routed-experts, which "

@@ -27,7 +27,7 @@ from etude.engines.server_process import CheckpointWriter, free_port, limits_of,
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmServer, find_python, start
-from etude.errors import InfrastructureError
+from etude.errors import ConfigError, InfrastructureError
 from etude.models.adapters import ABOUT
 from etude.models.checkpoint import CONFIG_FILE
 from etude.models.peft import PREFIX, WEIGHTS_FILE, write_peft
@@ -78,6 +78,11 @@ def server_of(
     """The settings of the server that a run needs; it returns routes where the trainer replays them."""
     options = config.engine.options
     assert isinstance(options, VllmOptions), config.engine.kind
+    if config.lora.trains("rl") and spec.experts is not None and config.engine.device == "cpu":
+        raise ConfigError(
+            "vLLM computes adapters of a model with experts in Triton, which has no CPU backend ('triton.language' has "
+            "no attribute 'float32' in vLLM 0.32): use a GPU, or engine.kind = 'native'"
+        )
     return VllmServer(
         python=python,
         model=model,
