@@ -41,12 +41,12 @@ class AdapterSpec:
 
     rank: int
     scale: float
-    """Of B(Ax): alpha / rank."""
+    """The factor of B(Ax): alpha / rank."""
     targets: tuple[Target, ...] = TARGETS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Place:
+class _Product:
     """A product of a model that may have an adapter."""
 
     module: nn.Module
@@ -55,7 +55,7 @@ class _Place:
     key: str
     target: Target
     projections: tuple[tuple[tuple[str, int], ...], ...]
-    """Of each expert, or of the one matrix: names without ``.weight`` and outputs of what lies in it."""
+    """For each expert, or the one matrix: names without ``.weight`` and outputs of what lies in it."""
 
     @property
     def weight(self) -> nn.Parameter:
@@ -81,8 +81,8 @@ class _Place:
         down, up, rank = low_rank.a.data, low_rank.b.data, low_rank.rank
         for index, names in enumerate(self.projections):
             a, b = (down, up) if down.ndim == 2 else (down[index], up[index])
-            pieces = zip(names, a.split(rank), b.split(self.parts), strict=True)
-            for (name, _), one, other in pieces:
+            chunks = zip(names, a.split(rank), b.split(self.parts), strict=True)
+            for (name, _), one, other in chunks:
                 yield name + DOWN, one
                 yield name + UP, other
 
@@ -146,7 +146,7 @@ def factors_of(model: Decoder, state: Mapping[str, Tensor]) -> Factors:
     ranks = {tensor.shape[0] for name, tensor in state.items() if name.endswith(DOWN)}
     if len(ranks) != 1:
         raise DamagedError(f"an adapter of the ranks {sorted(ranks)}: expected one")
-    found: dict[str, LowRank] = {}
+    result: dict[str, LowRank] = {}
     for place in _places(model):
         names = {name + end for names in place.projections for name, _ in names for end in (DOWN, UP)}
         if not left & names:
@@ -156,10 +156,10 @@ def factors_of(model: Decoder, state: Mapping[str, Tensor]) -> Factors:
             if name in state:
                 _copy(name, view, state[name])
         left -= names
-        found[place.key] = low_rank
+        result[place.key] = low_rank
     if left:
         raise DamagedError(f"tensor {min(left)!r} has no place in this model: the adapter is another model's")
-    return found
+    return result
 
 
 def _copy(name: str, view: Tensor, tensor: Tensor) -> None:
@@ -179,7 +179,7 @@ def merge(model: Decoder) -> None:
     model.requires_grad_(True)
 
 
-def _places(model: Decoder) -> Iterator[_Place]:
+def _places(model: Decoder) -> Iterator[_Product]:
     """All products that may have an adapter, in the order of their use."""
     for index, block in enumerate(model.blocks):
         assert isinstance(block, DecoderBlock)
@@ -190,7 +190,7 @@ def _places(model: Decoder) -> Iterator[_Place]:
                 if isinstance(weight, nn.Parameter):
                     key = f"{index}.{where}.{name}"
                     projections = _projections(key, weight, views)
-                    yield _Place(module=module, name=name, key=key, target=target, projections=projections)
+                    yield _Product(module=module, name=name, key=key, target=target, projections=projections)
 
 
 def _products(block: DecoderBlock) -> Iterator[tuple[str, nn.Module, Target, tuple[str, ...]]]:

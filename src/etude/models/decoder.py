@@ -80,7 +80,7 @@ class Decoder(nn.Module):
         """Activation checkpointing: a backward pass computes each block's activations again, so that one hidden state
         per token and block in memory, a third more work, the same gradients."""
         self.adapters: Adapters | None = None
-        """Of a model whose weights are frozen and that has adapters beside them: these are its state then."""
+        """Adapters beside frozen weights: where there are any, they are the model's state."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(torch.ones(spec.hidden_size))

@@ -77,7 +77,7 @@ Factors: TypeAlias = Mapping[str, LowRank]
 
 @dataclass(slots=True)
 class Selection:
-    """Which adapters the rows of the next pass have: pairs of an adapter and a mask, bool [N], of its rows.
+    """The adapters of the rows of the next pass: pairs of an adapter and a mask, bool [N], of its rows.
 
     An adapter of ``None`` is the model's own; a mask of ``None`` is for all rows. Rows of no pair get the bare base.
     """
@@ -93,7 +93,7 @@ class Selection:
 
 @final
 class LoraSite(nn.Module):
-    """What stands beside one frozen product: the model's own factors, and others' while they are selected."""
+    """The adapters of one frozen product: the model's own factors, and others' while they are selected."""
 
     def __init__(self, key: str, own: LowRank, selection: Selection) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def linear(
 
 @final
 class Adapters(nn.Module):
-    """What an adapted model knows of its adapter, beside the factors: published with them, and never trained."""
+    """The facts about a model's adapter, beside its factors: published with them, and never trained."""
 
     base: Tensor
     """uint8 [16]: the state digest of the frozen weights."""

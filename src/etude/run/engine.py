@@ -17,6 +17,7 @@ from etude.engines.kinds import EngineContext, Opener
 from etude.models.checkpoint import load_spec
 from etude.releases.routing import held_arm
 from etude.routing_table import RoutingTable
+from etude.run.engine_adapters import adapter_routes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
@@ -74,7 +75,13 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
         weights = await asyncio.to_thread(follower.start)
         async with (
             opener(context, weights) as served,
-            run_listener(folder, name, lambda: engine_app(served.engine, key), config.engine, outages) as url,
+            run_listener(
+                folder,
+                name,
+                lambda: engine_app(served.engine, key, adapter_routes(served.engine)),
+                config.engine,
+                outages,
+            ) as url,
             asyncio.TaskGroup() as tasks,
         ):
             tell_person(f"{name} at {url}")

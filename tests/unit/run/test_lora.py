@@ -224,7 +224,7 @@ def test_rows_of_one_step_have_adapters_of_their_own(tmp_path: Path) -> None:
     async def play() -> None:
         engine = NativeEngine(Weights(served, 7, "own"), EngineConfig(), seed=0)
         for version, name in ((3, "one"), (4, "other")):
-            engine.add_adapter(name, state_of(models[name]), version=version, digest=name)
+            engine.adapters.add(name, state_of(models[name]), version=version, digest=name)
         stepping = asyncio.create_task(engine.run())
         ask = partial(engine.generate, prompt, session="")
         for _ in range(2):  # the second time prefixes are found in the cache
@@ -240,7 +240,7 @@ def test_rows_of_one_step_have_adapters_of_their_own(tmp_path: Path) -> None:
                 assert set(answer.versions.tolist()) == {{"": 7, "one": 3, "other": 4}[name]}
         last = asyncio.create_task(ask(SamplingParams(max_tokens=12, adapter="one")))
         await asyncio.sleep(0)
-        engine.remove_adapter("one")
+        engine.adapters.remove("one")
         assert len((await last).token_ids) == 12
         with pytest.raises(ValueError, match="no adapter 'one', only \\['other'\\]"):
             await ask(SamplingParams(max_tokens=1, adapter="one"))

@@ -13,7 +13,7 @@ drew.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import final
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from etude.config.inference import EngineConfig
+from etude.engines.native.adapters import ServedAdapter, ServedAdapters
 from etude.engines.native.cache import PagedCache, as_routes
 from etude.engines.native.pages import PAGE
 from etude.engines.native.sampling import Sampler, join_masks
@@ -30,9 +31,7 @@ from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTok
 from etude.engines.native.scoring import PromptScorer, PromptScores
 from etude.engines.scatter import Scatter
 from etude.errors import EngineUnavailable
-from etude.models.adapters import factors_of
 from etude.models.decoder import Decoder
-from etude.models.lora import Factors
 from etude.models.spec import ModelSpec
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
 from etude.types import Finish, Ids, Routes, TokenIds, as_list
@@ -48,18 +47,6 @@ class Weights:
     model: Decoder
     version: int
     digest: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ServedAdapter:
-    """An adapter beside the model's own, and the name of its weights; a newer one of its name is another object."""
-
-    name: str
-    version: int
-    digest: str
-    factors: Factors
-    chain: int
-    """Its number in the index of prefixes, below 0."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -99,8 +86,8 @@ class NativeEngine:
         self._sampler = Sampler(weights.model.arithmetic)
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
-        self._adapters: dict[str, ServedAdapter] = {}
-        self._chains = 0
+        self.adapters = ServedAdapters(weights.model)
+        """What requests may ask for by name, beside what all others get."""
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
@@ -161,36 +148,6 @@ class NativeEngine:
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
         )
-
-    def add_adapter(self, name: str, state: Mapping[str, Tensor], *, version: int, digest: str) -> None:
-        """Serve another adapter over the same base as ``name``, from the next request that asks for it on.
-
-        One of that name is replaced: what it has begun it ends. Raises ``ValueError`` where the engine serves whole
-        weights or the name is empty, and :class:`~etude.errors.DamagedError` for an adapter of another base.
-        """
-        model = self._weights.model
-        if model.adapters is None or not name:
-            raise ValueError(f"adapter {name!r}: it needs a name, and an engine of a run with lora.rank above 0")
-        factors = factors_of(model, state)
-        self._chains -= 1
-        self._adapters[name] = ServedAdapter(
-            name=name, version=version, digest=digest, factors=factors, chain=self._chains
-        )
-
-    def remove_adapter(self, name: str) -> None:
-        """Serve no further request with an adapter; what it has begun it ends. Raises ``ValueError`` without one."""
-        del self._adapters[self._adapter_of(name).name]
-
-    @property
-    def adapters(self) -> Mapping[str, ServedAdapter]:
-        """The adapters that requests can ask for, by name."""
-        return self._adapters
-
-    def _adapter_of(self, name: str) -> ServedAdapter:
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            raise ValueError(f"there is no adapter {name!r}, only {sorted(self._adapters) or 'what the run serves'}")
-        return adapter
 
     @property
     def weights(self) -> Weights:
@@ -347,7 +304,7 @@ class NativeEngine:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
-        adapter = self._adapter_of(params.adapter) if params.adapter else None
+        adapter = self.adapters.named(params.adapter) if params.adapter else None
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
         request = EngineRequest(
