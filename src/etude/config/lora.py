@@ -38,7 +38,7 @@ class LoraConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Of the adapter's product."""
+        """The factor of the adapter's product."""
         return self.alpha / self.rank
 
     def trains(self, phase: LoraPhase) -> bool:

@@ -284,8 +284,8 @@ BUSY, UNAVAILABLE = 429, 503
 
 
 def engine_app(engine: Engine, key: str = "", routes: Iterable[web.RouteDef] = ()) -> web.Application:
-    """A web application that serves ``engine`` to those who have ``key``; to everybody, if that is empty. ``routes`` are
-    further ones, of this engine alone.
+    """A web application that serves ``engine`` to those who have ``key``; to everybody, if that is empty. ``routes``
+    are further ones, of this engine alone.
     """
 
     async def generate(request: web.Request) -> web.StreamResponse:

@@ -45,13 +45,13 @@ def adapter_routes(engine: Engine) -> list[RouteDef]:
         return []
 
     async def load(request: web.Request) -> web.StreamResponse:
-        asked = _parsed(_Load, await request.read())
+        body = _parsed(_Load, await request.read())
         try:
-            pulled = await asyncio.to_thread(_pull, asked.lora_path, asked.lora_version)
+            pulled = await asyncio.to_thread(_pull, body.lora_path, body.lora_version)
             state = to_tensors(pulled.state)
-            engine.adapters.add(asked.lora_name, state, version=pulled.version, digest=pulled.digest)
+            engine.adapters.add(body.lora_name, state, version=pulled.version, digest=pulled.digest)
         except EtudeError as error:
-            raise ValueError(f"{asked.lora_path} cannot be served as {asked.lora_name!r}: {error}") from error
+            raise ValueError(f"{body.lora_path} cannot be served as {body.lora_name!r}: {error}") from error
         return web.json_response({"version": pulled.version, "digest": pulled.digest})
 
     async def unload(request: web.Request) -> web.StreamResponse:

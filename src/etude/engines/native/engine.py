@@ -61,7 +61,7 @@ class _PendingCall:
     scorer: PromptScorer | None
     """Receives the hidden states of the prompt, where its logprobs are wanted."""
     adapter: ServedAdapter | None
-    """What it is sampled with, to its end; ``None``: the model's own weights."""
+    """The adapter to sample with, to the end; ``None``: the model's own weights."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
@@ -87,7 +87,7 @@ class NativeEngine:
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
         self.adapters = ServedAdapters(weights.model)
-        """What requests may ask for by name, beside what all others get."""
+        """Adapters that requests may name; all others get the engine's weights."""
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""

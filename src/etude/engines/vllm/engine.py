@@ -122,7 +122,7 @@ class VllmEngine:
         self._fault = "no weights were named yet: call start() first"
         self._updating = asyncio.Lock()
         self._adapter: _Adapter | None = None
-        """What requests have beside the served checkpoint."""
+        """The adapter of new requests; ``None``: the served checkpoint alone."""
 
     @property
     def version(self) -> int:
