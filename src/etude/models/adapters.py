@@ -143,15 +143,15 @@ def factors_of(model: Decoder, state: Mapping[str, Tensor]) -> Factors:
     check_base(model, state)
     scale, dtype = float(state[SCALE]), model.embedding.dtype
     left = {name for name in state if name not in ABOUT}
-    ranks = {tensor.shape[0] for name, tensor in state.items() if name.endswith(DOWN)}
-    if len(ranks) != 1:
-        raise DamagedError(f"an adapter of the ranks {sorted(ranks)}: expected one")
+    rank, *others = {tensor.shape[0] for name, tensor in state.items() if name.endswith(DOWN)} or {0}
+    if others or not rank:
+        raise DamagedError(f"an adapter of the ranks {sorted([rank, *others])}: expected one, above 0")
     result: dict[str, LowRank] = {}
     for place in _places(model):
         names = {name + end for names in place.projections for name, _ in names for end in (DOWN, UP)}
         if not left & names:
             continue
-        low_rank = LowRank.zero(place.weight, place.parts, *ranks, scale, dtype).requires_grad_(False)
+        low_rank = LowRank.zero(place.weight, place.parts, rank, scale, dtype).requires_grad_(False)
         for name, view in place.factors(low_rank):
             if name in state:
                 _copy(name, view, state[name])

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp.test_utils import TestClient, TestServer
 from torch import Tensor
 
 from etude.config.inference import EngineConfig
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
+from etude.engines.http import engine_app
 from etude.engines.kinds import Swap, WeightUpdate
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.opener import NativeUpdater
@@ -20,6 +22,7 @@ from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.protocols import SamplingParams
+from etude.run.engine_adapters import adapter_routes
 from etude.run.export import export_run
 from etude.run.folder import RunFolder
 from etude.run.numerics import (
@@ -146,6 +149,10 @@ def test_a_checkpoint_and_the_log_hold_the_adapter_alone(tmp_path: Path) -> None
     logged = sum(tensor.numel() for tensor in to_tensors(pull(log, 0).state).values())
     assert logged == adapter + 17  # the base's digest, and the scale
     assert adapter < everything / 2
+    kept = [each for each in policy.parameters() if each.grad is not None]
+    assert sum(each.numel() for each in kept) == adapter
+    moments = [tensor for name, tensor in optimisation.tensors().items() if "exp_avg" in name]
+    assert sum(tensor.numel() for tensor in moments) in (0, 2 * adapter)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(1, optimisation.tensors())
     assert all("lora" in each or "adapters" in each or "correction" in each for each in checkpoints.load(1))
@@ -206,6 +213,36 @@ def test_an_export_is_merged_or_a_peft_folder_that_a_run_can_start_from(tmp_path
 def test_what_adapters_do_not_go_with_is_refused(recipe: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(recipe, source="test")
+
+
+def test_an_adapter_of_another_run_is_added_and_removed_over_http(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, TINY)
+    served = serving_model(TINY, folder.config().numerics, "cpu", base_for(folder))
+    stranger = make_run(tmp_path / "stranger", TINY_DENSE)
+
+    async def play() -> None:
+        engine = NativeEngine(Weights(served, 0, "own"), EngineConfig(), seed=0)
+        stepping = asyncio.create_task(engine.run())
+        app = engine_app(engine, "", adapter_routes(engine))
+        async with TestClient(TestServer(app)) as client:
+
+            async def post(path: str, **body: object) -> tuple[int, dict[str, object]]:
+                response = await client.post(path, json=body)
+                return response.status, await response.json()
+
+            record = pull(open_log(folder), 0)
+            answer = await post("/v1/load_lora_adapter", lora_name="tenant", lora_path=folder.store)
+            assert answer == (200, {"version": 0, "digest": record.digest})
+            assert await (await client.get("/v1/adapters")).json() == {"tenant": answer[1]}
+            prompt = {"prompt_ids": [1, 2, 3], "session": "", "max_tokens": 2, "adapter": "tenant"}
+            assert (await client.post("/generate", json=prompt)).status == 200
+            status, error = await post("/v1/load_lora_adapter", lora_name="stranger", lora_path=stranger.store)
+            assert status == 400 and "trained on the weights" in str(error)
+            assert (await post("/v1/unload_lora_adapter", lora_name="tenant"))[0] == 200
+            assert (await post("/generate", **prompt))[0] == 400
+        stepping.cancel()
+
+    asyncio.run(play())
 
 
 def test_rows_of_one_step_have_adapters_of_their_own(tmp_path: Path) -> None:
