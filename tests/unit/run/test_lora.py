@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,12 @@ SPECS = {"grouped": TINY, "dense": TINY_DENSE, "latent": TINY_LATENT}
 IDS = torch.arange(40) % TINY.vocab_size
 
 
-def config_of(checkpoint: Path, dtype: str = "float32", **lora: object) -> RunConfig:
+def config_of(checkpoint: Path, dtype: str, experts: str, **lora: object) -> RunConfig:
     return parse_config(
         {
             "model": {"checkpoint": str(checkpoint)},
             "midtrain": {"tokens": 0},
-            "numerics": {"dtype": dtype, "arithmetic": "invariant"},
+            "numerics": {"dtype": dtype, "arithmetic": "invariant", "experts": experts},
             "lora": {"rank": 8, "alpha": 16.0, **lora},
         },
         source="test",
@@ -71,10 +72,10 @@ def make_start(folder: Path, spec: ModelSpec) -> Path:
     return folder
 
 
-def make_run(path: Path, spec: ModelSpec, dtype: str = "float32", **lora: object) -> RunFolder:
+def make_run(path: Path, spec: ModelSpec, dtype: str = "float32", experts: str = "plain", **lora: object) -> RunFolder:
     """A run that has published version 0 of its adapter."""
     origin = make_start(path / "start", spec)
-    folder = RunFolder.create(path / "run", config_of(origin, dtype, **lora))
+    folder = RunFolder.create(path / "run", config_of(origin, dtype, experts, **lora))
     with EventLog(folder.events, "test") as events, StoreOutages(folder.store, 1.0, events) as outages:
         publish_start(folder, origin, events, outages)
     return folder
@@ -100,10 +101,14 @@ def train(model: Decoder, config: RunConfig, steps: int = 2) -> None:
         optimisation.step(step, [-scores[:-1].gather(1, IDS[1:, None]).mean()])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", SPECS)
-def test_what_is_trained_is_what_is_published_and_served_to_the_last_bit(tmp_path: Path, name: str, dtype: str) -> None:
-    folder = make_run(tmp_path, SPECS[name], dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype", "experts"),
+    [*product(SPECS, ["float32", "bfloat16"], ["plain"]), ("grouped", "bfloat16", "nvfp4")],
+)
+def test_what_is_trained_is_what_is_published_and_served_to_the_last_bit(
+    tmp_path: Path, name: str, dtype: str, experts: str
+) -> None:
+    folder = make_run(tmp_path, SPECS[name], dtype, experts)
     config, base, log = folder.config(), base_for(folder), open_log(folder)
     first = pull(log, 0)
     updater = NativeUpdater.open(
