@@ -148,7 +148,7 @@ def check_parity(
     load_published(trainer, state, numerics)
     load_published(server, state, numerics)
     trajectories = sample(server, record_routes=replayed.replay != "off")
-    probe = MismatchProbe(trainer, replayed, versions=1)
+    probe = MismatchProbe.alone(trainer, replayed, versions=1)
     probe.remember(0, decoded_state(state, numerics))
     sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
     return Parity(

@@ -291,7 +291,7 @@ def prepare(model: Decoder, config: RunConfig) -> None:
     """
     device = resolve_device(config.trainer.device)
     model.to(device).train()
-    model.recompute = config.trainer.checkpoint_activations
+    model.recompute = config.trainer.recomputes
     if device != "cpu":
         model.arithmetic = choose_arithmetic(config.numerics.model_copy(update={"arithmetic": "fast"}), device)
         for frozen in (parameter for parameter in model.parameters() if not parameter.requires_grad):
