@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.models.arithmetic import Arithmetic, AttentionRule
+from etude.models.lora import LoraSite, linear
 from etude.models.spec import GroupedSpec, LatentSpec, ModelSpec
 
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, AttentionRule], Tensor]
@@ -60,10 +61,12 @@ class GroupedAttention(nn.Module):
         self.output = nn.Parameter(torch.empty(spec.hidden_size, attention.heads * attention.head_dim))
         self.output_bias = nn.Parameter(torch.zeros(spec.hidden_size)) if attention.output_bias else None
         self.sinks = nn.Parameter(torch.zeros(attention.heads)) if attention.sinks else None
+        self.qkv_lora: LoraSite | None = None
+        self.output_lora: LoraSite | None = None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, rotation: Rotation, attend: Attend) -> Tensor:
         """[N,H] → [N,H]."""
-        heads_NhD = arithmetic.linear(x_NH, self.qkv, self.bias).unflatten(-1, (-1, self.spec.head_dim))
+        heads_NhD = linear(arithmetic, x_NH, self.qkv, self.qkv_lora, self.bias).unflatten(-1, (-1, self.spec.head_dim))
         q_NQD, k_NKD, v_NKD = heads_NhD.split(self._split, dim=1)
         if self.query_gain is not None and self.key_gain is not None:
             q_NQD = arithmetic.norm(q_NQD, self.query_gain, self._eps, self._offset)
@@ -71,7 +74,7 @@ class GroupedAttention(nn.Module):
         q_NQD, k_NKD = (self._turn(x_NhD, arithmetic, rotation) for x_NhD in (q_NQD, k_NKD))
         rule = AttentionRule(scale=self.spec.scale, window=self._window, sinks_Q=self.sinks)
         attended_NQD = attend(self.layer, q_NQD, k_NKD, v_NKD, rule)
-        return arithmetic.linear(attended_NQD.flatten(1), self.output, self.output_bias)
+        return linear(arithmetic, attended_NQD.flatten(1), self.output, self.output_lora, self.output_bias)
 
     def _turn(self, x_NhD: Tensor, arithmetic: Arithmetic, rotation: Rotation) -> Tensor:
         """Apply positions to the first columns of each head."""
@@ -108,13 +111,18 @@ class LatentAttention(nn.Module):
         expanded_rows = attention.heads * (attention.nope_dim + attention.value_dim)
         self.expand_latents = nn.Parameter(torch.empty(expanded_rows, attention.kv_rank))
         self.output = nn.Parameter(torch.empty(spec.hidden_size, attention.heads * attention.value_dim))
+        self.compress_lora: LoraSite | None = None
+        self.expand_queries_lora: LoraSite | None = None
+        self.output_lora: LoraSite | None = None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, rotation: Rotation, attend: Attend) -> Tensor:
         """[N,H] → [N,H]."""
         spec = self.spec
-        q_NI, latent_NL, turned_ND = arithmetic.linear(x_NH, self.compress).split(self.split, dim=-1)
+        compressed = linear(arithmetic, x_NH, self.compress, self.compress_lora)
+        q_NI, latent_NL, turned_ND = compressed.split(self.split, dim=-1)
         if self.query_gain is not None and self.expand_queries is not None:
-            q_NI = arithmetic.linear(arithmetic.norm(q_NI, self.query_gain, LATENT_NORM_EPS), self.expand_queries)
+            normed_NI = arithmetic.norm(q_NI, self.query_gain, LATENT_NORM_EPS)
+            q_NI = linear(arithmetic, normed_NI, self.expand_queries, self.expand_queries_lora)
         q_NQI = q_NI.unflatten(-1, (spec.heads, -1))
         plain_NQI, turned_NQD = q_NQI.split((spec.nope_dim, spec.rope_dim), dim=-1)
         to_keys_QIL, to_values_QWL = self.expand_latents.unflatten(0, (spec.heads, -1)).split(
@@ -127,7 +135,7 @@ class LatentAttention(nn.Module):
         rule = AttentionRule(scale=spec.scale)
         attended_NQL = attend(self.layer, q_NQD, k_NKD, k_NKD[..., : spec.kv_rank], rule)
         values_NQW = per_head(arithmetic, attended_NQL, to_values_QWL)
-        return arithmetic.linear(values_NQW.flatten(1), self.output)
+        return linear(arithmetic, values_NQW.flatten(1), self.output, self.output_lora)
 
     def _turn(self, x_NhD: Tensor, arithmetic: Arithmetic, rotation: Rotation) -> Tensor:
         """Apply positions. Neighbours that turn together are sorted into halves first; scores do not see the order."""

@@ -23,6 +23,7 @@ from etude.models.arithmetic import Arithmetic, AttentionRule, PackedRows, packe
 from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation, gains
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
+from etude.models.lora import Adapters
 from etude.models.precise import Precise
 from etude.models.rotary import rotary_tables
 from etude.models.shared_rows import SharedRows, shared_rows
@@ -102,6 +103,8 @@ class Decoder(nn.Module):
         self.recompute = False
         """Activation checkpointing: a backward pass computes each block's activations again, so that one hidden state
         per token and block in memory, a third more work, the same gradients."""
+        self.adapters: Adapters | None = None
+        """Adapters beside frozen weights: where there are any, they are the model's state."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(gains(spec, spec.hidden_size))

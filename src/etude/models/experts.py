@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.models.arithmetic import Arithmetic
+from etude.models.lora import LoraSite, linear
 from etude.models.precise import Precise
 from etude.models.spec import GROUP_WITNESSES, SILU, ExpertsSpec, GateSpec, ModelSpec
 from etude.types import NO_ROUTE
@@ -49,10 +50,13 @@ class FeedForward(nn.Module):
         self._gate = gate
         self.gate_up = nn.Parameter(torch.empty(2 * size, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, size))
+        self.gate_up_lora: LoraSite | None = None
+        self.down_lora: LoraSite | None = None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic) -> Tensor:
         """[N,H] → [N,H]."""
-        return arithmetic.linear(arithmetic.gated(arithmetic.linear(x_NH, self.gate_up), self._gate), self.down)
+        inner_NI = arithmetic.gated(linear(arithmetic, x_NH, self.gate_up, self.gate_up_lora), self._gate)
+        return linear(arithmetic, inner_NI, self.down, self.down_lora)
 
 
 @final
@@ -236,7 +240,9 @@ class RoutedExperts(nn.Module):
 
     def __init__(self, spec: ExpertsSpec, hidden_size: int, gate: GateSpec) -> None:
         super().__init__()
-        self._gate, self._is_fused = gate, spec.fused
+        self._gate = gate
+        self.is_fused = spec.fused
+        """True if the matrices lie as [E,I,O]."""
         self.format: Rounding | None = None
         """The format that the products round numbers to; ``None`` takes numbers as they are."""
         self.published = False
@@ -248,16 +254,23 @@ class RoutedExperts(nn.Module):
         self.gate_up_bias = nn.Parameter(torch.zeros(spec.count, inner[0])) if spec.bias else None
         self.down = nn.Parameter(torch.empty(spec.count, *(reversed(outer) if spec.fused else outer)))
         self.down_bias = nn.Parameter(torch.zeros(spec.count, outer[0])) if spec.bias else None
+        self.gate_up_lora: LoraSite | None = None
+        self.down_lora: LoraSite | None = None
 
-    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """[R,H] rows in the order of their experts, as :meth:`rounded` made them → [R,H]."""
+    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic, tokens_R: Tensor) -> Tensor:
+        """[R,H] rows in the order of their experts, as :meth:`rounded` made them, of these tokens → [R,H]."""
 
         def compute(rows_RH: Tensor, ends_E: Tensor) -> Tensor:
             gate_up_EOI, gate_up_EO = self._matrices(self.gate_up, parts=2), self._local(self.gate_up_bias)
             gate_up_RI = arithmetic.grouped(rows_RH, ends_E, gate_up_EOI, gate_up_EO)
+            if self.gate_up_lora is not None:
+                gate_up_RI = self.gate_up_lora(gate_up_RI, rows_RH, arithmetic, ends_E, tokens_R)
             inner_RI = self.rounded(arithmetic.gated(gate_up_RI, self._gate))
             down_EOI, down_EO = self._matrices(self.down, parts=1), self._local(self.down_bias)
-            return arithmetic.grouped(inner_RI, ends_E, down_EOI, down_EO)
+            out_RH = arithmetic.grouped(inner_RI, ends_E, down_EOI, down_EO)
+            if self.down_lora is not None:
+                out_RH = self.down_lora(out_RH, inner_RI, arithmetic, ends_E, tokens_R)
+            return out_RH
 
         return compute(rows_RH, ends_E) if self.parallel is None else self.parallel.all_to_all(rows_RH, ends_E, compute)
 
@@ -271,7 +284,7 @@ class RoutedExperts(nn.Module):
     def _matrices(self, parameter: Tensor, *, parts: int) -> Tensor:
         local_EOI = self._local(parameter)
         assert local_EOI is not None
-        if self._is_fused:
+        if self.is_fused:
             return local_EOI.transpose(1, 2)
         return local_EOI if self.format is None or self.published else self.format.weight(local_EOI, parts=parts)
 
@@ -292,8 +305,9 @@ class Experts(nn.Module):
         experts_Nk, gates_Nk = self.router(x_NH, arithmetic, routing)
         dispatch = arithmetic.dispatch(experts_Nk, self.spec.count)
         # A token is rounded once for all its experts.
-        rows_RH = self.routed.rounded(x_NH)[dispatch.order_R // self.spec.per_token]
-        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic)
+        tokens_R = dispatch.order_R // self.spec.per_token
+        rows_RH = self.routed.rounded(x_NH)[tokens_R]
+        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic, tokens_R)
         y_NH = arithmetic.combine(y_RH, dispatch.order_R, gates_Nk)
         if self.shared is None:
             return y_NH

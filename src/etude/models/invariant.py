@@ -215,11 +215,12 @@ class _Linear(torch.autograd.Function):
         return _linear(x_NI, weight_OI, bias_O)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of x, weight and bias."""
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of x, weight and bias, as far as they are needed: not of what is frozen."""
         x_NI, weight_OI = ctx.saved_tensors
-        bias_O = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_NO @ weight_OI.to(grad_NO.dtype), grad_NO.t() @ x_NI, bias_O
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        grad_NI = grad_NO @ weight_OI.to(grad_NO.dtype) if of_x else None
+        return grad_NI, grad_NO.t() @ x_NI if of_weight else None, grad_NO.sum(0) if of_bias else None
 
 
 class _Grouped(torch.autograd.Function):
@@ -232,14 +233,18 @@ class _Grouped(torch.autograd.Function):
         return _grouped(x_RI, ends_E, weight_EOI)
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Gradients of x and the weights."""
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        """Gradients of x and the weights, as far as they are needed."""
         x_RI, ends_E, weight_EOI = ctx.saved_tensors
-        grad_RI, grad_EOI = torch.empty_like(x_RI), torch.empty(weight_EOI.shape, dtype=grad_RO.dtype)
+        of_x, _, of_weight = ctx.needs_input_grad
+        grad_RI = torch.empty_like(x_RI) if of_x else None
+        grad_EOI = torch.empty(weight_EOI.shape, dtype=grad_RO.dtype) if of_weight else None
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             own = grad_RO[start:end]
-            torch.mm(own, weight_EOI[expert].to(own.dtype), out=grad_RI[start:end])
-            torch.mm(own.t(), x_RI[start:end], out=grad_EOI[expert])
+            if grad_RI is not None:
+                torch.mm(own, weight_EOI[expert].to(own.dtype), out=grad_RI[start:end])
+            if grad_EOI is not None:
+                torch.mm(own.t(), x_RI[start:end], out=grad_EOI[expert])
         return grad_RI, None, grad_EOI
 
 

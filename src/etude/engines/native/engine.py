@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from etude.config.inference import EngineConfig
+from etude.engines.native.adapters import ServedAdapter, ServedAdapters
 from etude.engines.native.cache import PagedCache, StepOutput
 from etude.engines.native.graphs import DecodeGraphs, can_capture, only_decodes
 from etude.engines.native.pages import PAGE
@@ -60,6 +61,8 @@ class _PendingCall:
     """Receives tokens as they come, for a stream; it holds no more than the completion has."""
     scorer: PromptScorer | None
     """Receives the hidden states of the prompt, where its logprobs are wanted."""
+    adapter: ServedAdapter | None
+    """The adapter to sample with, to the end; ``None``: the model's own weights."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
@@ -85,6 +88,8 @@ class NativeEngine:
         self._graphs = DecodeGraphs(self._cache, self._sampler) if can_capture(weights.model) else None
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
+        self.adapters = ServedAdapters(weights.model)
+        """Adapters that requests may name; all others get the engine's weights."""
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
@@ -226,13 +231,19 @@ class NativeEngine:
     @torch.inference_mode()
     def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
         """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
+        model = self._weights.model
+        is_own = True
+        if model.adapters is not None:
+            chosen = [(self._calls[work.request].adapter, work.count) for work in plan]
+            model.adapters.select([(None if one is None else one.factors, count) for one, count in chosen])
+            is_own = model.adapters.selection.is_own
         calls = [self._calls[work.request] for work in plan if work.samples]
-        if self._graphs is not None and only_decodes(plan):
-            drawn = self._graphs.run(self._weights.model, plan, tabulated(*_draw_parameters(calls)))
+        if self._graphs is not None and is_own and only_decodes(plan):
+            drawn = self._graphs.run(model, plan, tabulated(*_draw_parameters(calls)))
             for work in plan:
                 self._scheduler.advance(work)
         else:
-            output = self._cache.forward(self._weights.model, plan)
+            output = self._cache.forward(model, plan)
             for work in plan:
                 self._scheduler.advance(work)
             self._score(plan, output.hidden_NH, np.cumsum([work.count for work in plan]).tolist())
@@ -259,9 +270,9 @@ class NativeEngine:
 
     def _append(self, calls: Sequence[_PendingCall], drawn: Drawn) -> None:
         """Give each call its next token and complete those that ended."""
-        version = self._weights.version
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
+            version = self._weights.version if call.adapter is None else call.adapter.version
             self._scheduler.append(call.request, token, logprob, version)
             if drawn.routes is not None:
                 call.routes.append(drawn.routes[row])
@@ -300,6 +311,7 @@ class NativeEngine:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
+        adapter = self.adapters.named(params.adapter) if params.adapter else None
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
         request = EngineRequest(
@@ -308,6 +320,7 @@ class NativeEngine:
             token_ids=token_ids,
             prompt_length=len(token_ids),
             scored_from=None if scorer is None else scorer.first,
+            chain=None if adapter is None else adapter.chain,
         )
         self._scheduler.add(request)
         call = _PendingCall(
@@ -316,6 +329,7 @@ class NativeEngine:
             done=asyncio.get_running_loop().create_future(),
             chunks=asyncio.Queue() if streaming else None,
             scorer=scorer,
+            adapter=adapter,
         )
         self._calls[request] = call
         self._work.set()
