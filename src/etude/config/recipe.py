@@ -19,6 +19,7 @@ from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
 from etude.config.log import AlertConfig, LogConfig, check_alerts
+from etude.config.lora import LoraConfig
 from etude.config.placement import PlacementConfig
 from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
@@ -148,6 +149,8 @@ class RunConfig(Section):
     """The judge of aspects that no program can grade."""
     trainer: TrainerConfig = TrainerConfig()
     """The RL optimiser."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters that are trained instead of the weights."""
     optimiser: OptimiserConfig = OptimiserConfig()
     """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
@@ -227,6 +230,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _servable(self) -> Self:
         check_impl(self)
+        check_adapters(self)
         if self.engine.kind != "native" and self.numerics.experts != "plain":
             raise ValueError(
                 f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
@@ -464,7 +468,32 @@ def check_impl(config: RunConfig) -> None:
             config.numerics.arithmetic == "invariant",
         f"numerics.replay = {config.numerics.replay!r}: transformers' routers cannot be told; set 'off'":
             config.numerics.replay not in ("auto", "off"),
+        "lora.rank, whose adapters are for étude's own layers: leave [lora] out, all weights are trained":
+            bool(config.lora.rank),
     }  # fmt: skip
     for fault, is_there in faults.items():
         if is_there:
             raise ValueError(f"model.impl = 'hf' does not go with {fault}")
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Raise ``ValueError`` for what ``[lora]`` does not go with."""
+    if not config.lora.rank:
+        return
+    is_random = not config.model.checkpoint
+    first = "midtrain" if config.midtrain.tokens else "sft" if config.sft.file else "rl"
+    refused = {
+        f"lora.phases with {first!r} would adapt random weights that are never trained: set model.checkpoint, or "
+        f"lora.phases to later phases": is_random and first in config.lora.phases,
+        f"parallel.dp · cp = {config.parallel.ranks}: adapters are trained by one process; leave [parallel] out": (
+            config.parallel.ranks > 1
+        ),
+        "optimiser.kind = 'muon' is for whole matrices, not for their factors: leave it out": (
+            config.optimiser.kind == "muon"
+        ),
+        f"engine.kind = {config.engine.kind!r} cannot load adapters while it serves: set 'native' or 'vllm'": (
+            config.engine.kind not in ("native", "vllm") and "rl" in config.lora.phases
+        ),
+    }
+    if reasons := [reason for reason, is_so in refused.items() if is_so]:
+        raise ValueError(f"lora.rank = {config.lora.rank} does not go with {reasons[0]}")

@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from etude.errors import ConfigError, UserError
-from etude.models.arithmetic import Arithmetic, PackedRows, packed_rows
+from etude.models.arithmetic import Arithmetic, AttentionRule, PackedRows, packed_rows
 from etude.models.decoder import RECOMPUTED, Decoder
 from etude.models.experts import Routing
 from etude.models.fast import FastArithmetic
@@ -292,9 +292,22 @@ class _GivenHidden(nn.Module):
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Any:
         """The hidden states, as every model of transformers returns them."""
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+        return _HiddenStates((self._hidden_1NH,))
 
-        return MoeModelOutputWithPast(last_hidden_state=self._hidden_1NH)
+
+@final
+class _HiddenStates(tuple[Tensor]):
+    """The output of a model below the output layer: hidden states, and ``None`` for whatever else its family has."""
+
+    __slots__ = ()
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """[1,N,H]."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -376,8 +389,8 @@ def _attend_packed(
     if beyond or attention_mask is not None or more.get("dropout") or not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} attends with {beyond or 'a mask or dropout'}, over packed rows")
     q_NQD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    scale = more.get("scaling") or query.shape[-1] ** -0.5
-    return FastArithmetic().attend_packed(q_NQD, k_NKD, v_NKD, more["rows"], scale)[None], None
+    rule = AttentionRule(scale=more.get("scaling") or query.shape[-1] ** -0.5)
+    return FastArithmetic().attend_packed(q_NQD, k_NKD, v_NKD, more["rows"], rule)[None], None
 
 
 def _untie(network: nn.Module) -> list[_SharedParameter]:

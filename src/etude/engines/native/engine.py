@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from etude.config.inference import EngineConfig
-from etude.engines.native.cache import PagedCache, as_routes
+from etude.engines.native.adapters import ServedAdapter, ServedAdapters
+from etude.engines.native.cache import PagedCache, StepOutput
+from etude.engines.native.graphs import DecodeGraphs, can_capture, only_decodes
 from etude.engines.native.pages import PAGE
-from etude.engines.native.sampling import Sampler, join_masks
+from etude.engines.native.sampling import Drawn, Sampler, join_masks, tabulated
 from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTokens, Scheduler, SwapMode
 from etude.engines.native.scoring import PromptScorer, PromptScores
 from etude.engines.scatter import Scatter
@@ -59,6 +61,8 @@ class _PendingCall:
     """Receives tokens as they come, for a stream; it holds no more than the completion has."""
     scorer: PromptScorer | None
     """Receives the hidden states of the prompt, where its logprobs are wanted."""
+    adapter: ServedAdapter | None
+    """The adapter to sample with, to the end; ``None``: the model's own weights."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
@@ -81,8 +85,11 @@ class NativeEngine:
         )
         self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
         self._sampler = Sampler(weights.model.arithmetic)
+        self._graphs = DecodeGraphs(self._cache, self._sampler) if can_capture(weights.model) else None
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
+        self.adapters = ServedAdapters(weights.model)
+        """Adapters that requests may name; all others get the engine's weights."""
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
@@ -225,21 +232,33 @@ class NativeEngine:
     def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
         """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
         model = self._weights.model
-        hidden_NH, routes_NLk = self._cache.forward(model, plan)
-        for work in plan:
-            self._scheduler.advance(work)
-        ends = np.cumsum([work.count for work in plan])
-        self._score(plan, hidden_NH, ends.tolist())
-        last = [int(end) - 1 for end, work in zip(ends, plan, strict=True) if work.samples]
+        is_own = True
+        if model.adapters is not None:
+            chosen = [(self._calls[work.request].adapter, work.count) for work in plan]
+            model.adapters.select([(None if one is None else one.factors, count) for one, count in chosen])
+            is_own = model.adapters.selection.is_own
         calls = [self._calls[work.request] for work in plan if work.samples]
-        if not calls:
-            return
-        if len(last) < len(hidden_NH):  # a list of rows goes to the device, which waits: not while all only decode
-            hidden_NH, routes_NLk = hidden_NH[last], None if routes_NLk is None else routes_NLk[last]
-        if routes_NLk is not None:
-            for call, routes in zip(calls, as_routes(routes_NLk), strict=True):
-                call.routes.append(routes)
-        self._draw(calls, model.logits(hidden_NH))
+        if self._graphs is not None and is_own and only_decodes(plan):
+            drawn = self._graphs.run(model, plan, tabulated(*_draw_parameters(calls)))
+            for work in plan:
+                self._scheduler.advance(work)
+        else:
+            output = self._cache.forward(model, plan)
+            for work in plan:
+                self._scheduler.advance(work)
+            self._score(plan, output.hidden_NH, np.cumsum([work.count for work in plan]).tolist())
+            if not calls:
+                return
+            drawn = self._sample(output, calls)
+        self._append(calls, drawn)
+
+    def _sample(self, output: StepOutput, calls: Sequence[_PendingCall]) -> Drawn:
+        """Draw the next token of each call."""
+        hidden_NH, routes_NLk = output.hidden_NH, output.routes_NLk
+        if len(calls) < len(hidden_NH):
+            hidden_NH = hidden_NH[output.sampling_R]
+            routes_NLk = None if routes_NLk is None else routes_NLk[output.sampling_R]
+        return self._sampler.sample(self._weights.model.logits(hidden_NH), *_draw_parameters(calls), routes_NLk)
 
     def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
         """Score the prompts whose logprobs are wanted, as far as this step has read them."""
@@ -249,18 +268,14 @@ class NativeEngine:
                 assert scorer is not None, "logprobs are wanted by nobody"
                 scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
-    def _draw(self, calls: Sequence[_PendingCall], logits_RV: Tensor) -> None:
-        """Draw the next token of each call and complete those that ended."""
-        drawn = self._sampler.sample(
-            logits_RV,
-            [call.request.params for call in calls],
-            [call.seed for call in calls],
-            [call.request.sampled for call in calls],
-        )
-        version = self._weights.version
+    def _append(self, calls: Sequence[_PendingCall], drawn: Drawn) -> None:
+        """Give each call its next token and complete those that ended."""
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
         for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
+            version = self._weights.version if call.adapter is None else call.adapter.version
             self._scheduler.append(call.request, token, logprob, version)
+            if drawn.routes is not None:
+                call.routes.append(drawn.routes[row])
             if call.request.params.truncates:
                 call.sampling_mask.append(drawn.kept_row(row))
             completion = self._complete(call) if call.request.finished else None
@@ -296,6 +311,7 @@ class NativeEngine:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
+        adapter = self.adapters.named(params.adapter) if params.adapter else None
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
         request = EngineRequest(
@@ -304,6 +320,7 @@ class NativeEngine:
             token_ids=token_ids,
             prompt_length=len(token_ids),
             scored_from=None if scorer is None else scorer.first,
+            chain=None if adapter is None else adapter.chain,
         )
         self._scheduler.add(request)
         call = _PendingCall(
@@ -312,6 +329,7 @@ class NativeEngine:
             done=asyncio.get_running_loop().create_future(),
             chunks=asyncio.Queue() if streaming else None,
             scorer=scorer,
+            adapter=adapter,
         )
         self._calls[request] = call
         self._work.set()
@@ -344,6 +362,12 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
         )
     if params.want_routes and spec.experts is not None and not cache.records_routes:
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
+
+
+def _draw_parameters(calls: Sequence[_PendingCall]) -> tuple[list[SamplingParams], list[int], list[int]]:
+    """Parameters, seeds and counts of sampled tokens, which is what a draw depends on."""
+    requests = [call.request for call in calls]
+    return [one.params for one in requests], [call.seed for call in calls], [one.sampled for one in requests]
 
 
 def _chunk(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:
