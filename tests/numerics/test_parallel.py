@@ -258,7 +258,7 @@ def group_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
     batch = make_trajectories()
     first = step(1, batch)
     trainer_group.idle(0.0)
-    trainer_group.save(1)
+    trainer_group.save(1).result()
     step(2, batch)
     trainer_group.restore(trainer_group.saved)
     lone = step(3, batch[:1])  # of a lone trajectory most ranks have nothing

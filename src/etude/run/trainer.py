@@ -1,12 +1,14 @@
 """The trainer process: batches from the ledger in, weight versions out.
 
-    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint ──▶ publish ┄┄ beside the next step ┄┄▶ commit step
-         ▲                                                                │
-         └─────────────────────────── next step ◀─────────────────────────┘
+    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint, publish ┄┄ beside the next step ┄┄▶ commit step
+         ▲                                                   │
+         └───────────────────── next step ◀──────────────────┘
 
-Every arrow is durable and idempotent, and they happen in this order, so that after ``kill -9`` at any point the process
-starts again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same
-digest, a published one is committed. No batch is lost and none is trained on twice.
+Every arrow is idempotent, and they happen in this order, so that after ``kill -9`` at any point the process starts again
+from what is on disk: a claimed batch is handed out again, a saved step is published again under the same digest, a
+published one is committed. No batch is lost and none is trained on twice. Of ``trainer.checkpoint_steps`` steps one has
+a checkpoint; the others are done again from the last one on their own batches, and must end in the digests that they
+were published with.
 
 A step may go on with other weights instead of a batch: with those that users have, after a candidate was taken back, or
 with a checkpoint that was proposed (``trainer.load``). It goes the same way.
@@ -72,8 +74,9 @@ from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
 from etude.types import Batch, Group, Ids, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
+from etude.weights.digest import state_digest
 from etude.weights.pull import pull
-from etude.weights.tensors import to_tensors
+from etude.weights.tensors import to_stored, to_tensors
 
 POLL_S = 0.02
 """Interval at which the ledger is asked for a batch: a fraction of the shortest step."""
@@ -114,7 +117,11 @@ class TrainerProcess(Closing):
         self.copies = CheckpointCopies(folder, outages)
         self._space = route_space(spec, self._numerics)
         self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
-        """Step → the payloads of its batch, until it is committed."""
+        """Step → the payloads of its batch, until it is committed and need not be done again."""
+        self._is_held = False
+        """True while the version under way is of a step that is committed when its checkpoint is durable."""
+        self._unproven = 0
+        """A step that may have been published by a process before this one."""
         self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="payload sweep")
         self._sweeping: Future[None] | None = None
         self._swept_s = 0.0
@@ -135,15 +142,10 @@ class TrainerProcess(Closing):
             if groups is None:
                 continue
             started_s = time.perf_counter()
-            self._in_use[step] = payload_refs(groups)
-            groups = fetch_payloads(groups, self._payloads, self._space)
-            batch = batch_of(step, groups, self._penalties.of(groups), self.config, self._earlier(step))
+            groups = self._fetch(step, groups)
             mismatch = self._measure_mismatch(step, groups)
             distillation = self._distillation(groups)
-            trajectories = scored(batch, self.config, self._probe, self._reference)
-            shares, release = self._shares(batch), self.publishing.release
-            metrics = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
-            self._heartbeat.beat()
+            batch, metrics = self._train(step, groups, distillation)
             busy_s = time.perf_counter() - started_s
             ended = stop_reasons(groups)
             metrics |= batch_metrics(batch) | group_metrics(groups, ended) | mismatch_metrics(mismatch)
@@ -164,19 +166,51 @@ class TrainerProcess(Closing):
             self._check_empty_step(batch)
         self._commit_published()
 
-    def _keep(self, step: int) -> None:
-        """Save a step that was computed and begin to publish it, once the one before is committed."""
+    def _fetch(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """A step's groups with their payloads, which are kept from now on."""
+        self._in_use[step] = payload_refs(groups)
+        return fetch_payloads(groups, self._payloads, self._space)
+
+    def _train(
+        self, step: int, groups: Sequence[Group], distillation: DistillationBatch
+    ) -> tuple[Batch, dict[str, float]]:
+        """Take an optimiser step. What it does follows from its groups, those of steps before and the state it starts
+        from alone.
+        """
+        batch = batch_of(step, groups, self._penalties.of(groups), self.config, self._earlier(step))
+        trajectories = scored(batch, self.config, self._probe, self._reference)
+        shares, release = self._shares(batch), self.publishing.release
+        metrics = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
+        self._heartbeat.beat()
+        return batch, metrics
+
+    def _keep(self, step: int, *, is_load: bool = False) -> None:
+        """Begin to save and to publish a step that was computed, once the one before is committed."""
         times = [time.perf_counter()]
         self._commit_published()
         times.append(time.perf_counter())
-        self.trainer_group.save(step)
+        self._save(step, is_load=is_load)
         self._heartbeat.beat()
-        self.copies.start(step)
         times.append(time.perf_counter())
         self._publish(step)
         times.append(time.perf_counter())
         commit_s, save_s, publish_s = (after - before for before, after in pairwise(times))
         self._events.write(StepSaved(step=step, commit_s=commit_s, save_s=save_s, publish_s=publish_s))
+
+    def _save(self, step: int, *, is_load: bool) -> None:
+        """Begin to write the checkpoint of a step that has one: every so many, the last, and those that load weights,
+        which the ledger cannot tell how to do again. The first kind waits for it only where every step has one.
+        """
+        every = self.config.trainer.checkpoint_steps
+        self._is_held = every == 1 or is_load or step == self.config.trainer.steps
+        if self._is_held or step % every == 0:
+            self.copies.finish(self._idle)
+            self.copies.start(step, self.trainer_group.save(step))
+
+    def _idle(self) -> None:
+        """What is done while rank 0 waits."""
+        self.trainer_group.idle(time.monotonic())
+        self._heartbeat.beat()
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
@@ -195,31 +229,73 @@ class TrainerProcess(Closing):
             )
 
     def _recover(self) -> None:
-        """Go to where the previous process really got, and finish the step it had saved but not committed."""
+        """Go to where the previous process really got: to the newest checkpoint, through the steps behind it that are
+        committed, and on with one that was saved but not committed.
+        """
         done = self._ledger.progress().steps_done
         saved = self.trainer_group.saved
-        if saved not in (done, done + 1):
+        if saved > done + 1:
             raise DamagedError(
                 f"the ledger has committed step {done} but the newest checkpoint is of step {saved}: "
-                f"restore the missing checkpoint, or start a new run from the last published weights"
+                f"restore the ledger, or start a new run from the last published weights"
             )
         if saved:
             self.trainer_group.restore(saved)
-        for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
-            try:
-                published = to_tensors(pull(self._log, version).state)
-            except (DamagedError, UserError) as error:
-                next_is_whole = isinstance(error, DamagedError) and done < self.config.trainer.steps
-                if version == done and not next_is_whole:
-                    raise  # engines would wait for it for ever
-                logger.warning("what weight version %d sampled is not measured: %s", version, error)
-                continue
-            self._remember(version, decoded_state(published, self._numerics))
-        if saved == done + 1:
             self.copies.start(saved)
+            self.copies.finish(self._idle)
+        first = min(saved, done)
+        for version in range(max(0, first - self.config.rollouts.max_staleness), first + 1):
+            self._recall(version, done)
+        self._redo(first, done)
+        if first < done:
+            self._recall(done, done)
+        self._unproven = done + 1
+        if saved == done + 1:
             self._publish(saved)
             self._commit_published()
         self._sweep()
+
+    def _recall(self, version: int, done: int) -> None:
+        """Remember what a version sampled with; the newest must be there, as engines would wait for it for ever."""
+        try:
+            published = to_tensors(pull(self._log, version).state)
+        except (DamagedError, UserError) as error:
+            next_is_whole = isinstance(error, DamagedError) and done < self.config.trainer.steps
+            if version == done and not next_is_whole:
+                raise
+            logger.warning("what weight version %d sampled is not measured: %s", version, error)
+            return
+        self._remember(version, decoded_state(published, self._numerics))
+
+    def _redo(self, saved: int, done: int) -> None:
+        """Take the committed steps behind the newest checkpoint again, each on the batch that the ledger has for it.
+
+        Raises :class:`~etude.errors.DamagedError` where a step cannot be done again, or ends in other weights.
+        """
+        if saved < done:
+            logger.warning("steps %d to %d are done again from the checkpoint of step %d", saved + 1, done, saved)
+        for step in range(saved + 1, done + 1):
+            groups = self._ledger.batch(step)
+            if not groups:
+                raise DamagedError(
+                    f"step {step} loaded weights and cannot be done again from the checkpoint of step {saved}: restore "
+                    f"that of step {step}, or start a new run from the last published weights"
+                )
+            groups = self._fetch(step, groups)
+            self._train(step, groups, self._distillation(groups))
+            model = self.trainer_group.whole_model()
+            self._prove(step, published_state(model, self._numerics))
+            self._remember(step, state_of(model))
+
+    def _prove(self, step: int, state: Mapping[str, Tensor]) -> None:
+        """Compare what a step that is done again gave with what was published of it, if that is still there."""
+        record = self._log.read(step)
+        if record is not None and (digest := state_digest(to_stored(state))) != record.digest:
+            raise DamagedError(
+                f"step {step}, done again from a checkpoint, ended in the weights {digest[:12]}; {record.digest[:12]} "
+                f"were published: another machine or library, or kernels that give other bits each time. Go on where it "
+                f"was computed, or start a new run from version {step}, with trainer.checkpoint_steps = 1"
+            )
 
     def _mismatch_probe(self) -> MismatchProbe | None:
         """``None`` where nothing is scored again: its scorer is a whole model in memory."""
@@ -244,27 +320,33 @@ class TrainerProcess(Closing):
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
         model = self.trainer_group.whole_model()
+        state = published_state(model, self._numerics)
+        if step == self._unproven:
+            self._prove(step, state)
         # What could not be computed again to the same bits must not be seen before it can be restored.
-        wait_copy = (lambda: None) if self._numerics.arithmetic == "invariant" else self.copies.wait
-        self.publishing.start(published_state(model, self._numerics), step, wait_copy)
+        is_free = not self._is_held or self._numerics.arithmetic == "invariant"
+        self.publishing.start(state, step, (lambda: None) if is_free else self.copies.wait)
         self._remember(step, state_of(model))
 
     def _commit_published(self) -> None:
-        """Commit the step whose version was under way, once that is visible and its checkpoint is copied."""
-        version = self.publishing.land(lambda: self.trainer_group.idle(time.monotonic()))
-        if version is not None:
-            self.copies.finish(lambda: self.trainer_group.idle(time.monotonic()))
-            self._events.flush()
-            self._ledger.commit_step(version)
-            self._payloads.drop(self._in_use.pop(version, ()))
-            if time.monotonic() - self._swept_s > SWEEP_S:
-                self._sweep()
+        """Commit the step whose version was under way, once that is visible and what it waits for is durable."""
+        version = self.publishing.land(self._idle)
+        if version is None:
+            return
+        if self._is_held or self.copies.is_complete:
+            self.copies.finish(self._idle)
+        self._events.flush()
+        self._ledger.commit_step(version)
+        for step in [step for step in self._in_use if step <= min(version, self.copies.durable)]:
+            self._payloads.drop(self._in_use.pop(step))
+        if time.monotonic() - self._swept_s > SWEEP_S:
+            self._sweep()
 
     def _sweep(self) -> None:
         """Begin to remove the payloads that nothing refers to, beside the step: a long run has many to look through."""
         if self._sweeping is None or self._sweeping.done():
             self._swept_s = time.monotonic()
-            self._sweeping = self._sweeper.submit(sweep_payloads, self._folder)
+            self._sweeping = self._sweeper.submit(sweep_payloads, self._folder, self.copies.durable)
 
     def _load(self, step: int, load: Mapping[str, Json]) -> None:
         """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
@@ -276,7 +358,7 @@ class TrainerProcess(Closing):
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self._keep(step)
+        self._keep(step, is_load=True)
         self._commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
@@ -291,10 +373,9 @@ class TrainerProcess(Closing):
             groups = self._ledger.claim_batch(step, train, live)
             if groups is not None:
                 return groups, time.perf_counter() - started_s
-            if self.publishing.is_visible and self.copies.is_complete:
+            if self.publishing.is_visible and (self.copies.is_complete or not self._is_held):
                 self._commit_published()
-            self.trainer_group.idle(time.monotonic())
-            self._heartbeat.beat()
+            self._idle()
             time.sleep(POLL_S)
 
     def _groups_of(self, step: int) -> tuple[int, int]:
@@ -491,25 +572,30 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
             process.run()
 
 
-def sweep_payloads(folder: RunFolder) -> None:
+def sweep_payloads(folder: RunFolder, durable: int) -> None:
     """Remove old payloads that nothing refers to: routes and masks of evaluations, of tries that failed, of whoever
     else called; turns whose rollout was never recorded. What fails is done the next time.
+
+    Steps behind ``durable``, the newest that can be restored, may have to be done again.
     """
     try:
         with open_ledger(folder) as ledger:
-            in_use = partial(_payloads_in_use, folder, ledger)
+            in_use = partial(_payloads_in_use, folder, ledger, durable)
             open_payloads(folder).sweep(in_use, ledger.turns.named, older_than_s=LONGEST_ROLLOUT_S)
     except EtudeError as error:
         logger.warning("payloads that nothing refers to are not removed yet: %s", error)
 
 
-def _payloads_in_use(folder: RunFolder, ledger: Ledger) -> list[PayloadRef]:
+def _payloads_in_use(folder: RunFolder, ledger: Ledger, durable: int) -> list[PayloadRef]:
     """Routes and masks that may still be trained on."""
     refs: list[PayloadRef] = []
     if folder.config().feedback.window_s:
         with open_feedback(folder) as feedback:  # first: a session that leaves it is in the ledger by then
             refs += feedback.payloads()
-    return [*refs, *payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED))]
+    refs += payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED))
+    for step in range(durable + 1, ledger.progress().steps_done + 1):
+        refs += payload_refs(ledger.batch(step))
+    return refs
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

@@ -13,6 +13,7 @@ rank dies the others' next act fails, all of them are ended, and the next start 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
@@ -111,6 +112,8 @@ class TrainerGroup:
         """Let the others go. After an error they find out by themselves: it is not known what they are waiting for."""
         if kind is None:
             self._broadcast(GroupCommand(kind=CommandKind.END))
+        else:
+            self._checkpoints.abandon()
 
     @property
     def saved(self) -> int:
@@ -156,10 +159,10 @@ class TrainerGroup:
         self._broadcast(command, lambda: encode_trajectories(everything))
         return self._step(command, everything, before_update)
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of ``step``."""
+    def save(self, step: int) -> Future[None]:
+        """Begin to write the checkpoint of ``step``, as :meth:`Checkpoints.start` does; the next step need not wait."""
         self._broadcast(GroupCommand(kind=CommandKind.SAVE, step=step))
-        self._save(step)
+        return self._save(step)
 
     def whole_model(self) -> Decoder:
         """The model with whole weights; alone, the model itself, which the next step changes."""
@@ -181,6 +184,7 @@ class TrainerGroup:
         heartbeat = Heartbeat()
         while (command := self._receive()).kind is not CommandKind.END:
             heartbeat.beat()  # the ranks of another machine have a file of their own
+            self._checkpoints.check()
             match command.kind:
                 case CommandKind.RESTORE:
                     self._restore(command.step)
@@ -209,8 +213,8 @@ class TrainerGroup:
                 (place.to_local() if isinstance(place, DTensor) else place).copy_(part)
         self._policy.optimisation.reset()
 
-    def _save(self, step: int) -> None:
-        self._checkpoints.save(step, self._policy.optimisation.tensors())
+    def _save(self, step: int) -> Future[None]:
+        return self._checkpoints.start(step, self._policy.optimisation.tensors())
 
     def _step(
         self, command: GroupCommand, everything: Sequence[Trajectory], before_update: Callable[[], None]
