@@ -331,7 +331,9 @@ def checkpointed(run: RunFolder, path: Path, every: int) -> RunFolder:
     """A run like ``run`` from its version 0, with six batches and a checkpoint every so many steps."""
     trainer = run.config().trainer.model_copy(update={"checkpoint_steps": every, "steps": 6})
     loss = LossConfig(kind="grpo", options=DualClippedOptions(old_policy="recomputed"))
-    folder = RunFolder.create(path, run.config().model_copy(update={"trainer": trainer, "loss": loss}))
+    rollouts = run.config().rollouts.model_copy(update={"max_staleness": 6})  # all of version 0
+    changes = {"trainer": trainer, "loss": loss, "rollouts": rollouts}
+    folder = RunFolder.create(path, run.config().model_copy(update=changes))
     start_from(run, folder)
     for number in range(6):
         admit(folder, number)
