@@ -142,10 +142,11 @@ class PhaseProcess(Closing):
         self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
         self._model = read_model(self._origin)
         self._parent = digest_of(self._model)
-        prepare(self._model, self._config)
         spec = self._model.spec
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
         self._reading = open_reading(self._config, phase, self._chat, folder.path)
+        if self._reading.tokens:  # what reads nothing computes nothing: its model stays on the host
+            prepare(self._model, self._config)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
             open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later
         self._ends = list(accumulate(batch_schedule(self._settings, self._reading.tokens).budgets()))

@@ -49,8 +49,9 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as http:
                 client = ApiClient("vLLM", process.base_url, http)
                 features = ServerFeatures(sparse_layers=context.spec.sparse_layers if server.routes else ())
-                engine = VllmEngine(client, limits_of(model, server.max_length), features, memory)
-                await process.start_engine(client, partial(engine.start, pulled.version, pulled.digest))
+                limits = limits_of(model, server.max_length)
+                engine = VllmEngine(client, limits, features, memory)
+                await process.start_engine(client, limits.load_s, partial(engine.start, pulled.version, pulled.digest))
                 updater = VllmUpdater(engine, writer, SwapMode(options.swap))
                 yield ServedEngine(engine=engine, updater=updater, tasks=(process.watch,))
         finally:
