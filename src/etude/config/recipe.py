@@ -368,8 +368,8 @@ class RunConfig(Section):
             )
         if self.trainer.checkpoint_steps > 1:
             raise ValueError(
-                f"trainer.checkpoint_steps = {self.trainer.checkpoint_steps} does not go with live sessions: a step that "
-                f"may have to be done again cannot forget a user's session; leave it out"
+                f"trainer.checkpoint_steps = {self.trainer.checkpoint_steps} does not go with live sessions: a step "
+                f"that may have to be done again cannot forget a user's session; leave it out"
             )
         if self.loss.old_policy == "recomputed":
             raise ValueError(

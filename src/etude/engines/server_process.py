@@ -37,7 +37,7 @@ START_S = 1800.0
 small model, many for a large one on a GPU. One that ends is noticed at once.
 """
 SLOW_DISK_BYTES_PER_S = 100e6
-"""What a disk reads that many others share: the slowest that deadlines allow for."""
+"""Speed of a disk that many others share: the slowest that deadlines allow for."""
 TAIL_BYTES = 4000
 """Length of the log's end in the error of a start that failed."""
 STOP_S = 7.0

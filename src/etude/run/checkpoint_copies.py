@@ -4,9 +4,9 @@ the disk of a machine is lost.
     trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ finish ──▶ save n + k
     copies       └──────▶ written? ──▶ send the files, put the manifest ──▶ durable ─┘
 
-A checkpoint becomes durable beside the next steps' work; what has to wait for that is the trainer's to say. Mid-training
-and SFT copy theirs in the same way, and wait for a copy before they save again. Each copied folder has its place below
-the URL, by the name that it has in the run folder: ``checkpoints``, ``phases/sft/model``.
+A checkpoint becomes durable beside the next steps' work; what has to wait for that is the trainer's to say.
+Mid-training and SFT copy theirs in the same way, and wait for a copy before they save again. Each copied folder has its
+place below the URL, by the name that it has in the run folder: ``checkpoints``, ``phases/sft/model``.
 """
 
 import json
@@ -44,7 +44,7 @@ class CheckpointCopies(Closing):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
         self._step = 0
         self._copy: Future[None] | None = None
-        self.durable = 0
+        self.restorable = 0
         """The newest step whose checkpoint was found to be durable; 0: none yet."""
 
     def close(self) -> None:
@@ -52,12 +52,12 @@ class CheckpointCopies(Closing):
         self._thread.shutdown()
 
     def start(self, step: int, written: Future[None] | None = None) -> None:
-        """Begin to make the checkpoint of ``step`` durable, which is on the disk once ``written`` is done. It must stay in
-        the folder until that is complete.
+        """Begin to make the checkpoint of ``step`` durable, which is on the disk once ``written`` is done. It must stay
+        in the folder until that is complete.
         """
         assert self._copy is None, "one checkpoint at a time: finish the one before first"
         self._step = step
-        self._copy = self._thread.submit(self._make_durable, step, written)
+        self._copy = self._thread.submit(self._copy_written, step, written)
 
     @property
     def is_complete(self) -> bool:
@@ -80,9 +80,9 @@ class CheckpointCopies(Closing):
             meanwhile()
         copy, self._copy = self._copy, None
         copy.result()
-        self.durable = self._step
+        self.restorable = self._step
 
-    def _make_durable(self, step: int, written: Future[None] | None) -> None:
+    def _copy_written(self, step: int, written: Future[None] | None) -> None:
         if written is not None:
             written.result()
         if self._stored is not None:

@@ -4,11 +4,11 @@
          ▲                                                   │
          └───────────────────── next step ◀──────────────────┘
 
-Every arrow is idempotent, and they happen in this order, so that after ``kill -9`` at any point the process starts again
-from what is on disk: a claimed batch is handed out again, a saved step is published again under the same digest, a
-published one is committed. No batch is lost and none is trained on twice. Of ``trainer.checkpoint_steps`` steps one has
-a checkpoint; the others are done again from the last one on their own batches, and must end in the digests that they
-were published with.
+Every arrow is idempotent, and they happen in this order, so that after ``kill -9`` at any point the process starts
+again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same digest,
+a published one is committed. No batch is lost and none is trained on twice. Of ``trainer.checkpoint_steps`` steps one
+has a checkpoint; the others are done again from the last one on their own batches, and must end in the digests that
+they were published with.
 
 A step may go on with other weights instead of a batch: with those that users have, after a candidate was taken back, or
 with a checkpoint that was proposed (``trainer.load``). It goes the same way.
@@ -18,24 +18,19 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import pairwise
 from statistics import pstdev
 
 import numpy as np
-from torch import Tensor
 
 from etude.closing import Closing
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import cut_short
-from etude.errors import DamagedError, EtudeError, MismatchError, UserError
+from etude.errors import DamagedError, MismatchError, UserError
 from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.changes import TRAINER as TRAINER_LEASE
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
-from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
@@ -46,14 +41,15 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, published_state, route_space, training_model
-from etude.run.payload_store import leased_ledger, open_feedback, open_ledger, open_payloads
+from etude.run.payload_store import leased_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
+from etude.run.step_commits import StepCommits
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
-from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone, StepSaved
+from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
@@ -73,17 +69,12 @@ from etude.trainer.mismatch import (
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
-from etude.types import Batch, Group, Ids, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
-from etude.weights.digest import state_digest
+from etude.types import Batch, Group, Ids, Json, ObservedSession, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
-from etude.weights.tensors import to_stored, to_tensors
+from etude.weights.tensors import to_tensors
 
 POLL_S = 0.02
 """Interval at which the ledger is asked for a batch: a fraction of the shortest step."""
-SWEEP_S = 3600.0
-"""Interval at which payloads are removed that nothing refers to."""
-LONGEST_ROLLOUT_S = 24 * 3600.0
-"""Least age of those: the ledger refers to what a rollout left when it ends."""
 MAX_STOP_REASONS = 16
 """Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
 MAX_EMPTY_STEPS = 3
@@ -116,24 +107,27 @@ class TrainerProcess(Closing):
         self._payloads = open_payloads(folder, outages)
         self.copies = CheckpointCopies(folder, outages)
         self._space = route_space(spec, self._numerics)
-        self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
-        """Step → the payloads of its batch, until it is committed and need not be done again."""
-        self._is_held = False
-        """True while the version under way is of a step that is committed when its checkpoint is durable."""
-        self._unproven = 0
-        """A step that may have been published by a process before this one."""
-        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="payload sweep")
-        self._sweeping: Future[None] | None = None
-        self._swept_s = 0.0
         self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
         self.trainer_group = build_trainer(folder, self.config, grid, self._log)
+        self._commits = StepCommits(
+            folder=folder,
+            config=self.config,
+            ledger=ledger,
+            events=events,
+            log=self._log,
+            payloads=self._payloads,
+            publishing=self.publishing,
+            copies=self.copies,
+            trainer_group=self.trainer_group,
+            probe=self._probe,
+        )
         self._recover()
 
     def close(self) -> None:
-        """Wait for the sweep of payloads under way."""
-        self._sweeper.shutdown()
+        """Wait for what is done beside the steps."""
+        self._commits.close()
 
     def run(self) -> None:
         """Train until the recipe's last step is committed."""
@@ -162,13 +156,13 @@ class TrainerProcess(Closing):
                 step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages, groups=consumed
             )
             self._events.write(done)
-            self._keep(step)
+            self._commits.begin(step)
             self._check_empty_step(batch)
-        self._commit_published()
+        self._commits.commit_published()
 
     def _fetch(self, step: int, groups: Sequence[Group]) -> list[Group]:
         """A step's groups with their payloads, which are kept from now on."""
-        self._in_use[step] = payload_refs(groups)
+        self._commits.note(step, groups)
         return fetch_payloads(groups, self._payloads, self._space)
 
     def _train(
@@ -184,34 +178,6 @@ class TrainerProcess(Closing):
         self._heartbeat.beat()
         return batch, metrics
 
-    def _keep(self, step: int, *, is_load: bool = False) -> None:
-        """Begin to save and to publish a step that was computed, once the one before is committed."""
-        times = [time.perf_counter()]
-        self._commit_published()
-        times.append(time.perf_counter())
-        self._save(step, is_load=is_load)
-        self._heartbeat.beat()
-        times.append(time.perf_counter())
-        self._publish(step)
-        times.append(time.perf_counter())
-        commit_s, save_s, publish_s = (after - before for before, after in pairwise(times))
-        self._events.write(StepSaved(step=step, commit_s=commit_s, save_s=save_s, publish_s=publish_s))
-
-    def _save(self, step: int, *, is_load: bool) -> None:
-        """Begin to write the checkpoint of a step that has one: every so many, the last, and those that load weights,
-        which the ledger cannot tell how to do again. The first kind waits for it only where every step has one.
-        """
-        every = self.config.trainer.checkpoint_steps
-        self._is_held = every == 1 or is_load or step == self.config.trainer.steps
-        if self._is_held or step % every == 0:
-            self.copies.finish(self._idle)
-            self.copies.start(step, self.trainer_group.save(step))
-
-    def _idle(self) -> None:
-        """What is done while rank 0 waits."""
-        self.trainer_group.idle(time.monotonic())
-        self._heartbeat.beat()
-
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
         a row; they are done, so a run that is resumed goes on behind them.
@@ -222,7 +188,7 @@ class TrainerProcess(Closing):
         words = f"step {batch.step}: every rollout was masked or quarantined, so nothing was learnt"
         logger.warning("%s", words)
         if self._empty_steps >= MAX_EMPTY_STEPS:
-            self._commit_published()
+            self._commits.commit_published()
             raise UserError(
                 f"{words}, for {self._empty_steps} steps now: see why with `etude show {self._folder.path}` (a "
                 f"judge that is down, held or out of budget masks what it should judge), then go on with --resume"
@@ -242,18 +208,18 @@ class TrainerProcess(Closing):
         if saved:
             self.trainer_group.restore(saved)
             self.copies.start(saved)
-            self.copies.finish(self._idle)
+            self.copies.finish(self._commits.idle)
         first = min(saved, done)
         for version in range(max(0, first - self.config.rollouts.max_staleness), first + 1):
             self._recall(version, done)
         self._redo(first, done)
         if first < done:
             self._recall(done, done)
-        self._unproven = done + 1
+        self._commits.unproven = done + 1
         if saved == done + 1:
-            self._publish(saved)
-            self._commit_published()
-        self._sweep()
+            self._commits.publish(saved)
+            self._commits.commit_published()
+        self._commits.sweep()
 
     def _recall(self, version: int, done: int) -> None:
         """Remember what a version sampled with; the newest must be there, as engines would wait for it for ever."""
@@ -265,7 +231,7 @@ class TrainerProcess(Closing):
                 raise
             logger.warning("what weight version %d sampled is not measured: %s", version, error)
             return
-        self._remember(version, decoded_state(published, self._numerics))
+        self._commits.remember(version, decoded_state(published, self._numerics))
 
     def _redo(self, saved: int, done: int) -> None:
         """Take the committed steps behind the newest checkpoint again, each on the batch that the ledger has for it.
@@ -284,18 +250,8 @@ class TrainerProcess(Closing):
             groups = self._fetch(step, groups)
             self._train(step, groups, self._distillation(groups))
             model = self.trainer_group.whole_model()
-            self._prove(step, published_state(model, self._numerics))
-            self._remember(step, state_of(model))
-
-    def _prove(self, step: int, state: Mapping[str, Tensor]) -> None:
-        """Compare what a step that is done again gave with what was published of it, if that is still there."""
-        record = self._log.read(step)
-        if record is not None and (digest := state_digest(to_stored(state))) != record.digest:
-            raise DamagedError(
-                f"step {step}, done again from a checkpoint, ended in the weights {digest[:12]}; {record.digest[:12]} "
-                f"were published: another machine or library, or kernels that give other bits each time. Go on where it "
-                f"was computed, or start a new run from version {step}, with trainer.checkpoint_steps = 1"
-            )
+            self._commits.prove(step, published_state(model, self._numerics))
+            self._commits.remember(step, state_of(model))
 
     def _mismatch_probe(self) -> MismatchProbe | None:
         """``None`` where nothing is scored again: its scorer is a whole model in memory."""
@@ -303,10 +259,6 @@ class TrainerProcess(Closing):
             return None
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
         return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
-
-    def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
-        if self._probe is not None:
-            self._probe.remember(version, state)
 
     def _open_reference(self) -> Reference | None:
         """The weights that the policy is held to; they are not kept where leaving them costs nothing."""
@@ -317,49 +269,18 @@ class TrainerProcess(Closing):
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
         return Reference(scorer, decoded_state(published, self._numerics))
 
-    def _publish(self, step: int) -> None:
-        """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
-        model = self.trainer_group.whole_model()
-        state = published_state(model, self._numerics)
-        if step == self._unproven:
-            self._prove(step, state)
-        # What could not be computed again to the same bits must not be seen before it can be restored.
-        is_free = not self._is_held or self._numerics.arithmetic == "invariant"
-        self.publishing.start(state, step, (lambda: None) if is_free else self.copies.wait)
-        self._remember(step, state_of(model))
-
-    def _commit_published(self) -> None:
-        """Commit the step whose version was under way, once that is visible and what it waits for is durable."""
-        version = self.publishing.land(self._idle)
-        if version is None:
-            return
-        if self._is_held or self.copies.is_complete:
-            self.copies.finish(self._idle)
-        self._events.flush()
-        self._ledger.commit_step(version)
-        for step in [step for step in self._in_use if step <= min(version, self.copies.durable)]:
-            self._payloads.drop(self._in_use.pop(step))
-        if time.monotonic() - self._swept_s > SWEEP_S:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        """Begin to remove the payloads that nothing refers to, beside the step: a long run has many to look through."""
-        if self._sweeping is None or self._sweeping.done():
-            self._swept_s = time.monotonic()
-            self._sweeping = self._sweeper.submit(sweep_payloads, self._folder, self.copies.durable)
-
     def _load(self, step: int, load: Mapping[str, Json]) -> None:
         """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
 
         It trains on nothing, and is saved, published and committed as any other, so that it is redone whole after
         ``kill -9`` until its checkpoint is there, and finished after that.
         """
-        self._commit_published()
+        self._commits.commit_published()
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self._keep(step, is_load=True)
-        self._commit_published()
+        self._commits.begin(step, is_load=True)
+        self._commits.commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
         """The groups of a step; ``None`` for one that loaded weights instead, and is done."""
@@ -373,9 +294,9 @@ class TrainerProcess(Closing):
             groups = self._ledger.claim_batch(step, train, live)
             if groups is not None:
                 return groups, time.perf_counter() - started_s
-            if self.publishing.is_visible and (self.copies.is_complete or not self._is_held):
-                self._commit_published()
-            self._idle()
+            if self._commits.can_commit:
+                self._commits.commit_published()
+            self._commits.idle()
             time.sleep(POLL_S)
 
     def _groups_of(self, step: int) -> tuple[int, int]:
@@ -501,12 +422,6 @@ def scored(
     return tuple(views)
 
 
-def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
-    """The payload references of some groups' turns."""
-    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
-    return tuple(turn.payload for turn in turns if turn.payload is not None)
-
-
 def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpace | None) -> list[Group]:
     """Load every turn's routes and sampling masks of some groups into memory.
 
@@ -570,32 +485,6 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
             outages,
         ):  # first of all nothing waits any more
             process.run()
-
-
-def sweep_payloads(folder: RunFolder, durable: int) -> None:
-    """Remove old payloads that nothing refers to: routes and masks of evaluations, of tries that failed, of whoever
-    else called; turns whose rollout was never recorded. What fails is done the next time.
-
-    Steps behind ``durable``, the newest that can be restored, may have to be done again.
-    """
-    try:
-        with open_ledger(folder) as ledger:
-            in_use = partial(_payloads_in_use, folder, ledger, durable)
-            open_payloads(folder).sweep(in_use, ledger.turns.named, older_than_s=LONGEST_ROLLOUT_S)
-    except EtudeError as error:
-        logger.warning("payloads that nothing refers to are not removed yet: %s", error)
-
-
-def _payloads_in_use(folder: RunFolder, ledger: Ledger, durable: int) -> list[PayloadRef]:
-    """Routes and masks that may still be trained on."""
-    refs: list[PayloadRef] = []
-    if folder.config().feedback.window_s:
-        with open_feedback(folder) as feedback:  # first: a session that leaves it is in the ledger by then
-            refs += feedback.payloads()
-    refs += payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED))
-    for step in range(durable + 1, ledger.progress().steps_done + 1):
-        refs += payload_refs(ledger.batch(step))
-    return refs
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

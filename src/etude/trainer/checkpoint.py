@@ -10,8 +10,8 @@
 
 Only the copy is made while training waits; from a GPU it goes into pinned memory. The folder is written under another
 name, synced to the disk and renamed when it is complete, so a crash or a power cut leaves the previous one. One is
-written at a time, the last two are kept. One process writes one file, in the same form. Ranks that write tell each other
-by files, so that nothing on the threads gets between the collectives of training.
+written at a time, the last two are kept. One process writes one file, in the same form. Ranks that write tell each
+other by files, so that nothing on the threads gets between the collectives of training.
 
 torch's own distributed checkpoints are not used: their metadata are a pickle, and the ranks plan by sending pickles to
 each other. Here a header is JSON and says of each part its tensor's shape and where the part begins; a rank that wants
@@ -122,8 +122,8 @@ class Checkpoints:
     def start(self, step: int, tensors: Mapping[str, Tensor]) -> Future[None]:
         """Begin to write the state after ``step``; every rank has to call it, with the same names.
 
-        The tensors may change as soon as this returns. On rank 0 the result is there when the checkpoint is whole and on
-        the disk, and the oldest is dropped; on others when their own file is. The one before must be whole.
+        The tensors may change as soon as this returns. On rank 0 the result is there when the checkpoint is whole and
+        on the disk, and the oldest is dropped; on others when their own file is. The one before must be whole.
         """
         self.check()
         assert self._written is None or self._written.done(), "one checkpoint at a time"
@@ -182,7 +182,7 @@ class Checkpoints:
             shutil.rmtree(self._path(old))
 
     def _digest_of(self, path: Path) -> str:
-        """What another rank says of its file, once it is whole."""
+        """SHA-256 that another rank says of its file, once it is whole."""
         deadline_s = time.monotonic() + PARTS_S
         while not path.exists():
             if self._is_abandoned.wait(POLL_S) or time.monotonic() > deadline_s:
@@ -222,7 +222,7 @@ class Checkpoints:
 
 @final
 class _Parts:
-    """What one rank writes of a checkpoint: copies in the host's memory, and where they lie in their tensors."""
+    """One rank's part of a checkpoint: copies in the host's memory, and where they lie in their tensors."""
 
     def __init__(self, copies: dict[str, Tensor], places: dict[str, Any]) -> None:
         self._copies = copies

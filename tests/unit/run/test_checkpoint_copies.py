@@ -57,7 +57,7 @@ def test_the_newest_copy_is_restored_unless_the_disk_has_it(tmp_path: Path) -> N
     assert len(store.list("parts")) == 4
 
 
-def test_a_checkpoint_is_durable_when_it_is_written_and_copied(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_restored_when_it_is_written_and_copied(tmp_path: Path) -> None:
     folder, written = make_folder(tmp_path / "a", tmp_path / "url"), Future[None]()
     with StoreOutages(folder.store, 0.0) as outages, CheckpointCopies(folder, outages) as copies:
         copies.start(1, written)
@@ -65,7 +65,7 @@ def test_a_checkpoint_is_durable_when_it_is_written_and_copied(tmp_path: Path) -
         save(folder, 1, 1.0)
         written.set_result(None)
         copies.finish()
-        assert copies.durable == 1
+        assert copies.restorable == 1
     assert restored(make_folder(tmp_path / "b", tmp_path / "url")) == [(1, 1.0)]
 
 

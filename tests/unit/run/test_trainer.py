@@ -26,16 +26,15 @@ from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
 from etude.run.payload_store import open_feedback
 from etude.run.publishing import WeightPublishing
+from etude.run.step_commits import payload_refs, sweep_payloads
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer import (
     MAX_EMPTY_STEPS,
     TrainerProcess,
     fetch_payloads,
     group_metrics,
-    payload_refs,
     run_trainer,
     scored,
-    sweep_payloads,
 )
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
@@ -377,11 +376,11 @@ def test_a_step_that_ends_in_other_bits_when_it_is_done_again_is_named(run: RunF
     shutil.rmtree(folder.checkpoints / "step-00000006")
     assert recipe.count("learning_rate = 0.0005") == 1
     folder.config_file.write_text(recipe.replace("learning_rate = 0.0005", "learning_rate = 0.0006"), encoding="utf-8")
-    with pytest.raises(DamagedError, match="^step 4, done again from a checkpoint, ended in the weights"):
+    with pytest.raises(DamagedError, match=r"^step 4, done again from a checkpoint, ended in the weights"):
         run_trainer(folder)
 
 
-def test_what_is_done_again_needs_its_payloads_until_a_checkpoint_is_durable(run: RunFolder, tmp_path: Path) -> None:
+def test_payloads_stay_until_their_step_need_not_be_done_again(run: RunFolder, tmp_path: Path) -> None:
     folder = checkpointed(run, tmp_path / "a", 3)
     payloads = Payloads(ObjectStore(folder.payloads))
     with Ledger.open(folder.ledger) as ledger:

@@ -56,7 +56,7 @@ def write_as_two(rank: int, folder: Path) -> None:
     written = checkpoints.start(2, TENSORS)
     assert not wait([written], 0.3).done
     checkpoints.abandon()
-    with pytest.raises(InfrastructureError, match="rank-00001.safetensors was not written"):
+    with pytest.raises(InfrastructureError, match=r"rank-00001\.safetensors was not written"):
         written.result()
     assert checkpoints.steps() == [1]
 
