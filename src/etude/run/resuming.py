@@ -78,7 +78,7 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
     for key, old, new in differences(before.model_dump(mode="json"), after.model_dump(mode="json")):
         if behind and key in BITS:
             raise ConfigError(
-                f"{key} = {new!r}: {behind} steps behind the last checkpoint have to be done again first, with {old!r}, "
+                f"{key} = {new!r}: {behind} steps behind the last checkpoint must be done again first, with {old!r}, "
                 f"to the same bits; resume without it until the next multiple of trainer.checkpoint_steps"
             )
         if key not in CHANGEABLE:

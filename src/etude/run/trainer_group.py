@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, TypeAlias, final
 
 import torch
@@ -31,7 +31,7 @@ from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spe
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import decoded_state, training_model, unfilled_model
+from etude.run.numerics import decoded_state, published_types, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.trainer.batching.packing import MicroBatch
@@ -39,8 +39,9 @@ from etude.trainer.checkpoint import Box, Checkpoints, box_of
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
-from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
+from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.policy import PolicyTrainer
+from etude.trainer.whole_copy import WholeCopy
 from etude.types import Trajectory
 from etude.weights.log import WeightLog
 from etude.weights.pull import pull
@@ -50,6 +51,8 @@ IDLE_S = 60.0
 """Interval at which rank 0 tells the others that there is nothing to do: well within their timeout."""
 
 
+ALL_EXACT: Mapping[str, torch.dtype] = MappingProxyType({})
+"""Types of a model that is published in those of its parameters."""
 NOTHING = Totals(tokens=0, trajectories=0)
 """Totals of commands that have no batch."""
 
@@ -91,11 +94,20 @@ Weights: TypeAlias = Callable[[GroupCommand], Decoder]
 class TrainerGroup:
     """One rank's membership in the trainer; rank 0, or a single process, commands the others through it."""
 
-    def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None, weights: Weights) -> None:
+    def __init__(
+        self,
+        policy: PolicyTrainer,
+        checkpoints: Checkpoints,
+        grid: Grid | None,
+        weights: Weights,
+        types: Mapping[str, torch.dtype] = ALL_EXACT,
+    ) -> None:
+        """``types`` are as :func:`~etude.run.numerics.published_types` has them."""
         self._weights = weights
         self._policy = policy
         self._checkpoints = checkpoints
         self._grid = grid
+        self._copy = WholeCopy(policy.model, None if grid is None else grid.everyone, types)
         self._told_s: float | None = None
 
     @property
@@ -165,11 +177,13 @@ class TrainerGroup:
         return self._save(step)
 
     def whole_model(self) -> Decoder:
-        """The model with whole weights; alone, the model itself, which the next step changes."""
-        if self._grid is None:
+        """The model with whole weights in the host's memory, rounded as they are published; the next call changes it.
+        Alone on the CPU it is the model itself, which the next step changes.
+        """
+        if self._grid is None and self._policy.model.embedding.device.type == "cpu":
             return self._policy.model
         self._broadcast(GroupCommand(kind=CommandKind.GATHER))
-        model = whole_model(self._policy.model)
+        model = self._copy.update()
         assert model is not None
         return model
 
@@ -195,7 +209,7 @@ class TrainerGroup:
                 case CommandKind.SAVE:
                     self._save(command.step)
                 case CommandKind.GATHER:
-                    whole_model(self._policy.model, keep=False)
+                    self._copy.update()
                 case _:
                     pass
 
@@ -268,7 +282,8 @@ def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: 
     model = policy_model(folder, config, grid, log)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
     checkpoints = Checkpoints(folder.checkpoints, None if grid is None else grid.everyone)
-    return TrainerGroup(policy, checkpoints, grid, partial(weights_of, folder, config, log))
+    weights, types = partial(weights_of, folder, config, log), published_types(model, config.numerics)
+    return TrainerGroup(policy, checkpoints, grid, weights, types)
 
 
 def weights_of(folder: RunFolder, config: RunConfig, log: WeightLog, command: GroupCommand) -> Decoder:
