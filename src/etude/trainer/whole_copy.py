@@ -29,7 +29,7 @@ _BITS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class ChangedPart:
     """New numbers of a region of a tensor."""
 
     box: Box
@@ -39,7 +39,7 @@ class Part:
     """uint8 [n]: places in the region as int64 and the numbers there, or all numbers."""
 
     @classmethod
-    def between(cls, box: Box, old: Tensor | None, new: Tensor) -> "Part":
+    def between(cls, box: Box, old: Tensor | None, new: Tensor) -> "ChangedPart":
         """The change of a region from ``old``, if there was one, to ``new``: any other bits count."""
         numbers, size = new.reshape(-1), new.element_size()
         if old is not None:
@@ -94,14 +94,14 @@ class WholeCopy:
             self._whole.requires_grad_(False)
         return self._whole
 
-    def _parts(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[Part]:
+    def _parts(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Iterator[ChangedPart]:
         """Every rank's changes of a tensor, on rank 0; of one that all hold alike, its own."""
         is_sharded = isinstance(tensor, DTensor)
         if not is_sharded and not self._is_first:
             return
         own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         new = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        part = Part.between(box_of(tensor), self._sent.get(name), new)
+        part = ChangedPart.between(box_of(tensor), self._sent.get(name), new)
         self._sent[name] = new
         if is_sharded and self._mesh is not None:
             yield from _gathered(part, new.element_size(), self._mesh)
@@ -109,7 +109,7 @@ class WholeCopy:
             yield part
 
 
-def _gathered(own: Part, number_bytes: int, mesh: DeviceMesh) -> Iterator[Part]:
+def _gathered(own: ChangedPart, number_bytes: int, mesh: DeviceMesh) -> Iterator[ChangedPart]:
     """The parts of all ranks, on rank 0 of ``mesh``; a collective."""
     group, world, device = mesh.get_group(), mesh.size(), own.payload.device
     row = torch.tensor([own.count, len(own.payload), *own.box.start, *own.box.shape], device=device)
@@ -125,4 +125,4 @@ def _gathered(own: Part, number_bytes: int, mesh: DeviceMesh) -> Iterator[Part]:
     dist.gather(padded, received, group=group, group_dst=0)
     for payload, (count, size, *box) in zip(received or (), heads, strict=False):
         axes = len(box) // 2
-        yield Part(Box(tuple(box[:axes]), tuple(box[axes:])), count, payload[:size])
+        yield ChangedPart(Box(tuple(box[:axes]), tuple(box[axes:])), count, payload[:size])

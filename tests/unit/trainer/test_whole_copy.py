@@ -1,10 +1,10 @@
-"""A whole copy of a model: what changed is found by its bits and sent alone; sharded in tests/numerics/test_parallel.py."""
+"""A whole copy of a model: what changed is found by its bits and sent alone (sharded: tests/numerics/test_parallel.py)."""
 
 import torch
 
 from etude.models.spec import TINY
 from etude.trainer.checkpoint import Box
-from etude.trainer.whole_copy import WHOLE, Part, WholeCopy
+from etude.trainer.whole_copy import WHOLE, ChangedPart, WholeCopy
 from trainer_ranks import make_model
 
 
@@ -13,14 +13,14 @@ def test_changes_are_found_by_their_bits() -> None:
     new = old.clone()
     new[0, 0], new[3, 4] = -0.0, float("nan")
     box = Box((2, 0), (6, 10))
-    part = Part.between(box, old, new)
+    part = ChangedPart.between(box, old, new)
     assert (part.count, len(part.payload)) == (2, 2 * (8 + 2))
     whole = torch.cat((torch.zeros(2, 10), old, torch.ones(1, 10))).to(torch.bfloat16)
     part.write(whole)
     assert torch.equal(whole[2:8].view(torch.int16), new.view(torch.int16))
     assert whole[0].eq(0).all() and whole[8].eq(1).all()
-    assert Part.between(box, new, new).count == len(Part.between(box, new, new).payload) == 0
-    assert Part.between(box, new, old + 100).count == WHOLE
+    assert ChangedPart.between(box, new, new).count == len(ChangedPart.between(box, new, new).payload) == 0
+    assert ChangedPart.between(box, new, old + 100).count == WHOLE
 
 
 def test_a_copy_follows_and_is_rounded_as_it_is_asked_to_be() -> None:
