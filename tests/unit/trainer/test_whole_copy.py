@@ -1,4 +1,4 @@
-"""A whole copy of a model: what changed is found by its bits and sent alone (sharded: tests/numerics/test_parallel.py)."""
+"""A whole copy of a model: what changed is found by its bits and sent alone (several ranks: tests/numerics)."""
 
 import torch
 
