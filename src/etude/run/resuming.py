@@ -43,6 +43,7 @@ BITS = frozenset(
     {f"trainer.{key}" for key in ("steps", "microbatch_tokens", "checkpoint_activations", "threads", "device")}
 )
 """Those of them on which the bits of a step depend: they stay while steps have to be done again."""
+# optimiser.state beside them: fp32 and offload are the same bits in another place.
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "model": "the run's weights began with it",
@@ -55,6 +56,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "effort": "rewards from before and after the change could not be compared",
         "cheating": "rewards from before and after the change could not be compared",
         "ledger": "its durable state lies where it lies",
+        "optimiser": "its moments were kept by it",
     }
 )
 """Section → the reason why its other keys stay as they are."""
@@ -81,7 +83,7 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
                 f"{key} = {new!r}: {behind} steps behind the last checkpoint must be done again first, with {old!r}, "
                 f"to the same bits; resume without it until the next multiple of trainer.checkpoint_steps"
             )
-        if key not in CHANGEABLE:
+        if key not in CHANGEABLE and not (key == "optimiser.state" and "8bit" not in (old, new)):
             reason = REASONS.get(key.partition(".")[0], ONE_ALGORITHM)
             raise ConfigError(
                 f"{key} = {new!r}: this run keeps {old!r}, since {reason}; start another run, from this one's weights "

@@ -25,6 +25,7 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import state_of
+from etude.models.decoder import Decoder
 from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
@@ -136,7 +137,7 @@ class StepCommits(Closing):
         # What could not be computed again to the same bits must not be seen before it can be restored.
         is_free = not self._is_held or self.config.numerics.arithmetic == "invariant"
         self.publishing.start(state, step, (lambda: None) if is_free else self.copies.wait)
-        self.remember(step, state_of(model))
+        self.remember_policy(step, model)
 
     def commit_published(self) -> None:
         """Commit the step whose version was under way, once that is visible and what it waits for is durable."""
@@ -158,7 +159,11 @@ class StepCommits(Closing):
             self._swept_s = time.monotonic()
             self._sweeping = self._sweeper.submit(sweep_payloads, self.folder, self.copies.restorable)
 
-    def remember(self, version: int, state: Mapping[str, Tensor]) -> None:
+    def remember_policy(self, version: int, model: Decoder) -> None:
+        """Keep the policy's weights as ``version``: each of several ranks its part, one alone those of ``model``."""
+        self.remember(version, state_of(model) if self.config.parallel.ranks == 1 else None)
+
+    def remember(self, version: int, state: Mapping[str, Tensor] | None) -> None:
         """Keep what a version sampled with, where anything is scored again."""
         if self.probe is not None:
             self.probe.remember(version, state)

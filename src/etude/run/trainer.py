@@ -31,7 +31,7 @@ from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.changes import TRAINER as TRAINER_LEASE
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
-from etude.models.checkpoint import load_spec, state_of
+from etude.models.checkpoint import load_spec
 from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
@@ -99,6 +99,7 @@ class TrainerProcess(Closing):
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
@@ -110,7 +111,6 @@ class TrainerProcess(Closing):
         self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
-        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._commits = StepCommits(
             folder=folder,
             config=self.config,
@@ -251,23 +251,29 @@ class TrainerProcess(Closing):
             self._train(step, groups, self._distillation(groups))
             model = self.trainer_group.whole_model()
             self._commits.prove(step, published_state(model, self._numerics))
-            self._commits.remember(step, state_of(model))
+            self._commits.remember_policy(step, model)
 
     def _mismatch_probe(self) -> MismatchProbe | None:
-        """``None`` where nothing is scored again: its scorer is a whole model in memory."""
+        """``None`` where nothing is scored again: alone, its scorer is a whole model in memory."""
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
+        versions = self.config.rollouts.max_staleness + 1
+        if self.config.parallel.ranks > 1:
+            return MismatchProbe(self.trainer_group, self._numerics, versions=versions)
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
-        return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        return MismatchProbe.alone(scorer, self._numerics, versions=versions)
 
     def _open_reference(self) -> Reference | None:
         """The weights that the policy is held to; they are not kept where leaving them costs nothing."""
         loss = self.config.loss
         if not loss.needs_reference:
             return None
-        published = to_tensors(pull(self._log, loss.reference_version).state)
+        published = decoded_state(to_tensors(pull(self._log, loss.reference_version).state), self._numerics)
+        if self.config.parallel.ranks > 1:
+            self.trainer_group.remember(loss.reference_version, published, most=0)
+            return Reference(self.trainer_group, loss.reference_version)
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
-        return Reference(scorer, decoded_state(published, self._numerics))
+        return Reference.alone(scorer, published, self._numerics)
 
     def _load(self, step: int, load: Mapping[str, Json]) -> None:
         """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
