@@ -82,6 +82,7 @@ def load_trained(folder: Path, config: NumericsConfig) -> Decoder:
     """The checkpoint as a trainer on a CPU holds it: float32 parameters, forward passes as ``config`` says."""
     spec, state = load_checkpoint(folder)
     model = training_model(spec, config, "cpu").eval()
+    assert isinstance(model, Decoder)
     load_state(model, state)
     return model
 

@@ -70,6 +70,7 @@ def plant(
     torch.manual_seed(seed)
     export(folder.path, out, version=version)
     model, chat = read_model(out), load_format(folder.model)
+    assert isinstance(model, Decoder), "what is planted is étude's own model"
     if kind == "noise":
         add_noise(model)
     else:

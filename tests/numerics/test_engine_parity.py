@@ -103,6 +103,7 @@ class Sample:
 def state_of_version(case: Case, version: int) -> dict[str, Tensor]:
     """A published state."""
     model = training_model(case.spec, case.numerics, "cpu")
+    assert isinstance(model, Decoder)
     model.initialise(version, std=0.2)
     return published_state(model, case.numerics)
 
@@ -115,6 +116,7 @@ def make_weights(case: Case, version: int) -> Weights:
 
 def make_trainer(case: Case, version: int = 0) -> Decoder:
     model = training_model(case.spec, case.numerics, "cpu")
+    assert isinstance(model, Decoder)
     load_published(model, state_of_version(case, version), case.numerics)
     return model
 

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ import transformers
 from etude.config.training import OptimiserConfig, ParallelConfig
 from etude.models.checkpoint import StoredCheckpoint, fill, state_of
 from etude.models.hf import make_causal_model
-from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
-from trainer_ranks import run_ranks, train
+from etude.trainer.parallel import Grid, materialise, parallelise
+from trainer_ranks import run_ranks, train, whole_model
 
 pytestmark = pytest.mark.heavy("several processes that import transformers")
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip

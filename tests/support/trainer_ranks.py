@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
-from etude.models.hf import CausalModel
+from etude.models.hf import CausalModel, make_causal_model
 from etude.models.spec import ModelSpec
 from etude.trainer.optimisation import build_optimiser
 from etude.trainer.parallel import Grid, clip_gradients
@@ -56,6 +57,7 @@ def next_token_loss(model: CausalModel, sequences: Sequence[Sequence[int]], grid
     if context is None:
         hidden_nH, own_n = model.forward_packed(ids_N, lengths), torch.arange(len(ids_N))
     else:
+        assert isinstance(model, Decoder)
         hidden_nH, own_n = context.hidden(model, ids_N, lengths)
     last_N = torch.zeros(len(ids_N), dtype=torch.bool)
     last_N[torch.tensor(lengths).cumsum(0) - 1] = True
@@ -87,3 +89,15 @@ def train(
         optimiser.step()
         curve.append((float(total), float(norm)))
     return curve
+
+
+def whole_model(model: CausalModel, *, keep: bool = True) -> CausalModel | None:
+    """A model with whole weights, gathered tensor by tensor; ``None`` where a rank does not ``keep`` it."""
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    with torch.device("meta"):
+        whole = make_causal_model(model.spec, model.arithmetic)
+    whole.load_state_dict(state, assign=True)
+    return whole.requires_grad_(False) if keep else None

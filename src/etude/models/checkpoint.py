@@ -55,7 +55,7 @@ def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
 
 def state_views(model: CausalModel) -> Views:
     """Views of all tensors of a model's state, by name: of the adapter alone where it has one."""
-    return views(model) if isinstance(model, HfModel) or model.adapters is None else adapter_views(model)
+    return adapter_views(model) if isinstance(model, Decoder) and model.adapters is not None else views(model)
 
 
 def state_of(model: CausalModel) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def check_state(model: CausalModel, state: Mapping[str, Tensor]) -> None:
         if tensor is None or tensor.shape != view.shape:
             actual = "missing" if tensor is None else f"{list(tensor.shape)}"
             raise DamagedError(f"tensor {name!r} should be {list(view.shape)}, it is {actual}")
-    if model.adapters is not None:
+    if isinstance(model, Decoder) and model.adapters is not None:
         check_base(model, state)
         if float(state[SCALE]) != float(model.adapters.scale):
             raise DamagedError(

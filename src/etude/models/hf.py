@@ -156,6 +156,8 @@ class HfModel(nn.Module):
         """Its type is what parameters are rounded to; logprobs are its own as well."""
         self.recompute = False
         """Activation checkpointing, layer by layer."""
+        self.adapters: None = None
+        """There are none over such a model."""
         self.network, self._packs = _make_network(spec)
         body = self.network.base_model
         if body is self.network:
@@ -337,7 +339,7 @@ def _transformers() -> ModuleType:
             f"model.impl = 'hf' needs transformers and accelerate, and {error.name} is not installed here: "
             f"pip install 'etude[hf]' -c constraints-hf.txt"
         ) from error
-    return cast("ModuleType", transformers)
+    return transformers
 
 
 def _size(config: Any, name: str, default: int) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor
 from etude.errors import RunFolderError, UserError
 from etude.models.adapters import attach, base_of, is_adapter, merge
 from etude.models.checkpoint import load_spec, load_state, state_of
+from etude.models.decoder import Decoder
 from etude.models.peft import write_peft
 from etude.run.folder import RunFolder, require_empty
 from etude.run.numerics import DTYPES, adapter_spec, checkpoint_extra
@@ -47,6 +48,7 @@ def export_run(folder: RunFolder, out: Path, version: int | None, *, peft: bool 
 def _merged(folder: RunFolder, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a base and its adapter, added up in float32 and rounded to the type that the run publishes."""
     config, model = folder.config(), read_model(folder.model)
+    assert isinstance(model, Decoder), "refused with the recipe"
     attach(model, adapter_spec(config), base=base_of(state))
     load_state(model, state)
     merge(model)

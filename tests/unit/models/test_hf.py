@@ -20,12 +20,12 @@ from etude.models.hf import HfBlock, HfModel, hf_spec, make_causal_model
 from etude.run.numerics import count_parameters, published_state
 from etude.trainer.readout import in_chunks
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-WIDE = {**SIZES, "head_dim": 8}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+WIDE: dict[str, Any] = {**SIZES, "head_dim": 8}
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: transformers.Gemma2Config(**WIDE, sliding_window=4, query_pre_attn_scalar=8),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(**WIDE, sliding_window=4, query_pre_attn_scalar=8),
@@ -46,7 +46,8 @@ TARGETS_N = IDS_N.roll(-1)
 def saved(family: str, folder: Path) -> Any:
     """A random model of transformers, and its checkpoint in ``folder``."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    factory: Any = transformers.AutoModelForCausalLM
+    model = factory.from_config(FAMILIES[family]()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

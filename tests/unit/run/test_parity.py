@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import Tensor
 
 from etude.config.inference import NumericsConfig
+from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.numerics import load_published, published_state, serving_model, training_model
 from etude.run.parity import (
@@ -31,6 +32,7 @@ INVARIANT, FAST = NumericsConfig(arithmetic="invariant"), NumericsConfig(arithme
 
 def make_state(spec: ModelSpec, numerics: NumericsConfig) -> dict[str, Tensor]:
     model = training_model(spec, numerics, "cpu")
+    assert isinstance(model, Decoder)
     model.initialise(0, std=0.2)
     return published_state(model, numerics)
 
@@ -68,6 +70,7 @@ def test_fast_arithmetic_passes_by_the_ladder_and_replays_routes() -> None:
 def test_the_first_part_that_differs_is_named(tampered: str, first: str) -> None:
     state = make_state(TINY, INVARIANT)
     trainer, server = training_model(TINY, INVARIANT, "cpu"), serving_model(TINY, INVARIANT, "cpu")
+    assert isinstance(trainer, Decoder)
     load_published(trainer, state, INVARIANT)
     load_published(server, {**state, tampered: -state[tampered]}, INVARIANT)
     sequences = [trajectory.token_ids for trajectory in sample(server, record_routes=False)]

@@ -11,6 +11,7 @@ from torch.nn import functional
 from etude.config.training import OptimiserConfig, OptimiserState
 from etude.errors import DamagedError
 from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.models.spec import TINY, TINY_DENSE
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.moments import BLOCK, InEightBits, decode, dynamic_code, encode
@@ -26,7 +27,7 @@ def optimisation(config: OptimiserConfig, seed: int = 0, rate: float = 1e-2) -> 
     return Optimisation(model, optimiser, RateSchedule(steps=100, warmup_steps=1), clip_norm=1.0)
 
 
-def loss(model: Decoder, seed: int) -> Tensor:
+def loss(model: CausalModel, seed: int) -> Tensor:
     """Of sequences that count on in steps of 1 to 3: something to learn."""
     generator = torch.Generator().manual_seed(seed)
     starts, steps = (torch.randint(low, high, (8, 1), generator=generator) for low, high in ((0, 20), (1, 4)))

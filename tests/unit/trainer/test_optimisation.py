@@ -8,6 +8,7 @@ from torch import Tensor
 
 from etude.errors import DamagedError
 from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.models.spec import TINY, TINY_DENSE
 from etude.trainer.optimisation import Optimisation, RateSchedule
 
@@ -23,7 +24,7 @@ def make(*, clip_norm: float = 1e9) -> Optimisation:
     return Optimisation(model, optimiser, SCHEDULE, clip_norm=clip_norm)
 
 
-def losses(model: Decoder, chunks: int = 2) -> Iterator[Tensor]:
+def losses(model: CausalModel, chunks: int = 2) -> Iterator[Tensor]:
     for chunk in range(chunks):
         hidden_NH = model.forward_packed(torch.arange(1 + chunk, 9 + chunk))
         yield model.logits(hidden_NH).square().mean() / chunks

@@ -15,6 +15,7 @@ from etude.models.arithmetic import Arithmetic
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.fast import FastArithmetic
+from etude.models.hf import CausalModel
 from etude.models.invariant import InvariantArithmetic
 from etude.models.spec import TINY
 from etude.trainer.batching.batch import build_batch
@@ -44,13 +45,13 @@ def totals(tokens: int) -> Totals:
     return Totals(tokens=tokens, trajectories=1)
 
 
-def logprobs(model: Decoder, ids: list[int]) -> torch.Tensor:
+def logprobs(model: CausalModel, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         all_tokens = model.logits(model.forward_packed(torch.tensor(ids))).log_softmax(-1)
     return all_tokens[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
-def make_trajectory(model: Decoder, ids: list[int], sampled: int, advantage: float) -> Trajectory:
+def make_trajectory(model: CausalModel, ids: list[int], sampled: int, advantage: float) -> Trajectory:
     """A trajectory whose last ``sampled`` tokens the model itself sampled."""
     length = len(ids)
     mask = np.arange(length) >= length - sampled
@@ -68,7 +69,7 @@ def make_trajectory(model: Decoder, ids: list[int], sampled: int, advantage: flo
     )
 
 
-def make_batch(model: Decoder) -> list[tuple[Trajectory, ...]]:
+def make_batch(model: CausalModel) -> list[tuple[Trajectory, ...]]:
     good = make_trajectory(model, [1, 2, 3, 4, 5], 2, 0.5)
     bad = make_trajectory(model, [1, 2, 3, 6], 1, -0.5)
     return [(good,), (bad,)]
@@ -236,7 +237,7 @@ def test_a_sample_is_reproducible_and_never_empty() -> None:
     assert sample_share(batch, 0.0, step=4) == []
 
 
-def own_routes(model: Decoder, ids: list[int]) -> Routes:
+def own_routes(model: CausalModel, ids: list[int]) -> Routes:
     """What an engine with the very same router would say: [L, layers, k], the last token's unknown."""
     routing = Routing(record=True)
     with torch.no_grad():
@@ -316,7 +317,7 @@ def test_an_undecided_replay_is_refused() -> None:
         make_trainer(NumericsConfig())
 
 
-def live_session(model: Decoder, name: int, ids: list[int], sampled: int, reward: float) -> Group:
+def live_session(model: CausalModel, name: int, ids: list[int], sampled: int, reward: float) -> Group:
     engine = logprobs(model, ids)[-sampled:].numpy().astype(np.float32)
     turn = Turn(
         prompt_ids=np.array(ids[:-sampled], np.int32), completion_ids=np.array(ids[-sampled:], np.int32),
