@@ -26,6 +26,16 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 WIDE: dict[str, Any] = {**SIZES, "head_dim": 8}
 EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "topk_group": 1}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 2,
+}  # fmt: skip
+LINEAR: dict[str, Any] = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
 FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: transformers.Gemma2Config(**WIDE, sliding_window=4, query_pre_attn_scalar=8),
     "gemma3_text": lambda: transformers.Gemma3TextConfig(**WIDE, sliding_window=4, query_pre_attn_scalar=8),
@@ -34,10 +44,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(**SIZES, logits_scaling=3.0, embedding_multiplier=2.0),
     "cohere": lambda: transformers.CohereConfig(**SIZES, logit_scale=0.5),
     "mixtral": lambda: transformers.MixtralConfig(**WIDE, **EXPERTS),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**WIDE, sliding_window=4),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**WIDE, num_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SIZES, **LATENT}, **ROUTED),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**WIDE, **ROUTED, first_k_dense_replace=1, n_group=1),
+    "gpt_oss": lambda: transformers.GptOssConfig(**WIDE, **EXPERTS, sliding_window=4),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(**WIDE, **LINEAR),
     "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128),
 }
-PACKED = ("olmo2", "phi", "granite", "cohere", "mixtral", "gpt2")
-"""Those without windows and caps, which go over packed rows."""
+PADDED = ("gemma2", "gemma3_text", "mistral", "gpt_oss", "qwen3_next")
+"""Those with windows, caps or states, which go over padded rows."""
 LENGTHS = (7, 12, 1, 5)
 IDS_N = torch.randint(3, 64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
 TARGETS_N = IDS_N.roll(-1)
@@ -76,7 +93,7 @@ def loss_of(logits_NV: Tensor) -> Tensor:
 def test_packed_is_separate_and_gradients_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     theirs = saved(family, tmp_path)
     ours = loaded(tmp_path)
-    assert ours._packs == (family in PACKED)
+    assert ours._packs == (family not in PADDED)
     assert state_of(ours).keys() == load_file(tmp_path / "model.safetensors").keys()
     expected_NV = separate(theirs)
     logits_NV = ours.logits(ours.forward_packed(IDS_N, LENGTHS))
