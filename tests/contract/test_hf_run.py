@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def make_olmo(folder: Path) -> Path:
         initializer_range=0.2,
     )
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    factory: Any = transformers.AutoModelForCausalLM
+    factory.from_config(config).save_pretrained(folder)
     return with_tokenizer(folder)
 
 

@@ -63,5 +63,6 @@ def test_the_parity_gate_leaves_no_block_of_the_trainer_on_the_device(model: Dec
 
 def training_model_of(model: Decoder, numerics: NumericsConfig) -> Decoder:
     whole = training_model(TINY, numerics, "cuda").eval()
+    assert isinstance(whole, Decoder)
     load_published(whole, published_state(model, numerics), numerics)
     return whole

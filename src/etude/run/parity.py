@@ -545,6 +545,7 @@ def verdict(parity: Parity) -> str:
 def _published(spec: ModelSpec, state: Mapping[str, Tensor] | None, numerics: NumericsConfig) -> dict[str, Tensor]:
     model = training_model(spec, numerics, "cpu")
     if state is None:
+        assert isinstance(model, Decoder), "only étude's own models are made up"
         model.initialise(seed=0, std=SEED_STD)
     else:
         load_state(model, state)

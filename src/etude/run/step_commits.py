@@ -25,7 +25,7 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import state_of
-from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.run.checkpoint_copies import CheckpointCopies
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
@@ -159,7 +159,7 @@ class StepCommits(Closing):
             self._swept_s = time.monotonic()
             self._sweeping = self._sweeper.submit(sweep_payloads, self.folder, self.copies.restorable)
 
-    def remember_policy(self, version: int, model: Decoder) -> None:
+    def remember_policy(self, version: int, model: CausalModel) -> None:
         """Keep the policy's weights as ``version``: each of several ranks its part, one alone those of ``model``."""
         self.remember(version, state_of(model) if self.config.parallel.ranks == 1 else None)
 

@@ -150,7 +150,8 @@ def test_what_is_published_is_a_checkpoint_that_transformers_loads(tmp_path: Pat
     assert count_parameters(model.spec) == sum(tensor.numel() for tensor in state.values())
     last = next(name for name in state if ".experts.3." in name)  # one tensor for each expert
     save_checkpoint(tmp_path / "again", model.spec, state, end_id=2, pad_id=0)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    factory: Any = transformers.AutoModelForCausalLM
+    again = factory.from_pretrained(tmp_path / "again", dtype=torch.float32)
     torch.testing.assert_close(separate(again.eval()), separate(theirs))
     with pytest.raises(DamagedError, match="missing"):
         check_state(model, {name: tensor for name, tensor in state.items() if name != last})
