@@ -17,13 +17,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda")
-
-
-@pytest.fixture
 def model(device: torch.device) -> Decoder:
     fresh = Decoder(TINY)
     fresh.initialise(0, std=0.15)
