@@ -102,6 +102,7 @@ def formula_and_counter(spec: ModelSpec, *, recomputes: bool) -> tuple[int, int]
                 f"trainer.checkpoint_activations={str(recomputes).lower()}"]  # fmt: skip
     config = resolve(default_recipe(settings))
     model = training_model(spec, config.numerics, "cpu").train()
+    assert isinstance(model, Decoder)
     model.initialise(0)
     model.recompute = recomputes
     trainer = _trainer(model, config.numerics)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from etude.models.decoder import Decoder
 from etude.run.phases import read_model
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatMessage
@@ -56,7 +55,7 @@ def test_the_folder_has_the_numbers_of_the_file(checkpoint: Path, theirs: tuple[
     stored = load_file(checkpoint / "model.safetensors")
     state = model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in stored.items())
-    ours: Decoder = read_model(checkpoint)
+    ours = read_model(checkpoint)
     ids = torch.tensor(tokenizer("You work in a shell. Answer with one command and nothing else.")["input_ids"])
     with torch.no_grad():
         expected, result = model(ids[None]).logits[0], ours.logits(ours.forward_packed(ids))

@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 48, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-CONFIGS = {
+CONFIGS: dict[str, Any] = {
     "gemma2": partial(transformers.Gemma2Config, **SIZES, sliding_window=4),  # tied, padded rows
     "mixtral": partial(transformers.MixtralConfig, **SIZES, num_local_experts=4, num_experts_per_tok=2),
 }

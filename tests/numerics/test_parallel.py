@@ -21,6 +21,7 @@ from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
 from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.run.numerics import published_state, published_types
 from etude.run.trainer_group import GroupCommand, TrainerGroup
@@ -137,7 +138,7 @@ def disturb(model: Decoder, update: str) -> None:
                 own.view(-1)[:: 97 if update == "few" else 1] *= -1.25
 
 
-def digest(model: Decoder, config: NumericsConfig) -> str:
+def digest(model: CausalModel, config: NumericsConfig) -> str:
     return state_digest(to_stored(published_state(model, config)))
 
 
@@ -189,7 +190,7 @@ def read_by_two(folder: Path, pair: DeviceMesh) -> None:
         assert isinstance(tensor, DTensor) == bool(whole[name].ndim)
 
 
-def some_loss(model: Decoder) -> torch.Tensor:
+def some_loss(model: CausalModel) -> torch.Tensor:
     """A loss whose gradient all parameters have: this rank's share of it, the same on every rank."""
     hidden_NH = model.forward_packed(torch.arange(20))
     return (hidden_NH * torch.linspace(-1, 1, hidden_NH.numel()).view_as(hidden_NH)).sum() / WORLD

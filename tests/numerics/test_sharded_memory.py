@@ -23,6 +23,7 @@ from etude.models.checkpoint import fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.experts import Experts, RoutedExperts
 from etude.models.fast import FastArithmetic
+from etude.models.hf import CausalModel
 from etude.models.lowprecision import EXPERT_FORMATS
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.run.trainer_group import GroupCommand, TrainerGroup
@@ -67,7 +68,7 @@ def formatted(model: Decoder, form: str) -> Decoder:
     return model
 
 
-def some_loss(model: Decoder, rank: int) -> Tensor:
+def some_loss(model: CausalModel, rank: int) -> Tensor:
     """Of other tokens on each rank."""
     ids = (torch.arange(24) * (3 + 2 * rank) + rank) % 50
     logits_NV = model.logits(model.forward_packed(ids))

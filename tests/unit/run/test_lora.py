@@ -21,6 +21,7 @@ from etude.errors import ConfigError, DamagedError, UserError
 from etude.models.adapters import base_of
 from etude.models.checkpoint import load_checkpoint, load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.protocols import SamplingParams
 from etude.run.engine_adapters import adapter_routes
@@ -88,12 +89,12 @@ def base_for(folder: RunFolder) -> FrozenBase:
     return base
 
 
-def logits(model: Decoder) -> Tensor:
+def logits(model: CausalModel) -> Tensor:
     with torch.inference_mode():
         return model.logits(model.forward_packed(IDS))
 
 
-def train(model: Decoder, config: RunConfig, steps: int = 2) -> Optimisation:
+def train(model: CausalModel, config: RunConfig, steps: int = 2) -> Optimisation:
     """Steps towards the likelihood of some ids; the rate is high, so that weights really move."""
     optimisation = optimisation_of(model, config.model_copy(update={"trainer": config.trainer.model_copy(
         update={"learning_rate": 0.02, "warmup_steps": 1})}))  # fmt: skip
@@ -163,7 +164,7 @@ def test_a_checkpoint_and_the_log_hold_the_adapter_alone(tmp_path: Path) -> None
     assert torch.equal(logits(other), logits(policy))
 
 
-def bytes_of(model: Decoder, optimisation: Optimisation) -> int:
+def bytes_of(model: CausalModel, optimisation: Optimisation) -> int:
     """Weights, gradients and moments of a trainer, as they are in memory."""
     parameters = list(model.parameters())
     moments = [tensor for name, tensor in optimisation.tensors().items() if "exp_avg" in name]
@@ -177,6 +178,7 @@ def test_what_is_frozen_has_neither_gradient_nor_moments(tmp_path: Path) -> None
     config = folder.config()
     adapted = training_model(TINY_LATENT, config.numerics, "cpu", base_for(folder))
     whole = training_model(TINY_LATENT, config.numerics, "cpu")
+    assert isinstance(whole, Decoder)
     whole.initialise(0)
     assert bytes_of(adapted, train(adapted, config, steps=1)) == 60_120 * 2 + 30_528 * 16
     assert bytes_of(whole, train(whole, config, steps=1)) == 60_120 * 16

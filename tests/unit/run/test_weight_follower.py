@@ -14,6 +14,7 @@ from etude.engines.native.opener import NativeUpdater, ResidentModel
 from etude.errors import DamagedError, InfrastructureError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
+from etude.models.hf import CausalModel
 from etude.models.spec import TINY, TINY_LATENT, ModelSpec
 from etude.objects import ObjectStore, RetryingStore
 from etude.run.numerics import largest_state, load_published, published_state, serving_model, training_model
@@ -36,7 +37,7 @@ ALONE = PublishOptions(compact=False, anchor_every=0)
 ExpertsFormat = Literal["fp8", "mxfp8", "nvfp4"]
 
 
-def train(model: Decoder, share: float, seed: int) -> None:
+def train(model: CausalModel, share: float, seed: int) -> None:
     """Change about ``share`` of the weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -229,6 +230,7 @@ def test_resident_weights_that_are_not_those_of_their_version_end_the_process_to
 def test_quantised_experts_are_served_as_the_trainer_rounds_them(spare: bool, form: ExpertsFormat) -> None:
     numerics = NumericsConfig(dtype="bfloat16", experts=form)
     trained = training_model(TINY, numerics, "cpu")
+    assert isinstance(trained, Decoder)
     trained.initialise(0)
     log = WeightLog(ObjectStore("memory://"))
     with Publisher(log) as publisher:

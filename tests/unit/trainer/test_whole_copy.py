@@ -2,6 +2,7 @@
 
 import torch
 
+from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.trainer.checkpoint import Box
 from etude.trainer.whole_copy import WHOLE, ChangedPart, WholeCopy
@@ -27,7 +28,7 @@ def test_a_copy_follows_and_is_rounded_as_it_is_asked_to_be() -> None:
     model = make_model(TINY)
     copy = WholeCopy(model, None, {"embedding": torch.bfloat16})
     first = copy.update()
-    assert first is not None
+    assert isinstance(first, Decoder)
     with torch.no_grad():
         model.embedding[1] += 1
         model.gain[0] = 7
