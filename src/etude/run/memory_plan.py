@@ -195,7 +195,7 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
     matrix = sizes.largest_outer if learns else 0
     backward = backward_bytes(spec, tokens, item, block, matrix) + (max(saved) if recomputes else 0)
     unreduced = sizes.outer * GRADIENT_BYTES + GATHERED_BLOCKS * block * (gathered + GRADIENT_BYTES) if gathers else 0
-    chunk_rows = max(1, min(CHUNK_LOGITS // spec.vocab_size, tokens))
+    chunk_rows = max(1, min(CHUNK_LOGITS["cuda" if fused else "cpu"] // spec.vocab_size, tokens))
     logits = chunk_rows * spec.vocab_size * (2 * item + LOGIT_BYTES["cuda" if fused else "cpu"])
     logits += (rounded + item + GRADIENT_BYTES) * matrix  # the head as it is used, and its gradient
     words = f"{tokens:,} tokens of {item} bytes a number, "

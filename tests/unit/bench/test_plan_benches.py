@@ -7,7 +7,7 @@ from bench.roofline import bench as roofline
 
 
 def test_the_memory_of_a_step_is_what_the_plan_says() -> None:
-    result = memory.run(argparse.Namespace(case=["dense, recomputed"]))
+    result = memory.run(argparse.Namespace(case=["dense, recomputed"], quick=True))
     goals = result["goals"]
     assert isinstance(goals, dict) and isinstance(goals["formula_error"], dict)
     assert goals["formula_error"]["met"], result
