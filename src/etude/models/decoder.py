@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.models.arithmetic import Arithmetic, PackedRows, packed_rows
 from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation
+from etude.models.draft import DraftHead, block_spec
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
 from etude.models.precise import Precise
@@ -82,6 +83,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(torch.ones(spec.hidden_size))
         self.head = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.draft = DraftHead(spec, DecoderBlock(block_spec(spec), spec.layers)) if spec.draft else None
+        """Guesses further tokens; ``None`` where the spec has none."""
         cosines_PD, sines_PD = rotary_tables(spec)
         self._cosines_PD = Precise(cosines_PD, persistent=False)
         self._sines_PD = Precise(sines_PD, persistent=False)
@@ -97,13 +100,12 @@ class Decoder(nn.Module):
     def _in_order_of_use(self) -> Iterator[nn.Parameter]:
         yield self.embedding
         for block in self.blocks:
-            assert isinstance(block, DecoderBlock)
-            routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
-            first = [*block.attention.parameters(), *routed]
-            yield from first
-            yield from (p for p in block.feed.parameters() if all(p is not other for other in routed))
+            yield from _matrices_of(block)
         if self.head is not None:
             yield self.head
+        if self.draft is not None:  # behind all others, so that these are the same with and without it
+            yield self.draft.join
+            yield from _matrices_of(self.draft.block)
 
     def forward(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routing: Routing | None = None
@@ -113,9 +115,7 @@ class Decoder(nn.Module):
         ``token_ids_N`` and ``positions_N`` are int64. Raises ``ValueError`` if ``routing`` replays routes of another
         shape than [N, *spec.routes_shape].
         """
-        rotation = Rotation(
-            cosines_ND=self._cosines_PD.values[positions_N], sines_ND=self._sines_PD.values[positions_N]
-        )
+        rotation = self._rotation(positions_N)
         if routing is not None:
             routing.begin(len(token_ids_N), self.spec, token_ids_N.device)
         x_NH = self.arithmetic.embed(token_ids_N, self.embedding)
@@ -127,6 +127,25 @@ class Decoder(nn.Module):
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[N,H] → [N,V]."""
         return self.arithmetic.linear(hidden_NH, self.embedding if self.head is None else self.head)
+
+    def guess(
+        self, hidden_NH: Tensor, token_ids_N: Tensor, positions_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The draft head's two hidden states [N,H] of N tokens (:meth:`etude.models.draft.DraftHead.forward`): to go on
+        from, and to make logits of.
+
+        ``hidden_NH`` are those of the tokens before. ``attend`` gets keys and values as those of layer ``spec.layers``.
+        Gradients reach the head's own weights and nothing else.
+        """
+        assert self.draft is not None, "this model has no draft head"
+        embedded_NH = self.arithmetic.embed(token_ids_N, self.embedding.detach())
+        guessed: tuple[Tensor, Tensor] = self.draft(
+            hidden_NH.detach(), embedded_NH, self.arithmetic, self._rotation(positions_N), attend
+        )
+        return guessed
+
+    def _rotation(self, positions_N: Tensor) -> Rotation:
+        return Rotation(cosines_ND=self._cosines_PD.values[positions_N], sines_ND=self._sines_PD.values[positions_N])
 
     def forward_packed(
         self, token_ids_N: Tensor, lengths: Sequence[int] | None = None, routing: Routing | None = None
@@ -163,3 +182,11 @@ class Decoder(nn.Module):
 
         hidden_UH: Tensor = self(token_ids_N[shared.firsts_U], rows.positions_N[shared.firsts_U], attend)
         return hidden_UH.index_select(0, shared.rows_N)
+
+
+def _matrices_of(block: nn.Module) -> Iterator[nn.Parameter]:
+    """A block's parameters in the order of their use, the gains in front of its parts left out."""
+    assert isinstance(block, DecoderBlock)
+    routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
+    yield from (*block.attention.parameters(), *routed)
+    yield from (p for p in block.feed.parameters() if all(p is not other for other in routed))

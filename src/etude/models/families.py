@@ -7,6 +7,7 @@ same, so ``mistral`` comes back as ``llama`` and ``kimi_k2`` as ``deepseek_v3``.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar, final
 
@@ -26,6 +27,8 @@ from etude.types import Json
 
 T = TypeVar("T", int, float, bool, str)
 Config: TypeAlias = dict[str, Json]
+DRAFT = "draft_head"
+"""Key of our own: a draft head is a part of the model. ``num_nextn_predict_layers`` alone is no reason to load one."""
 
 
 def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
@@ -45,7 +48,7 @@ def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
     if any(kind != "full_attention" for kind in fields.items("layer_types")):
         raise UserError(f"{origin}: layer_types other than 'full_attention' are not supported")
     try:
-        return FAMILIES[family](fields)
+        return replace(FAMILIES[family](fields), draft=fields.read(DRAFT, bool, False))
     except ValueError as error:
         raise DamagedError(f"{origin} contradicts itself: {error}") from error
 
@@ -67,6 +70,8 @@ def hf_config(spec: ModelSpec) -> dict[str, Json]:
         "intermediate_size": spec.dense_size,
         **_rope_config(spec.rope),
     }
+    if spec.draft:
+        config |= {DRAFT: True, "num_nextn_predict_layers": 1}
     if isinstance(spec.attention, LatentSpec):
         return config | _latent_config(spec, spec.attention)
     return config | _grouped_config(spec, spec.attention)
@@ -374,7 +379,7 @@ def _latent_config(spec: ModelSpec, attention: LatentSpec) -> Config:
         "scoring_func": "sigmoid",
         "norm_topk_prob": experts.normalise,
         "routed_scaling_factor": experts.scale,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(spec.draft),
     }
 
 

@@ -11,7 +11,7 @@ Shape legend: N tokens of a step, B sequences, P pages, K key heads, D width of 
 a value, L sparse layers, k experts per token, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from etude.engines.native.pages import PAGE
 from etude.engines.native.scheduler import EngineRequest, ScheduledTokens
 from etude.models.arithmetic import PagedRows
+from etude.models.attention import Attend
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.kernels import pages
@@ -33,8 +34,12 @@ assert PAGE == pages.PAGE, "scheduler and kernels count pages alike"
 class PagedCache:
     """Keys [P,K,D,S] and values [P,K,S,W] of every layer, in the type of the model's weights."""
 
-    def __init__(self, model: Decoder, pages: int, *, record_routes: bool, graphs: bool = True) -> None:
-        """Without ``graphs`` every pass runs module by module, where hooks see it."""
+    def __init__(
+        self, model: Decoder, pages: int, *, record_routes: bool, graphs: bool = True, drafts: bool = False
+    ) -> None:
+        """Without ``graphs`` every pass runs module by module, where hooks see it. With ``drafts`` the keys of the
+        model's draft head are here, too.
+        """
         spec, weights = model.spec, model.embedding
         attention = spec.attention
         self._graphs: DecodeGraphs | None = None
@@ -46,8 +51,12 @@ class PagedCache:
         self._layers = [
             (torch.zeros(keys, dtype=weights.dtype, device=weights.device),
              torch.zeros(values, dtype=weights.dtype, device=weights.device))
-            for _ in range(spec.layers)
+            for _ in range(spec.layers + drafts)
         ]  # fmt: skip
+        self.tails_PH = torch.zeros(
+            pages if drafts else 0, spec.hidden_size, dtype=weights.dtype, device=weights.device
+        )
+        """The hidden state of each page's last token, from which a draft head goes on."""
         self._routes: Tensor | None = None
         if record_routes and spec.experts is not None:
             # The bits of uint16: torch has that type, but not the operations.
@@ -63,28 +72,35 @@ class PagedCache:
         """Memory of keys and values."""
         return sum(tensor.numel() * tensor.element_size() for layer in self._layers for tensor in layer)
 
+    def guess(self, model: Decoder, hidden_NH: Tensor, token_ids_N: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor]:
+        """Run tokens through the draft head, after the hidden states of those before: :meth:`Decoder.guess`."""
+        return model.guess(hidden_NH, token_ids_N, rows.positions_N, self._attend(model, rows))
+
     def forward(self, model: Decoder, plan: Sequence[ScheduledTokens]) -> tuple[Tensor, Tensor | None]:
         """Run a step's tokens through the model: normalised hidden states [N,H] and, if recorded, routes [N,L,k]."""
-        rows, token_ids_N = _rows(plan, model.embedding.device)
+        rows, token_ids_N = place_rows([run for work in plan for run in _runs(work)], model.embedding.device)
         if self._graphs is not None and len(rows.counts) == len(token_ids_N):
             return self._graphs.run(model, token_ids_N, rows)
         return self._step(model, token_ids_N, rows)
 
     def _step(self, model: Decoder, token_ids_N: Tensor, rows: PagedRows) -> tuple[Tensor, Tensor | None]:
-        scale = model.spec.attention.scale
-
-        def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
-            model.arithmetic.write_pages(k_NKD, v_NKW, self._layers[layer], rows)
-            return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, scale)
-
         routing = None if self._routes is None else Routing(record=True)
-        hidden_NH: Tensor = model(token_ids_N, rows.positions_N, attend, routing)
+        hidden_NH: Tensor = model(token_ids_N, rows.positions_N, self._attend(model, rows), routing)
         if self._routes is None or routing is None:
             return hidden_NH, None
         routes_NLk = routing.recorded().to(torch.int16)
         pages_N = rows.tables_BP[rows.sequences_N.long(), rows.positions_N // PAGE].long()
         self._routes[pages_N * PAGE + rows.positions_N % PAGE] = routes_NLk
         return hidden_NH, routes_NLk
+
+    def _attend(self, model: Decoder, rows: PagedRows) -> Attend:
+        scale = model.spec.attention.scale
+
+        def attend(layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
+            model.arithmetic.write_pages(k_NKD, v_NKW, self._layers[layer], rows)
+            return model.arithmetic.attend_pages(q_NQD, self._layers[layer], rows, scale)
+
+        return attend
 
     def routes(self, request: EngineRequest) -> Routes:
         """[cached, L, k] the experts of everything that a request has in the cache."""
@@ -100,20 +116,47 @@ def as_routes(routes_NLk: Tensor) -> Routes:
     return routes
 
 
-def _rows(plan: Sequence[ScheduledTokens], device: torch.device) -> tuple[PagedRows, Tensor]:
-    """The places of a step's tokens in the cache, and their ids [N]. Single tokens come first in a plan."""
-    counts = [work.count for work in plan]
-    tables = np.zeros((len(plan), max(len(work.request.pages) for work in plan)), np.int32)
+@dataclass(frozen=True, slots=True)
+class TokenRun:
+    """Adjacent tokens of a request, from a position on."""
+
+    pages: Sequence[int]
+    start: int
+    token_ids: Sequence[int]
+
+    @property
+    def singles(self) -> "Iterator[TokenRun]":
+        """Each of them as a sequence of one token. All write their keys before any attends, so each sees those before
+        it; and what computes decoding requests, a CUDA graph included, computes them.
+        """
+        for index, token_id in enumerate(self.token_ids):
+            yield TokenRun(self.pages, self.start + index, (token_id,))
+
+
+def _runs(work: ScheduledTokens) -> "Iterator[TokenRun]":
+    """The tokens of a work, those with drafts one by one."""
+    request = work.request
+    known = TokenRun(request.pages, work.start, request.token_ids[work.start : work.start + work.count])
+    if work.count > 1:
+        yield known
+    else:
+        yield from TokenRun(known.pages, known.start, (*known.token_ids, *work.drafts)).singles
+
+
+def place_rows(runs: Sequence[TokenRun], device: torch.device) -> tuple[PagedRows, Tensor]:
+    """The places of tokens in the cache, and their ids [N]. Runs of one token come first."""
+    counts = [len(run.token_ids) for run in runs]
+    tables = np.zeros((len(runs), max(len(run.pages) for run in runs)), np.int32)
     token_ids, positions = list[int](), np.empty(sum(counts), np.int64)
     start = 0
-    for index, work in enumerate(plan):
-        tables[index, : len(work.request.pages)] = work.request.pages
-        token_ids += work.request.token_ids[work.start : work.start + work.count]
-        positions[start : start + work.count] = range(work.start, work.start + work.count)
-        start += work.count
+    for index, (run, count) in enumerate(zip(runs, counts, strict=True)):
+        tables[index, : len(run.pages)] = run.pages
+        token_ids += run.token_ids
+        positions[start : start + count] = range(run.start, run.start + count)
+        start += count
     rows = PagedRows(
         tables_BP=torch.from_numpy(tables).to(device),
-        sequences_N=torch.from_numpy(np.repeat(np.arange(len(plan), dtype=np.int32), counts)).to(device),
+        sequences_N=torch.from_numpy(np.repeat(np.arange(len(runs), dtype=np.int32), counts)).to(device),
         positions_N=torch.from_numpy(positions).to(device),
         counts=tuple(counts),
     )

@@ -2,7 +2,7 @@
 
     generate() ──▶ Scheduler.plan ──▶ one forward pass ──▶ draw ──▶ futures, streams
                         ▲                                    │
-                        └──────────── next step ◀────────────┘   swap() takes effect between two steps
+                        └── next step ◀── drafts, if any ◀───┘   swap() takes effect between two steps
 
 Owns the step loop and the calls in progress. Who is computed when is the
 :class:`~etude.engines.native.scheduler.Scheduler`'s to decide, keys and values are the
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from etude.config.inference import EngineConfig
 from etude.engines.native.cache import PagedCache, as_routes
+from etude.engines.native.drafting import Drafter
 from etude.engines.native.pages import PAGE
 from etude.engines.native.sampling import Sampler, join_masks
 from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTokens, Scheduler, SwapMode
@@ -79,7 +80,14 @@ class NativeEngine:
             max_length=config.max_length,
             step_tokens=config.native.step_tokens,
         )
-        self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
+        drafts = config.native.draft_tokens
+        if drafts and weights.model.draft is None:
+            raise ValueError(
+                f"engine.options.draft_tokens = {drafts} needs a model with a draft head, which this is not"
+            )
+        pages = -(-config.resolved_cache_tokens // PAGE)
+        self._cache = PagedCache(weights.model, pages, record_routes=record_routes, drafts=drafts > 0)
+        self._drafter = Drafter(self._cache, self._scheduler, most=drafts) if drafts else None
         self._sampler = Sampler(weights.model.arithmetic)
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
@@ -223,23 +231,29 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
-        """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
+        """Run the planned tokens through the model, and draw a token after each work that ends its request so far, and
+        after each of its drafts.
+        """
         model = self._weights.model
         hidden_NH, routes_NLk = self._cache.forward(model, plan)
         for work in plan:
             self._scheduler.advance(work)
-        ends = np.cumsum([work.count for work in plan])
+        ends = np.cumsum([work.rows for work in plan])
         self._score(plan, hidden_NH, ends.tolist())
-        last = [int(end) - 1 for end, work in zip(ends, plan, strict=True) if work.samples]
-        calls = [self._calls[work.request] for work in plan if work.samples]
-        if not calls:
-            return
-        if len(last) < len(hidden_NH):  # a list of rows goes to the device, which waits: not while all only decode
-            hidden_NH, routes_NLk = hidden_NH[last], None if routes_NLk is None else routes_NLk[last]
-        if routes_NLk is not None:
-            for call, routes in zip(calls, as_routes(routes_NLk), strict=True):
-                call.routes.append(routes)
-        self._draw(calls, model.logits(hidden_NH))
+        last = [
+            row
+            for end, work in zip(ends.tolist(), plan, strict=True)
+            if work.samples
+            for row in range(end - 1 - len(work.drafts), end)
+        ]
+        if last:
+            drawn_NH = hidden_NH
+            if len(last) < len(hidden_NH):  # a list of rows goes to the device, which waits: not while all only decode
+                drawn_NH, routes_NLk = hidden_NH[last], None if routes_NLk is None else routes_NLk[last]
+            routes = None if routes_NLk is None else as_routes(routes_NLk)
+            self._draw([work for work in plan if work.samples], model.logits(drawn_NH), routes)
+        if self._drafter is not None:
+            self._drafter.propose(model, plan, hidden_NH, lambda request: self._calls[request].seed)
 
     def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
         """Score the prompts whose logprobs are wanted, as far as this step has read them."""
@@ -249,23 +263,41 @@ class NativeEngine:
                 assert scorer is not None, "logprobs are wanted by nobody"
                 scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
-    def _draw(self, calls: Sequence[_PendingCall], logits_RV: Tensor) -> None:
-        """Draw the next token of each call and complete those that ended."""
+    def _draw(self, works: Sequence[ScheduledTokens], logits_RV: Tensor, routes_RLk: Routes | None) -> None:
+        """Draw the next token of each work's call, and further ones as long as its drafts are what was drawn; complete
+        the calls that ended.
+        """
+        calls = [self._calls[work.request] for work in works]
+        rows = [(call, ahead) for call, work in zip(calls, works, strict=True) for ahead in range(1 + len(work.drafts))]
         drawn = self._sampler.sample(
             logits_RV,
-            [call.request.params for call in calls],
-            [call.seed for call in calls],
-            [call.request.sampled for call in calls],
+            [call.request.params for call, _ in rows],
+            [call.seed for call, _ in rows],
+            [call.request.sampled + ahead for call, ahead in rows],
         )
-        version = self._weights.version
         tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
-        for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
-            self._scheduler.append(call.request, token, logprob, version)
-            if call.request.params.truncates:
-                call.sampling_mask.append(drawn.kept_row(row))
-            completion = self._complete(call) if call.request.finished else None
-            if call.chunks is not None:
-                call.chunks.put_nowait(_chunk(token, logprob, version, completion))
+        row = 0
+        for call, work in zip(calls, works, strict=True):
+            for ahead in range(1 + len(work.drafts)):
+                token = tokens[row + ahead]
+                if routes_RLk is not None:
+                    call.routes.append(routes_RLk[row + ahead])
+                kept = drawn.kept_row(row + ahead) if call.request.params.truncates else None
+                self._append(call, token, logprobs[row + ahead], kept)
+                if call.request.finished or work.drafts[ahead : ahead + 1] != (token,):
+                    break
+                self._scheduler.accept(call.request)
+            row += 1 + len(work.drafts)
+
+    def _append(self, call: _PendingCall, token: int, logprob: float, kept: Ids | None) -> None:
+        """Give a call its next token, drawn from the set ``kept`` where its sampling parameters truncate."""
+        version = self._weights.version
+        self._scheduler.append(call.request, token, logprob, version)
+        if kept is not None:
+            call.sampling_mask.append(kept)
+        completion = self._complete(call) if call.request.finished else None
+        if call.chunks is not None:
+            call.chunks.put_nowait(_chunk(token, logprob, version, completion))
 
     def _complete(self, call: _PendingCall) -> Completion:
         request = call.request

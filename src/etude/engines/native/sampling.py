@@ -83,6 +83,15 @@ class Sampler:
         return _fetched(token_ids_R, logprobs_R, mask)
 
 
+def choose(
+    logits_RV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """[R] int64, on the device of the logits: what :meth:`Sampler.sample` would draw; any id where nothing can be."""
+    draw_rows = draw_on_host if logits_RV.device.type == "cpu" else draw_on_device
+    token_ids_R, _ = draw_rows(logits_RV, tabulated(params, seeds, positions))
+    return token_ids_R.clamp(min=0)
+
+
 def join_masks(rows: Sequence[Ids]) -> SamplingMask:
     """[C] the mask sets of a completion's tokens, from one :meth:`Drawn.kept_row` per token."""
     offsets = np.zeros(len(rows) + 1, np.int64)
