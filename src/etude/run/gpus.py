@@ -75,7 +75,7 @@ def engine_gpus(config: RunConfig) -> int:
             sizes = ("tp-size", "pp-size", "dp-size")
         case _:
             return 1
-    return math.prod(int(arguments.get(size, 1)) for size in sizes)
+    return math.prod(int(str(arguments.get(size, 1))) for size in sizes)
 
 
 def _engines(config: RunConfig) -> list[str]:

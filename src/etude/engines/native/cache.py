@@ -136,11 +136,11 @@ class TokenRun:
 def _runs(work: ScheduledTokens) -> "Iterator[TokenRun]":
     """The tokens of a work, those with drafts one by one."""
     request = work.request
-    known = TokenRun(request.pages, work.start, request.token_ids[work.start : work.start + work.count])
+    run = TokenRun(request.pages, work.start, request.token_ids[work.start : work.start + work.count])
     if work.count > 1:
-        yield known
+        yield run
     else:
-        yield from TokenRun(known.pages, known.start, (*known.token_ids, *work.drafts)).singles
+        yield from TokenRun(run.pages, run.start, (*run.token_ids, *work.drafts)).singles
 
 
 def place_rows(runs: Sequence[TokenRun], device: torch.device) -> tuple[PagedRows, Tensor]:

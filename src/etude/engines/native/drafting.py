@@ -39,7 +39,7 @@ from etude.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """What the head reads of one request: the tokens that a step has added to the cache, and the one behind them."""
+    """The tokens of one request that the head reads: those that a step has added to the cache, and the one behind."""
 
     request: EngineRequest
     run: TokenRun
@@ -47,7 +47,7 @@ class _Reading:
     first: int
     """Row of the step's hidden states that its first token has."""
     drafts: int
-    """How many are proposed after it; with none the token behind those in the cache is not read yet."""
+    """Count of those that are proposed after it; with none the token behind those in the cache is not read yet."""
 
     @property
     def tails(self) -> dict[int, int]:
@@ -78,13 +78,13 @@ class Drafter:
         """
         # Runs of one token come first; of those that get drafts, those that get most, so that each pass has fewer rows.
         readings = sorted(self._readings(plan), key=lambda reading: not reading.decodes)
-        asked = sorted((reading for reading in readings if reading.drafts), key=lambda reading: -reading.drafts)
+        drafting = sorted((reading for reading in readings if reading.drafts), key=lambda reading: -reading.drafts)
         if not readings:
             return
-        further_BH, guessed_BH = self._read(model, readings, asked, hidden_NH)
+        further_BH, guessed_BH = self._read(model, readings, drafting, hidden_NH)
         drafts = list[Tensor]()
-        while count := sum(reading.drafts > len(drafts) for reading in asked):
-            requests = [reading.request for reading in asked[:count]]
+        while count := sum(reading.drafts > len(drafts) for reading in drafting):
+            requests = [reading.request for reading in drafting[:count]]
             if drafts:
                 ends = [len(request.token_ids) + len(drafts) - 1 for request in requests]
                 runs = [TokenRun(one.pages, end, (0,)) for one, end in zip(requests, ends, strict=True)]
@@ -93,9 +93,9 @@ class Drafter:
             params, seeds = [one.params for one in requests], [seed_of(one) for one in requests]
             positions = [one.sampled + len(drafts) for one in requests]
             drafts.append(choose(model.logits(guessed_BH), params, seeds, positions))
-        if asked:
+        if drafting:
             columns = torch.nn.utils.rnn.pad_sequence(drafts).tolist()
-            for reading, column in zip(asked, columns, strict=True):
+            for reading, column in zip(drafting, columns, strict=True):
                 reading.request.drafts = tuple(column[: reading.drafts])
 
     def _readings(self, plan: Sequence[ScheduledTokens]) -> Iterator[_Reading]:
@@ -109,15 +109,15 @@ class Drafter:
             first += work.rows
 
     def _room_for_drafts(self, request: EngineRequest) -> int:
-        """How many drafts are of use, and have pages: the last token that may be sampled needs none."""
+        """Count of the drafts that are of use and have pages: none is needed of the last token that may be sampled."""
         most = min(self._most, request.params.max_tokens - request.sampled - 1)
-        known = len(request.token_ids)
-        return max(0, min(most, self._scheduler.reserve(request, known + most) - known))
+        length = len(request.token_ids)
+        return max(0, min(most, self._scheduler.reserve(request, length + most) - length))
 
     def _read(
-        self, model: Decoder, readings: Sequence[_Reading], asked: Sequence[_Reading], hidden_NH: Tensor
+        self, model: Decoder, readings: Sequence[_Reading], drafting: Sequence[_Reading], hidden_NH: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The head's hidden states [B,H] of the last token of each ``asked``: to go on from, and to make logits of."""
+        """The head's hidden states [B,H] behind each of ``drafting``: to go on from, and to make logits of."""
         device, tails_PH = hidden_NH.device, self._cache.tails_PH
         begins = [reading.run.start == 0 for reading in readings]
         pages = [
@@ -138,5 +138,5 @@ class Drafter:
         tails = {page: row for reading in readings for page, row in reading.tails.items()}
         kept_NH = hidden_NH[torch.tensor(list(tails.values()), device=device)]
         tails_PH[torch.tensor(list(tails), device=device)] = kept_NH.to(tails_PH.dtype)
-        lasts = torch.tensor([ends[id(reading)] for reading in asked], dtype=torch.int64, device=device)
+        lasts = torch.tensor([ends[id(reading)] for reading in drafting], dtype=torch.int64, device=device)
         return further_MH[lasts], guessed_MH[lasts]

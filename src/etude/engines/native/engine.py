@@ -282,19 +282,19 @@ class NativeEngine:
                 token = tokens[row + ahead]
                 if routes_RLk is not None:
                     call.routes.append(routes_RLk[row + ahead])
-                kept = drawn.kept_row(row + ahead) if call.request.params.truncates else None
-                self._append(call, token, logprobs[row + ahead], kept)
+                mask = drawn.kept_row(row + ahead) if call.request.params.truncates else None
+                self._append(call, token, logprobs[row + ahead], mask)
                 if call.request.finished or work.drafts[ahead : ahead + 1] != (token,):
                     break
                 self._scheduler.accept(call.request)
             row += 1 + len(work.drafts)
 
-    def _append(self, call: _PendingCall, token: int, logprob: float, kept: Ids | None) -> None:
-        """Give a call its next token, drawn from the set ``kept`` where its sampling parameters truncate."""
+    def _append(self, call: _PendingCall, token: int, logprob: float, mask: Ids | None) -> None:
+        """Give a call its next token, drawn from the set ``mask`` where its sampling parameters truncate."""
         version = self._weights.version
         self._scheduler.append(call.request, token, logprob, version)
-        if kept is not None:
-            call.sampling_mask.append(kept)
+        if mask is not None:
+            call.sampling_mask.append(mask)
         completion = self._complete(call) if call.request.finished else None
         if call.chunks is not None:
             call.chunks.put_nowait(_chunk(token, logprob, version, completion))

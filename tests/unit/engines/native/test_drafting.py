@@ -38,7 +38,7 @@ def weights_of(name: str, version: int = 0) -> Weights:
 
 
 async def answers(engine: NativeEngine, calls: Sequence[Call]) -> list[Completion]:
-    """What all of them get, asked at once."""
+    """What all of them get, prompt at once."""
     stepping = asyncio.create_task(engine.run())
     try:
         return await asyncio.gather(*(engine.generate(prompt, params, session="") for prompt, params in calls))
@@ -76,7 +76,7 @@ def assert_same(ours: Completion, theirs: Completion) -> None:
 
 @st.composite
 def batches_of_calls(draw: st.DrawFn, *, experts: bool) -> list[list[Call]]:
-    """Calls whose prompts share beginnings and are often asked several times over, with any sampling parameters."""
+    """Calls whose prompts share beginnings and are often prompt several times over, with any sampling parameters."""
     shared = draw(st.lists(st.integers(0, 49), min_size=0, max_size=40))
     calls = []
     for _ in range(draw(st.integers(1, 6))):
@@ -145,8 +145,8 @@ def test_a_swap_inside_a_completion_is_that_of_plain_decoding(name: str, mode: S
 
     async def swapped(config: EngineConfig, at_least: int) -> Completion:
         engine = NativeEngine(weights_of(name), config, seed=0)
-        asked: TokenIds = np.array([4, 5, 6, 7], np.int32)
-        task = asyncio.create_task(engine.generate(asked, SamplingParams(max_tokens=60, seed=5), session=""))
+        prompt: TokenIds = np.array([4, 5, 6, 7], np.int32)
+        task = asyncio.create_task(engine.generate(prompt, SamplingParams(max_tokens=60, seed=5), session=""))
         await asyncio.sleep(0)
         (request,) = engine._calls
         while request.sampled < at_least:
