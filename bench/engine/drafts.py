@@ -77,18 +77,25 @@ def measure(spec: ModelSpec, threads: int, plan: DraftPlan) -> list[Drafting]:
     torch.set_num_threads(threads)
     model = Decoder(replace(spec, draft=True), InvariantArithmetic())
     model.initialise(0, INIT_STD)
-    untrained = [_compare(model, batch, drafts, 0, plan) for batch in plan.batches for drafts in plan.draft_tokens]
-    _train(model, plan)
-    return untrained + [
-        _compare(model, batch, drafts, plan.steps, plan) for batch in plan.batches for drafts in plan.draft_tokens
-    ]
+    return asyncio.run(_measure(model, plan))
 
 
-def _compare(model: Decoder, batch: int, drafts: int, steps: int, plan: DraftPlan) -> Drafting:
+async def _measure(model: Decoder, plan: DraftPlan) -> list[Drafting]:
+    rows = list[Drafting]()
+    for steps in (0, plan.steps):
+        if steps:
+            await _train(model, plan)
+        rows += [
+            await _compare(model, batch, most, steps, plan) for batch in plan.batches for most in plan.draft_tokens
+        ]
+    return rows
+
+
+async def _compare(model: Decoder, batch: int, drafts: int, steps: int, plan: DraftPlan) -> Drafting:
     plain, drafting = (_engine(model, batch, most) for most in (0, drafts))
     rates: dict[NativeEngine, list[float]] = {plain: [], drafting: []}
     for turn in range(plan.rounds + 1):
-        answers = [asyncio.run(_timed(engine, batch, plan.new_tokens, seed=turn)) for engine in rates]
+        answers = [await _timed(engine, batch, plan.new_tokens, seed=turn) for engine in rates]
         assert all(
             np.array_equal(one.token_ids, two.token_ids) for one, two in zip(answers[0][0], answers[1][0], strict=True)
         ), "drafts changed what is sampled"
@@ -131,7 +138,7 @@ def _prompts(model: Decoder, count: int, seed: int) -> list[list[int]]:
     return [[source.randrange(model.spec.vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-def _train(model: Decoder, plan: DraftPlan) -> None:
+async def _train(model: Decoder, plan: DraftPlan) -> None:
     """Let the head learn from completions of a policy that, without advantages, stays as it is."""
     optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=RATE, betas=(0.9, 0.95))
     optimisation = Optimisation(
@@ -141,7 +148,7 @@ def _train(model: Decoder, plan: DraftPlan) -> None:
     engine = _engine(model, plan.rollouts, 0)
     for step in range(1, plan.steps + 1):
         seed = 1000 + step
-        completions, _ = asyncio.run(_timed(engine, plan.rollouts, plan.new_tokens, seed=seed))
+        completions, _ = await _timed(engine, plan.rollouts, plan.new_tokens, seed=seed)
         batch = _batch(_prompts(model, plan.rollouts, seed), completions)
         tokens = plan.rollouts * plan.new_tokens
         trainer.step(step, [batch], Totals(tokens=tokens, trajectories=plan.rollouts))

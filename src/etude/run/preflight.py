@@ -261,8 +261,10 @@ def _chat_of(config: RunConfig, task: Task) -> tuple[ChatFormat, int]:
 def spec_of_recipe(config: RunConfig) -> ModelSpec:
     """The shape of a recipe's model. Raises as :func:`~etude.models.checkpoint.load_spec`."""
     shape = config.model.shape
-    is_random = isinstance(shape, ModelShape)
-    spec = spec_from_shape(shape, shape.vocab_size) if is_random else load_spec(Path(config.model.checkpoint))
+    if isinstance(shape, ModelShape):
+        spec = spec_from_shape(shape, shape.vocab_size)
+    else:
+        spec = load_spec(Path(config.model.checkpoint))
     return replace(spec, draft=spec.draft or has_drafts(config))
 
 
