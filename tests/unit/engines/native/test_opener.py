@@ -1,6 +1,7 @@
 """Weights of the native engine change in place: bit for bit as a full load, and as a probed layout's writes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -64,7 +65,11 @@ def copied(model: Decoder) -> State:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", [TINY, TINY_DENSE, TINY_LATENT], ids=["experts", "dense", "latent"])
+@pytest.mark.parametrize(
+    "spec",
+    [TINY, TINY_DENSE, TINY_LATENT, replace(TINY_LATENT, draft=True)],
+    ids=["experts", "dense", "latent", "draft head"],
+)
 def test_deltas_lead_to_the_bits_of_a_full_load_and_of_a_probed_layout(
     spec: ModelSpec, dtype: torch.dtype, device: str
 ) -> None:
