@@ -471,8 +471,11 @@ class Scheduler:
 
     def reserve(self, request: EngineRequest, positions: int) -> int:
         """Give a running request room for so many positions, as far as pages go that nobody holds; returns its room."""
-        while len(request.pages) * PAGE < positions and self._queue.pool.available:
-            request.pages.append(self._queue.pool.take())
+        pool = self._queue.pool
+        evicted = pool.evicted
+        while len(request.pages) * PAGE < positions and pool.available:
+            request.pages.append(pool.take())
+        self.counters.evicted_pages += pool.evicted - evicted
         return len(request.pages) * PAGE
 
     def advance(self, work: ScheduledTokens) -> None:
