@@ -257,7 +257,7 @@ def test_fast_arithmetic_differs_by_rounding(case: Case) -> None:
 @pytest.mark.parametrize("case", INVARIANT, ids=name_of)
 def test_turns_of_one_version_have_its_numbers_when_keys_are_kept(case: Case) -> None:
     samples, _ = sample(case, altered(ROOMY, swap="keep"), swapping(case))
-    probe = MismatchProbe(make_trainer(case), case.numerics.model_copy(update={"replay": "off"}), versions=3)
+    probe = MismatchProbe.alone(make_trainer(case), case.numerics.model_copy(update={"replay": "off"}), versions=3)
     pure = 0
     for version in VERSIONS:
         own = [one for one in samples if (one.completion.versions == version).all()]

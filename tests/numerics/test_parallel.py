@@ -30,6 +30,7 @@ from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, Disti
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
+from etude.trainer.parallel_context import _AllGather
 from etude.trainer.policy import PolicyTrainer
 from etude.types import UNSAMPLED, SamplingMask, Trajectory
 from etude.weights.digest import state_digest
@@ -273,7 +274,18 @@ def other_weights(command: GroupCommand) -> Decoder:
     return make_model(TINY_LATENT, seed=5)
 
 
+def context_gradients(rank: int, folder: Path) -> None:
+    """What ranks send back of a gathered key is added up in float32: in bfloat16, 1 and a little would stay 1."""
+    grid = make_grid("cp")
+    key = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    every: torch.Tensor = _AllGather.apply(key, grid.sequences["cp"].get_group())  # type: ignore[no-untyped-call]
+    (every * (1.0 if rank == 0 else 2**-9)).sum().backward()
+    assert key.grad is not None
+    assert float(key.grad) == 1 + 2**-7, float(key.grad)  # 1 + 3 · 2⁻⁹, rounded once
+
+
 def everything(rank: int, folder: Path) -> None:
+    context_gradients(rank, folder)
     curves(rank, folder)
     publications(rank, folder)
     resharding(rank, folder)

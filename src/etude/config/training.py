@@ -463,9 +463,9 @@ class TrainerConfig(Section):
     """Global gradient norm."""
     microbatch_tokens: int = Field(default=12_000, ge=64)
     """Tokens of one forward and backward pass; a sequence that is longer is a pass of its own."""
-    checkpoint_activations: bool = False
+    checkpoint_activations: bool | Literal["auto"] = "auto"
     """Keep one hidden state per token and block and compute the rest again in the backward pass: a third more work for
-    a fraction of the memory, the same gradients.
+    a fraction of the memory, the same gradients. ``auto``: where the trainer has several ranks.
     """
     mismatch_share: float = Field(default=0.1, ge=0, le=1)
     """Share of each batch's rollouts on which trainer and engine logprobs are compared."""
@@ -474,11 +474,20 @@ class TrainerConfig(Section):
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """``auto``: a GPU where torch finds one."""
 
+    @property
+    def recomputes(self) -> bool:
+        """True if activations are computed again; ``auto`` that was not resolved is one process, which keeps them."""
+        return self.checkpoint_activations is True
+
     @model_validator(mode="after")
     def _scheduled(self) -> Self:
         if self.schedule != "wsd":
             self.refuse_idle("trainer", ["decay_share"], f"with schedule = {self.schedule!r}")
         return self
+
+
+OptimiserState: TypeAlias = Literal["fp32", "8bit", "offload"]
+"""Ways to keep moments; :mod:`etude.trainer.moments` has them."""
 
 
 class OptimiserConfig(Section):
@@ -490,6 +499,10 @@ class OptimiserConfig(Section):
     """
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Momentum of Muon, with Nesterov's look ahead."""
+    state: OptimiserState = "fp32"
+    """Home and form of moments: in float32 on the device; in 8 bits a number there, in blocks of a scale each; or
+    in float32 in the host's memory, updated on the device to the same bits as ``fp32``.
+    """
 
     @model_validator(mode="after")
     def _effective(self) -> Self:

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -17,12 +17,20 @@ from torch.nn import functional
 
 from etude.models.arithmetic import Dispatch, MaskTensors, PackedRows, PagedRows
 
+Rounded: TypeAlias = Callable[[Tensor], Tensor]
+"""Rounds a parameter to the type that it is used in."""
+Product: TypeAlias = Callable[..., Tensor]
+"""A grouped product: (rows, matrices, offs=ends)."""
+BLACKWELL = 10
+"""Compute capability of the GPUs on which torch's grouped product is guarded."""
+
 
 @final
 class FastArithmetic:
     """Implements :class:`~etude.models.arithmetic.Arithmetic`; nothing in it waits for the device.
 
-    Activations have its type, or that of the model's parameters; parameters are rounded to it where they are used.
+    Activations have its type, or that of the model's parameters; parameters are rounded to it where they are used, and
+    for a backward pass again, so that no rounded copy of one is kept in between.
     ``products`` is another, narrower type, to which factors and results of matrix products are rounded; activations
     keep theirs.
     """
@@ -39,6 +47,10 @@ class FastArithmetic:
         """[N,O]."""
         kind = self._products or x_NI.dtype
         bias_O = None if bias_O is None else self._rounded(bias_O).to(kind)
+        is_rounded = {kind, self._dtype or kind} != {weight_OI.dtype}
+        if torch.is_grad_enabled() and is_rounded and _is_parameter(weight_OI):
+            out_NO: Tensor = _RoundedLinear.apply(x_NI.to(kind), weight_OI, bias_O, self._rounded)  # type: ignore[no-untyped-call]
+            return out_NO.to(x_NI.dtype)
         return functional.linear(x_NI.to(kind), self._rounded(weight_OI).to(kind), bias_O).to(x_NI.dtype)
 
     def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -83,6 +95,9 @@ class FastArithmetic:
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
         """[R,O] by one grouped matrix product."""
         kind = self._products or x_RI.dtype
+        if torch.is_grad_enabled() and weight_EOI.requires_grad:
+            out_RO: Tensor = _RoundedGrouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
+            return out_RO.to(x_RI.dtype)
         weight_EIO = self._rounded(weight_EOI).to(kind).transpose(1, 2)
         return functional.grouped_mm(x_RI.to(kind), weight_EIO, offs=ends_E).to(x_RI.dtype)
 
@@ -157,6 +172,82 @@ class FastArithmetic:
 
     def _rounded(self, parameter: Tensor) -> Tensor:
         return parameter if self._dtype is None else parameter.to(self._dtype)
+
+
+class _RoundedLinear(torch.autograd.Function):
+    """torch's linear map by a rounded parameter, which is rounded again for the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, rounded: Rounded) -> Tensor:
+        """[N,O]."""
+        ctx.save_for_backward(x_NI, weight_OI)
+        ctx.rounded = rounded
+        return functional.linear(x_NI, rounded(weight_OI).to(x_NI.dtype), bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """Gradients of x, weight and bias: the products that torch's own makes, to the last bit."""
+        x_NI, weight_OI = ctx.saved_tensors
+        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
+        return (
+            grad_NO @ ctx.rounded(weight_OI).to(grad_NO.dtype) if of_x else None,
+            ctx.rounded(grad_NO.t() @ x_NI).to(weight_OI.dtype) if of_weight else None,
+            grad_NO.sum(0) if of_bias else None,
+            None,
+        )
+
+
+class _RoundedGrouped(torch.autograd.Function):
+    """torch's grouped product by a rounded weight; a parameter is rounded again for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, rounded: Rounded) -> Tensor:
+        """[R,O]."""
+        rounded_EOI = rounded(weight_EOI).to(x_RI.dtype)
+        ctx.save_for_backward(x_RI, ends_E, weight_EOI if _is_parameter(weight_EOI) else rounded_EOI)
+        ctx.rounded, ctx.dtype = rounded, weight_EOI.dtype
+        return functional.grouped_mm(x_RI, rounded_EOI.transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+        """Gradients of x and weight: the products that torch's own makes, to the last bit."""
+        x_RI, ends_E, weight_EOI = ctx.saved_tensors
+        of_x, _, of_weight, _ = ctx.needs_input_grad
+        grad_RO = grad_RO.contiguous()
+        grad_RI = grad_EOI = None
+        if of_x:
+            grad_RI = functional.grouped_mm(grad_RO, ctx.rounded(weight_EOI).to(grad_RO.dtype), offs=ends_E)
+        if of_weight:
+            grad_EOI = weight_gradient(grad_RO, x_RI, ends_E, guard=_leaves_garbage(grad_RO.device))
+            grad_EOI = ctx.rounded(grad_EOI).to(ctx.dtype)
+        return grad_RI, None, grad_EOI, None
+
+
+def weight_gradient(
+    grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor, *, guard: bool, multiply: Product = functional.grouped_mm
+) -> Tensor:
+    """[E,O,I] of a grouped product; with ``guard`` the gradient of an expert without rows is set to 0.
+
+    ``multiply`` is torch's product, which on Blackwell leaves in such a gradient what its memory had before
+    (pytorch/pytorch#172439).
+    """
+    grad_EOI = multiply(grad_RO.t(), x_RI, offs=ends_E)
+    if guard:
+        empty_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        grad_EOI = grad_EOI.masked_fill(empty_E[:, None, None], 0.0)
+    return grad_EOI
+
+
+@cache
+def _leaves_garbage(device: torch.device) -> bool:
+    """True on GPUs of compute capability 10, data-centre Blackwells."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == BLACKWELL
+
+
+def _is_parameter(weight: Tensor) -> bool:
+    """True if a weight, or what it is a view of, stays in memory anyway: a parameter, not something computed."""
+    whole = weight if weight._base is None else weight._base
+    return whole.is_leaf and whole.requires_grad
 
 
 def multiplies_bfloat16() -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
-from etude.config.training import ModelShape
+from etude.config.training import ModelShape, OptimiserConfig
 from etude.dashboard import formatting
 from etude.errors import UserError
 from etude.models.checkpoint import load_spec, spec_from_shape
@@ -17,18 +17,23 @@ from etude.storage import free_bytes
 from etude.trainer.checkpoint import KEEP
 from etude.weights.publish import PublishOptions
 
-STATE_BYTES = {"adamw": 12, "muon": 8}
-"""Bytes of a parameter in a training checkpoint: it and its moments in float32 (Muon's matrices have one, all else
-two).
-"""
+MOMENTS = {"adamw": 2, "muon": 1}
+"""Moments of a parameter (Muon's matrices have one, all else two)."""
+MOMENT_BYTES = {"fp32": 4, "offload": 4, "8bit": 1}
+"""Bytes of one by ``optimiser.state``."""
 MODEL_BYTES = 4
-"""Bytes of a parameter in a phase's model."""
+"""Bytes of a parameter in a phase's model, and beside its moments in a training checkpoint."""
 ANCHOR_SHARE, DELTA_SHARE = 1 / 1.5, 1 / 135
 """Shares of a state's bytes that a whole version and a small step take in the weight store (docs/weights.md,
 *Measured*).
 """
 AMPLE = 2
 """Times the need: less free room than this is worth a warning."""
+
+
+def moment_bytes(config: OptimiserConfig) -> int:
+    """Bytes of a parameter's moments, wherever they are."""
+    return MOMENTS[config.kind] * MOMENT_BYTES[config.state]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +51,7 @@ class DiskNeed:
     @classmethod
     def of(cls, config: RunConfig, parameters: int) -> "DiskNeed":
         """Disk that a recipe takes with a model of so many parameters. Pure."""
-        state, model = parameters * STATE_BYTES[config.optimiser.kind], parameters * MODEL_BYTES
+        state, model = parameters * (MODEL_BYTES + moment_bytes(config.optimiser)), parameters * MODEL_BYTES
         trained = int(config.midtrain.tokens > 0) + int(bool(config.sft.file))
         models = len(phases_of(config)) + 1 + int(not config.model.checkpoint)  # the run's own; a random start
         published, versions = parameters * DTYPES[config.numerics.stored_dtype].itemsize, config.trainer.steps

@@ -11,13 +11,13 @@ from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
 from etude.errors import InfrastructureError, UserError
 from etude.models.spec import ModelSpec
-from etude.run.disk_space import STATE_BYTES
+from etude.run.disk_space import MODEL_BYTES, moment_bytes
 from etude.run.numerics import DTYPES
 from etude.run.resolve import resolve_device
 from etude.sandboxes.memory_pressure import MemoryGauge
 
 GRADIENT_BYTES = 4
-"""Bytes of a parameter's gradient, beside what a training checkpoint has of it."""
+"""Bytes of a parameter's gradient, beside it and its moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ class MemoryNeed:
     @classmethod
     def of(cls, config: RunConfig, spec: ModelSpec, parameters: int) -> "MemoryNeed":
         """Memory that a recipe takes with a model of that shape. Pure."""
-        trainer = parameters * (STATE_BYTES[config.optimiser.kind] + GRADIENT_BYTES) // config.parallel.ranks
+        moments = 0 if config.optimiser.state == "offload" else moment_bytes(config.optimiser)
+        trainer = parameters * (MODEL_BYTES + moments + GRADIENT_BYTES) // config.parallel.ranks
         if config.engine.kind != "native":
             return cls(trainer=trainer, engine=0)
         engine, item = config.engine, DTYPES[config.numerics.stored_dtype].itemsize

@@ -131,7 +131,7 @@ def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: Numeric
     load_published(trainer, state, numerics)
     load_published(server, state, numerics)
     trajectories = sample(server, record_routes=replayed.replay != "off")
-    probe = MismatchProbe(trainer, replayed, versions=1)
+    probe = MismatchProbe.alone(trainer, replayed, versions=1)
     probe.remember(0, decoded_state(state, numerics))
     sampled = probe.measure(trajectories, max_tokens=len(trajectories) * LONGEST).total
     return Parity(

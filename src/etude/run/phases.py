@@ -278,7 +278,7 @@ def prepare(model: Decoder, config: RunConfig) -> None:
     """
     device = resolve_device(config.trainer.device)
     model.to(device).train()
-    model.recompute = config.trainer.checkpoint_activations
+    model.recompute = config.trainer.recomputes
     if device != "cpu":
         model.arithmetic = choose_arithmetic(config.numerics.model_copy(update={"arithmetic": "fast"}), device)
     elif config.numerics.dtype == "bfloat16" and multiplies_bfloat16():

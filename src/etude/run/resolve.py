@@ -56,7 +56,7 @@ def check_devices(config: RunConfig, roles: Sequence[Role] = ("trainer", "engine
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Resolve device, arithmetic, type and router replay of a configuration; named values stay.
+    """Resolve device, arithmetic, type, router replay and recomputing of a configuration; named values stay.
 
     Raises :class:`~etude.errors.ConfigError` for a combination that would have no effect.
     """
@@ -70,6 +70,11 @@ def resolve(config: RunConfig) -> RunConfig:
                 f"set 'fast', or leave it out"
             )
         everywhere = "cuda"  # several ranks compute with torch's kernels, as on a GPU
+    if trainer == "cpu" and config.optimiser.state == "offload":
+        raise ConfigError(
+            "optimiser.state = 'offload' has no effect with a trainer on a CPU, where moments are in the host's memory "
+            "anyway: leave it out, or set '8bit' to have them smaller"
+        )
     numerics = config.numerics.model_copy(
         update={
             "arithmetic": "invariant" if is_invariant(config.numerics, everywhere) else "fast",
@@ -86,7 +91,9 @@ def resolve(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "engine": config.engine.model_copy(update={"device": engine}),
-            "trainer": config.trainer.model_copy(update={"device": trainer}),
+            "trainer": config.trainer.model_copy(
+                update={"device": trainer, "checkpoint_activations": resolve_recomputing(config)}
+            ),
             "numerics": numerics,
         }
     )
@@ -128,6 +135,12 @@ def _absolute(path: str) -> str:
 def is_invariant(config: NumericsConfig, device: str) -> bool:
     """True if the arithmetic is the invariant one."""
     return config.arithmetic == "invariant" or (config.arithmetic == "auto" and device == "cpu")
+
+
+def resolve_recomputing(config: RunConfig) -> bool:
+    """Resolve the recomputing of activations: above one rank, where models are large, or as the recipe says."""
+    chosen = config.trainer.checkpoint_activations
+    return config.parallel.ranks > 1 if chosen == "auto" else chosen
 
 
 def resolve_dtype(config: NumericsConfig, device: str) -> Literal["float32", "bfloat16"]:

@@ -38,6 +38,7 @@ CHANGEABLE = frozenset(
     }
 )
 """Keys that may change while a run is down: its length, what it may take of a machine, for how long it waits."""
+# optimiser.state beside them: fp32 and offload are the same bits in another place.
 REASONS: Mapping[str, str] = MappingProxyType(
     {
         "model": "the run's weights began with it",
@@ -50,6 +51,7 @@ REASONS: Mapping[str, str] = MappingProxyType(
         "effort": "rewards from before and after the change could not be compared",
         "cheating": "rewards from before and after the change could not be compared",
         "ledger": "its durable state lies where it lies",
+        "optimiser": "its moments were kept by it",
     }
 )
 """Section → the reason why its other keys stay as they are."""
@@ -70,7 +72,7 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
     before = folder.config()
     after = with_absolute_paths(resolve(load_recipe(folder.config_file, settings)))
     for key, old, new in differences(before.model_dump(mode="json"), after.model_dump(mode="json")):
-        if key not in CHANGEABLE:
+        if key not in CHANGEABLE and not (key == "optimiser.state" and "8bit" not in (old, new)):
             reason = REASONS.get(key.partition(".")[0], ONE_ALGORITHM)
             raise ConfigError(
                 f"{key} = {new!r}: this run keeps {old!r}, since {reason}; start another run, from this one's weights "

@@ -105,6 +105,7 @@ class TrainerProcess(Closing):
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
         self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
@@ -121,7 +122,6 @@ class TrainerProcess(Closing):
         self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
-        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
         self._recover()
 
     def close(self) -> None:
@@ -222,13 +222,16 @@ class TrainerProcess(Closing):
         self._sweep()
 
     def _mismatch_probe(self) -> MismatchProbe | None:
-        """``None`` where nothing is scored again: its scorer is a whole model in memory."""
+        """``None`` where nothing is scored again: alone, its scorer is a whole model in memory."""
         if not self.config.trainer.mismatch_share and self.config.loss.old_policy == "engine":
             return None
+        versions = self.config.rollouts.max_staleness + 1
+        if self.config.parallel.ranks > 1:
+            return MismatchProbe(self.trainer_group, self._numerics, versions=versions)
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
-        return MismatchProbe(scorer, self._numerics, versions=self.config.rollouts.max_staleness + 1)
+        return MismatchProbe.alone(scorer, self._numerics, versions=versions)
 
-    def _remember(self, version: int, state: Mapping[str, Tensor]) -> None:
+    def _remember(self, version: int, state: Mapping[str, Tensor] | None) -> None:
         if self._probe is not None:
             self._probe.remember(version, state)
 
@@ -237,9 +240,12 @@ class TrainerProcess(Closing):
         loss = self.config.loss
         if not loss.needs_reference:
             return None
-        published = to_tensors(pull(self._log, loss.reference_version).state)
+        published = decoded_state(to_tensors(pull(self._log, loss.reference_version).state), self._numerics)
+        if self.config.parallel.ranks > 1:
+            self.trainer_group.remember(loss.reference_version, published, most=0)
+            return Reference(self.trainer_group, loss.reference_version)
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
-        return Reference(scorer, decoded_state(published, self._numerics))
+        return Reference.alone(scorer, published, self._numerics)
 
     def _publish(self, step: int) -> None:
         """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
@@ -247,7 +253,7 @@ class TrainerProcess(Closing):
         # What could not be computed again to the same bits must not be seen before it can be restored.
         wait_copy = (lambda: None) if self._numerics.arithmetic == "invariant" else self.copies.wait
         self.publishing.start(published_state(model, self._numerics), step, wait_copy)
-        self._remember(step, state_of(model))
+        self._remember(step, state_of(model) if self.config.parallel.ranks == 1 else None)
 
     def _commit_published(self) -> None:
         """Commit the step whose version was under way, once that is visible and its checkpoint is copied."""

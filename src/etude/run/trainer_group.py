@@ -12,17 +12,17 @@ rank dies the others' next act fails, all of them are ended, and the next start 
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeAlias, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from etude.config.recipe import RunConfig
 from etude.config.training import TrainerConfig
@@ -30,16 +30,18 @@ from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spe
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import decoded_state, training_model, unfilled_model
+from etude.run.numerics import DTYPES, decoded_state, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
-from etude.trainer.batching.packing import MicroBatch
-from etude.trainer.checkpoint import Box, Checkpoints, box_of
+from etude.trainer.batching.packing import Cost, MicroBatch, pack
+from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
+from etude.trainer.moments import local
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
 from etude.trainer.policy import PolicyTrainer
+from etude.trainer.version_scores import RankVersions, Rescored, Row, part_of
 from etude.types import Trajectory
 from etude.weights.log import WeightLog
 from etude.weights.pull import pull
@@ -61,6 +63,8 @@ class CommandKind(StrEnum):
     STEP = "step"
     SAVE = "save"
     GATHER = "gather"
+    REMEMBER = "remember"
+    SCORE = "score"
     IDLE = "idle"
     END = "end"
 
@@ -80,6 +84,12 @@ class GroupCommand:
     """Weight version to load."""
     checkpoint: str = ""
     """Folder to load a checkpoint from, where no version is named."""
+    is_published: bool = False
+    """Remember a version as it is in the log, not as the policy is."""
+    most: int = 0
+    """Versions to remember; 0: this one for good."""
+    replays: bool = False
+    """Score by the engine's routes."""
 
 
 Weights: TypeAlias = Callable[[GroupCommand], Decoder]
@@ -93,6 +103,7 @@ class TrainerGroup:
     def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None, weights: Weights) -> None:
         self._weights = weights
         self._policy = policy
+        self._versions = RankVersions(policy.model)
         self._checkpoints = checkpoints
         self._grid = grid
         self._told_s: float | None = None
@@ -170,6 +181,32 @@ class TrainerGroup:
         assert model is not None
         return model
 
+    def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
+        """Remember each rank's shards of a version: of the policy, or with a ``state`` of the one in the log; see
+        :meth:`~etude.trainer.version_scores.RankVersions.remember`.
+        """
+        command = GroupCommand(kind=CommandKind.REMEMBER, version=version, is_published=state is not None, most=most)
+        self._broadcast(command)
+        self._remember(command)
+
+    @property
+    def versions(self) -> Collection[int]:
+        """The versions that are remembered."""
+        return self._versions.numbers
+
+    def score(self, version: int, rows: Sequence[Row], *, max_tokens: int, replays: bool) -> Rescored:
+        """Score rows under a remembered version; see :class:`~etude.trainer.version_scores.VersionScorer`."""
+        assert self._grid is not None
+        masked = [replace(trajectory, loss_mask=mask) for trajectory, mask in rows]
+        lengths = [len(trajectory.token_ids) for trajectory in masked]
+        most = max_tokens * self._grid.world // self._grid.shares
+        shares = pack(lengths, max_tokens=most, ranks=self.shares, cost=Cost(per_token=1, per_pair=0))
+        command = GroupCommand(
+            kind=CommandKind.SCORE, version=version, shares=tuple(map(tuple, shares)), replays=replays
+        )
+        self._broadcast(command, lambda: encode_trajectories(masked))
+        return joint_scores(command, masked, self._versions, self._grid, self._policy.replay_floor)
+
     def idle(self, now_s: float) -> None:
         """To be called while rank 0 waits, at monotonic seconds ``now_s``."""
         if self._told_s is None or now_s - self._told_s >= IDLE_S:
@@ -190,6 +227,12 @@ class TrainerGroup:
                     self._step(command, decode_trajectories(self._receive_bytes()), lambda: None)
                 case CommandKind.SAVE:
                     self._save(command.step)
+                case CommandKind.REMEMBER:
+                    self._remember(command)
+                case CommandKind.SCORE:
+                    assert self._grid is not None
+                    rows = decode_trajectories(self._receive_bytes())
+                    joint_scores(command, rows, self._versions, self._grid, self._policy.replay_floor)
                 case CommandKind.GATHER:
                     whole_model(self._policy.model, keep=False)
                 case _:
@@ -204,10 +247,13 @@ class TrainerGroup:
         chosen = self._weights(command).state_dict()
         with torch.no_grad():
             for name, place in self._policy.model.state_dict().items():
-                box = box_of(place)
-                part = chosen[name][box.inside(Box((0,) * place.ndim, tuple(place.shape)))]
-                (place.to_local() if isinstance(place, DTensor) else place).copy_(part)
+                local(place).copy_(part_of(chosen[name], place))
         self._policy.optimisation.reset()
+
+    def _remember(self, command: GroupCommand) -> None:
+        assert command.version is not None
+        state = self._weights(command).state_dict() if command.is_published else None
+        self._versions.remember(command.version, state, most=command.most)
 
     def _save(self, step: int) -> None:
         self._checkpoints.save(step, self._policy.optimisation.tensors())
@@ -244,6 +290,27 @@ class TrainerGroup:
     def _receive_bytes(self) -> bytes:
         assert self._grid is not None
         return self._grid.broadcast(b"")
+
+
+def joint_scores(
+    command: GroupCommand, rows: Sequence[Trajectory], versions: RankVersions, grid: Grid, floor: float
+) -> Rescored:
+    """Score rows under a version: every rank its share, and all get to know all scores."""
+    assert command.version is not None
+    context = grid.context
+    rows_scored = [np.zeros(len(row.token_ids), np.float32) for row in rows]
+    pairs = flips = 0
+    with versions.instead(command.version):
+        for indices in command.shares[grid.share]:
+            scored = versions.score([rows[index] for index in indices], floor, context, replays=command.replays)
+            pairs, flips = pairs + scored.pairs, flips + scored.flips
+            for index, row in zip(indices, scored.logprobs, strict=True):
+                if context is None or context.rank == 0:  # the others of a context know the same
+                    rows_scored[index] = row
+    scores_L = grid.summed(np.concatenate(rows_scored)) if rows_scored else np.zeros(0, np.float32)
+    totals = grid.total([pairs, flips])
+    ends = np.cumsum([len(row) for row in rows_scored])[:-1]
+    return Rescored(logprobs=tuple(np.split(scores_L, ends)), pairs=round(totals[0]), flips=round(totals[1]))
 
 
 def reduced(metrics: Mapping[str, float], grid: Grid) -> dict[str, float]:
@@ -296,8 +363,8 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
         model = unfilled_model(spec, numerics, device)
         if state is not None:
             check_state(model, state)
-        parallelise(model, grid, partial(_fill, state=state, device=device))
-    model.recompute = config.trainer.checkpoint_activations
+        parallelise(model, grid, partial(_fill, state=state, device=device), DTYPES[numerics.stored_dtype])
+    model.recompute = config.trainer.recomputes
     return model.train()
 
 

@@ -200,9 +200,10 @@ class _Saved:
         if not isinstance(like, DTensor) or like.shape != shape:
             return self._region(name, Box((0,) * len(shape), shape))
         own = self._region(name, box_of(like)).to(like.device)
-        return DTensor.from_local(
+        sharded = DTensor.from_local(
             own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
+        return sharded.to(like.device)  # from_local puts it on the mesh's, where moments of another home only pass
 
     def _open(self, name: str) -> None:
         """Find out what a file says it has."""

@@ -11,25 +11,20 @@ no comparable token for are left to its own router: the engine computed them wit
 Shape legend: N compared tokens, L tokens of a trajectory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Self
 
 import numpy as np
 import torch
 
 from etude.config.inference import NumericsConfig
 from etude.errors import DamagedError
-from etude.models.checkpoint import load_state
 from etude.models.decoder import Decoder
-from etude.models.experts import Routing
-from etude.trainer.replay import producers, replay
-from etude.trainer.scores import SampledTokens, by_trajectory, sampled_logprobs, sampled_tokens
+from etude.trainer.version_scores import Rescored, Row, VersionScorer, WholeScorer
 from etude.types import Floats, Ids, Mask, Trajectory
 
-_Row: TypeAlias = tuple[Trajectory, Mask]
-"""A trajectory and which of its tokens are compared, [L]."""
 POSITIONS = (0, 1, 8, 32, 128, 512)
 """First positions of the ranges of a completion: mismatch that grows along it comes from the cache, mismatch at
 its start from the prefill.
@@ -113,35 +108,36 @@ def summarise(differences_N: Floats, *, pairs: int = 0, flips: int = 0) -> Misma
 class MismatchProbe:
     """Keeps ``versions`` recent weight versions and scores trajectories under them.
 
-    ``scorer`` computes as the trainer does and gets these weights in turn, so no other part may use it. ``config`` says
-    whether routes are replayed; ``auto`` must have been decided for the device.
+    ``config`` says whether routes are replayed; ``auto`` must have been decided for the device.
     """
 
-    def __init__(self, scorer: Decoder, config: NumericsConfig, *, versions: int) -> None:
-        self._scorer = scorer.eval().requires_grad_(False)
+    def __init__(self, scorer: VersionScorer, config: NumericsConfig, *, versions: int) -> None:
+        self._scorer = scorer
         self._config = config
         self._versions = versions
-        self._states: dict[int, dict[str, torch.Tensor]] = {}
 
-    def remember(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Keep a copy of a model's state as ``version`` in the host's memory; forgets the oldest beyond the bound."""
-        self._states[version] = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
-        for old in sorted(self._states)[: -self._versions]:
-            del self._states[old]
+    @classmethod
+    def alone(cls, model: Decoder, config: NumericsConfig, *, versions: int) -> Self:
+        """The probe of one process, which scores with ``model``."""
+        return cls(WholeScorer(model, config), config, versions=versions)
+
+    def remember(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+        """Keep a model's state as ``version`` in the host's memory, of several ranks with ``None`` the policy's own;
+        forgets the oldest beyond the bound.
+        """
+        self._scorer.remember(version, state, most=self._versions)
 
     def measure(self, trajectories: Sequence[Trajectory], *, max_tokens: int) -> MismatchReport:
         """Compare every comparable turn of ``trajectories``, ``max_tokens`` tokens at a time."""
-        comparison: dict[int, list[_ComparedTokens]] = {}
-        for version, state in sorted(self._states.items()):
+        comparison: dict[int, _ComparedTokens] = {}
+        for version in sorted(self._scorer.versions):
             rows = [(t, mask) for t in trajectories if (mask := comparable(t, version)).any()]
-            if not rows:
-                continue
-            load_state(self._scorer, state)
-            comparison[version] = [self._compare(part) for part in _parts(rows, max_tokens)]
-        everything = [compared for chunks in comparison.values() for compared in chunks]
+            if rows:
+                comparison[version] = _compared(rows, self._score(version, rows, max_tokens))
+        everything = list(comparison.values())
         return MismatchReport(
             total=_summary(everything),
-            versions=tuple((version, _summary(chunks)) for version, chunks in comparison.items()),
+            versions=tuple((version, _summary([compared])) for version, compared in comparison.items()),
             positions=_by_position(everything),
         )
 
@@ -153,39 +149,20 @@ class MismatchProbe:
         """
         comparison = [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
         for version in sorted({int(version) for t in trajectories for version in np.unique(t.versions[t.loss_mask])}):
-            if version not in self._states:
+            if version not in self._scorer.versions:
                 raise DamagedError(
                     f"weight version {version} sampled tokens of this batch and cannot score them again: it is missing "
                     f"from the weight log; set loss.options.old_policy = 'engine'"
                 )
-            load_state(self._scorer, self._states[version])
             rows = [(t, t.loss_mask & (t.versions == version)) for t in trajectories]
             chosen = [index for index, (_, mask) in enumerate(rows) if mask.any()]
-            parts = _parts([rows[index] for index in chosen], max_tokens)
-            scored = [row for part in parts for row in by_trajectory(self._score(part)[0], [mask for _, mask in part])]
-            for index, row in zip(chosen, scored, strict=True):
+            scored = self._score(version, [rows[index] for index in chosen], max_tokens)
+            for index, row in zip(chosen, scored.logprobs, strict=True):
                 comparison[index] += row
         return comparison
 
-    @torch.inference_mode()
-    def _score(self, rows: Sequence[_Row]) -> tuple[torch.Tensor, SampledTokens, Routing | None]:
-        """[N] the scorer's logprobs of the rows' tokens, these, and how they were routed."""
-        device = self._scorer.embedding.device
-        tokens = sampled_tokens([t for t, _ in rows], [mask for _, mask in rows], device)
-        routing = None
-        if self._config.replay != "off":
-            routes = replay([(t, producers(mask)) for t, mask in rows], device)
-            routing = Routing(replay=routes, floor=self._config.replay_floor)
-        return sampled_logprobs(self._scorer, tokens, routing), tokens, routing
-
-    def _compare(self, rows: Sequence[_Row]) -> "_ComparedTokens":
-        logprobs_N, tokens, routing = self._score(rows)
-        return _ComparedTokens(
-            differences_N=(logprobs_N - tokens.engine_logprobs_N).cpu().numpy(),
-            positions_N=np.concatenate([positions(t)[1:][mask[1:]] for t, mask in rows]),
-            pairs=routing.pairs if routing else 0,
-            flips=routing.flips if routing else 0,
-        )
+    def _score(self, version: int, rows: Sequence[Row], max_tokens: int) -> Rescored:
+        return self._scorer.score(version, rows, max_tokens=max_tokens, replays=self._config.replay != "off")
 
 
 def comparable(trajectory: Trajectory, version: int) -> Mask:
@@ -208,7 +185,7 @@ def positions(trajectory: Trajectory) -> Ids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ComparedTokens:
-    """One forward pass of the scorer against the engine."""
+    """One version against the engine."""
 
     differences_N: Floats
     positions_N: Ids
@@ -216,17 +193,15 @@ class _ComparedTokens:
     flips: int
 
 
-def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
-    """Rows in their order, as many at a time as have ``max_tokens`` together, at least one."""
-    part, tokens = list[_Row](), 0
-    for row in rows:
-        length = len(row[0].token_ids)
-        if part and tokens + length > max_tokens:
-            yield part
-            part, tokens = [], 0
-        part.append(row)
-        tokens += length
-    yield part
+def _compared(rows: Sequence[Row], scored: Rescored) -> _ComparedTokens:
+    masks = [mask[1:] for _, mask in rows]  # a first token is never predicted
+    differences = [(row - t.logprobs)[1:] for (t, _), row in zip(rows, scored.logprobs, strict=True)]
+    return _ComparedTokens(
+        differences_N=np.concatenate([row[mask] for row, mask in zip(differences, masks, strict=True)]),
+        positions_N=np.concatenate([positions(t)[1:][mask] for (t, _), mask in zip(rows, masks, strict=True)]),
+        pairs=scored.pairs,
+        flips=scored.flips,
+    )
 
 
 def _turns(trajectory: Trajectory) -> Iterable[tuple[int, int]]:

@@ -5,8 +5,8 @@ Keller Jordan (https://kellerjordan.github.io/posts/muon), scaled so that its up
 
 * A parameter is not a matrix. It holds projections of several heads, gate and up, or all experts of a layer; each of
   those is orthogonalised by itself, as in Composer 2.5. torch's takes two-dimensional parameters, and as one matrix.
-* Matrices of one shape are multiplied together, and those of a sharded parameter are made whole on one rank each: all
-  to all, iterate, all to all. torch's knows no shards.
+* Matrices of one shape are multiplied together, up to :data:`MOST_STACKED` numbers at a time, and those of a sharded
+  parameter are made whole on one rank each: all to all, iterate, all to all. torch's knows no shards.
 
 Shape legend: M matrices, P parameters of one shape, E experts, R rows, C columns; lower case is this rank's part.
 """
@@ -24,12 +24,15 @@ from torch.distributed.tensor import DTensor, Shard
 from etude.models.attention import GroupedAttention, LatentAttention
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, FeedForward
+from etude.trainer.moments import MOMENTUM, Moments, local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b, c of x ← a·x + b·(xxᵀ)x + c·(xxᵀ)²x: steepest at 0, so that five steps bring singular values to 0.7 … 1.2."""
 ITERATIONS = 5
 EPSILON = 1e-7
 """Least norm that a matrix is divided by; one of zeros stays one."""
+MOST_STACKED = 1 << 26
+"""Numbers of this rank's part of the matrices that are worked on at a time; with what is computed from them, 2 GB."""
 ADAMW_RMS = 0.2
 """Root mean square of AdamW's typical update, which Muon's is scaled to."""
 
@@ -84,13 +87,23 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, matrices: Matrices, adamw: torch.optim.AdamW, *, momentum: float, weight_decay: float = 0.0
+        self,
+        matrices: Matrices,
+        adamw: torch.optim.AdamW,
+        moments: Moments,
+        *,
+        momentum: float,
+        weight_decay: float = 0.0,
+        most_stacked: int = MOST_STACKED,
     ) -> None:
+        """``moments`` keeps the momentum; ``most_stacked`` is how many numbers this rank stacks at a time."""
         defaults = {"lr": adamw.defaults["lr"], "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(list(matrices), defaults)
         self._splits = dict(matrices)
         self._own = list(self.param_groups)
         self._adamw = adamw
+        self._most_stacked = most_stacked
+        self.moments = moments
         # One list of groups and one state for both, so that a rate that is set and a moment that is restored arrive.
         self.param_groups += adamw.param_groups
         adamw.state = self.state
@@ -102,7 +115,10 @@ class Muon(torch.optim.Optimizer):
         for group in self._own:
             moved = [p for p in group["params"] if p.grad is not None]
             for alike in _alike(moved, self._splits):
-                self._update(alike, group["lr"], group["momentum"], group["weight_decay"])
+                size = _stack_size(alike[0], self._most_stacked)
+                for start in range(0, len(alike), size):
+                    self._update(alike[start : start + size], group["lr"], group["momentum"], group["weight_decay"])
+        self.moments.settle()
         self._adamw.step()
 
     def _update(self, parameters: Sequence[nn.Parameter], rate: float, momentum: float, decay: float) -> None:
@@ -116,16 +132,26 @@ class Muon(torch.optim.Optimizer):
     def _direction(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """G + β·m after m ← β·m + g, sharded as the parameter is."""
         assert parameter.grad is not None
-        state = self.state[parameter]
-        if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        average: Tensor = state["momentum"].mul_(momentum).add_(parameter.grad)
-        return parameter.grad.add(average, alpha=momentum)
+        state, gradient = self.state[parameter], local(parameter.grad)
+        average = self.moments.read(state, MOMENTUM, parameter).mul_(momentum).add_(gradient)
+        self.moments.write(state, MOMENTUM, parameter, average)
+        direction = gradient.add(average, alpha=momentum)
+        if not isinstance(parameter, DTensor):
+            return direction
+        mesh, placements = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(
+            direction, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """The local shard of a tensor, or all of an unsharded one; shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _stack_size(parameter: nn.Parameter, most: int) -> int:
+    """Count the parameters like this one to work on at a time: those whose shards are ``most`` numbers together, but
+    as many as give each rank that shares their rows a matrix.
+    """
+    rows = _row_sharding(parameter)
+    ranks = 1 if rows is None else rows[0].size()
+    matrices = local(parameter).shape[:-2].numel()
+    return max(1, -(-ranks // max(1, matrices)), most // max(1, local(parameter).numel()))
 
 
 def _alike(parameters: Sequence[nn.Parameter], splits: Matrices) -> Iterator[list[nn.Parameter]]:

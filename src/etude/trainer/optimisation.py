@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from etude.config.training import OptimiserConfig
 from etude.errors import DamagedError, DivergedError
 from etude.models.decoder import Decoder
+from etude.trainer.moments import MOMENTS, InFloat32, KeptAdamW, Moments
 from etude.trainer.muon import Muon, matrices_of
 from etude.trainer.parallel import clip_gradients
 
@@ -123,6 +124,7 @@ class Optimisation:
         """``progress`` is called behind each piece of a batch: a step may take long, and is alive all the while."""
         self.model = model
         self._optimiser = optimiser
+        self._moments: Moments = optimiser.moments if isinstance(optimiser, KeptAdamW | Muon) else InFloat32()
         self._peaks = [float(group["lr"]) for group in optimiser.param_groups]
         self._schedule = schedule
         self._clip_norm = clip_norm
@@ -166,9 +168,11 @@ class Optimisation:
         self._optimiser.state.clear()
 
     def like(self, name: str) -> Tensor | None:
-        """The model's tensor that a saved one of this name is, or belongs to as a moment of it."""
+        """A tensor that is sharded, and lies, as the saved one of this name shall: the model's, or a moment."""
         phase, _, rest = name.partition("/")
-        return self.model.state_dict().get(rest if phase == MODEL else rest.rpartition("/")[0])
+        owner, _, key = rest.rpartition("/")
+        tensor = self.model.state_dict().get(rest if phase == MODEL else owner)
+        return tensor if phase == MODEL or tensor is None else self._moments.like(key, tensor)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Continue from what :meth:`tensors` returned, sharded as the model is.
@@ -188,8 +192,22 @@ class Optimisation:
             moments = _below(tensors, f"{OPTIMISER}/{name}/")
             if moments:
                 self._optimiser.state[parameter] = {
-                    key: value.to(parameter.device, copy=True) for key, value in moments.items()
+                    key: self._restored(f"{name}/{key}", value, parameter) for key, value in moments.items()
                 }
+
+    def _restored(self, name: str, value: Tensor, parameter: Tensor) -> Tensor:
+        """A copy of a saved moment where this optimiser keeps it."""
+        if value.ndim == 0:
+            return value.to(parameter.device, copy=True)  # the count of steps
+        place = self._moments.like(name.rpartition("/")[2], parameter)
+        if place is None or place.dtype != value.dtype or place.shape != value.shape:
+            raise DamagedError(
+                f"optimiser tensor {name!r} is {value.dtype} {list(value.shape)}, which this optimiser does not keep: "
+                f"go on with the optimiser.state that it was saved with"
+            )
+        if place.device != parameter.device:
+            return place.copy_(value)  # of pinned memory, made for it
+        return value.to(parameter.device, copy=True)
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -209,6 +227,7 @@ def build_optimiser(
 
     ``learning_rate`` is the peak, to be scaled group by group; ``betas`` are AdamW's. Matrices decay, gains and biases
     do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate.
+    ``config.state`` says how both keep their moments.
     """
     matrices = matrices_of(model) if config.kind == "muon" else {}
     others = [parameter for parameter in model.parameters() if parameter not in matrices]
@@ -220,10 +239,13 @@ def build_optimiser(
         )
         for group in _by_mesh(chosen)
     ]
-    adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    kind, moments = torch.optim.AdamW if config.state == "fp32" else KeptAdamW, MOMENTS[config.state]()
+    adamw = kind(groups, lr=learning_rate, betas=betas, fused=True)
+    if isinstance(adamw, KeptAdamW):
+        adamw.moments = moments
     if config.kind == "adamw":
         return adamw
-    return Muon(matrices, adamw, momentum=config.momentum, weight_decay=weight_decay)
+    return Muon(matrices, adamw, moments, momentum=config.momentum, weight_decay=weight_decay)
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:

@@ -17,7 +17,7 @@ of keys :mod:`etude.trainer.parallel_context`'s.
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Self, final
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from etude.config.training import ParallelConfig
@@ -34,9 +34,11 @@ from etude.errors import ConfigError
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.experts import Experts, RoutedExperts
 from etude.trainer.parallel_context import ContextParallel
+from etude.types import Floats
 
-COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest time that ranks wait for each other before all of them fail: longer than the slowest publication."""
+COLLECTIVE_TIMEOUT_S = 1800.0
+"""Longest time that ranks wait for each other before all of them fail: longer than a publication may take, after which
+rank 0 says what went wrong."""
 MATRIX_ROWS = 1
 """The axis of expert parameters [E, rows, columns] that is sharded over the ranks with the same experts."""
 
@@ -104,6 +106,13 @@ class Grid:
         sums: list[float] = totals.tolist()
         return sums
 
+    def summed(self, numbers: Floats) -> Floats:
+        """The sums over all ranks of float32 arrays, which have one shape everywhere."""
+        totals = torch.from_numpy(numbers).to(self.everyone.device_type)
+        dist.all_reduce(totals)
+        sums: Floats = totals.cpu().numpy()
+        return sums
+
 
 @contextlib.contextmanager
 def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
@@ -120,33 +129,45 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
     if config.ranks == 1:
         yield None
         return
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.device(device).type == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo" if gpu is None else "nccl", timeout=timeout, device_id=gpu)
     try:
         yield Grid.open(config, device)
     finally:
         dist.destroy_process_group()
 
 
-def parallelise(model: Decoder, grid: Grid, fill: Callable[[nn.Module], None]) -> None:
+def parallelise(
+    model: Decoder, grid: Grid, fill: Callable[[nn.Module], None], dtype: torch.dtype = torch.float32
+) -> None:
     """Shard the weights of ``model``, which lie on ``meta``, in place; every rank has to fill in the same ones.
+
+    Shards are float32, and so are sums of gradients. Blocks are gathered in ``dtype``, the type that the model's
+    arithmetic rounds parameters to where it uses them: the same numbers as of a gathered float32, half the traffic, and
+    no rounded copy beside it. Experts in a low precision are gathered in float32, from which they are rounded.
+    Embedding and head are, too: they are used in several places and chunks, whose gradients must not be added up in
+    ``dtype``.
 
     ``fill`` is called with each block and at last with the model, right before its parameters are sharded, to give that
     part memory (:func:`materialise`) and weights: no device ever holds more than a block beside its shards. Raises
     :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
     """
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    rounded = replace(exact, param_dtype=dtype)
     for block in model.blocks:
         assert isinstance(block, DecoderBlock)
         fill(block)
         if isinstance(block.feed, Experts):
-            _spread(block.feed.routed, grid.experts)
-        fully_shard(block, mesh=grid.everyone)
+            routed = block.feed.routed
+            _spread(routed, grid.experts, rounded if routed.format is None else exact)
+        fully_shard(block, mesh=grid.everyone, mp_policy=rounded)
     fill(model)
     # Embedding and head are used outside of the model's own forward pass as well: they stay whole until the backward
     # pass is through.
-    fully_shard(model, mesh=grid.everyone, reshard_after_forward=False)
+    fully_shard(model, mesh=grid.everyone, reshard_after_forward=False, mp_policy=exact)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -208,7 +229,7 @@ def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
     return whole.requires_grad_(False)
 
 
-def _spread(routed: RoutedExperts, mesh: DeviceMesh) -> None:
+def _spread(routed: RoutedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Leave this rank its share of the experts and shard that share's rows."""
     shards, spread = mesh["shards"], mesh["experts"]
     for name, parameter in list(routed.named_parameters()):
@@ -221,7 +242,7 @@ def _spread(routed: RoutedExperts, mesh: DeviceMesh) -> None:
         own = parameter.detach().chunk(spread.size())[spread.get_local_rank()].clone()
         setattr(routed, name, nn.Parameter(DTensor.from_local(own, spread, [Shard(0)], run_check=False)))
     routed.parallel = AllToAllExperts(spread)
-    fully_shard(routed, mesh=shards, shard_placement_fn=lambda _: Shard(MATRIX_ROWS))
+    fully_shard(routed, mesh=shards, shard_placement_fn=lambda _: Shard(MATRIX_ROWS), mp_policy=policy)
 
 
 @final

@@ -179,7 +179,7 @@ def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _AllGather(torch.autograd.Function):
-    """[M,…] of every rank → [C·M,…] of all; gradients are added up where they came from."""
+    """[M,…] of every rank → [C·M,…] of all; gradients are added up where they came from, in float32."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -190,9 +190,10 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         group: dist.ProcessGroup = ctx.group  # type: ignore[attr-defined]
-        own = gradient.new_empty(len(gradient) // group.size(), *gradient.shape[1:])
-        dist.reduce_scatter(own, list(gradient.contiguous().chunk(group.size())), group=group)
-        return own, None
+        wide = gradient.contiguous().to(torch.promote_types(gradient.dtype, torch.float32))
+        own = wide.new_empty(len(wide) // group.size(), *wide.shape[1:])
+        dist.reduce_scatter(own, list(wide.chunk(group.size())), group=group)
+        return own.to(gradient.dtype), None
 
 
 class _Shared(torch.autograd.Function):

@@ -78,7 +78,8 @@ class PolicyTrainer:
         """The model's weights and all else that the next step depends on."""
         self._config = loss
         self._replay = numerics.replay
-        self._replay_floor = numerics.replay_floor
+        self.replay_floor = numerics.replay_floor
+        """``numerics.replay_floor``, for whoever else scores with this model."""
         self._context = context
         self._distillation = Distillation(
             config=hints, replay=numerics.replay, floor=numerics.replay_floor, context=context
@@ -143,7 +144,7 @@ class PolicyTrainer:
         """A micro-batch's share of the step's loss."""
         device = self.model.embedding.device
         tokens = sampled_tokens(microbatch, [t.loss_mask for t in microbatch], device)
-        routing = routing_of(microbatch, self._replay, self._replay_floor, device)
+        routing = routing_of(microbatch, self._replay, self.replay_floor, device)
         with_entropies = self._config.entropy_coef > 0
         scores = score(self.model, tokens, routing, self._context, differentiate_entropies=with_entropies)
         if not microbatch:

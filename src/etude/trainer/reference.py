@@ -17,31 +17,35 @@ Shape legend: N scored tokens.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from etude.models.checkpoint import load_state
+from etude.config.inference import NumericsConfig
 from etude.models.decoder import Decoder
-from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens
+from etude.trainer.version_scores import VersionScorer, WholeScorer
 from etude.types import Floats, Trajectory
 
 
 class Reference:
     """A frozen reference policy that scores sampled tokens."""
 
-    def __init__(self, scorer: Decoder, state: Mapping[str, Tensor]) -> None:
-        """``scorer`` computes as the trainer does and gets the weights ``state``; no other part may use it."""
-        self._scorer = scorer.eval().requires_grad_(False)
-        load_state(self._scorer, state)
+    def __init__(self, scorer: VersionScorer, version: int) -> None:
+        """``scorer`` remembers ``version``, which is the reference, for good."""
+        self._scorer = scorer
+        self._version = version
 
-    @torch.inference_mode()
+    @classmethod
+    def alone(cls, model: Decoder, state: Mapping[str, Tensor], config: NumericsConfig) -> Self:
+        """The reference of one process: ``model`` computes as the trainer does and gets the weights ``state``."""
+        return cls(WholeScorer.holding(0, state, model, config), 0)
+
     def logprobs(self, microbatch: Sequence[Trajectory]) -> list[Floats]:
         """[L] of each trajectory: log π_ref of its sampled tokens, 0 elsewhere. They go through the model together."""
-        masks = [trajectory.loss_mask for trajectory in microbatch]
-        tokens = sampled_tokens(microbatch, masks, self._scorer.embedding.device)
-        return by_trajectory(sampled_logprobs(self._scorer, tokens), masks)
+        rows = [(trajectory, trajectory.loss_mask) for trajectory in microbatch]
+        tokens = sum(len(trajectory.token_ids) for trajectory in microbatch)
+        return list(self._scorer.score(self._version, rows, max_tokens=max(1, tokens), replays=False).logprobs)
 
     def divergences(self, microbatch: Sequence[Trajectory]) -> list[float]:
         """Σ_t (log μ(y_t) − log π_ref(y_t)) over the sampled tokens of each trajectory, in nats.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from etude.config.inference import NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import EffortConfig, LossConfig
 from etude.models.checkpoint import state_of
@@ -41,7 +42,7 @@ GROUPS = [
 def make_reference() -> Reference:
     model = Decoder(TINY, InvariantArithmetic())
     model.initialise(0, std=0.2)
-    return Reference(Decoder(TINY, InvariantArithmetic()), state_of(model))
+    return Reference.alone(Decoder(TINY, InvariantArithmetic()), state_of(model), NumericsConfig())
 
 
 def test_nothing_is_taken_off_unless_the_recipe_says_so() -> None:

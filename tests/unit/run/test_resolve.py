@@ -89,3 +89,24 @@ def test_weights_are_bfloat16_where_all_of_a_run_are_gpus(engine: str, trainer: 
     tree = {"engine": {"device": engine}, "trainer": {"device": trainer}, "numerics": {"dtype": named}}
     numerics = resolve(parse_config(tree, source="run.toml")).numerics
     assert numerics.dtype == numerics.stored_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "expected"), [(1, None, False), (2, None, True), (1, True, True), (2, False, False)]
+)
+def test_several_ranks_compute_activations_again_unless_the_recipe_says_otherwise(
+    ranks: int, chosen: bool | None, expected: bool
+) -> None:
+    trainer = {"device": "cpu"} | ({} if chosen is None else {"checkpoint_activations": chosen})
+    config = parse_config({"trainer": trainer, "parallel": {"dp": ranks}, "engine": {"device": "cpu"}}, source="test")
+    assert not (chosen is None and config.trainer.recomputes)
+    assert resolve(config).trainer.checkpoint_activations is resolve(config).trainer.recomputes is expected
+
+
+def test_moments_in_the_hosts_memory_are_for_trainers_on_gpus() -> None:
+    offloaded = {"optimiser": {"state": "offload"}, "engine": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=r"optimiser.state = 'offload' has no effect with a trainer on a CPU"):
+        resolve(parse_config(offloaded | {"trainer": {"device": "cpu"}}, source="test"))
+    assert (
+        resolve(parse_config(offloaded | {"trainer": {"device": "cuda"}}, source="test")).optimiser.state == "offload"
+    )

@@ -40,6 +40,7 @@ def test_the_table_names_keys_that_there_are() -> None:
         ("midtrain.tokens=0", "the run's weights began with it"),
         ("eval.tasks=3", "would not be measured alike"),
         ("seed=9", "two different ones"),
+        ("optimiser.state=8bit", "its moments were kept by it"),
     ],
 )
 def test_what_a_run_is_stays_as_it_was(setting: str, reason: str, tmp_path: Path) -> None:
@@ -57,6 +58,11 @@ def test_limits_and_steps_may_change_while_the_run_is_down(tmp_path: Path) -> No
     with exclusive(folder, "supervisor"), pytest.raises(RunFolderError, match="is in use"):
         change(folder, changed_config(folder, ["trainer.steps=300"]))
     assert folder.config().trainer.steps == 200
+
+
+def test_moments_may_move_to_the_host_and_back(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "run", "trainer.device=cuda", "engine.device=cuda")
+    assert changed_config(folder, ["optimiser.state=offload"]).optimiser.state == "offload"
 
 
 def test_a_run_is_finished_when_its_end_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ TWO_TURNS = [N, N, 3, 3, N, N, 4, 4, 4]
 
 def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> None:
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), OFF, versions=3)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=3)
     for version, model in models.items():
         probe.remember(version, state_of(model))
     result = probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).total
@@ -77,7 +77,7 @@ def test_equal_numbers_have_no_mismatch_even_when_the_trainer_has_moved_on() -> 
 
 def test_a_version_that_is_gone_is_not_compared() -> None:
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), OFF, versions=1)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(models[3]))
     probe.remember(4, state_of(models[4]))
     assert probe.measure([make_trajectory(models, TWO_TURNS, (2, 6))], max_tokens=100).total.tokens == 3
@@ -92,7 +92,7 @@ def test_a_turn_of_two_versions_is_not_comparable() -> None:
 
 def test_a_different_engine_shows() -> None:
     models = {3: make_model(3)}
-    probe = MismatchProbe(make_model(9), OFF, versions=1)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(make_model(5)))
     result = probe.measure([make_trajectory(models, [N, N, 3, 3, 3], (2,))], max_tokens=100).total
     assert result.k3 > 1e-4
@@ -117,7 +117,7 @@ def test_nothing_compared_is_nothing_claimed() -> None:
 def test_the_same_function_on_both_sides_is_equal_to_the_last_bit() -> None:
     model = make_model(3)
     trajectory = scored(make_trajectory({3: model}, [N, N, 3, 3, 3], (2,)), model)
-    probe = MismatchProbe(make_model(9), OFF, versions=1)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(model))
     total = probe.measure([trajectory], max_tokens=100).total
     assert (total.equal, total.max, total.k1) == (3, 0.0, 0.0)
@@ -137,7 +137,7 @@ def test_temperature_is_compared_as_it_was_sampled() -> None:
     model = make_model(3)
     plain = make_trajectory({3: model}, [N, N, 3, 3, 3], (2,))
     sharp = scored(replace(plain, temperatures=np.array([1, 1, 0.5, 0.5, 0.5], np.float32)), model)
-    probe = MismatchProbe(make_model(9), OFF, versions=1)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=1)
     probe.remember(3, state_of(model))
     assert probe.measure([sharp], max_tokens=100).total.max == 0
     assert probe.measure([replace(sharp, temperatures=plain.temperatures)], max_tokens=100).total.k3 > 1e-3
@@ -152,7 +152,7 @@ def test_replay_repairs_what_another_choice_of_experts_breaks_and_flips_are_coun
     trajectory = replace(scored(trajectory, model, engine), routes=routes)
     result = {}
     for numerics in (OFF, REPLAY):
-        probe = MismatchProbe(make_model(9), numerics, versions=1)
+        probe = MismatchProbe.alone(make_model(9), numerics, versions=1)
         probe.remember(3, state_of(model))
         result[numerics.replay] = probe.measure([trajectory], max_tokens=100).total
     assert result["off"].max > 1e-3
@@ -166,7 +166,7 @@ def test_routes_of_tokens_that_are_not_compared_are_left_to_the_router() -> None
     models = {version: make_model(version) for version in (3, 4)}
     trajectory = make_trajectory(models, TWO_TURNS, (2, 6))
     trajectory = replace(trajectory, routes=np.array([[[2, 1], [0, 3]]] * 9, np.uint16))
-    probe = MismatchProbe(make_model(9), REPLAY, versions=1)
+    probe = MismatchProbe.alone(make_model(9), REPLAY, versions=1)
     probe.remember(4, state_of(models[4]))
     assert probe.measure([trajectory], max_tokens=100).total.pairs == 3 * 4
 
@@ -179,7 +179,7 @@ def test_positions_count_from_the_start_of_each_completion() -> None:
 
 def test_the_breakdown_adds_up_to_the_whole() -> None:
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), OFF, versions=2)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=2)
     for version, seed in ((3, 3), (4, 8)):
         probe.remember(version, state_of(make_model(seed)))
     lengthy = make_trajectory(models, [N, *[3] * 12], (1,))
@@ -193,7 +193,7 @@ def test_the_breakdown_adds_up_to_the_whole() -> None:
 
 def test_how_many_are_compared_at_a_time_changes_nothing() -> None:
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), OFF, versions=2)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=2)
     probe.remember(3, state_of(make_model(5)))
     batch = [make_trajectory(models, [N, *[3] * length], (1,)) for length in (2, 5, 9, 1)]
     reports = [probe.measure(batch, max_tokens=max_tokens) for max_tokens in (1, 7, 9, 1_000)]
@@ -223,7 +223,7 @@ def test_the_ladder(k3: float, tokens: int, before: MismatchLevel, after: Mismat
 def test_every_token_is_scored_with_the_weights_that_sampled_it(max_tokens: int) -> None:
     """Also where two versions sampled one turn; what the engine said is not asked."""
     models = {version: make_model(version) for version in (3, 4)}
-    probe = MismatchProbe(make_model(9), OFF, versions=3)
+    probe = MismatchProbe.alone(make_model(9), OFF, versions=3)
     for version, model in models.items():
         probe.remember(version, state_of(model))
     sampled = [

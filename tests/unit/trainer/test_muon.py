@@ -1,6 +1,7 @@
 """Muon: updates are nearly orthogonal, head by head and expert by expert, and as large as AdamW's."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from etude.config.training import OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.trainer.moments import InFloat32
 from etude.trainer.muon import ADAMW_RMS, MatrixSplit, Muon, matrices_of, orthogonalise
 from etude.trainer.optimisation import build_optimiser
+from largest_tensor import Largest
 
 SPECS = [TINY, TINY_DENSE, TINY_LATENT]
 
@@ -62,7 +65,7 @@ def test_matrices_do_not_see_each_other() -> None:
 def test_one_matrix_steps_as_torchs_does() -> None:
     ours, theirs = (nn.Parameter(gradients((24, 16))) for _ in range(2))
     adamw = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02)
-    mine = Muon({ours: MatrixSplit()}, adamw, momentum=0.95, weight_decay=0.1)
+    mine = Muon({ours: MatrixSplit()}, adamw, InFloat32(), momentum=0.95, weight_decay=0.1)
     torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(3):
         for parameter, optimiser in ((ours, mine), (theirs, torchs)):
@@ -127,6 +130,24 @@ def test_every_parameter_moves_once_and_only_matrices_are_muons(spec: ModelSpec)
         assert 0.01 < float(change) / 0.1 < 1.1
         state = optimiser.state[parameter]
         assert set(state) == ({"momentum"} if parameter in matrices else {"step", "exp_avg", "exp_avg_sq"})
+
+
+def test_what_is_stacked_is_bounded_and_makes_the_same_step() -> None:
+    results = []
+    for most in (1, 1 << 26):
+        model = Decoder(replace(TINY_DENSE, layers=6))
+        model.initialise(0)
+        matrices = {parameter: MatrixSplit() for parameter in matrices_of(model)}
+        for index, parameter in enumerate(model.parameters()):
+            parameter.grad = gradients(tuple(parameter.shape), seed=index)
+        adamw = torch.optim.AdamW([model.embedding], lr=0.1)
+        with Largest() as largest:  # type: ignore[no-untyped-call]
+            Muon(matrices, adamw, InFloat32(), momentum=0.95, most_stacked=most).step()
+        results.append((model.state_dict(), largest.numbers))
+    (few, bounded), (stacked, whole) = results
+    assert bounded == max(parameter.numel() for parameter in model.parameters())
+    assert whole >= 6 * max(parameter.numel() for parameter in matrices)
+    assert all(torch.allclose(few[name], tensor, atol=1e-5) for name, tensor in stacked.items())
 
 
 def test_rates_that_are_set_reach_both(spec: ModelSpec = TINY) -> None:

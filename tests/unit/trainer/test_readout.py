@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.models.arithmetic import MaskTensors
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY_DENSE
 from etude.trainer.readout import in_chunks
 from etude.trainer.sampling_mask import entropies
+from largest_tensor import Largest
 
 TOKENS = 200
 
@@ -53,18 +53,6 @@ def test_a_chunk_at_a_time_is_the_same(model: Decoder, rows: int, *, masked: boo
         outcomes.append([logprobs_N, entropies_N, *torch.autograd.grad(loss, (hidden_NH, model.head))])
     for whole, cut in zip(*outcomes, strict=True):
         torch.testing.assert_close(cut, whole, atol=1e-12, rtol=1e-10)
-
-
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor had that any operation made."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else (made,):
-            self.numbers = max(self.numbers, one.numel() if isinstance(one, Tensor) else 0)
-        return made
 
 
 def test_no_more_logits_exist_than_were_allowed(model: Decoder) -> None:

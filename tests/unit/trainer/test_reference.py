@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.config.inference import NumericsConfig
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.models.invariant import InvariantArithmetic
@@ -52,7 +53,7 @@ IDS, MASK = [5, 3, 9, 1, 7, 2], [False, False, True, True, False, True]
 
 def test_it_sums_the_differences_of_sampled_tokens() -> None:
     policy, start = make_model(1), make_model(2)
-    reference = Reference(make_model(3), state_of(start))
+    reference = Reference.alone(make_model(3), state_of(start), NumericsConfig())
     one, other = make_trajectory(IDS, MASK, policy), make_trajectory(IDS[::-1], MASK, policy, temperature=0.5)
     result = reference.divergences([one, other])
     sampled = np.array(MASK[1:])
@@ -66,7 +67,7 @@ def test_it_sums_the_differences_of_sampled_tokens() -> None:
 
 def test_the_policy_itself_is_no_way_from_its_reference_and_training_it_leaves_that_alone() -> None:
     policy = make_model(1)
-    reference = Reference(make_model(3), state_of(policy))
+    reference = Reference.alone(make_model(3), state_of(policy), NumericsConfig())
     trajectory = make_trajectory(IDS, MASK, policy)
     with torch.no_grad():
         policy.embedding.add_(1.0)
@@ -81,7 +82,7 @@ def test_the_kept_set_is_the_references_too() -> None:
     certain = replace(
         make_trajectory(IDS, MASK, policy), sampling_mask=remaining, logprobs=np.zeros(len(IDS), np.float32)
     )
-    assert Reference(make_model(3), state_of(start)).divergences([certain]) == [0.0]
+    assert Reference.alone(make_model(3), state_of(start), NumericsConfig()).divergences([certain]) == [0.0]
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_divergence() -> None:

@@ -1,0 +1,253 @@
+"""Ways to keep an optimiser's moments: in float32, in 8 bits, or in the host's memory; and the AdamW that uses them.
+
+    fp32       float32 on the device of the parameter, as torch keeps them
+    8bit       codes of 8 bits on the device, and a float32 scale for each block of 256 numbers
+    offload    float32 in the host's memory, pinned where the device is a GPU
+
+The last two are read, used and written back one parameter at a time, so that what an update needs beside the state is
+of one parameter. ``offload`` computes on the device, with the kernel that ``fp32`` runs and on the same numbers: its
+results are the same bits, and nothing but moments crosses the bus.
+
+``8bit`` is block-wise dynamic quantisation (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv
+2110.02861, section 2 and appendix F). Two things differ. A block lies within a row, so that it is cut by no sharding
+and a checkpoint is read back by any number of ranks to the same bits. And of a second moment the root is encoded: the
+codes of 8 bits span seven decades, which are fourteen of the moment itself, so that what divides an update does not
+become 0 where its gradient is a thousandth of its neighbours'. Own code and not torchao's (0.18): that compiles a
+kernel for each shape of a parameter, and its states are tensors of a class of its own, which no safetensors file holds.
+
+Shape legend: C columns, b blocks, B numbers of a block, … the axes before, which may be sharded.
+"""
+
+import math
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import cache
+from types import MappingProxyType
+from typing import Protocol, TypeAlias, cast, final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.optim.adamw import adamw
+
+from etude.config.training import OptimiserState
+
+State: TypeAlias = MutableMapping[str, Tensor]
+"""Tensors that an optimiser keeps of one parameter."""
+FIRST, SECOND, MOMENTUM = "exp_avg", "exp_avg_sq", "momentum"
+"""Names of moments, as torch has them: AdamW's two and Muon's."""
+SCALE = "_scale"
+"""Ending of the name of an encoded moment's scales."""
+BLOCK = 256
+"""Numbers that share a scale. The paper takes 2,048; smaller ones cost 1.6 % of the codes' bytes."""
+DECADES = 7
+"""Powers of ten that the codes span."""
+
+
+class Moments(Protocol):
+    """A way to keep moments. Tensors that go in and out are this rank's, float32, on the parameter's device."""
+
+    def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
+        """The moment, zeros where there is none yet; it may be changed in place and then must be written."""
+        ...
+
+    def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
+        """Keep ``value``, which :meth:`read` returned and which may have been changed."""
+        ...
+
+    def like(self, key: str, parameter: Tensor) -> Tensor | None:
+        """A tensor of the type, shape, sharding and device of what is kept as ``key``; ``None``: nothing is."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything that was written is there to be read by the host."""
+        ...
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a tensor, or all of an unsharded one; shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@final
+class InFloat32:
+    """Moments beside their parameters."""
+
+    def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
+        """See the protocol."""
+        if key not in state:
+            state[key] = torch.zeros_like(parameter.detach())
+        return local(state[key])
+
+    def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
+        """Nothing is to be done: what was read is what is kept."""
+
+    def like(self, key: str, parameter: Tensor) -> Tensor | None:
+        """See the protocol."""
+        return None if key.endswith(SCALE) else parameter.detach()
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+@final
+class OnHost:
+    """Moments in the host's memory."""
+
+    def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
+        """See the protocol; on a CPU what is kept itself."""
+        if key not in state:
+            state[key] = self._zeros(parameter)
+        return local(state[key]).to(parameter.device, non_blocking=True)
+
+    def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
+        """Copy back, behind what was launched before."""
+        host = local(state[key])
+        if host is not value:
+            host.copy_(value, non_blocking=True)
+
+    def like(self, key: str, parameter: Tensor) -> Tensor | None:
+        """See the protocol."""
+        return None if key.endswith(SCALE) else self._zeros(parameter)
+
+    def settle(self) -> None:
+        """See the protocol."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter.detach(), device="cpu", pin_memory=parameter.is_cuda)
+
+
+@final
+class InEightBits:
+    """Moments as codes and scales; those of gains and biases, which are few, in float32."""
+
+    def read(self, state: State, key: str, parameter: Tensor) -> Tensor:
+        """See the protocol."""
+        if not _is_encoded(parameter):
+            return InFloat32().read(state, key, parameter)
+        if key not in state:
+            return torch.zeros_like(local(parameter.detach()), dtype=torch.float32)
+        value = decode(local(state[key]), local(state[key + SCALE]), code=_code(key, state[key].device))
+        return value.square_() if key == SECOND else value
+
+    def write(self, state: State, key: str, parameter: Tensor, value: Tensor) -> None:
+        """See the protocol."""
+        if not _is_encoded(parameter):
+            return
+        codes, scales = encode(value.sqrt() if key == SECOND else value, code=_code(key, value.device))
+        for name, part in ((key, codes), (key + SCALE, scales)):
+            state[name] = _sharded(part, parameter)
+
+    def like(self, key: str, parameter: Tensor) -> Tensor | None:
+        """See the protocol."""
+        if not _is_encoded(parameter):
+            return InFloat32().like(key, parameter)
+        own = local(parameter.detach())
+        if key.endswith(SCALE):
+            return _sharded(own.new_empty(*own.shape[:-1], -(-own.shape[-1] // BLOCK)), parameter)
+        return _sharded(torch.empty_like(own, dtype=torch.uint8), parameter)
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+MOMENTS: Mapping[OptimiserState, Callable[[], Moments]] = MappingProxyType(
+    {"fp32": InFloat32, "8bit": InEightBits, "offload": OnHost}
+)
+"""By ``optimiser.state``."""
+
+
+@final
+class KeptAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, one parameter at a time, on moments that are kept in another way than its own."""
+
+    moments: Moments
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch's returns the closure's loss
+        """Update every parameter that has a gradient; closures are not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        self.moments.settle()
+
+    def _update(self, parameter: Tensor, group: Mapping[str, object]) -> None:
+        state = cast("State", self.state[parameter])
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=parameter.device)
+        assert parameter.grad is not None
+        first, second = (self.moments.read(state, key, parameter) for key in (FIRST, SECOND))
+        beta1, beta2 = cast("tuple[float, float]", group["betas"])
+        adamw(
+            [local(parameter)],
+            [local(parameter.grad)],
+            [first],
+            [second],
+            [],
+            [state["step"]],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=cast("float", group["lr"]),
+            weight_decay=cast("float", group["weight_decay"]),
+            eps=cast("float", group["eps"]),
+            maximize=False,
+        )
+        self.moments.write(state, FIRST, parameter, first)
+        self.moments.write(state, SECOND, parameter, second)
+
+
+def encode(x: Tensor, *, code: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 […,C] and float32 […,b]: the nearest entries of ``code`` (ascending, 256 of −1 … 1), and what they are
+    multiplied by: the largest size of each block of :data:`BLOCK` columns. A block with NaN has a scale of NaN.
+    """
+    columns = x.shape[-1]
+    blocks_bB = functional.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scales_b = blocks_bB.abs().amax(-1)
+    tiny = torch.finfo(torch.float32).tiny
+    shares_bB = blocks_bB / scales_b.clamp(min=tiny).unsqueeze(-1)
+    codes = torch.bucketize(shares_bB, (code[1:] + code[:-1]) / 2, out_int32=True).to(torch.uint8)
+    return codes.flatten(-2)[..., :columns].contiguous(), scales_b
+
+
+def decode(codes: Tensor, scales_b: Tensor, *, code: Tensor) -> Tensor:
+    """float32 […,C] of what :func:`encode` made."""
+    scales = scales_b.repeat_interleave(BLOCK, -1)[..., : codes.shape[-1]]
+    return code[codes.int()] * scales
+
+
+@cache
+def dynamic_code(*, signed: bool) -> Tensor:
+    """[256] float32, ascending: the paper's dynamic tree. Each decade below 1 has twice the values of the next smaller
+    one, evenly spread; beside them there are 0 and 1, and with ``signed`` half of the values are below 0.
+    """
+    values = [0.0, 1.0]
+    for decade in range(DECADES):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        middles = ((edges[1:] + edges[:-1]) / 2 * math.pow(10.0, decade - DECADES + 1)).tolist()
+        values += [*middles, *(-middle for middle in middles)] if signed else middles
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def _code(key: str, device: torch.device) -> Tensor:
+    return dynamic_code(signed=key != SECOND).to(device)
+
+
+def _is_encoded(parameter: Tensor) -> bool:
+    return parameter.ndim > 1
+
+
+def _sharded(part: Tensor, parameter: Tensor) -> Tensor:
+    """A tensor sharded as ``parameter`` is and as wide as ``part``, which is what this rank has of it."""
+    if not isinstance(parameter, DTensor):
+        return part
+    shape = torch.Size((*parameter.shape[:-1], part.shape[-1]))
+    stride = tuple(shape[axis + 1 :].numel() for axis in range(len(shape)))
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )

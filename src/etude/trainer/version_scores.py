@@ -1,0 +1,203 @@
+"""Scores of sampled tokens by weights that are not the policy's: recent versions, a reference.
+
+    one process       a model of its own gets a version's weights and scores
+    several ranks     each keeps its shards of every version in the host's memory; to score, all of them put these in
+                      the place of the policy's, compute together as in a training step, and put the policy's back
+
+So the device of a rank holds the policy's shards and never a second model. Owns what is remembered and the exchange;
+whom to ask for which tokens is :mod:`etude.trainer.mismatch`'s and :mod:`etude.trainer.reference`'s.
+
+Shape legend: L tokens of a trajectory, N scored tokens.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from etude.config.inference import NumericsConfig
+from etude.models.checkpoint import load_state
+from etude.models.decoder import Decoder
+from etude.trainer.checkpoint import Box, box_of
+from etude.trainer.moments import local
+from etude.trainer.parallel_context import ContextParallel
+from etude.trainer.replay import routing_of
+from etude.trainer.scores import by_trajectory, sampled_logprobs, sampled_tokens, score
+from etude.types import Floats, Mask, Trajectory
+
+Row: TypeAlias = tuple[Trajectory, Mask]
+"""A trajectory and which of its tokens are scored, [L]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rescored:
+    """Scores of some rows by a version."""
+
+    logprobs: tuple[Floats, ...]
+    """[L] of each row: of the tokens that are scored, 0 elsewhere."""
+    pairs: int = 0
+    """Pairs of token and expert that were replayed."""
+    flips: int = 0
+    """Those that the router would not have chosen."""
+
+
+class VersionScorer(Protocol):
+    """Scores tokens under remembered versions of the weights."""
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Those that are remembered."""
+        ...
+
+    def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
+        """Remember ``state`` as ``version``, ``None``: the weights of the policy as they are; forget the oldest beyond
+        ``most``.
+        """
+        ...
+
+    def score(self, version: int, rows: Sequence[Row], *, max_tokens: int, replays: bool) -> Rescored:
+        """Score rows, ``max_tokens`` at a time on each device; with ``replays`` by the routes of the engine."""
+        ...
+
+
+@final
+class WholeScorer:
+    """A :class:`VersionScorer` of one process.
+
+    ``model`` computes as the trainer does and gets the weights in turn, so no other part may use it.
+    """
+
+    def __init__(self, model: Decoder, config: NumericsConfig) -> None:
+        self._model = model.eval().requires_grad_(False)
+        self._floor = config.replay_floor
+        self._states: dict[int, Mapping[str, Tensor]] = {}
+        self._loaded: int | None = None
+
+    @classmethod
+    def holding(cls, version: int, state: Mapping[str, Tensor], model: Decoder, config: NumericsConfig) -> Self:
+        """One that remembers ``version`` alone, in the model itself."""
+        scorer = cls(model, config)
+        load_state(model, state)
+        scorer._states[version], scorer._loaded = {}, version
+        return scorer
+
+    @property
+    def versions(self) -> Collection[int]:
+        """See the protocol."""
+        return self._states
+
+    def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
+        """See the protocol; the state is copied."""
+        assert state is not None, "alone there is no policy but the one that is passed"
+        self._states[version] = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+        self._loaded = None
+        for old in sorted(self._states)[:-most]:
+            del self._states[old]
+
+    @torch.inference_mode()
+    def score(self, version: int, rows: Sequence[Row], *, max_tokens: int, replays: bool) -> Rescored:
+        """See the protocol."""
+        if self._loaded != version:
+            load_state(self._model, self._states[version])
+            self._loaded = version
+        parts = [self._score(part, replays=replays) for part in _parts(rows, max_tokens)]
+        return Rescored(
+            logprobs=tuple(row for part in parts for row in part.logprobs),
+            pairs=sum(part.pairs for part in parts),
+            flips=sum(part.flips for part in parts),
+        )
+
+    def _score(self, rows: Sequence[Row], *, replays: bool) -> Rescored:
+        masked = [replace(trajectory, loss_mask=mask) for trajectory, mask in rows]
+        masks, device = [mask for _, mask in rows], self._model.embedding.device
+        routing = routing_of(masked, "completion" if replays else "off", self._floor, device)
+        logprobs_N = sampled_logprobs(self._model, sampled_tokens(masked, masks, device), routing)
+        return Rescored(
+            logprobs=tuple(by_trajectory(logprobs_N, masks)),
+            pairs=routing.pairs if routing else 0,
+            flips=routing.flips if routing else 0,
+        )
+
+
+@final
+class RankVersions:
+    """One rank's shards of remembered versions, for a model that is sharded."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._shards: dict[int, dict[str, Tensor]] = {}
+        self._pinned: set[int] = set()
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The versions that are remembered."""
+        return self._shards.keys()
+
+    def remember(self, version: int, state: Mapping[str, Tensor] | None, *, most: int) -> None:
+        """Remember as :meth:`VersionScorer.remember` says, of whole tensors; with ``most`` 0 for good."""
+        if not most:
+            self._pinned.add(version)
+        self._shards[version] = self._policy() if state is None else self._parts(state)
+        recent = sorted(self._shards.keys() - self._pinned)
+        for old in recent[: len(recent) - most] if most else ():
+            del self._shards[old]
+
+    @contextlib.contextmanager
+    def instead(self, version: int) -> Iterator[None]:
+        """Within it the model has the weights of ``version``, afterwards its own again, to the last bit."""
+        own = self._policy()
+        self._load(self._shards[version])
+        try:
+            yield
+        finally:
+            self._load(own)
+
+    @torch.no_grad()
+    def score(
+        self, rows: Sequence[Trajectory], floor: float, context: ContextParallel | None, *, replays: bool
+    ) -> Rescored:
+        """Scores of the tokens in the rows' loss masks; every rank has to call it, if only without rows."""
+        device = self._model.embedding.device
+        routing = routing_of(rows, "completion" if replays else "off", floor, device) if rows else None
+        masks = [row.loss_mask for row in rows]
+        logprobs_N = score(self._model, sampled_tokens(rows, masks, device), routing, context).logprobs_N
+        return Rescored(
+            logprobs=tuple(by_trajectory(logprobs_N, masks)) if rows else (),
+            pairs=routing.pairs if routing else 0,
+            flips=routing.flips if routing else 0,
+        )
+
+    def _policy(self) -> dict[str, Tensor]:
+        return {name: local(tensor.detach()).to("cpu", copy=True) for name, tensor in self._model.state_dict().items()}
+
+    def _parts(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: part_of(state[name], place).clone() for name, place in self._model.state_dict().items()}
+
+    def _load(self, shards: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, place in self._model.state_dict().items():
+                local(place).copy_(shards[name])
+        if isinstance(self._model, FSDPModule):
+            self._model.reshard()  # what was gathered of the weights before
+
+
+def part_of(whole: Tensor, place: Tensor) -> Tensor:
+    """The view of a whole tensor that a rank has where ``place`` is how it is sharded."""
+    return whole[box_of(place).inside(Box((0,) * place.ndim, tuple(place.shape)))]
+
+
+def _parts(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
+    """Rows in their order, as many at a time as have ``max_tokens`` together, at least one."""
+    part, tokens = list[Row](), 0
+    for row in rows:
+        length = len(row[0].token_ids)
+        if part and tokens + length > max_tokens:
+            yield part
+            part, tokens = [], 0
+        part.append(row)
+        tokens += length
+    yield part
