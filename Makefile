@@ -56,7 +56,7 @@ test: .venv/dev.stamp ## run the tests; ARGS="-k codec" picks some, WORKERS=4 ru
 	@echo "about $(TEST_MINUTES) minutes on two cores"
 	@$(PYTEST) -m "not heavy" $(ARGS)
 
-test-all: .venv/dev.stamp .venv/pretrained.stamp .venv/ray.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp .venv-trackers/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
+test-all: .venv/dev.stamp .venv/pretrained.stamp .venv/ray.stamp $(VLLM) $(HARNESS) .venv-tinker/stamp .venv-environments/stamp .venv-trackers/stamp .venv-trl/stamp base ## run the rest of the tests: root, QEMU, gVisor, PostgreSQL, vLLM, campaigns
 	@echo "about $(REST_MINUTES) minutes on two cores, beside what \`make test\` runs"
 	@$(PYTEST) -m heavy -rs $(ARGS)
 
@@ -156,7 +156,7 @@ models/smollm2-135m: | .venv/pretrained.stamp
 
 # TRL and transformers' Trainer are contestants of `python -m bench loop`, `trainer` and `losses`; verl is one of the last.
 .venv-trl/stamp: constraints-trl.txt constraints-verl.txt constraints-torch.txt | $(BIN)/python
-	@echo "installing TRL, which bench measures beside étude's loop and trainer"
+	@echo "installing TRL, which bench measures beside étude's loop and trainer, and PEFT for a test"
 	@$(PYTHON) -m venv --clear .venv-trl
 	@$(call install_torch,.venv-trl/bin/pip)
 	@.venv-trl/bin/pip $(QUIET) $(PINNED) -r constraints-trl.txt

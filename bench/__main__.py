@@ -20,6 +20,11 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "loop": ("loop.bench", "time to one held-out pass rate, asynchronous, synchronous, and by TRL"),
         "trainer": ("trainer.bench", "tokens per second of an optimiser step beside transformers' Trainer"),
+        "memory": ("memory.bench", "bytes of a training step: what the plan says beside what torch holds"),
+        "roofline": (
+            "roofline.bench",
+            "predicted shares of a GPU's bandwidth and peak, with the assumptions behind them",
+        ),
         "losses": ("losses.bench", "value and gradient of every loss beside TRL's and verl's own code"),
         "weights": ("weights.bench", "delta codecs and publishing, against other systems' codecs and memcpy"),
         "sync": ("sync.bench", "from a step's end to the last engine, over emulated long-distance links"),

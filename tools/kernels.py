@@ -23,8 +23,18 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 232_448
 """Shared memory that a program can have there."""
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODELS = {"Qwen3-8B": (32, 8, 128, 128), "Qwen3-30B-A3B": (32, 4, 128, 128), "DeepSeek-V3": (128, 1, 576, 512)}
+MODELS = {
+    "Qwen3-8B": (32, 8, 128, 128),
+    "Qwen3-30B-A3B": (32, 4, 128, 128),
+    "DeepSeek-V3": (128, 1, 576, 512),
+    "GLM-4.5": (96, 8, 128, 128),
+    "gpt-oss": (64, 8, 64, 64),
+    "Gemma-3-27B": (32, 16, 128, 128),
+    "Gemma-3-1B": (4, 1, 256, 256),
+}
 """Name → query heads, key heads, widths of a key and of a value."""
+RULES = {"gpt-oss": (128, 1), "Gemma-3-27B": (1024, 0), "Gemma-3-1B": (512, 0)}
+"""Name → window of the layers that have one, and 1 for sinks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +54,7 @@ def cases() -> Iterator[Case]:
         for model, heads in MODELS.items():
             for single in (True, False):
                 label = f"attend {model} {number} {'decode' if single else 'prompt'}"
-                yield _attention(label, heads, number, size, single=single)
+                yield _attention(label, heads, number, size, RULES.get(model, (0, 0)), single=single)
         some = {"x": number, "out": number, "cosines": "fp32", "sines": "fp32"}
         strides = ("token_stride", "head_stride", "stride", "table_stride", "heads")
         yield _case(f"rotate {number}", fused._rotate, some, strides, {"SIGN": 1, "HALF": 64, "X": 64}, num_warps=1)
@@ -57,9 +67,9 @@ def cases() -> Iterator[Case]:
         jumps = ("k_token", "k_head", "k_column", "v_token", "v_head", "v_column", "table_stride")
         room = {"K": 8, "D": 128, "W": 128, "S": PAGE, "X": 128}
         yield _case(f"write {number}", fused._write, pages, jumps, room, num_warps=1)
-        joined = {"parts": "fp32", "masses": "fp32", "out": number}
+        joined = {"parts": "fp32", "masses": "fp32", "sinks": number, "out": number}
         counts = ("start", "count", "splits")
-        yield _case(f"join {number}", paged_attention._join, joined, counts, {"Q": 32, "W": 128, "X": 16})
+        yield _case(f"join {number}", paged_attention._join, joined, counts, {"Q": 32, "W": 128, "X": 16, "SINKS": 0})
         logits = {"logits": number, "ids": "i64", "temperatures": "fp32", "out": "fp32"}
         block = {"X": vocabulary.BLOCK}
         yield _case(f"read {number}", vocabulary._read, logits, ("rows", "vocabulary"), block, num_warps=8)
@@ -71,17 +81,20 @@ def cases() -> Iterator[Case]:
         yield replace(draw, types={**draw.types, **dict.fromkeys(("unit", "fastest_fall", "nothing"), "fp32")})
 
 
-def _attention(name: str, heads: tuple[int, int, int, int], number: str, size: int, *, single: bool) -> Case:
+def _attention(
+    name: str, heads: tuple[int, int, int, int], number: str, size: int, rule: tuple[int, int], *, single: bool
+) -> Case:
     query_heads, key_heads, width, value_width = heads
     group = query_heads // key_heads
     cut = paged_attention.tuned(group, width + value_width, size, single=single)
     per_tile = 1 if single else max(1, cut.rows // group)
     low = paged_attention._power_below(width)
     pointers = {"q": number, "keys": number, "values": number, "tables": "i32", "sequences": "i32", "reach": "i64",
-                "parts": "fp32", "masses": "fp32"}  # fmt: skip
+                "sinks": number, "parts": "fp32", "masses": "fp32"}  # fmt: skip
     constants = {
         "Q": query_heads, "K": key_heads, "G": group, "PER_TILE": per_tile, "BLOCKS": -(-group * per_tile // cut.rows),
         "M": cut.rows, "D_LOW": low, "D_REST": width - low, "W": value_width, "S": PAGE, "PAGES": cut.pages, "SPLIT": 1,
+        "WINDOW": rule[0], "SINKS": rule[1],
     }  # fmt: skip
     sizes = ("table_stride", "token_stride", "head_stride", "start", "count", "span")
     case = _case(name, paged_attention._attend, pointers, sizes, constants, num_warps=cut.warps, num_stages=cut.stages)

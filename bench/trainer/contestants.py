@@ -146,7 +146,6 @@ class Etude:
         from etude.config.inference import NumericsConfig
         from etude.config.training import LossConfig, OptimiserConfig
         from etude.models.checkpoint import load_checkpoint, load_state
-        from etude.models.flops import pair_flops, token_flops
         from etude.run.numerics import training_model
         from etude.trainer.batching.packing import Cost, pack
         from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
@@ -163,8 +162,8 @@ class Etude:
         self._trainer = PolicyTrainer(
             Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics
         )
-        trajectories = [_trajectory(index, one) for index, one in enumerate(sequences(setup))]
-        cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        trajectories = [trajectory_of(index, one) for index, one in enumerate(sequences(setup))]
+        cost = Cost.of_model(spec)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         (passes,) = pack(lengths, max_tokens=setup.microbatch_tokens, ranks=1, cost=cost)
         self._microbatches = [[trajectories[index] for index in chunk] for chunk in passes]
@@ -234,7 +233,7 @@ class EtudeSft:
             turns.end()
 
 
-def _trajectory(index: int, sequence: Example) -> Any:
+def trajectory_of(index: int, sequence: Example) -> Any:
     """A sequence as a rollout has it: the engine found each sampled token fairly unlikely; rewards differ."""
     import numpy as np
 

@@ -59,6 +59,8 @@ class SamplingParams:
     """Lower is served first, and may take the place of higher ones that are running."""
     want_routes: bool = False
     """True if the answer shall name the experts used."""
+    adapter: str = ""
+    """Name of an adapter that was added to the engine; empty: what the run serves."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:

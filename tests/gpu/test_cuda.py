@@ -12,8 +12,12 @@ import torch
 from etude.config.inference import EngineConfig, NumericsConfig
 from etude.config.recipe import RunConfig
 from etude.config.training import LossConfig
+from etude.engines.native.cache import PagedCache
 from etude.engines.native.engine import NativeEngine, Weights
-from etude.models.arithmetic import PagedRows, packed_rows
+from etude.engines.native.graphs import DecodeGraphs, only_decodes
+from etude.engines.native.sampling import Sampler, tabulated
+from etude.engines.native.scheduler import EngineRequest, Scheduler
+from etude.models.arithmetic import AttentionRule, PagedRows, packed_rows
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
@@ -25,16 +29,9 @@ from etude.trainer.losses import Totals
 from etude.trainer.policy import PolicyTrainer
 from etude.types import UNSAMPLED, Trajectory
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # of numpy, in Triton's interpreter
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device("cuda")
 
 
 @pytest.fixture
@@ -112,13 +109,16 @@ def test_attention_stays_inside_its_sequence(device: torch.device, dtype: torch.
     outcomes = []
     for place, kind in ((torch.device("cpu"), torch.float32), (device, dtype)):
         q, k, v = (x.to(place, kind).requires_grad_() for x in inputs)
-        out = FastArithmetic().attend_packed(q, k, v, packed_rows(lengths, place), 0.2)
+        out = FastArithmetic().attend_packed(q, k, v, packed_rows(lengths, place), AttentionRule(scale=0.2))
         outcomes.append([out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))])
     close = 1e-4 if dtype is torch.float32 else 5e-2
     for one, other in zip(*outcomes, strict=True):
         torch.testing.assert_close(one, other.float().cpu(), atol=close, rtol=close)
 
 
+@pytest.mark.real_gpu(
+    "attention over 2,000 positions takes minutes in the interpreter; test_gpu_kernels compares fewer"
+)
 @pytest.mark.parametrize("heads", [(32, 8, 128, 128), (16, 1, 576, 512)], ids=["grouped", "latent"])
 def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tuple[int, int, int, int]) -> None:
     """In bfloat16, beside float64: single tokens, and prompts behind what is in the cache."""
@@ -137,7 +137,7 @@ def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tupl
         counts=tuple(counts),
     )
     keys, values, queries = (x.to(torch.bfloat16) for x in (*cache, q_NQD))
-    result = FastArithmetic().attend_pages(queries, (keys, values), rows, width**-0.5)
+    result = FastArithmetic().attend_pages(queries, (keys, values), rows, AttentionRule(scale=width**-0.5))
     host = PagedRows(
         tables_BP=rows.tables_BP.cpu(),
         sequences_N=rows.sequences_N.cpu(),
@@ -145,7 +145,7 @@ def test_the_paged_kernel_is_as_exact_as_torch(device: torch.device, heads: tupl
         counts=rows.counts,
     )
     exact = [x.double().cpu() for x in (keys, values, queries)]
-    expected = FastArithmetic().attend_pages(exact[2], (exact[0], exact[1]), host, width**-0.5)
+    expected = FastArithmetic().attend_pages(exact[2], (exact[0], exact[1]), host, AttentionRule(scale=width**-0.5))
     assert (result.double().cpu() - expected).norm() < 3e-3 * expected.norm()
 
 
@@ -155,3 +155,42 @@ def test_decode_graphs_compute_what_plain_steps_do(model: Decoder) -> None:
     graphs = sample(rounded, temperature=0.0)
     plain = sample(copy.deepcopy(rounded).float(), temperature=0.0)
     assert (graphs.token_ids == plain.token_ids).mean() > 0.8
+
+
+@torch.inference_mode()
+def test_a_graph_draws_what_a_plain_step_draws(model: Decoder) -> None:
+    """The same tokens, sampling masks, routes and log-probabilities, bit for bit, whenever it is replayed."""
+    rounded = model.to(torch.bfloat16)
+    params = [
+        SamplingParams(max_tokens=4),
+        SamplingParams(max_tokens=4, temperature=0.7, top_k=7, top_p=0.9),
+        SamplingParams(max_tokens=4, temperature=0.0),
+        SamplingParams(max_tokens=4, top_p=0.5),
+    ]
+    requests = [
+        EngineRequest(session=str(n), params=one, token_ids=[*PROMPT, n], prompt_length=len(PROMPT) + 1)
+        for n, one in enumerate(params)
+    ]
+    scheduler = Scheduler(pages=8, max_running=4, max_waiting=4, max_length=16, step_tokens=64)
+    for request in requests:
+        scheduler.add(request)
+    cache, sampler = PagedCache(rounded, 8, record_routes=True), Sampler(rounded.arithmetic)
+    graphs = DecodeGraphs(cache, sampler)
+    for step in range(3):
+        plan = scheduler.plan(0)
+        output = cache.forward(rounded, plan)
+        hidden, routes = output.hidden_NH[output.sampling_R], output.routes_NLk
+        assert routes is not None
+        plain = sampler.sample(rounded.logits(hidden), params, range(4), [step] * 4, routes[output.sampling_R])
+        if only_decodes(plan):
+            drawn = graphs.run(rounded, plan, tabulated(params, range(4), [step] * 4))
+            assert drawn.token_ids.tolist() == plain.token_ids.tolist()
+            np.testing.assert_array_equal(drawn.logprobs, plain.logprobs)
+            np.testing.assert_array_equal(drawn.routes, plain.routes)
+            assert [drawn.kept_row(n).tolist() for n in range(4)] == [plain.kept_row(n).tolist() for n in range(4)]
+            assert 0 < len(drawn.kept_row(1)) <= 7
+        else:
+            assert not step, "only prompts are read plainly"
+        for work, token in zip(plan, plain.token_ids.tolist(), strict=True):
+            scheduler.advance(work)
+            scheduler.append(work.request, token, 0.0, 0)

@@ -25,7 +25,7 @@ from etude.config.inference import EngineConfig, NativeOptions, NumericsConfig
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
-from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.models.spec import TINY, TINY_DENSE, TINY_GEMMA, TINY_GLM, TINY_LATENT, TINY_OSS, ModelSpec
 from etude.protocols import Completion, SamplingParams
 from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
 from etude.trainer.batching.build import build_trajectories
@@ -65,6 +65,7 @@ class Case:
 def make_cases(arithmetic: Literal["invariant", "fast"], dtypes: Sequence[Dtype]) -> list[Case]:
     """Mixture of experts, dense, latent attention, and experts in four bits."""
     plain = {"grouped": TINY, "dense": TINY_DENSE, "latent": TINY_LATENT}
+    plain |= {"glm": TINY_GLM, "gemma": TINY_GEMMA, "oss": TINY_OSS}
     cases = []
     for dtype in dtypes:
         numerics = NumericsConfig(arithmetic=arithmetic, dtype=dtype)

@@ -2,6 +2,9 @@
 
 Triton looks at ``TRITON_INTERPRET`` when a kernel is defined, its own library included, so an import that came first
 does not do. The variable is set for the import and for calls only: programs that tests start would inherit it.
+
+The interpreter keeps bfloat16 as whole numbers, multiplies matrices of them as such and rounds towards zero. Both are
+fixed here: they are numbers, and rounded to the nearest as a device does.
 """
 
 import os
@@ -10,7 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 VARIABLE = "TRITON_INTERPRET"
@@ -39,9 +45,40 @@ def kernels(*names: str) -> list[ModuleType]:
         if not torch.cuda.is_available():
             for name in [name for name in sys.modules if _is_python_of_triton(name) or name.startswith(OURS)]:
                 del sys.modules[name]
+            _fix(import_module("triton.runtime.interpreter"))
         return [import_module(f"{OURS}.{name}") for name in names]
 
 
 def _is_python_of_triton(module: str) -> bool:
     """What is compiled of it cannot be imported twice, and need not be."""
     return module.partition(".")[0] == "triton" and not module.startswith("triton._C")
+
+
+def _fix(interpreter: Any) -> None:
+    """Give a fresh module of the interpreter the arithmetic of bfloat16."""
+    builder, handle, tl = interpreter.InterpreterBuilder, interpreter.TensorHandle, interpreter.tl
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def widened(number: Any) -> Any:
+        return handle(_wide(number.data), tl.float32) if number.dtype.scalar == tl.bfloat16 else number
+
+    def cast_rounding(self: Any, number: Any, kind: Any) -> Any:
+        if kind.scalar == tl.bfloat16 and number.dtype.scalar == tl.float32:
+            return handle(_nearest(number.data), tl.bfloat16)
+        return cast(self, widened(number), kind)
+
+    def dot_of_numbers(self: Any, one: Any, other: Any, *rest: Any) -> Any:
+        return dot(self, widened(one), widened(other), *rest)
+
+    builder.cast_impl, builder.create_dot = cast_rounding, dot_of_numbers
+
+
+def _wide(halves: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+    return (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def _nearest(numbers: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Round to bfloat16, of two as near to the even one."""
+    bits = np.ascontiguousarray(numbers).view(np.uint32)
+    halves = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(numbers), np.uint16(0x7FC0), halves)

@@ -19,6 +19,7 @@ from etude.config.inference import EngineConfig, GatewayConfig, NativeOptions, N
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
 from etude.config.log import AlertConfig, LogConfig, check_alerts
+from etude.config.lora import LoraConfig
 from etude.config.placement import PlacementConfig
 from etude.config.release import ReleaseConfig
 from etude.config.reward import RewardConfig
@@ -148,6 +149,8 @@ class RunConfig(Section):
     """The judge of aspects that no program can grade."""
     trainer: TrainerConfig = TrainerConfig()
     """The RL optimiser."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters that are trained instead of the weights."""
     optimiser: OptimiserConfig = OptimiserConfig()
     """The optimiser of every phase."""
     parallel: ParallelConfig = ParallelConfig()
@@ -226,6 +229,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _servable(self) -> Self:
+        check_adapters(self)
         if self.engine.kind != "native" and self.numerics.experts != "plain":
             raise ValueError(
                 f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
@@ -465,7 +469,35 @@ def check_drafts(config: RunConfig) -> None:
             f"{key} gives the model a draft head, which is not sharded over parallel.dp * parallel.cp = "
             f"{config.parallel.ranks} ranks: leave it out, or train on one"
         )
+    if config.lora.rank and "rl" in config.lora.phases:
+        raise ValueError(
+            f"{key} gives the model a draft head, which would be frozen with the base of lora.rank = "
+            f"{config.lora.rank} and not know its adapters: leave it out, or 'rl' out of lora.phases"
+        )
     if not config.model.checkpoint and not config.loss.draft_coef:
         raise ValueError(
             "engine.options.draft_tokens with random weights, whose draft head nothing trains: set loss.draft_coef"
         )
+
+
+def check_adapters(config: RunConfig) -> None:
+    """Raise ``ValueError`` for what ``[lora]`` does not go with."""
+    if not config.lora.rank:
+        return
+    is_random = not config.model.checkpoint
+    first = "midtrain" if config.midtrain.tokens else "sft" if config.sft.file else "rl"
+    refused = {
+        f"lora.phases with {first!r} would adapt random weights that are never trained: set model.checkpoint, or "
+        f"lora.phases to later phases": is_random and first in config.lora.phases,
+        f"parallel.dp · cp = {config.parallel.ranks}: adapters are trained by one process; leave [parallel] out": (
+            config.parallel.ranks > 1
+        ),
+        "optimiser.kind = 'muon' is for whole matrices, not for their factors: leave it out": (
+            config.optimiser.kind == "muon"
+        ),
+        f"engine.kind = {config.engine.kind!r} cannot load adapters while it serves: set 'native' or 'vllm'": (
+            config.engine.kind not in ("native", "vllm") and "rl" in config.lora.phases
+        ),
+    }
+    if reasons := [reason for reason, is_so in refused.items() if is_so]:
+        raise ValueError(f"lora.rank = {config.lora.rank} does not go with {reasons[0]}")

@@ -46,7 +46,7 @@ def brief(number: float | None) -> str:
     """A large number with three significant digits: 1234567 → ``1.23M``."""
     if number is None:
         return MISSING
-    for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"

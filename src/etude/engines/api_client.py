@@ -61,6 +61,11 @@ class ApiClient:
         async with self._answer("POST", path, body, timeout_s) as response:
             return self._json(await response.read())
 
+    async def order(self, path: str, body: Mapping[str, Any], timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        """Post ``body`` where the answer is words for people; raises as :meth:`post` does."""
+        async with self._answer("POST", path, body, timeout_s) as response:
+            await response.read()
+
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
         """The JSON of each server-sent event, as it comes; closing the iterator hangs up, which cancels the request.
 

@@ -28,7 +28,7 @@ import json
 import re
 import ssl
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, closing
 from dataclasses import asdict, fields
 from itertools import chain, repeat
@@ -108,6 +108,7 @@ class _Request(_StrictModel):
     seed: NonNegativeInt | None = None
     priority: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] = 0
     want_routes: bool = False
+    adapter: str = ""
 
 
 class _ChunkLine(_StrictModel):
@@ -282,8 +283,10 @@ BINARY = "application/octet-stream"
 BUSY, UNAVAILABLE = 429, 503
 
 
-def engine_app(engine: Engine, key: str = "") -> web.Application:
-    """A web application that serves ``engine`` to those who have ``key``; to everybody, if that is empty."""
+def engine_app(engine: Engine, key: str = "", routes: Iterable[web.RouteDef] = ()) -> web.Application:
+    """A web application that serves ``engine`` to those who have ``key``; to everybody, if that is empty. ``routes``
+    are further ones, of this engine alone.
+    """
 
     async def generate(request: web.Request) -> web.StreamResponse:
         prompt_ids, params, session = decode_request(await request.read())
@@ -315,6 +318,7 @@ def engine_app(engine: Engine, key: str = "") -> web.Application:
     app.router.add_post("/stream", stream)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
+    app.router.add_routes(routes)
     return app
 
 

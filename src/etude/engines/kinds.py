@@ -22,6 +22,7 @@ from etude.models.spec import ModelSpec
 from etude.protocols import Engine
 from etude.telemetry.log import EventLog
 from etude.weights.replica import ChangedNumbers, PulledWeights
+from etude.weights.state import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,6 +84,8 @@ class EngineContext:
     """Builds a model for published weights, with the run's arithmetic, on the engine's device."""
     load: Callable[[Decoder, Mapping[str, Tensor]], None]
     """Copies a published state into such a model."""
+    base: Callable[[], State] | None = None
+    """Reads the frozen weights over which adapters are published; ``None`` where whole models are."""
 
 
 Opener: TypeAlias = Callable[[EngineContext, PulledWeights], AbstractAsyncContextManager[ServedEngine]]

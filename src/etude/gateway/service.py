@@ -27,7 +27,7 @@ import numpy as np
 from etude.aio import gather_or_cancel
 from etude.clock import unix_s
 from etude.errors import CaptureError, EngineUnavailable, VersionPending
-from etude.gateway.api.calls import Answer, ApiError, Call, EventEncoder, FinishReason, Reply, new_id
+from etude.gateway.api.calls import MODEL, Answer, ApiError, Call, EventEncoder, FinishReason, Reply, new_id
 from etude.gateway.capture.conversations import Conversation, Prompt, SessionFull
 from etude.gateway.capture.live import LiveRecorder
 from etude.gateway.request_log import RequestRecord
@@ -191,10 +191,25 @@ class CallService:
             stop_ids=self._sampler.chat.stop_ids,
             seed=sampling.seed,
             priority=PRIORITIES[caller.traffic],
+            adapter=self._adapter(call, caller),
         )
         return GenerationRequest(
             call=call, caller=caller, prompt=prompt, params=self._sampler.recorder.params(params), record=record
         )
+
+    def _adapter(self, call: Call, caller: Caller) -> str:
+        """The adapter that a model's name ``policy:NAME`` asks for; empty for any other name.
+
+        What is learnt from is sampled with the run's own weights: elsewhere the name would be a lie.
+        """
+        policy, _, adapter = call.model.partition(":")
+        if policy != MODEL or not adapter:
+            return ""
+        if caller.traffic is TrafficClass.ROLLOUT or self._live is not None:
+            raise ApiError(
+                400, "adapter_not_learnt", f"{call.model!r}: this session is learnt from, by {MODEL!r} alone"
+            )
+        return adapter
 
     async def _keep(self, caller: Caller, answer: Answer) -> None:
         """Return once the answer is on the disk, if its session is recorded; again for one that was answered before, as

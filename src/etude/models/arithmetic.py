@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from etude.models.spec import SILU, GateSpec
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
@@ -70,6 +72,17 @@ class MaskTensors:
     """int64, ascending in each set."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRule:
+    """A layer's scores: their factor, their reach, and sinks that take a share of the softmax."""
+
+    scale: float
+    window: int | None = None
+    """Positions that a token sees, its own among them; ``None`` is all up to it."""
+    sinks_Q: Tensor | None = None
+    """[Q] a score of each head that has no value (gpt-oss; after arXiv 2309.17453); not scaled."""
+
+
 class Arithmetic(Protocol):
     """Everything a decoder computes that is not indexing or adding. Tensors in, new tensors out.
 
@@ -78,20 +91,20 @@ class Arithmetic(Protocol):
     what an engine with bfloat16 ones does.
     """
 
-    def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
-        """[N,H]: rows of the embedding, as activations."""
+    def embed(self, token_ids_N: Tensor, weight_VH: Tensor, scale: float = 1.0) -> Tensor:
+        """[N,H]: rows of the embedding, as activations, times ``scale`` in the embedding's type."""
         ...
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[N,O]: a matrix product, its sums in float32 or finer; the weight may have a narrower type than ``x``."""
         ...
 
-    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """Root-mean-square normalisation of the last axis, times ``gain``."""
+    def norm(self, x: Tensor, gain: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Root-mean-square normalisation of the last axis, times ``gain`` plus ``offset``."""
         ...
 
-    def gated(self, gate_up_NI: Tensor) -> Tensor:
-        """[N,I/2]: silu of the first half times the second half of the last axis."""
+    def gated(self, gate_up_NI: Tensor, gate: GateSpec = SILU) -> Tensor:
+        """[N,I/2]: what the gate makes of the two parts of the last axis."""
         ...
 
     def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
@@ -110,15 +123,17 @@ class Arithmetic(Protocol):
         """Sort the pairs of token and expert by expert, stably, without waiting for the device."""
         ...
 
-    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
-        """[R,O]: each expert's rows times that expert's matrix."""
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
+        """[R,O]: each expert's rows times that expert's matrix, plus its bias."""
         ...
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
         """[N,H]: what the experts of a token said, weighted and added up in the order of its slots."""
         ...
 
-    def attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+    def attend_packed(
+        self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
+    ) -> Tensor:
         """[N,Q,W]: causal attention inside each sequence. Query head i reads key head i // (Q/K)."""
         ...
 
@@ -126,7 +141,7 @@ class Arithmetic(Protocol):
         """Store this step's keys and values in the cache, keys [P,K,D,S] and values [P,K,S,W], rounded to its type."""
         ...
 
-    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
+    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: AttentionRule) -> Tensor:
         """[N,Q,W]: each token attends to its own sequence up to itself; this step's keys are in the cache."""
         ...
 
@@ -138,6 +153,12 @@ class Arithmetic(Protocol):
         A temperature of 0 means greedy: the logprob is 0, and so is its gradient. Can be differentiated.
         """
         ...
+
+
+def expert_of_rows(rows: int, ends_E: Tensor) -> Tensor:
+    """int64 [R]: the expert of each of ``rows`` sorted rows, without waiting for the device."""
+    rows_R = torch.arange(rows, dtype=ends_E.dtype, device=ends_E.device)
+    return torch.searchsorted(ends_E, rows_R, right=True).clamp(max=len(ends_E) - 1)
 
 
 def packed_rows(lengths: Sequence[int], device: torch.device) -> PackedRows:

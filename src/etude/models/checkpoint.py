@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from etude.config.training import ModelShape
 from etude.errors import DamagedError
+from etude.models.adapters import SCALE, adapter_views, check_base
 from etude.models.decoder import Decoder, DecoderBlock
 from etude.models.families import hf_config, spec_of
-from etude.models.naming import HEAD, block_views, outer_views, views
+from etude.models.naming import HEAD, Views, block_views, outer_views, views
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.types import Json
 
@@ -52,9 +53,14 @@ def spec_from_shape(shape: ModelShape, vocab_size: int) -> ModelSpec:
     )
 
 
+def state_views(model: Decoder) -> Views:
+    """Views of all tensors of a model's state, by name: of the adapter alone where it has one."""
+    return views(model) if model.adapters is None else adapter_views(model)
+
+
 def state_of(model: Decoder) -> dict[str, Tensor]:
     """The model's weights as a state: detached views, no copies."""
-    return {name: view.detach() for name, view in views(model)}
+    return {name: view.detach() for name, view in state_views(model)}
 
 
 def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
@@ -63,17 +69,18 @@ def load_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     Raises as :func:`check_state` does, before anything is copied.
     """
     check_state(model, state)
-    for part in (*model.blocks, model):
-        fill(part, state.__getitem__)
+    with torch.no_grad():
+        for name, view in state_views(model):
+            view.copy_(state[name])
 
 
 def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     """Compare a state's names and shapes with those of ``model``, whose weights may lie on ``meta``.
 
-    Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, and on one that the model has no place
-    for: what it stands for would not be computed.
+    Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, on one that the model has no place
+    for: what it stands for would not be computed; and on an adapter of another base or scale.
     """
-    places = dict(views(model))
+    places = dict(state_views(model))
     for name in state:
         if name not in places:
             raise DamagedError(f"tensor {name!r} has no place in this model: the state is another model's")
@@ -82,6 +89,13 @@ def check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
         if tensor is None or tensor.shape != view.shape:
             actual = "missing" if tensor is None else f"{list(tensor.shape)}"
             raise DamagedError(f"tensor {name!r} should be {list(view.shape)}, it is {actual}")
+    if model.adapters is not None:
+        check_base(model, state)
+        if float(state[SCALE]) != float(model.adapters.scale):
+            raise DamagedError(
+                f"the adapter has the scale {float(state[SCALE]):g}, expected is {float(model.adapters.scale):g}: it "
+                f"is of another lora.alpha or lora.rank"
+            )
 
 
 def fill(part: nn.Module, read: Callable[[str], Tensor]) -> None:

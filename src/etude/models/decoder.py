@@ -19,15 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from etude.models.arithmetic import Arithmetic, PackedRows, packed_rows
-from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation
+from etude.models.arithmetic import Arithmetic, AttentionRule, PackedRows, packed_rows
+from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation, gains
 from etude.models.draft import DraftHead, block_spec
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
+from etude.models.lora import Adapters
 from etude.models.precise import Precise
 from etude.models.rotary import rotary_tables
 from etude.models.shared_rows import SharedRows, shared_rows
-from etude.models.spec import GroupedSpec, ModelSpec
+from etude.models.spec import GroupedSpec, ModelSpec, RopeSpec
 
 RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 """Calls a module whose activations are not kept; nothing in a block is drawn at random."""
@@ -35,36 +36,60 @@ RECOMPUTED = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 @final
 class DecoderBlock(nn.Module):
-    """One transformer layer: attention, then a dense or sparse feed-forward, pre-normalised, with residuals."""
+    """One transformer layer: attention, then a dense or sparse feed-forward, pre-normalised, with residuals.
+
+    In a sandwich of norms (Gemma) what the two return is normalised as well, before it is added.
+    """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self._eps = spec.norm_eps
-        self.attention_gain = nn.Parameter(torch.ones(spec.hidden_size))
+        self._eps, self._offset = spec.norm_eps, spec.gain_offset
+        self.attention_gain = nn.Parameter(gains(spec, spec.hidden_size))
         is_grouped = isinstance(spec.attention, GroupedSpec)
         self.attention = GroupedAttention(spec, layer) if is_grouped else LatentAttention(spec, layer)
-        self.feed_gain = nn.Parameter(torch.ones(spec.hidden_size))
+        self.attended_gain = nn.Parameter(gains(spec, spec.hidden_size)) if spec.sandwich else None
+        self.feed_gain = nn.Parameter(gains(spec, spec.hidden_size))
         self.feed: FeedForward | Experts
         if spec.experts is not None and layer in spec.sparse_layers:
-            self.feed = Experts(spec.experts, spec.hidden_size, spec.sparse_layers.index(layer))
+            self.feed = Experts(spec.experts, spec.hidden_size, spec.sparse_layers.index(layer), spec.gate)
         else:
-            self.feed = FeedForward(spec.hidden_size, spec.dense_size)
+            self.feed = FeedForward(spec.hidden_size, spec.dense_size, spec.gate)
+        self.fed_gain = nn.Parameter(gains(spec, spec.hidden_size)) if spec.sandwich else None
 
     def forward(
         self, x_NH: Tensor, arithmetic: Arithmetic, rotation: Rotation, attend: Attend, routing: Routing | None
     ) -> Tensor:
         """[N,H] → [N,H]."""
         attended_NH: Tensor = self.attention(
-            arithmetic.norm(x_NH, self.attention_gain, self._eps), arithmetic, rotation, attend
+            self._norm(arithmetic, x_NH, self.attention_gain), arithmetic, rotation, attend
         )
-        x_NH = x_NH + attended_NH
-        normed_NH = arithmetic.norm(x_NH, self.feed_gain, self._eps)
+        x_NH = x_NH + self._norm(arithmetic, attended_NH, self.attended_gain)
+        normed_NH = self._norm(arithmetic, x_NH, self.feed_gain)
         update_NH: Tensor
         if isinstance(self.feed, Experts):
             update_NH = self.feed(normed_NH, arithmetic, routing)
         else:
             update_NH = self.feed(normed_NH, arithmetic)
-        return x_NH + update_NH
+        return x_NH + self._norm(arithmetic, update_NH, self.fed_gain)
+
+    def _norm(self, arithmetic: Arithmetic, x_NH: Tensor, gain: Tensor | None) -> Tensor:
+        """[N,H], as it is where the layer has no such norm."""
+        return x_NH if gain is None else arithmetic.norm(x_NH, gain, self._eps, self._offset)
+
+
+@final
+class RotaryTables(nn.Module):
+    """The rotary positions that some layers have in common."""
+
+    def __init__(self, spec: ModelSpec, rope: RopeSpec) -> None:
+        super().__init__()
+        cosines_PD, sines_PD = rotary_tables(spec, rope)
+        self.cosines_PD = Precise(cosines_PD, persistent=False)
+        self.sines_PD = Precise(sines_PD, persistent=False)
+
+    def forward(self, positions_N: Tensor) -> Rotation:
+        """The rows of the tables at int64 [N] positions."""
+        return Rotation(cosines_ND=self.cosines_PD.values[positions_N], sines_ND=self.sines_PD.values[positions_N])
 
 
 @final
@@ -79,18 +104,23 @@ class Decoder(nn.Module):
         self.recompute = False
         """Activation checkpointing: a backward pass computes each block's activations again, so that one hidden state
         per token and block in memory, a third more work, the same gradients."""
+        self.adapters: Adapters | None = None
+        """Adapters beside frozen weights: where there are any, they are the model's state."""
         self.embedding = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
-        self.gain = nn.Parameter(torch.ones(spec.hidden_size))
+        self.gain = nn.Parameter(gains(spec, spec.hidden_size))
         self.head = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
         self.draft = DraftHead(spec, DecoderBlock(block_spec(spec), spec.layers)) if spec.draft else None
         """Guesses further tokens; ``None`` where the spec has none."""
-        cosines_PD, sines_PD = rotary_tables(spec)
-        self._cosines_PD = Precise(cosines_PD, persistent=False)
-        self._sines_PD = Precise(sines_PD, persistent=False)
+        ropes = [spec.rope_of(layer) for layer in range(spec.layers)]
+        distinct = list(dict.fromkeys(ropes))
+        self.rotary = nn.ModuleList(RotaryTables(spec, rope) for rope in distinct)
+        self._rotary_of_layer = [distinct.index(rope) for rope in ropes]
 
     def initialise(self, seed: int, std: float = 0.04) -> None:
-        """Fill every matrix from a normal distribution, in the order of their use; gains stay 1, biases 0."""
+        """Fill every matrix from a normal distribution, in the order of their use; gains stay neutral, biases and sinks
+        0.
+        """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self._in_order_of_use():
@@ -115,14 +145,14 @@ class Decoder(nn.Module):
         ``token_ids_N`` and ``positions_N`` are int64. Raises ``ValueError`` if ``routing`` replays routes of another
         shape than [N, *spec.routes_shape].
         """
-        rotation = self._rotation(positions_N)
+        rotations = [tables(positions_N) for tables in self.rotary]
         if routing is not None:
             routing.begin(len(token_ids_N), self.spec, token_ids_N.device)
-        x_NH = self.arithmetic.embed(token_ids_N, self.embedding)
-        for block in self.blocks:
+        x_NH = self.arithmetic.embed(token_ids_N, self.embedding, self.spec.embedding_scale)
+        for block, rotary in zip(self.blocks, self._rotary_of_layer, strict=True):
             run = partial(RECOMPUTED, block) if self.recompute else block
-            x_NH = run(x_NH, self.arithmetic, rotation, attend, routing)
-        return self.arithmetic.norm(x_NH, self.gain, self.spec.norm_eps)
+            x_NH = run(x_NH, self.arithmetic, rotations[rotary], attend, routing)
+        return self.arithmetic.norm(x_NH, self.gain, self.spec.norm_eps, self.spec.gain_offset)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[N,H] → [N,V]."""
@@ -138,14 +168,10 @@ class Decoder(nn.Module):
         Gradients reach the head's own weights and nothing else.
         """
         assert self.draft is not None, "this model has no draft head"
-        embedded_NH = self.arithmetic.embed(token_ids_N, self.embedding.detach())
-        guessed: tuple[Tensor, Tensor] = self.draft(
-            hidden_NH.detach(), embedded_NH, self.arithmetic, self._rotation(positions_N), attend
-        )
+        embedded_NH = self.arithmetic.embed(token_ids_N, self.embedding.detach(), self.spec.embedding_scale)
+        rotation = self.rotary[self._rotary_of_layer[-1]](positions_N)
+        guessed: tuple[Tensor, Tensor] = self.draft(hidden_NH.detach(), embedded_NH, self.arithmetic, rotation, attend)
         return guessed
-
-    def _rotation(self, positions_N: Tensor) -> Rotation:
-        return Rotation(cosines_ND=self._cosines_PD.values[positions_N], sines_ND=self._sines_PD.values[positions_N])
 
     def forward_packed(
         self, token_ids_N: Tensor, lengths: Sequence[int] | None = None, routing: Routing | None = None
@@ -166,8 +192,8 @@ class Decoder(nn.Module):
             if shared is not None:
                 return self._forward_shared(token_ids_N, rows, shared)
 
-        def attend(_layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor) -> Tensor:
-            return self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
+        def attend(_layer: int, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
+            return self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, rule)
 
         hidden_NH: Tensor = self(token_ids_N, rows.positions_N, attend, routing)
         return hidden_NH
@@ -175,9 +201,9 @@ class Decoder(nn.Module):
     def _forward_shared(self, token_ids_N: Tensor, rows: PackedRows, shared: SharedRows) -> Tensor:
         """Hidden states [N,H], each row computed once; attention alone sees whole sequences."""
 
-        def attend(_layer: int, q_UQD: Tensor, k_UKD: Tensor, v_UKW: Tensor) -> Tensor:
+        def attend(_layer: int, q_UQD: Tensor, k_UKD: Tensor, v_UKW: Tensor, rule: AttentionRule) -> Tensor:
             q_NQD, k_NKD, v_NKW = (x.index_select(0, shared.rows_N) for x in (q_UQD, k_UKD, v_UKW))
-            out_NQW = self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, self.spec.attention.scale)
+            out_NQW = self.arithmetic.attend_packed(q_NQD, k_NKD, v_NKW, rows, rule)
             return out_NQW.index_select(0, shared.firsts_U)
 
         hidden_UH: Tensor = self(token_ids_N[shared.firsts_U], rows.positions_N[shared.firsts_U], attend)
@@ -189,4 +215,6 @@ def _matrices_of(block: nn.Module) -> Iterator[nn.Parameter]:
     assert isinstance(block, DecoderBlock)
     routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
     yield from (*block.attention.parameters(), *routed)
-    yield from (p for p in block.feed.parameters() if all(p is not other for other in routed))
+    for name, parameter in block.feed.named_parameters():
+        if all(parameter is not other for other in routed) and not name.endswith("_bias"):
+            yield parameter

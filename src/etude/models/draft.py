@@ -23,15 +23,20 @@ import torch
 from torch import Tensor, nn
 
 from etude.models.arithmetic import Arithmetic
-from etude.models.attention import Attend, Rotation
+from etude.models.attention import Attend, Rotation, gains
 from etude.models.spec import ModelSpec
 
 
 def block_spec(spec: ModelSpec) -> ModelSpec:
-    """The spec whose last block is the draft head's: like the decoder's own last one, sparse if that is."""
+    """The spec whose last block is the draft head's: like the decoder's own last one, sparse or with a window if that
+    is.
+    """
     last = spec.layers - 1
     sparse = (*spec.sparse_layers, spec.layers) if last in spec.sparse_layers else spec.sparse_layers
-    return replace(spec, layers=spec.layers + 1, sparse_layers=sparse, draft=False)
+    window = spec.window
+    if window is not None and last in window.layers:
+        window = replace(window, layers=(*window.layers, spec.layers))
+    return replace(spec, layers=spec.layers + 1, sparse_layers=sparse, window=window, draft=False)
 
 
 @final
@@ -40,12 +45,12 @@ class DraftHead(nn.Module):
 
     def __init__(self, spec: ModelSpec, block: nn.Module) -> None:
         super().__init__()
-        self._eps = spec.norm_eps
-        self.token_gain = nn.Parameter(torch.ones(spec.hidden_size))
-        self.hidden_gain = nn.Parameter(torch.ones(spec.hidden_size))
+        self._eps, self._offset = spec.norm_eps, spec.gain_offset
+        self.token_gain = nn.Parameter(gains(spec, spec.hidden_size))
+        self.hidden_gain = nn.Parameter(gains(spec, spec.hidden_size))
         self.join = nn.Parameter(torch.empty(spec.hidden_size, 2 * spec.hidden_size))
         self.block = block
-        self.gain = nn.Parameter(torch.ones(spec.hidden_size))
+        self.gain = nn.Parameter(gains(spec, spec.hidden_size))
 
     def forward(
         self, hidden_NH: Tensor, embedded_NH: Tensor, arithmetic: Arithmetic, rotation: Rotation, attend: Attend
@@ -56,11 +61,11 @@ class DraftHead(nn.Module):
         """
         both_NI = torch.cat(
             (
-                arithmetic.norm(embedded_NH, self.token_gain, self._eps),
-                arithmetic.norm(hidden_NH, self.hidden_gain, self._eps),
+                arithmetic.norm(embedded_NH, self.token_gain, self._eps, self._offset),
+                arithmetic.norm(hidden_NH, self.hidden_gain, self._eps, self._offset),
             ),
             dim=-1,
         )
         # The engine's routes are those of the decoder: a sparse block of a head chooses for itself.
         x_NH: Tensor = self.block(arithmetic.linear(both_NI, self.join), arithmetic, rotation, attend, None)
-        return x_NH, arithmetic.norm(x_NH, self.gain, self._eps)
+        return x_NH, arithmetic.norm(x_NH, self.gain, self._eps, self._offset)

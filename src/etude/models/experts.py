@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from etude.models.arithmetic import Arithmetic
+from etude.models.lora import LoraSite, linear
 from etude.models.precise import Precise
-from etude.models.spec import GROUP_WITNESSES, ExpertsSpec, ModelSpec
+from etude.models.spec import GROUP_WITNESSES, SILU, ExpertsSpec, GateSpec, ModelSpec
 from etude.types import NO_ROUTE
 
 TINIEST_SUM = 1e-20
@@ -42,16 +43,20 @@ class Rounding(Protocol):
 
 @final
 class FeedForward(nn.Module):
-    """A gated feed-forward layer (SwiGLU, arXiv 2002.05202): down(silu(gate·x) · up·x)."""
+    """A gated feed-forward layer (SwiGLU, arXiv 2002.05202): down(silu(gate·x) · up·x), or with another gate."""
 
-    def __init__(self, hidden_size: int, size: int) -> None:
+    def __init__(self, hidden_size: int, size: int, gate: GateSpec = SILU) -> None:
         super().__init__()
+        self._gate = gate
         self.gate_up = nn.Parameter(torch.empty(2 * size, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, size))
+        self.gate_up_lora: LoraSite | None = None
+        self.down_lora: LoraSite | None = None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic) -> Tensor:
         """[N,H] → [N,H]."""
-        return arithmetic.linear(arithmetic.gated(arithmetic.linear(x_NH, self.gate_up)), self.down)
+        inner_NI = arithmetic.gated(linear(arithmetic, x_NH, self.gate_up, self.gate_up_lora), self._gate)
+        return linear(arithmetic, inner_NI, self.down, self.down_lora)
 
 
 @final
@@ -154,16 +159,19 @@ class ExpertRouter(nn.Module):
         self.layer = layer
         """Index among the sparse layers, from 0."""
         self.weight = nn.Parameter(torch.empty(spec.count, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(spec.count)) if spec.bias else None
         self.correction = Precise(torch.zeros(spec.count), persistent=True) if spec.scoring == "sigmoid" else None
         """[E] moved by load balancing, not by gradients."""
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> tuple[Tensor, Tensor]:
         """[N,H] → experts [N,k] int64 and their gates [N,k] float32; gradients flow through the gates."""
         if self.correction is None:
-            scores_NE = arithmetic.linear(x_NH, self.weight).float()  # softmax comes after the choice: it keeps order
+            scores_NE = arithmetic.linear(
+                x_NH, self.weight, self.bias
+            ).float()  # softmax comes after the choice: it keeps order
             ranking_NE = scores_NE.detach()
         else:
-            scores_NE = _sigmoid(arithmetic, arithmetic.linear(x_NH.float(), self.weight))
+            scores_NE = _sigmoid(arithmetic, arithmetic.linear(x_NH.float(), self.weight, self.bias))
             ranking_NE = scores_NE.detach() + self.correction.values
         experts_Nk = self._choose(arithmetic, ranking_NE)
         if routing is not None:
@@ -212,7 +220,7 @@ class ExpertParallel(Protocol):
     """Expert parallelism: a layer's experts sharded over ranks that rows are sent to; the trainer implements it."""
 
     def local(self, weight_EOI: Tensor) -> Tensor:
-        """[e,O,I] the matrices of this rank's experts."""
+        """[e,O,I] the matrices, or [e,O] the biases, of this rank's experts."""
         ...
 
     def all_to_all(self, rows_RI: Tensor, ends_E: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -225,26 +233,44 @@ class ExpertParallel(Protocol):
 
 @final
 class RoutedExperts(nn.Module):
-    """The matrices of a layer's routed experts, and their computation."""
+    """The matrices of a layer's routed experts, and their computation.
 
-    def __init__(self, spec: ExpertsSpec, hidden_size: int) -> None:
+    Parameters lie as checkpoints have them: *fused* ones [E,I,O], all others [E,O,I].
+    """
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, gate: GateSpec) -> None:
         super().__init__()
+        self._gate = gate
+        self.is_fused = spec.fused
+        """True if the matrices lie as [E,I,O]."""
         self.format: Rounding | None = None
         """The format that the products round numbers to; ``None`` takes numbers as they are."""
         self.published = False
         """True if the matrices are published ones, which have been rounded to the format already."""
         self.parallel: ExpertParallel | None = None
         """Expert parallelism; ``None`` has all experts on this rank."""
-        self.gate_up = nn.Parameter(torch.empty(spec.count, 2 * spec.size, hidden_size))
-        self.down = nn.Parameter(torch.empty(spec.count, hidden_size, spec.size))
+        inner, outer = (2 * spec.size, hidden_size), (hidden_size, spec.size)
+        self.gate_up = nn.Parameter(torch.empty(spec.count, *(reversed(inner) if spec.fused else inner)))
+        self.gate_up_bias = nn.Parameter(torch.zeros(spec.count, inner[0])) if spec.bias else None
+        self.down = nn.Parameter(torch.empty(spec.count, *(reversed(outer) if spec.fused else outer)))
+        self.down_bias = nn.Parameter(torch.zeros(spec.count, outer[0])) if spec.bias else None
+        self.gate_up_lora: LoraSite | None = None
+        self.down_lora: LoraSite | None = None
 
-    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic) -> Tensor:
-        """[R,H] rows in the order of their experts, as :meth:`rounded` made them → [R,H]."""
+    def forward(self, rows_RH: Tensor, ends_E: Tensor, arithmetic: Arithmetic, tokens_R: Tensor) -> Tensor:
+        """[R,H] rows in the order of their experts, as :meth:`rounded` made them, of these tokens → [R,H]."""
 
         def compute(rows_RH: Tensor, ends_E: Tensor) -> Tensor:
-            gate_up_RI = arithmetic.grouped(rows_RH, ends_E, self._matrices(self.gate_up, parts=2))
-            inner_RI = self.rounded(arithmetic.gated(gate_up_RI))
-            return arithmetic.grouped(inner_RI, ends_E, self._matrices(self.down, parts=1))
+            gate_up_EOI, gate_up_EO = self._matrices(self.gate_up, parts=2), self._local(self.gate_up_bias)
+            gate_up_RI = arithmetic.grouped(rows_RH, ends_E, gate_up_EOI, gate_up_EO)
+            if self.gate_up_lora is not None:
+                gate_up_RI = self.gate_up_lora(gate_up_RI, rows_RH, arithmetic, ends_E, tokens_R)
+            inner_RI = self.rounded(arithmetic.gated(gate_up_RI, self._gate))
+            down_EOI, down_EO = self._matrices(self.down, parts=1), self._local(self.down_bias)
+            out_RH = arithmetic.grouped(inner_RI, ends_E, down_EOI, down_EO)
+            if self.down_lora is not None:
+                out_RH = self.down_lora(out_RH, inner_RI, arithmetic, ends_E, tokens_R)
+            return out_RH
 
         return compute(rows_RH, ends_E) if self.parallel is None else self.parallel.all_to_all(rows_RH, ends_E, compute)
 
@@ -252,8 +278,14 @@ class RoutedExperts(nn.Module):
         """Activations as products take them."""
         return x if self.format is None else self.format.activation(x)
 
-    def _matrices(self, weight_EOI: Tensor, *, parts: int) -> Tensor:
-        local_EOI = weight_EOI if self.parallel is None else self.parallel.local(weight_EOI)
+    def _local(self, parameter: Tensor | None) -> Tensor | None:
+        return parameter if parameter is None or self.parallel is None else self.parallel.local(parameter)
+
+    def _matrices(self, parameter: Tensor, *, parts: int) -> Tensor:
+        local_EOI = self._local(parameter)
+        assert local_EOI is not None
+        if self.is_fused:
+            return local_EOI.transpose(1, 2)
         return local_EOI if self.format is None or self.published else self.format.weight(local_EOI, parts=parts)
 
 
@@ -261,20 +293,21 @@ class RoutedExperts(nn.Module):
 class Experts(nn.Module):
     """The sparse feed-forward layer: a router, its experts, and the shared experts."""
 
-    def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int) -> None:
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, layer: int, gate: GateSpec = SILU) -> None:
         super().__init__()
         self.spec = spec
         self.router = ExpertRouter(spec, hidden_size, layer)
-        self.routed = RoutedExperts(spec, hidden_size)
-        self.shared = FeedForward(hidden_size, spec.shared_size) if spec.shared_size else None
+        self.routed = RoutedExperts(spec, hidden_size, gate)
+        self.shared = FeedForward(hidden_size, spec.shared_size, gate) if spec.shared_size else None
 
     def forward(self, x_NH: Tensor, arithmetic: Arithmetic, routing: Routing | None) -> Tensor:
         """[N,H] → [N,H]."""
         experts_Nk, gates_Nk = self.router(x_NH, arithmetic, routing)
         dispatch = arithmetic.dispatch(experts_Nk, self.spec.count)
         # A token is rounded once for all its experts.
-        rows_RH = self.routed.rounded(x_NH)[dispatch.order_R // self.spec.per_token]
-        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic)
+        tokens_R = dispatch.order_R // self.spec.per_token
+        rows_RH = self.routed.rounded(x_NH)[tokens_R]
+        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic, tokens_R)
         y_NH = arithmetic.combine(y_RH, dispatch.order_R, gates_Nk)
         if self.shared is None:
             return y_NH

@@ -7,6 +7,7 @@ Shape legend: see :mod:`etude.models.arithmetic`.
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any, TypeAlias, final
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import Dispatch, MaskTensors, PackedRows, PagedRows
+from etude.models.arithmetic import AttentionRule, Dispatch, MaskTensors, PackedRows, PagedRows, expert_of_rows
+from etude.models.spec import GELU_TANH, SILU, GateSpec
 
 Rounded: TypeAlias = Callable[[Tensor], Tensor]
 """Rounds a parameter to the type that it is used in."""
@@ -39,9 +41,10 @@ class FastArithmetic:
         self._dtype = dtype
         self._products = products
 
-    def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
+    def embed(self, token_ids_N: Tensor, weight_VH: Tensor, scale: float = 1.0) -> Tensor:
         """[N,H]."""
-        return self._rounded(functional.embedding(token_ids_N, weight_VH))
+        x_NH = self._rounded(functional.embedding(token_ids_N, weight_VH))
+        return x_NH if scale == 1.0 else x_NH * rounded_to(scale, x_NH.dtype)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[N,O]."""
@@ -53,18 +56,20 @@ class FastArithmetic:
             return out_NO.to(x_NI.dtype)
         return functional.linear(x_NI.to(kind), self._rounded(weight_OI).to(kind), bias_O).to(x_NI.dtype)
 
-    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        """Over the last axis."""
+    def norm(self, x: Tensor, gain: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Over the last axis; a gain with an offset has its sum in float32."""
+        if offset:
+            whole = self._rounded(gain).float() + offset
+            return functional.rms_norm(x.float(), (x.shape[-1],), whole, eps).to(x.dtype)
         return functional.rms_norm(x, (x.shape[-1],), self._rounded(gain).to(x.dtype), eps)
 
-    def gated(self, gate_up_NI: Tensor) -> Tensor:
-        """[N,I/2]."""
-        if gate_up_NI.is_cuda:
+    def gated(self, gate_up_NI: Tensor, gate: GateSpec = SILU) -> Tensor:
+        """[N,I/2]; SwiGLU is one kernel on a GPU."""
+        if gate_up_NI.is_cuda and gate == SILU:
             from etude.models.kernels.gpu import fused
 
             return fused.gated(gate_up_NI)
-        gate, up = gate_up_NI.chunk(2, -1)
-        return functional.silu(gate) * up
+        return _gated(gate_up_NI, gate)
 
     def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
         """[N,h,D]; the tables are rounded to the type of ``x``."""
@@ -92,14 +97,19 @@ class FastArithmetic:
         counts_E.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32))
         return Dispatch(order_R=order_R, ends_E=counts_E.cumsum(0, dtype=torch.int32))
 
-    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O] by one grouped matrix product."""
         kind = self._products or x_RI.dtype
+        y_RO: Tensor
         if torch.is_grad_enabled() and weight_EOI.requires_grad:
-            out_RO: Tensor = _RoundedGrouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
-            return out_RO.to(x_RI.dtype)
-        weight_EIO = self._rounded(weight_EOI).to(kind).transpose(1, 2)
-        return functional.grouped_mm(x_RI.to(kind), weight_EIO, offs=ends_E).to(x_RI.dtype)
+            y_RO = _RoundedGrouped.apply(x_RI.to(kind), ends_E, weight_EOI, self._rounded)  # type: ignore[no-untyped-call]
+        else:
+            weight_EIO = self._rounded(weight_EOI).to(kind).transpose(1, 2)
+            y_RO = functional.grouped_mm(x_RI.to(kind), weight_EIO, offs=ends_E)
+        y_RO = y_RO.to(x_RI.dtype)
+        if bias_EO is None:
+            return y_RO
+        return y_RO + self._rounded(bias_EO).to(y_RO.dtype)[expert_of_rows(len(y_RO), ends_E)]
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
         """[N,H], added up in float32."""
@@ -107,17 +117,20 @@ class FastArithmetic:
         y_NkH = y_RH[inverse_R].view(*gates_Nk.shape, -1)
         return (y_NkH * gates_Nk.unsqueeze(-1)).sum(1).to(y_RH.dtype)
 
-    def attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+    def attend_packed(
+        self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
+    ) -> Tensor:
         """[N,Q,W] in one call where flash attention can, else in one for each run of sequences of the same length.
 
         On a CPU rows padded to the longest take up to 2.4 times as long, one call under a mask of blocks 7 to 14 times.
         """
-        if _flashes(q_NQD, v_NKW):
-            return _flash(q_NQD, k_NKD, v_NKW, rows, scale)
+        rule = self._rounded_rule(rule, q_NQD)
+        if rule.sinks_Q is None and _flashes(q_NQD, v_NKW):
+            return _flash(q_NQD, k_NKD, v_NKW, rows, rule)
         runs = [(length, len(list(run))) for length, run in groupby(rows.lengths)]
         sizes = [length * count for length, count in runs]
         parts = zip(runs, *(x.split(sizes) for x in (q_NQD, k_NKD, v_NKW)), strict=True)
-        return torch.cat([_attend_run(run, q, k, v, scale) for run, q, k, v in parts])
+        return torch.cat([_attend_run(run, q, k, v, rule) for run, q, k, v in parts])
 
     def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
         """Scatter keys and values to their places."""
@@ -133,23 +146,24 @@ class FastArithmetic:
         keys_PKDS[pages_N, :, :, places_N] = k_NKD.to(keys_PKDS.dtype)
         values_PKSW[pages_N, :, places_N] = v_NKW.to(values_PKSW.dtype)
 
-    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
+    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: AttentionRule) -> Tensor:
         """[N,Q,W]: sequences with one token together, every other one by itself."""
+        rule = self._rounded_rule(rule, q_NQD)
         if q_NQD.is_cuda:
             from etude.models.kernels.gpu import paged_attention
 
             if paged_attention.attends(q_NQD.shape[-1], cache[1].shape[-1]):
-                return paged_attention.attend(q_NQD, cache, rows, scale)
+                return paged_attention.attend(q_NQD, cache, rows, rule)
         singles = rows.singles
         parts = []
         if singles:
             tables = rows.tables_BP[:singles]
-            parts.append(_attend(q_NQD[:singles, :, None], cache, tables, rows.positions_N[:singles, None], scale))
+            parts.append(_attend(q_NQD[:singles, :, None], cache, tables, rows.positions_N[:singles, None], rule))
         start = singles
         for sequence, count in enumerate(rows.counts[singles:], singles):
             q_1QTD = q_NQD[start : start + count].transpose(0, 1)[None]
             reach_1T = rows.positions_N[None, start : start + count]
-            parts.append(_attend(q_1QTD, cache, rows.tables_BP[sequence, None], reach_1T, scale))
+            parts.append(_attend(q_1QTD, cache, rows.tables_BP[sequence, None], reach_1T, rule))
             start += count
         return torch.cat(parts)
 
@@ -172,6 +186,15 @@ class FastArithmetic:
 
     def _rounded(self, parameter: Tensor) -> Tensor:
         return parameter if self._dtype is None else parameter.to(self._dtype)
+
+    def _rounded_rule(self, rule: AttentionRule, q_NQD: Tensor) -> AttentionRule:
+        sinks_Q = rule.sinks_Q
+        return rule if sinks_Q is None else replace(rule, sinks_Q=self._rounded(sinks_Q).to(q_NQD.dtype))
+
+
+def rounded_to(number: float, dtype: torch.dtype) -> float:
+    """The nearest number of a type."""
+    return float(torch.tensor(number, dtype=dtype))
 
 
 class _RoundedLinear(torch.autograd.Function):
@@ -258,8 +281,12 @@ def multiplies_bfloat16() -> bool:
 
 FLASH_WIDTH, FLASH_STEP = 256, 8
 """The widest head that flash attention takes, and what widths must be multiples of."""
-CAUSAL = (-1, 0)
-"""The bounds of what a token attends to: without end to the left, not at all to the right."""
+SINK_COLUMNS = 8
+"""Columns that sinks add to keys, of which one is needed: widths stay multiples of what kernels on GPUs want."""
+EVERYTHING = -1
+"""Flash attention's window without end."""
+QUERIES_AT_A_TIME = 512
+"""Neighbours whose windows are read together: few read little beyond them, many cost fewer calls."""
 
 
 def _flashes(q_NQD: Tensor, v_NKW: Tensor) -> bool:
@@ -272,10 +299,25 @@ def _flashes(q_NQD: Tensor, v_NKW: Tensor) -> bool:
     )
 
 
-def _flash(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+def _gated(gate_up_NI: Tensor, spec: GateSpec) -> Tensor:
+    gate, up = (gate_up_NI[..., ::2], gate_up_NI[..., 1::2]) if spec.interleaved else gate_up_NI.chunk(2, -1)
+    if spec == SILU:
+        return functional.silu(gate) * up
+    if spec == GELU_TANH:
+        return functional.gelu(gate, approximate="tanh") * up
+    if spec.limit is not None:
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    inner = gate + spec.cubic * gate**3 if spec.cubic else gate
+    return gate * (spec.slope * inner).sigmoid() * (up + spec.shift)
+
+
+def _flash(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule) -> Tensor:
     """[N,Q,W]: no sequence sees another, for the kernel knows where each begins."""
     starts, longest = rows.starts_B1, max(rows.lengths)
-    out_NQW: Tensor = _varlen()(q_NQD, k_NKD, v_NKW, starts, starts, longest, longest, scale=scale, window_size=CAUSAL)
+    bounds = (EVERYTHING if rule.window is None else rule.window - 1, 0)  # to the left and to the right
+    out_NQW: Tensor = _varlen()(
+        q_NQD, k_NKD, v_NKW, starts, starts, longest, longest, scale=rule.scale, window_size=bounds
+    )
     return out_NQW
 
 
@@ -292,33 +334,84 @@ def _varlen() -> Callable[..., Any]:
     return partial(varlen_attn, enable_gqa=True) if has_flag else varlen_attn
 
 
-def _attend_run(run: tuple[int, int], q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, scale: float) -> Tensor:
+def _attend_run(run: tuple[int, int], q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
     """[N,Q,W]: causal attention inside each of some sequences of one length; ``run`` is (length, count)."""
     length, count = run
     q_BQTD, k_BKTD, v_BKTW = (x.unflatten(0, (count, length)).transpose(1, 2) for x in (q_NQD, k_NKD, v_NKW))
-    grouped = q_NQD.shape[1] != k_NKD.shape[1]
-    out_BQTW = functional.scaled_dot_product_attention(
-        q_BQTD, k_BKTD, v_BKTW, is_causal=True, scale=scale, enable_gqa=grouped
-    )
+    if rule.sinks_Q is None and (rule.window is None or length <= rule.window):
+        grouped = q_NQD.shape[1] != k_NKD.shape[1]
+        out_BQTW = functional.scaled_dot_product_attention(
+            q_BQTD, k_BKTD, v_BKTW, is_causal=True, scale=rule.scale, enable_gqa=grouped
+        )
+    else:
+        out_BQTW = attend_last(q_BQTD, k_BKTD, v_BKTW, rule)
     return out_BQTW.transpose(1, 2).flatten(0, 1)
 
 
-def _attend(q_BQTD: Tensor, cache: tuple[Tensor, Tensor], tables_BP: Tensor, reach_BT: Tensor, scale: float) -> Tensor:
+def attend_last(q_BQTD: Tensor, k_BKXD: Tensor, v_BKXW: Tensor, rule: AttentionRule) -> Tensor:
+    """[B,Q,T,W]: causal attention of queries that are the last T of X tokens, some at a time under a mask.
+
+    Where there is a window only the keys that some of them see are read.
+    """
+    queries, keys = q_BQTD.shape[2], k_BKXD.shape[2]
+    parts = []
+    for start in range(0, queries, QUERIES_AT_A_TIME):
+        end = min(start + QUERIES_AT_A_TIME, queries)
+        reach_1T = torch.arange(start, end, device=q_BQTD.device)[None] + (keys - queries)
+        last = end + keys - queries
+        first = 0 if rule.window is None else max(0, start + keys - queries - rule.window + 1)
+        seen = slice(first, last)
+        visible_11TX = _visible(torch.arange(first, last, device=q_BQTD.device), reach_1T, rule)
+        parts.append(attend_masked(q_BQTD[:, :, start:end], k_BKXD[:, :, seen], v_BKXW[:, :, seen], visible_11TX, rule))
+    return torch.cat(parts, 2)
+
+
+def _attend(
+    q_BQTD: Tensor, cache: tuple[Tensor, Tensor], tables_BP: Tensor, reach_BT: Tensor, rule: AttentionRule
+) -> Tensor:
     """[B·T,Q,W]: attention of some sequences to their pages, each token up to its reach."""
     keys_PKDS, values_PKSW = cache
-    k_BKTD = keys_PKDS[tables_BP].permute(0, 2, 1, 4, 3).flatten(2, 3)
-    v_BKTW = values_PKSW[tables_BP].transpose(1, 2).flatten(2, 3)
-    visible_B1TX = (torch.arange(k_BKTD.shape[2], device=q_BQTD.device) <= reach_BT[..., None])[:, None]
-    grouped = q_BQTD.shape[1] != k_BKTD.shape[1]
-    out_BQTW = functional.scaled_dot_product_attention(
-        q_BQTD,
-        k_BKTD.to(q_BQTD.dtype),
-        v_BKTW.to(q_BQTD.dtype),
-        attn_mask=visible_B1TX,
-        scale=scale,
-        enable_gqa=grouped,
-    )
+    page = keys_PKDS.shape[-1]
+    positions = torch.arange(tables_BP.shape[1] * page, device=q_BQTD.device)
+    if rule.window is not None and (count := pages_of(reach_BT.shape[1] + rule.window - 1, page)) < tables_BP.shape[1]:
+        firsts_B1 = (reach_BT[:, :1] - rule.window + 1).clamp(min=0) // page  # neighbours: the first sees furthest back
+        pages_BP = firsts_B1 + torch.arange(count, device=q_BQTD.device)
+        tables_BP = tables_BP.gather(1, pages_BP.clamp(max=tables_BP.shape[1] - 1))
+        positions = positions[: count * page] + firsts_B1 * page
+    k_BKTD = keys_PKDS[tables_BP].permute(0, 2, 1, 4, 3).flatten(2, 3).to(q_BQTD.dtype)
+    v_BKTW = values_PKSW[tables_BP].transpose(1, 2).flatten(2, 3).to(q_BQTD.dtype)
+    out_BQTW = attend_masked(q_BQTD, k_BKTD, v_BKTW, _visible(positions, reach_BT, rule), rule)
     return out_BQTW.transpose(1, 2).flatten(0, 1)
+
+
+def pages_of(positions: int, page: int) -> int:
+    """The most pages that so many neighbouring positions lie in."""
+    return (positions + page - 2) // page + 1
+
+
+def _visible(positions: Tensor, reach_BT: Tensor, rule: AttentionRule) -> Tensor:
+    """[B,1,T,X] bool: which ``positions``, [X] or [B,X], each token sees."""
+    back_BTX = reach_BT[..., None] - (positions if positions.ndim == 1 else positions[:, None])
+    visible_BTX = back_BTX >= 0
+    return (visible_BTX if rule.window is None else visible_BTX & (back_BTX < rule.window))[:, None]
+
+
+def attend_masked(q_BQTD: Tensor, k_BKXD: Tensor, v_BKXW: Tensor, visible_B1TX: Tensor, rule: AttentionRule) -> Tensor:
+    """[B,Q,T,W]: attention to what is visible.
+
+    A sink is one more key, with a value of 0, that everybody sees. It has a column of its own, which is 1 there, 0 in
+    all other keys, and in queries what makes the score that of their head.
+    """
+    if rule.sinks_Q is not None:
+        width, sinks_Q11 = k_BKXD.shape[-1], (rule.sinks_Q / rule.scale)[:, None, None]
+        q_BQTD = torch.cat((q_BQTD, sinks_Q11.expand(*q_BQTD.shape[:3], SINK_COLUMNS)), -1)
+        k_BKXD = functional.pad(k_BKXD, (0, SINK_COLUMNS, 0, 1))
+        k_BKXD[:, :, -1, width] = 1.0
+        v_BKXW = functional.pad(v_BKXW, (0, 0, 0, 1))
+        visible_B1TX = functional.pad(visible_B1TX, (0, 1), value=True)
+    return functional.scaled_dot_product_attention(
+        q_BQTD, k_BKXD, v_BKXW, attn_mask=visible_B1TX, scale=rule.scale, enable_gqa=q_BQTD.shape[1] != k_BKXD.shape[1]
+    )
 
 
 def _allowed(mask: MaskTensors, logits_NV: Tensor) -> Tensor:

@@ -23,11 +23,15 @@ def token_flops(spec: ModelSpec) -> int:
 
 
 def pair_flops(spec: ModelSpec) -> int:
-    """Operations of all layers, per pair of a token and one that it attends to: a score and a share of a value, in each
-    head.
+    """Operations of the layers that see everything, per pair of a token and one that it attends to: a score and a share
+    of a value, in each head.
     """
-    attention = spec.attention
-    return 2 * spec.layers * attention.heads * (attention.key_width + attention.value_width)
+    return (spec.layers - _windowed(spec)) * _pair_of_layer(spec)
+
+
+def window_flops(spec: ModelSpec) -> int:
+    """The same of the layers with a window, per pair of a token and one inside its window."""
+    return _windowed(spec) * _pair_of_layer(spec)
 
 
 def head_flops(spec: ModelSpec) -> int:
@@ -35,6 +39,15 @@ def head_flops(spec: ModelSpec) -> int:
     only.
     """
     return 2 * spec.hidden_size * spec.vocab_size
+
+
+def _windowed(spec: ModelSpec) -> int:
+    return len(spec.window.layers) if spec.window is not None else 0
+
+
+def _pair_of_layer(spec: ModelSpec) -> int:
+    attention = spec.attention
+    return 2 * attention.heads * (attention.key_width + attention.value_width)
 
 
 def _attention_entries(spec: ModelSpec) -> int:

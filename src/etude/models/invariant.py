@@ -12,6 +12,7 @@ Shape legend: see :mod:`etude.models.arithmetic`.
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any, TypeAlias, final
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import Dispatch, MaskTensors, PackedRows, PagedRows
-from etude.models.fast import FastArithmetic
+from etude.models.arithmetic import AttentionRule, Dispatch, MaskTensors, PackedRows, PagedRows, expert_of_rows
+from etude.models.fast import FastArithmetic, rounded_to
 from etude.models.kernels import pages, products
 from etude.models.kernels import rows as rowwise
+from etude.models.spec import SILU, GateSpec
 
 Forward: TypeAlias = Callable[..., Tensor]
 
@@ -42,9 +44,10 @@ class InvariantArithmetic:
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
 
-    def embed(self, token_ids_N: Tensor, weight_VH: Tensor) -> Tensor:
+    def embed(self, token_ids_N: Tensor, weight_VH: Tensor, scale: float = 1.0) -> Tensor:
         """[N,H]."""
-        return _stored(self._dtype, functional.embedding(token_ids_N, weight_VH)).float()
+        x_NH = _stored(self._dtype, functional.embedding(token_ids_N, weight_VH))
+        return x_NH.float() if scale == 1.0 else x_NH.float() * rounded_to(scale, x_NH.dtype)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """[N,O]."""
@@ -54,18 +57,18 @@ class InvariantArithmetic:
             return out_NO
         return _linear(x_NI, weight_OI, bias_O)
 
-    def norm(self, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, gain: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Over the last axis."""
         gain = _stored(self._dtype, gain)
         if _tracked(x, gain):
-            return _Twofold.run(_norm, TORCH.norm, x, gain, eps)
-        return _norm(x, gain, eps)
+            return _Twofold.run(_norm, TORCH.norm, x, gain, eps, offset)
+        return _norm(x, gain, eps, offset)
 
-    def gated(self, gate_up_NI: Tensor) -> Tensor:
+    def gated(self, gate_up_NI: Tensor, gate: GateSpec = SILU) -> Tensor:
         """[N,I/2]."""
         if _tracked(gate_up_NI):
-            return _Twofold.run(_gated, TORCH.gated, gate_up_NI)
-        return _gated(gate_up_NI)
+            return _Twofold.run(_gated, TORCH.gated, gate_up_NI, gate)
+        return _gated(gate_up_NI, gate)
 
     def rotate(self, x_NhD: Tensor, cosines_ND: Tensor, sines_ND: Tensor) -> Tensor:
         """[N,h,D]."""
@@ -92,13 +95,17 @@ class InvariantArithmetic:
         rowwise.dispatch(experts_Nk.reshape(-1).numpy(), order_R.numpy(), ends_E.numpy())
         return Dispatch(order_R=order_R, ends_E=ends_E)
 
-    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O]."""
         weight_EOI = _stored(self._dtype, weight_EOI)
+        y_RO: Tensor
         if _tracked(x_RI, weight_EOI):
-            out_RO: Tensor = _Grouped.apply(x_RI, ends_E, weight_EOI)  # type: ignore[no-untyped-call]
-            return out_RO
-        return _grouped(x_RI, ends_E, weight_EOI)
+            y_RO = _Grouped.apply(x_RI, ends_E, weight_EOI)  # type: ignore[no-untyped-call]
+        else:
+            y_RO = _grouped(x_RI, ends_E, weight_EOI)
+        if bias_EO is None:
+            return y_RO
+        return y_RO + _stored(self._dtype, bias_EO).float()[expert_of_rows(len(y_RO), ends_E)]
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
         """[N,H]."""
@@ -106,14 +113,26 @@ class InvariantArithmetic:
             return _Twofold.run(_combine, TORCH.combine, y_RH, order_R, gates_Nk)
         return _combine(y_RH, order_R, gates_Nk)
 
-    def attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+    def attend_packed(
+        self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
+    ) -> Tensor:
         """[N,Q,W]."""
         k_NKD, v_NKW = _stored(self._dtype, k_NKD).float(), _stored(self._dtype, v_NKW).float()
-        if _tracked(q_NQD, k_NKD, v_NKW):
-            return _Twofold.run(self._attend_packed, TORCH.attend_packed, q_NQD, k_NKD, v_NKW, rows, scale)
-        return self._attend_packed(q_NQD, k_NKD, v_NKW, rows, scale)
+        sinks_Q = None if rule.sinks_Q is None else _stored(self._dtype, rule.sinks_Q).float()
+        if not _tracked(q_NQD, k_NKD, v_NKW, sinks_Q):
+            return self._attend_packed(q_NQD, k_NKD, v_NKW, rows, rule)
 
-    def _attend_packed(self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, scale: float) -> Tensor:
+        def kernel(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, sinks_Q: Tensor | None) -> Tensor:
+            return self._attend_packed(q_NQD, k_NKD, v_NKW, rows, replace(rule, sinks_Q=sinks_Q))
+
+        def twin(q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, sinks_Q: Tensor | None) -> Tensor:
+            return TORCH.attend_packed(q_NQD, k_NKD, v_NKW, rows, replace(rule, sinks_Q=sinks_Q))
+
+        return _Twofold.run(kernel, twin, q_NQD, k_NKD, v_NKW, sinks_Q)
+
+    def _attend_packed(
+        self, q_NQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rows: PackedRows, rule: AttentionRule
+    ) -> Tensor:
         """The paged attention over pages that are made for the occasion."""
         (_, key_heads, width), value_width = k_NKD.shape, v_NKW.shape[-1]
         paged = _paged(rows)
@@ -121,24 +140,26 @@ class InvariantArithmetic:
         keys_PKDS = torch.zeros(pages_in_all, key_heads, width, pages.PAGE)
         values_PKSW = torch.zeros(pages_in_all, key_heads, pages.PAGE, value_width)
         self.write_pages(k_NKD, v_NKW, (keys_PKDS, values_PKSW), paged)
-        return self.attend_pages(q_NQD, (keys_PKDS, values_PKSW), paged, scale)
+        return self.attend_pages(q_NQD, (keys_PKDS, values_PKSW), paged, rule)
 
     def write_pages(self, k_NKD: Tensor, v_NKW: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows) -> None:
         """Copy keys and values to their places."""
         keys, values = cache
         pages.write(_numbers(k_NKD.to(keys.dtype)), _numbers(v_NKW.to(values.dtype)), _pair(cache), _places(rows))
 
-    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
+    def attend_pages(self, q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: AttentionRule) -> Tensor:
         """[N,Q,W]."""
         keys_PKDS, values_PKSW = cache
         tokens, heads = q_NQD.shape[:2]
         out = np.empty((tokens, heads, values_PKSW.shape[-1]), np.float32)
         q, both, (tables, sequences, positions) = _floats(q_NQD), _pair(cache), _places(rows)
-        shape = (heads // keys_PKDS.shape[1], tables.shape[1] * pages.PAGE)
+        shape = (heads // keys_PKDS.shape[1], tables.shape[1] * pages.PAGE + 1)
+        sinks = NO_SINKS if rule.sinks_Q is None else _floats(_stored(self._dtype, rule.sinks_Q))
+        reach = (rule.scale, rule.window or int(positions.max()) + 1, sinks)
 
         def part(start: int, end: int) -> None:
             places = (tables, sequences[start:end], positions[start:end])
-            pages.attend(q[start:end], both, places, scale, np.empty(shape, np.float32), out[start:end])
+            pages.attend(q[start:end], both, places, reach, np.empty(shape, np.float32), out[start:end])
 
         _in_parts(part, tokens)
         return torch.from_numpy(out)
@@ -194,11 +215,12 @@ class _Linear(torch.autograd.Function):
         return _linear(x_NI, weight_OI, bias_O)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of x, weight and bias."""
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of x, weight and bias, as far as they are needed: not of what is frozen."""
         x_NI, weight_OI = ctx.saved_tensors
-        bias_O = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_NO @ weight_OI.to(grad_NO.dtype), grad_NO.t() @ x_NI, bias_O
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        grad_NI = grad_NO @ weight_OI.to(grad_NO.dtype) if of_x else None
+        return grad_NI, grad_NO.t() @ x_NI if of_weight else None, grad_NO.sum(0) if of_bias else None
 
 
 class _Grouped(torch.autograd.Function):
@@ -211,14 +233,18 @@ class _Grouped(torch.autograd.Function):
         return _grouped(x_RI, ends_E, weight_EOI)
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, Tensor]:
-        """Gradients of x and the weights."""
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        """Gradients of x and the weights, as far as they are needed."""
         x_RI, ends_E, weight_EOI = ctx.saved_tensors
-        grad_RI, grad_EOI = torch.empty_like(x_RI), torch.empty(weight_EOI.shape, dtype=grad_RO.dtype)
+        of_x, _, of_weight = ctx.needs_input_grad
+        grad_RI = torch.empty_like(x_RI) if of_x else None
+        grad_EOI = torch.empty(weight_EOI.shape, dtype=grad_RO.dtype) if of_weight else None
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             own = grad_RO[start:end]
-            torch.mm(own, weight_EOI[expert].to(own.dtype), out=grad_RI[start:end])
-            torch.mm(own.t(), x_RI[start:end], out=grad_EOI[expert])
+            if grad_RI is not None:
+                torch.mm(own, weight_EOI[expert].to(own.dtype), out=grad_RI[start:end])
+            if grad_EOI is not None:
+                torch.mm(own.t(), x_RI[start:end], out=grad_EOI[expert])
         return grad_RI, None, grad_EOI
 
 
@@ -230,16 +256,21 @@ def _linear(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return torch.from_numpy(out)
 
 
-def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+def _norm(x: Tensor, gain: Tensor, eps: float, offset: float) -> Tensor:
     rows = _floats(x.reshape(-1, x.shape[-1]))
     out = np.empty_like(rows)
-    rowwise.norm(rows, _numbers(gain), eps, out)
+    rowwise.norm(rows, _numbers(gain), eps, offset, out)
     return torch.from_numpy(out).view(x.shape)
 
 
-def _gated(gate_up_NI: Tensor) -> Tensor:
+def _gated(gate_up_NI: Tensor, gate: GateSpec) -> Tensor:
     out = np.empty((len(gate_up_NI), gate_up_NI.shape[1] // 2), np.float32)
-    rowwise.gated(_floats(gate_up_NI), out)
+    if gate == SILU:
+        rowwise.gated(_floats(gate_up_NI), out)
+    else:
+        limit = np.inf if gate.limit is None else gate.limit
+        numbers = (gate.slope, gate.cubic, gate.shift, limit)
+        rowwise.gated_by(_floats(gate_up_NI), numbers, gate.interleaved, out)
     return torch.from_numpy(out)
 
 
@@ -285,7 +316,7 @@ def _logprobs(logits_NV: Tensor, token_ids_N: Tensor, temperatures_N: Tensor, ma
     return torch.from_numpy(out)
 
 
-NO_BIAS = np.zeros(0, np.float32)
+NO_BIAS = NO_SINKS = np.zeros(0, np.float32)
 NO_IDS = np.zeros(0, np.int64)
 
 

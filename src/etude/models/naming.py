@@ -61,7 +61,12 @@ def _block(block: DecoderBlock) -> Views:
     for name, view in attention:
         yield f"self_attn.{name}", view
     yield "input_layernorm.weight", block.attention_gain.data
-    yield "post_attention_layernorm.weight", block.feed_gain.data
+    if block.attended_gain is None or block.fed_gain is None:
+        yield "post_attention_layernorm.weight", block.feed_gain.data
+    else:
+        yield "post_attention_layernorm.weight", block.attended_gain.data
+        yield "pre_feedforward_layernorm.weight", block.feed_gain.data
+        yield "post_feedforward_layernorm.weight", block.fed_gain.data
     for name, view in _experts(block.feed) if isinstance(block.feed, Experts) else _feed_forward(block.feed):
         yield f"mlp.{name}", view
 
@@ -80,6 +85,8 @@ def _grouped(attention: GroupedAttention) -> Views:
     if attention.query_gain is not None and attention.key_gain is not None:
         yield "q_norm.weight", attention.query_gain.data
         yield "k_norm.weight", attention.key_gain.data
+    if attention.sinks is not None:
+        yield "sinks", attention.sinks.data
 
 
 def _latent(attention: LatentAttention) -> Views:
@@ -98,6 +105,9 @@ def _latent(attention: LatentAttention) -> Views:
 
 
 def _experts(experts: Experts) -> Views:
+    if experts.spec.fused:
+        yield from _fused_experts(experts)
+        return
     yield "gate.weight", experts.router.weight.data
     if experts.router.correction is not None:
         yield "gate.e_score_correction_bias", experts.router.correction.values
@@ -110,6 +120,20 @@ def _experts(experts: Experts) -> Views:
     if experts.shared is not None:
         for name, view in _feed_forward(experts.shared):
             yield f"shared_experts.{name}", view
+
+
+def _fused_experts(experts: Experts) -> Views:
+    parts = {
+        "router.weight": experts.router.weight,
+        "router.bias": experts.router.bias,
+        "experts.gate_up_proj": experts.routed.gate_up,
+        "experts.gate_up_proj_bias": experts.routed.gate_up_bias,
+        "experts.down_proj": experts.routed.down,
+        "experts.down_proj_bias": experts.routed.down_bias,
+    }
+    for name, parameter in parts.items():
+        if parameter is not None:
+            yield name, parameter.data
 
 
 def _feed_forward(feed: FeedForward) -> Views:

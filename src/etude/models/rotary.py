@@ -21,12 +21,15 @@ Frequencies: TypeAlias = npt.NDArray[np.float32]
 """[F] radians per position."""
 
 
-def rotary_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [P,D] float32 each; the second half of a row repeats the first."""
-    rates_F = frequencies(spec.rope, spec.attention.rotary_width)
+def rotary_tables(spec: ModelSpec, rope: RopeSpec) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the layers of ``spec`` that have this ``rope``, [P,D] float32 each.
+
+    The second half of a row repeats the first.
+    """
+    rates_F = frequencies(rope, spec.attention.rotary_width)
     # The product is rounded to float32 as the models were trained with; from there on nothing more is lost.
     angles_PF = np.outer(np.arange(spec.max_positions, dtype=np.float32), rates_F).astype(np.float64)
-    cosines_PD, sines_PD = (np.tile(spec.rope.amplitude * x_PF, 2) for x_PF in (np.cos(angles_PF), np.sin(angles_PF)))
+    cosines_PD, sines_PD = (np.tile(rope.amplitude * x_PF, 2) for x_PF in (np.cos(angles_PF), np.sin(angles_PF)))
     return torch.from_numpy(cosines_PD.astype(np.float32)), torch.from_numpy(sines_PD.astype(np.float32))
 
 

@@ -12,6 +12,28 @@ from etude.types import NO_ROUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GateSpec:
+    """The inner step of a gated feed-forward (arXiv 2002.05202): g · σ(slope · (g + cubic · g³)) · (u + shift).
+
+    g is a row of the gate, u of what it lets through.
+    """
+
+    slope: float = 1.0
+    cubic: float = 0.0
+    shift: float = 0.0
+    limit: float | None = None
+    """g is at most this, u between minus this and this; ``None`` leaves them as they are."""
+    interleaved: bool = False
+    """True if g and u take turns, false if all of g come first."""
+
+
+SILU = GateSpec()
+"""SwiGLU."""
+GELU_TANH = GateSpec(slope=2.0 * math.sqrt(2.0 / math.pi), cubic=0.044715)
+"""GeGLU by the tangent approximation (arXiv 1606.08415 §2), for (1 + tanh x)/2 = σ(2x)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
     """Linear RoPE scaling: positions divided by a factor."""
 
@@ -100,17 +122,25 @@ class GroupedSpec:
     output_bias: bool = False
     normed: bool = False
     """True if each head of queries and keys is normalised (Qwen3)."""
+    rotary_dim: int | None = None
+    """Columns of a head, the first ones, that are turned by position; ``None`` is all."""
+    query_width: int | None = None
+    """Scores are divided by this number's root; ``None`` is ``head_dim``."""
+    sinks: bool = False
+    """True if each head has a learned score without a value, which takes a share of attention (gpt-oss)."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even for rotary positions")
+        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_dim:
+            raise ValueError(f"rotary_dim={self.rotary_dim} must be even and within head_dim={self.head_dim}")
 
     @property
     def scale(self) -> float:
         """Factor of scores."""
-        return float(self.head_dim**-0.5)
+        return float((self.query_width or self.head_dim) ** -0.5)
 
     @property
     def key_heads(self) -> int:
@@ -130,7 +160,7 @@ class GroupedSpec:
     @property
     def rotary_width(self) -> int:
         """Width of what is turned by position."""
-        return self.head_dim
+        return self.rotary_dim or self.head_dim
 
     @property
     def values_in_keys(self) -> bool:
@@ -210,6 +240,10 @@ class ExpertsSpec:
     """… and chosen from so many of them."""
     scale: float = 1.0
     """Factor of gates."""
+    bias: bool = False
+    """True if the router and the matrices of routed experts have one."""
+    fused: bool = False
+    """True if checkpoints have a layer's experts in one tensor, inputs before outputs (gpt-oss)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count < NO_ROUTE:
@@ -221,6 +255,22 @@ class ExpertsSpec:
             raise ValueError(
                 f"{self.top_groups} groups of {group_size} experts: too few for per_token={self.per_token}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowSpec:
+    """Sliding-window attention of some layers (arXiv 2004.05150 §3.1)."""
+
+    size: int
+    """Positions that a token sees, its own among them."""
+    layers: tuple[int, ...]
+    """The layers that have it, ascending."""
+    rope: RopeSpec | None = None
+    """Rotary positions of these layers; ``None`` is those of all."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"a window of {self.size} positions in layers {self.layers}: both start at 1, ascending")
 
 
 GROUP_WITNESSES = 2
@@ -241,7 +291,16 @@ class ModelSpec:
     sparse_layers: tuple[int, ...] = ()
     """Layers with experts, ascending; routes count these only."""
     rope: RopeSpec = RopeSpec()
+    window: WindowSpec | None = None
+    """Layers whose tokens do not see all of their past."""
+    gate: GateSpec = SILU
     norm_eps: float = 1e-6
+    gain_offset: float = 0.0
+    """Added to all gains of norms (Gemma: 1)."""
+    sandwich: bool = False
+    """True if the outputs of attention and feed-forward are normalised, too, before they are added (Gemma)."""
+    embedding_scale: float = 1.0
+    """Factor of the embedding where it is the input."""
     max_positions: int = 4096
     tied: bool = True
     """True if the output matrix is the embedding."""
@@ -256,17 +315,32 @@ class ModelSpec:
         dense_layers = self.layers - len(self.sparse_layers)
         if bool(dense_layers) != (self.dense_size > 0):
             raise ValueError(f"{dense_layers} of {self.layers} layers are dense, but dense_size={self.dense_size}")
+        if self.window is not None and self.window.layers[-1] >= self.layers:
+            raise ValueError(f"window.layers={self.window.layers} must be within the {self.layers} layers")
         if isinstance(self.attention, GroupedSpec):
             if self.rope.interleaved:
                 raise ValueError("interleaved rotary positions are implemented for latent attention only")
+        elif self.window is not None:
+            raise ValueError("windows are implemented for grouped attention only")
         elif self.attention.sharpness != self.rope.latent_sharpness:
             raise ValueError(
                 f"sharpness={self.attention.sharpness}, but the rope asks for {self.rope.latent_sharpness}"
             )
 
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token sees in a layer, its own among them; ``None`` is all up to it."""
+        return self.window.size if self.window is not None and layer in self.window.layers else None
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Rotary positions of a layer."""
+        local = self.window.rope if self.window is not None and layer in self.window.layers else None
+        return local or self.rope
+
     @property
     def cached_numbers(self) -> int:
-        """Numbers of one token's keys and values, all layers together, a draft head's included."""
+        """Numbers of one token's keys and values, all layers together, a draft head's included; those with a window
+        keep all, too.
+        """
         attention = self.attention
         return (self.layers + self.draft) * attention.key_heads * (attention.key_width + attention.value_width)
 
@@ -310,3 +384,47 @@ TINY_LATENT = ModelSpec(
     tied=False,
 )
 """The smallest DeepSeek-V3: latent attention, a dense layer, shared experts, groups of experts."""
+
+TINY_GLM = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=2,
+    attention=GroupedSpec(heads=4, kv_heads=2, head_dim=16, bias=True, normed=True, rotary_dim=8),
+    dense_size=48,
+    experts=ExpertsSpec(count=4, per_token=2, size=16, shared_size=16, scoring="sigmoid"),
+    sparse_layers=(1,),
+    tied=False,
+)
+"""The smallest GLM-4.5: rotary positions of half a head, DeepSeek-V3's router with grouped attention."""
+
+TINY_GEMMA = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=3,
+    attention=GroupedSpec(heads=4, kv_heads=2, head_dim=16, normed=True, query_width=24),
+    dense_size=48,
+    rope=RopeSpec(theta=1_000_000.0, scaling=LinearScaling(factor=8.0)),
+    window=WindowSpec(size=11, layers=(0, 2), rope=RopeSpec()),
+    gate=GELU_TANH,
+    gain_offset=1.0,
+    sandwich=True,
+    embedding_scale=32**0.5,
+)
+"""The smallest Gemma 3: windows with a rope of their own, a sandwich of norms, a scaled embedding."""
+
+TINY_OSS = ModelSpec(
+    vocab_size=50,
+    hidden_size=32,
+    layers=2,
+    attention=GroupedSpec(heads=4, kv_heads=2, head_dim=16, bias=True, output_bias=True, sinks=True),
+    experts=ExpertsSpec(count=4, per_token=2, size=16, bias=True, fused=True),
+    sparse_layers=(0, 1),
+    rope=RopeSpec(scaling=YarnScaling(factor=4.0, original_positions=1024, truncate=False)),
+    window=WindowSpec(size=13, layers=(0,)),
+    gate=GateSpec(slope=1.702, shift=1.0, limit=7.0, interleaved=True),
+    tied=False,
+)
+"""The smallest gpt-oss: a window, sinks, biases everywhere, experts with clamped gates in one tensor."""
+
+TINIEST = (TINY, TINY_DENSE, TINY_LATENT, TINY_GLM, TINY_GEMMA, TINY_OSS)
+"""One of every shape there is."""

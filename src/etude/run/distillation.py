@@ -13,7 +13,6 @@ import numpy as np
 
 from etude.config.recipe import RunConfig
 from etude.models.checkpoint import load_spec
-from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
 from etude.run.folder import RunFolder
 from etude.run.hints import reminders_of
@@ -30,7 +29,7 @@ class DistillationBatcher:
     """Makes the distillation examples of every batch of a run."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, reminders: Reminders) -> None:
-        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._cost = Cost.of_model(spec)
         self._max_tokens = config.trainer.microbatch_tokens * config.parallel.cp
         self._with_summaries = config.credit.summaries == "train"
         self._reminders = reminders

@@ -17,11 +17,12 @@ from etude.engines.kinds import EngineContext, Opener
 from etude.models.checkpoint import load_spec
 from etude.releases.routing import held_arm
 from etude.routing_table import RoutingTable
+from etude.run.engine_adapters import adapter_routes
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.listener import run_listener
-from etude.run.numerics import largest_state, load_published, serving_model
+from etude.run.numerics import frozen_base, largest_state, load_published, serving_model
 from etude.run.parent import tell_person
 from etude.run.process_name import ENGINE, PRODUCTION, ProcessName
 from etude.run.region_stores import open_region_log, weights_url
@@ -57,14 +58,16 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
             closing(await asyncio.to_thread(WeightFollower, log, largest_state(spec), target))
         )
         stack.enter_context(outages)  # ends before the follower, whose calls wait for it
+        base = frozen_base(folder.model, config)
         context = EngineContext(
             config=config,
             spec=spec,
             model_folder=folder.model,
             logs=logs,
             events=events,
-            make_model=partial(serving_model, spec, config.numerics, config.engine.device),
+            make_model=partial(serving_model, spec, config.numerics, config.engine.device, base),
             load=partial(load_published, config=config.numerics),
+            base=None if base is None else base.published,
         )
         await first_version(log)
         if arm is not None:
@@ -72,7 +75,13 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
         weights = await asyncio.to_thread(follower.start)
         async with (
             opener(context, weights) as served,
-            run_listener(folder, name, lambda: engine_app(served.engine, key), config.engine, outages) as url,
+            run_listener(
+                folder,
+                name,
+                lambda: engine_app(served.engine, key, adapter_routes(served.engine)),
+                config.engine,
+                outages,
+            ) as url,
             asyncio.TaskGroup() as tasks,
         ):
             tell_person(f"{name} at {url}")

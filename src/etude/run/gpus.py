@@ -68,14 +68,20 @@ def with_gpus(specs: Sequence[ProcessSpec], shares: Mapping[str, tuple[int, ...]
 
 def engine_gpus(config: RunConfig) -> int:
     """GPUs of one engine: one, or over how many its server spreads a model."""
+    return math.prod(engine_sizes(config))
+
+
+def engine_sizes(config: RunConfig) -> tuple[int, int, int]:
+    """(tensor, pipeline, data): over how many GPUs an engine's server spreads matrices, layers and sequences."""
     match config.engine.options:
         case VllmOptions(arguments=arguments):
-            sizes = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+            names = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
         case SglangOptions(arguments=arguments):
-            sizes = ("tp-size", "pp-size", "dp-size")
+            names = ("tp-size", "pp-size", "dp-size")
         case _:
-            return 1
-    return math.prod(int(str(arguments.get(size, 1))) for size in sizes)
+            return 1, 1, 1
+    tensor, pipeline, data = (int(arguments.get(name, 1)) for name in names)
+    return tensor, pipeline, data
 
 
 def _engines(config: RunConfig) -> list[str]:

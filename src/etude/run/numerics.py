@@ -5,19 +5,25 @@ trainer: float32 parameters ──rounded, quantised──▶ published state �
 forward rounds each weight where it is used          =          forward takes them as they are
 """
 
+import copy
 from collections.abc import Mapping
+from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
 
 from etude.config.inference import NumericsConfig
+from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
+from etude.models.adapters import ABOUT, AdapterSpec, attach, is_adapter
 from etude.models.arithmetic import Arithmetic
-from etude.models.checkpoint import load_state, state_of
+from etude.models.checkpoint import StoredCheckpoint, load_spec, load_state, state_of
 from etude.models.decoder import Decoder
 from etude.models.experts import RoutedExperts
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
+from etude.models.lora import LowRank
 from etude.models.lowprecision import (
     EXPERT_FORMATS,
     ExpertFormat,
@@ -26,10 +32,14 @@ from etude.models.lowprecision import (
     quantised_state,
     quantization_config,
 )
+from etude.models.peft import read_peft
 from etude.models.spec import ModelSpec
 from etude.run.resolve import is_invariant
 from etude.types import Json, RouteSpace
+from etude.weights.digest import state_digest
 from etude.weights.pull import ReceiveOptions
+from etude.weights.state import State
+from etude.weights.tensors import to_stored, to_tensors
 
 DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -62,8 +72,12 @@ def expert_format(config: NumericsConfig) -> ExpertFormat | None:
     return None if config.experts == "plain" else EXPERT_FORMATS[config.experts]
 
 
-def training_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
-    """A model for training: float32 parameters, the arithmetic of an engine with published weights."""
+def training_model(spec: ModelSpec, config: NumericsConfig, device: str, base: "FrozenBase | None" = None) -> Decoder:
+    """A model for training: float32 parameters, the arithmetic of an engine with published weights. Over a ``base``
+    only its adapter is like that.
+    """
+    if base is not None:
+        return base.model(device, torch.float32)
     model = Decoder(spec, choose_arithmetic(config, device)).to(device)
     _set_formats(model, expert_format(config))
     return model
@@ -77,8 +91,12 @@ def unfilled_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Deco
     return model
 
 
-def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decoder:
-    """A model for serving published weights. Quantised experts are held in float32, which has all their values."""
+def serving_model(spec: ModelSpec, config: NumericsConfig, device: str, base: "FrozenBase | None" = None) -> Decoder:
+    """A model for serving published weights, or published adapters over a ``base``. Quantised experts are held in
+    float32, which has all their values.
+    """
+    if base is not None:
+        return base.model(device, DTYPES[config.stored_dtype])
     model = Decoder(spec, choose_arithmetic(config, device)).to(device, DTYPES[config.stored_dtype]).eval()
     form = expert_format(config)
     if form is not None:
@@ -86,6 +104,58 @@ def serving_model(spec: ModelSpec, config: NumericsConfig, device: str) -> Decod
             routed.gate_up.data, routed.down.data = routed.gate_up.data.float(), routed.down.data.float()
     _set_formats(model, form, published=True)
     return model
+
+
+def frozen_base(model: Path, config: RunConfig) -> "FrozenBase | None":
+    """The base of a run in whose RL adapters are trained; ``None`` where whole models are. ``model`` is the run's."""
+    return FrozenBase(model, config) if config.lora.trains("rl") else None
+
+
+def adapter_spec(config: RunConfig) -> AdapterSpec:
+    """The shape of the adapters of a recipe."""
+    return AdapterSpec(rank=config.lora.rank, scale=config.lora.scale, targets=config.lora.targets)
+
+
+@final
+class FrozenBase:
+    """The frozen weights of a run's model as engines hold them, and the start of the adapter over them.
+
+    Every model of one process and device shares them; what each has for itself is its adapter.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self._folder = folder
+        self._config = config
+        self._models: dict[str, Decoder] = {}
+
+    def model(self, device: str, dtype: torch.dtype) -> Decoder:
+        """A model with an adapter of ``dtype``, as version 0 has it."""
+        if device not in self._models:
+            self._models[device] = self._build(device)
+        model = self._models[device]
+        shared = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+        twin = copy.deepcopy(model, shared)
+        for module in twin.modules():
+            if isinstance(module, LowRank):
+                module.to(dtype)
+        return twin
+
+    def published(self) -> State:
+        """The frozen weights as they would be published, read anew."""
+        stored = StoredCheckpoint(self._folder)
+        whole = Decoder(stored.spec)
+        stored.load(whole)
+        return to_stored(published_state(whole, self._config.numerics))
+
+    def _build(self, device: str) -> Decoder:
+        numerics, published = self._config.numerics, self.published()
+        model = serving_model(load_spec(self._folder), numerics, device)
+        load_published(model, to_tensors(published), numerics)
+        spec, digest = adapter_spec(self._config), state_digest(published)
+        attach(model, spec, base=digest, seed=self._config.seed)
+        if self._config.lora.start:
+            load_state(model, state_of(model) | read_peft(Path(self._config.lora.start), model, spec))
+        return model
 
 
 def count_parameters(spec: ModelSpec) -> int:
@@ -100,8 +170,13 @@ def largest_state(spec: ModelSpec) -> ReceiveOptions:
 
 
 def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]:
-    """The state to publish: weights rounded to the section's type, experts encoded in its format."""
+    """The state to publish: weights rounded to the section's type, experts encoded in its format; of an adapted model
+    the adapter, in the section's type.
+    """
     state, form = state_of(model), expert_format(config)
+    if is_adapter(state):
+        dtype = DTYPES[config.stored_dtype]
+        return {name: tensor if name in ABOUT else tensor.to(dtype) for name, tensor in state.items()}
     encoded = {} if form is None else quantised_state(state, form)
     rounded = {
         name: tensor if name.endswith(EXACT) else tensor.to(DTYPES[config.stored_dtype])
@@ -119,7 +194,7 @@ def load_published(model: Decoder, state: Mapping[str, Tensor], config: Numerics
 def decoded_state(state: Mapping[str, Tensor], config: NumericsConfig) -> Mapping[str, Tensor]:
     """A published state with its experts decoded to plain matrices."""
     form = expert_format(config)
-    return state if form is None else dequantised_state(state, form)
+    return state if form is None or is_adapter(state) else dequantised_state(state, form)
 
 
 def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dict[str, Json]:
@@ -131,6 +206,11 @@ def checkpoint_extra(state: Mapping[str, Tensor], config: NumericsConfig) -> dic
 
 
 def _set_formats(model: Decoder, form: ExpertFormat | None, *, published: bool = False) -> None:
+    if form is not None and model.spec.experts is not None and model.spec.experts.fused:
+        raise ConfigError(
+            f"numerics.experts = {form.name!r} is not implemented for a checkpoint with a layer's experts in "
+            "one tensor (gpt-oss): set numerics.experts to 'plain'"
+        )
     for routed in _routed(model):
         routed.format, routed.published = form, published
 

@@ -47,7 +47,15 @@ from etude.models.experts import Routing
 from etude.models.spec import ModelSpec
 from etude.protocols import Engine, SamplingParams, turn_of
 from etude.run.folder import RunFolder
-from etude.run.numerics import decoded_state, load_published, published_state, serving_model, training_model
+from etude.run.numerics import (
+    FrozenBase,
+    decoded_state,
+    frozen_base,
+    load_published,
+    published_state,
+    serving_model,
+    training_model,
+)
 from etude.run.resolve import is_invariant, resolve_device, resolve_replay
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
@@ -122,12 +130,21 @@ class Parity:
         return self.exact if self.invariant else self.mismatch_level is not MismatchLevel.STOP
 
 
-def check_parity(spec: ModelSpec, state: Mapping[str, Tensor], numerics: NumericsConfig, device: str) -> Parity:
-    """Compare both sides on a published ``state``. Raises ``ValueError`` for a model with too few positions."""
+def check_parity(
+    spec: ModelSpec,
+    state: Mapping[str, Tensor],
+    numerics: NumericsConfig,
+    device: str,
+    base: FrozenBase | None = None,
+) -> Parity:
+    """Compare both sides on a published ``state``, of an adapter where there is a ``base``. Raises ``ValueError`` for a
+    model with too few positions.
+    """
     if spec.max_positions < LONGEST:
         raise ValueError(f"max_positions={spec.max_positions}: the parity gate needs {LONGEST}")
     replayed = numerics.model_copy(update={"replay": resolve_replay(numerics, device)})
-    trainer, server = training_model(spec, numerics, device).eval(), serving_model(spec, numerics, device)
+    trainer = training_model(spec, numerics, device, base).eval()
+    server = serving_model(spec, numerics, device, base)
     load_published(trainer, state, numerics)
     load_published(server, state, numerics)
     trajectories = sample(server, record_routes=replayed.replay != "off")
@@ -162,7 +179,7 @@ def compare_layers(trainer: Decoder, server: Decoder, sequences: Sequence[Ids]) 
     firsts = np.cumsum([0, *pages]).tolist()
     theirs = {}
     for way, read in WAYS.items():
-        cache = PagedCache(server, 2 * sum(pages), record_routes=True, graphs=False)
+        cache = PagedCache(server, 2 * sum(pages), record_routes=True)
         requests = [_request(index, one, firsts[index]) for index, one in enumerate(sequences)]
         theirs[way] = _read_paged(server, cache, requests, read)
     return tuple(
@@ -232,7 +249,7 @@ def _read_paged(model: Decoder, cache: PagedCache, requests: Sequence[EngineRequ
     reading = _ForwardPass()
     for plan in read(requests):
         with torch.inference_mode(), _observed(model) as seen:
-            _, routes_NSk = cache.forward(model, plan)
+            routes_NSk = cache.forward(model, plan).routes_NLk
         if not reading.states:
             reading.states.update({name: [_blank(one, out) for one in requests] for name, out in seen.items()})
         if routes_NSk is not None and not reading.routes:
@@ -385,11 +402,12 @@ def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
     device = resolve_device(config.engine.device)
     spec, published = load_spec(folder.model), to_tensors(pull(open_log(folder)).state)
     trained_as = folder.config().numerics
-    if config.numerics != trained_as:
+    base = frozen_base(folder.model, config)
+    if base is None and config.numerics != trained_as:
         model = training_model(spec, trained_as, device)
         load_published(model, published, trained_as)
         published = published_state(model, config.numerics)
-    return check_parity(spec, published, config.numerics, device)
+    return check_parity(spec, published, config.numerics, device, base)
 
 
 def parity_of_model(checkpoint: Path | None, config: RunConfig) -> Parity:

@@ -24,17 +24,17 @@ from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
 from etude.config.recipe import RunConfig, has_drafts
 from etude.config.training import ModelShape
 from etude.errors import RunFolderError
-from etude.models.checkpoint import StoredCheckpoint, save_checkpoint, spec_from_shape, state_of
+from etude.models.adapters import attach, merge
+from etude.models.checkpoint import StoredCheckpoint, load_spec, load_state, save_checkpoint, spec_from_shape, state_of
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic, multiplies_bfloat16
-from etude.models.flops import pair_flops, token_flops
 from etude.models.spec import ModelSpec
 from etude.run.checkpoint_copies import CheckpointCopies, copy_model, restore_checkpoint, restore_model
 from etude.run.draft_head import with_draft_head
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import choose_arithmetic, published_state
+from etude.run.numerics import DTYPES, adapter_spec, choose_arithmetic, frozen_base, published_state, training_model
 from etude.run.phase_folders import (
     Phase,
     PhaseFolders,
@@ -143,9 +143,11 @@ class PhaseProcess(Closing):
         self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
         self._model = read_model(self._origin)
         self._parent = digest_of(self._model)
+        if self._config.lora.trains(phase):
+            attach(self._model, adapter_spec(self._config), base=self._parent, seed=self._config.seed)
         prepare(self._model, self._config)
         spec = self._model.spec
-        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
+        self._cost = Cost.of_model(spec)
         self._reading = open_reading(self._config, phase, self._chat, folder.path)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
             open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later
@@ -243,19 +245,30 @@ class PhaseProcess(Closing):
             )
         )
 
+    def _whole(self) -> Decoder:
+        """The model that the phase ends with; an adapter is merged into the weights as they were, in float32."""
+        if self._model.adapters is None:
+            return self._model
+        whole = read_model(self._origin)
+        attach(whole, adapter_spec(self._config), base=self._parent)
+        load_state(whole, state_of(self._model))
+        merge(whole)
+        return whole
+
     def _end(self, cursor: Cursor, loss: float | None) -> None:
+        whole = self._whole()
         record = PhaseRecord(
             phase=self._phase,
             steps=self._steps,
             tokens=cursor.tokens,
             loss=loss,
-            digest=digest_of(self._model),
+            digest=digest_of(whole),
             parent=self._parent,
         )
 
         def fill(target: Path) -> None:
             hand_down(self._origin, target)
-            save_model(target, self._model, load_format(target))
+            save_model(target, whole, load_format(target))
             write_record(target, record)
 
         place(self._lineage.model(self._phase), fill)
@@ -281,6 +294,8 @@ def prepare(model: Decoder, config: RunConfig) -> None:
     model.recompute = config.trainer.recomputes
     if device != "cpu":
         model.arithmetic = choose_arithmetic(config.numerics.model_copy(update={"arithmetic": "fast"}), device)
+        for frozen in (parameter for parameter in model.parameters() if not parameter.requires_grad):
+            frozen.data = frozen.data.to(DTYPES[config.numerics.stored_dtype])
     elif config.numerics.dtype == "bfloat16" and multiplies_bfloat16():
         model.arithmetic = FastArithmetic(products=torch.bfloat16)
 
@@ -321,12 +336,17 @@ def make_start(target: Path, config: RunConfig) -> None:
 
 
 def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: StoreOutages) -> None:
-    """Make the last phase's model the run's model, and publish it as weight version 0."""
+    """Make the last phase's model the run's model, and publish it as weight version 0: as the base of all versions an
+    adapter over it that changes nothing, where RL trains one.
+    """
     config = folder.config()
     place(folder.model, lambda target: _make_model(origin, target, config))
     keep(folder, *MODEL, outages=outages)  # weights are of no use without it
     with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
-        publishing.start(published_state(read_model(folder.model), config.numerics), 0)
+        base = frozen_base(folder.model, config)
+        spec = load_spec(folder.model)
+        model = read_model(folder.model) if base is None else training_model(spec, config.numerics, "cpu", base)
+        publishing.start(published_state(model, config.numerics), 0)
         publishing.land()
 
 

@@ -38,7 +38,7 @@ from etude.run.endpoints import listeners, probe_ports
 from etude.run.folder import RunFolder
 from etude.run.gpus import count_gpus, divide_gpus
 from etude.run.judging import check_judge
-from etude.run.memory_need import check_memory
+from etude.run.memory_plan import check_memory
 from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, resolve, resolve_device
@@ -168,7 +168,7 @@ def check_room(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
     yield MachineFinding(
         name="disk", words=advice[0] if advice else f"{formatting.size(free_bytes(out))} free", works=not advice
     )
-    advice = check_memory(config, spec, count_parameters(spec))
+    advice = check_memory(resolve(config), spec)
     yield from (MachineFinding(name="memory", words=line, works=False) for line in advice)
 
 

@@ -214,6 +214,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _compared(folder: RunFolder, version: int) -> str:
     """``1`` where engine and trainer agree on a version, ``0`` where not, nothing where it cannot be compared."""
+    from etude.run.numerics import frozen_base
     from etude.run.parity import LONGEST, check_parity
     from etude.run.weight_log import open_log
     from etude.weights.pull import pull
@@ -223,7 +224,8 @@ def _compared(folder: RunFolder, version: int) -> str:
     if config.engine.kind != "native" or spec.max_positions < LONGEST:
         return ""
     state = to_tensors(pull(open_log(folder), version).state)
-    return str(int(check_parity(spec, state, config.numerics, config.engine.device).passed))
+    base = frozen_base(folder.model, config)
+    return str(int(check_parity(spec, state, config.numerics, config.engine.device, base).passed))
 
 
 if __name__ == "__main__":

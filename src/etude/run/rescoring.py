@@ -15,7 +15,7 @@ from etude.errors import EtudeError
 from etude.models.checkpoint import load_spec
 from etude.models.experts import Routing
 from etude.run.folder import RunFolder
-from etude.run.numerics import load_published, training_model
+from etude.run.numerics import frozen_base, load_published, training_model
 from etude.run.resolve import check_devices
 from etude.run.weight_log import open_log
 from etude.trainer.batching.build import build_trajectories
@@ -38,7 +38,8 @@ class Rescoring:
         check_devices(config, ("trainer",))
         self._numerics = config.numerics
         self._log = open_log(folder)
-        self._model = training_model(load_spec(folder.model), self._numerics, config.trainer.device)
+        base = frozen_base(folder.model, config)
+        self._model = training_model(load_spec(folder.model), self._numerics, config.trainer.device, base)
         self._model.eval().requires_grad_(False)
         self._loaded: int | None = None
         self._missing: dict[int, str] = {}

@@ -35,7 +35,6 @@ from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
 from etude.ledger.states import UNSETTLED
 from etude.models.checkpoint import load_spec, state_of
-from etude.models.flops import pair_flops, token_flops
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
 from etude.run.checkpoint_copies import CheckpointCopies
@@ -43,7 +42,7 @@ from etude.run.distillation import DistillationBatcher
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import decoded_state, published_state, route_space, training_model
+from etude.run.numerics import decoded_state, frozen_base, published_state, route_space, training_model
 from etude.run.payload_store import leased_ledger, open_feedback, open_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
@@ -104,8 +103,9 @@ class TrainerProcess(Closing):
         self.publishing = WeightPublishing(self._log, self.config.name, events)
         self._numerics = self.config.numerics
         self._spec = spec = load_spec(folder.model)
-        self._cost = Cost(per_token=token_flops(spec), per_pair=pair_flops(spec))
-        self.trainer_group = build_trainer(folder, self.config, grid, self._log)
+        self._cost = Cost.of_model(spec)
+        self._base = frozen_base(folder.model, self.config)
+        self.trainer_group = build_trainer(folder, self.config, grid, self._log, self._base)
         self._reference = self._open_reference()
         self._penalties = Penalties(self.config, self._reference if self.config.loss.reference_beta else None)
         self._probe = self._mismatch_probe()
@@ -228,7 +228,7 @@ class TrainerProcess(Closing):
         versions = self.config.rollouts.max_staleness + 1
         if self.config.parallel.ranks > 1:
             return MismatchProbe(self.trainer_group, self._numerics, versions=versions)
-        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device, self._base)
         return MismatchProbe.alone(scorer, self._numerics, versions=versions)
 
     def _remember(self, version: int, state: Mapping[str, Tensor] | None) -> None:
@@ -244,7 +244,7 @@ class TrainerProcess(Closing):
         if self.config.parallel.ranks > 1:
             self.trainer_group.remember(loss.reference_version, published, most=0)
             return Reference(self.trainer_group, loss.reference_version)
-        scorer = training_model(self._spec, self._numerics, self.config.trainer.device)
+        scorer = training_model(self._spec, self._numerics, self.config.trainer.device, self._base)
         return Reference.alone(scorer, published, self._numerics)
 
     def _publish(self, step: int) -> None:

@@ -30,7 +30,7 @@ from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spe
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import DTYPES, decoded_state, training_model, unfilled_model
+from etude.run.numerics import DTYPES, FrozenBase, decoded_state, training_model, unfilled_model
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.trainer.batching.packing import Cost, MicroBatch, pack
@@ -325,18 +325,24 @@ def _reduced(metric: Metric, total: float, ranks_per_share: int) -> float:
     return round(total) // times if metric.notation is Notation.COUNT else total / times
 
 
-def build_trainer(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> TrainerGroup:
-    """Build this rank's part of the trainer. Raises as :func:`policy_model` does."""
+def build_trainer(
+    folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog, base: FrozenBase | None = None
+) -> TrainerGroup:
+    """Build this rank's part of the trainer, of an adapter where there is a ``base``. Raises as :func:`policy_model`
+    does.
+    """
     context = None if grid is None else grid.context
-    model = policy_model(folder, config, grid, log)
+    model = policy_model(folder, config, grid, log, base)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
     checkpoints = Checkpoints(folder.checkpoints, None if grid is None else grid.everyone)
-    return TrainerGroup(policy, checkpoints, grid, partial(weights_of, folder, config, log))
+    return TrainerGroup(policy, checkpoints, grid, partial(weights_of, folder, config, log, base))
 
 
-def weights_of(folder: RunFolder, config: RunConfig, log: WeightLog, command: GroupCommand) -> Decoder:
+def weights_of(
+    folder: RunFolder, config: RunConfig, log: WeightLog, base: FrozenBase | None, command: GroupCommand
+) -> Decoder:
     """A model on the CPU with the weights that a command to load names. Raises as :func:`load_state` does."""
-    model = training_model(load_spec(folder.model), config.numerics, "cpu")
+    model = training_model(load_spec(folder.model), config.numerics, "cpu", base)
     if command.version is not None:
         load_state(model, decoded_state(to_tensors(pull(log, command.version).state), config.numerics))
     else:
@@ -345,7 +351,9 @@ def weights_of(folder: RunFolder, config: RunConfig, log: WeightLog, command: Gr
     return model
 
 
-def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog) -> Decoder:
+def policy_model(
+    folder: RunFolder, config: RunConfig, grid: Grid | None, log: WeightLog, base: FrozenBase | None = None
+) -> Decoder:
     """Build the sharded model to train: with version 0's weights, or empty where a checkpoint has them.
 
     Raises :class:`~etude.errors.ConfigError` where it cannot be divided.
@@ -356,7 +364,7 @@ def policy_model(folder: RunFolder, config: RunConfig, grid: Grid | None, log: W
     if not Checkpoints(folder.checkpoints).steps():
         state = decoded_state(to_tensors(pull(log, 0).state), numerics)
     if grid is None:
-        model = training_model(spec, numerics, device)
+        model = training_model(spec, numerics, device, base)
         if state is not None:
             load_state(model, state)
     else:

@@ -14,7 +14,7 @@ Shape legend: T tokens of a micro-batch, N of them scored, H hidden, n those of 
 import torch
 from torch import Tensor
 
-from etude.models.arithmetic import packed_rows
+from etude.models.arithmetic import AttentionRule, packed_rows
 from etude.models.decoder import Decoder
 from etude.trainer.distillation import divergences
 from etude.trainer.readout import in_chunks
@@ -29,10 +29,9 @@ def draft_divergences(model: Decoder, tokens: SampledTokens, hidden_TH: Tensor) 
     hidden_TH = hidden_TH.detach()
     rows = packed_rows(tokens.lengths, hidden_TH.device)
     before_TH = hidden_TH.roll(1, 0).masked_fill((rows.positions_N == 0).unsqueeze(1), 0)
-    arithmetic, scale = model.arithmetic, model.spec.attention.scale
 
-    def attend(_layer: int, q_TQD: Tensor, k_TKD: Tensor, v_TKW: Tensor) -> Tensor:
-        return arithmetic.attend_packed(q_TQD, k_TKD, v_TKW, rows, scale)
+    def attend(_layer: int, q_TQD: Tensor, k_TKD: Tensor, v_TKW: Tensor, rule: AttentionRule) -> Tensor:
+        return model.arithmetic.attend_packed(q_TQD, k_TKD, v_TKW, rows, rule)
 
     _, guessed_TH = model.guess(before_TH, tokens.token_ids_T, rows.positions_N, attend)
     places_N = tokens.places_N - 1

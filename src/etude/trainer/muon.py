@@ -237,7 +237,9 @@ def _latent(attention: LatentAttention) -> Iterator[tuple[nn.Parameter, MatrixSp
 
 def _experts(experts: Experts) -> Iterator[tuple[nn.Parameter, MatrixSplit]]:
     yield experts.router.weight, MatrixSplit()
-    yield experts.routed.gate_up, MatrixSplit(rows=(experts.spec.size,) * 2)
+    # Fused, the columns of gates and ups take turns: they are one matrix.
+    halves = MatrixSplit() if experts.spec.fused else MatrixSplit(rows=(experts.spec.size,) * 2)
+    yield experts.routed.gate_up, halves
     yield experts.routed.down, MatrixSplit()
     if experts.shared is not None:
         yield from _feed_forward(experts.shared)

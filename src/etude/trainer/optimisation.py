@@ -157,7 +157,7 @@ class Optimisation:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that the next step depends on, by name, for :mod:`etude.trainer.checkpoint`; sharded if it is."""
-        tensors = {f"{MODEL}/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors = {f"{MODEL}/{name}": tensor for name, tensor in trained_state(self.model).items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self._optimiser.state.get(parameter, {}).items():
                 tensors[f"{OPTIMISER}/{name}/{key}"] = value
@@ -179,7 +179,7 @@ class Optimisation:
 
         Raises :class:`~etude.errors.DamagedError` on a missing or misshapen tensor, and on one of another model.
         """
-        saved, places = _below(tensors, f"{MODEL}/"), self.model.state_dict()
+        saved, places = _below(tensors, f"{MODEL}/"), trained_state(self.model)
         if strange := sorted(saved.keys() ^ places.keys()):
             raise DamagedError(f"tensor {strange[0]!r} is missing, or another model's: the state does not fit")
         for name, place in places.items():
@@ -210,6 +210,12 @@ class Optimisation:
         return value.to(parameter.device, copy=True)
 
 
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, by name, without those that are frozen."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+
+
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with ``prefix``, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -223,14 +229,14 @@ def build_optimiser(
     betas: tuple[float, float],
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """The optimiser of ``config.kind`` over all parameters of ``model``, sharded or not.
+    """The optimiser of ``config.kind`` over all parameters of ``model`` that are trained, sharded or not.
 
     ``learning_rate`` is the peak, to be scaled group by group; ``betas`` are AdamW's. Matrices decay, gains and biases
     do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate.
     ``config.state`` says how both keep their moments.
     """
     matrices = matrices_of(model) if config.kind == "muon" else {}
-    others = [parameter for parameter in model.parameters() if parameter not in matrices]
+    others = [each for each in model.parameters() if each.requires_grad and each not in matrices]
     groups = [
         {"params": group, "weight_decay": decay}
         for decay, chosen in (

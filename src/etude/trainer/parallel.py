@@ -233,7 +233,7 @@ def _spread(routed: RoutedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolic
     """Leave this rank its share of the experts and shard that share's rows."""
     shards, spread = mesh["shards"], mesh["experts"]
     for name, parameter in list(routed.named_parameters()):
-        experts, rows, _ = parameter.shape
+        experts, rows = parameter.shape[:2]
         if experts % spread.size() or rows % shards.size():
             raise ConfigError(
                 f"{experts} experts with {name} of {rows} rows cannot be spread over parallel.ep = {spread.size()} "

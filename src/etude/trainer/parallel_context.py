@@ -27,8 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from etude.models.arithmetic import AttentionRule
 from etude.models.decoder import Decoder
 from etude.models.experts import Routing
+from etude.models.fast import attend_last
 from etude.types import NO_ROUTE
 
 
@@ -136,7 +138,6 @@ class _Gathered:
         device: torch.device,
     ) -> None:
         self._mesh = mesh
-        self._scale = model.spec.attention.scale
         self._value_width = model.spec.attention.value_width
         self._values_in_keys = model.spec.attention.values_in_keys
         self._mine = shares[mesh.get_local_rank()]
@@ -148,14 +149,14 @@ class _Gathered:
             self._places_N[own_n] = rank * padded + torch.arange(len(own_n))
         self._places_N = self._places_N.to(device)
 
-    def __call__(self, _layer: int, q_MQD: Tensor, k_MKD: Tensor, v_MKW: Tensor) -> Tensor:
+    def __call__(self, _layer: int, q_MQD: Tensor, k_MKD: Tensor, v_MKW: Tensor, rule: AttentionRule) -> Tensor:
         """[M,Q,W]: every chunk attends to its sequence up to itself; 0 where there is no token."""
         k_NKD = self._all(k_MKD)
         v_NKW = k_NKD[..., : self._value_width] if self._values_in_keys else self._all(v_MKW)
         parts, row = [], 0
         for chunk in self._mine:
             seen = slice(chunk.sequence, chunk.end)
-            parts.append(attend_tail(q_MQD[row : row + len(chunk)], k_NKD[seen], v_NKW[seen], self._scale))
+            parts.append(attend_tail(q_MQD[row : row + len(chunk)], k_NKD[seen], v_NKW[seen], rule))
             row += len(chunk)
         missing = self._padded - row
         # A rank without a token takes part in the gradients all the same: others wait for its share of them.
@@ -211,12 +212,14 @@ class _Shared(torch.autograd.Function):
         return gradient.chunk(group.size())[group.rank()], None
 
 
-def attend_tail(q_nQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, scale: float) -> Tensor:
+def attend_tail(q_nQD: Tensor, k_NKD: Tensor, v_NKW: Tensor, rule: AttentionRule) -> Tensor:
     """[n,Q,W]: causal attention of queries that are the last n of N tokens. Query head i reads key head i // (Q/K)."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_nQD, k_NKD, v_NKW))
+    if rule.sinks_Q is not None or (rule.window is not None and rule.window < k.shape[-2]):
+        return attend_last(q, k, v, rule).squeeze(0).transpose(0, 1)
     mask = causal_lower_right(q.shape[-2], k.shape[-2])
     grouped = q.shape[1] != k.shape[1]
-    out_1QnW = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    out_1QnW = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=grouped)
     return out_1QnW.squeeze(0).transpose(0, 1)
 
 

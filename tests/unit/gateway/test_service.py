@@ -288,6 +288,24 @@ def test_who_waits_in_vain_is_told_when_to_come_back_and_leaves_the_line() -> No
     asyncio.run(run())
 
 
+def test_a_model_name_asks_for_an_adapter_where_nothing_is_learnt() -> None:
+    given: list[str] = []
+
+    class Adapted(FakeEngine):
+        async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+            given.append(params.adapter)
+            return await super().generate(prompt_ids, params, session=session)
+
+    async def scene(stage: Bench) -> None:
+        for model in ("policy:tenant-1", "policy", "gpt-4:x"):
+            await stage.answer(replace(ask(), model=model), traffic=TrafficClass.PRODUCTION)
+        with pytest.raises(ApiError, match="this session is learnt from, by 'policy' alone"):
+            await stage.answer(replace(ask(), model="policy:tenant-1"))
+
+    play(Adapted(CLOCK, vocab_size=VOCAB_SIZE, max_length=MAX_LENGTH), scene)
+    assert given == ["tenant-1", "", ""]
+
+
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     async def scene(stage: Bench) -> None:
         call = Call(prompt=tuple(range(40, 40 + 100)), sampling=Sampling(max_tokens=29))

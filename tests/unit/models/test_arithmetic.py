@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.models.arithmetic import Arithmetic, packed_rows
+from etude.models.arithmetic import Arithmetic, AttentionRule, packed_rows
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 
 CPU = torch.device("cpu")
 SCALE = 0.3
+
+
 SHAPES = (4, 8), (2, 8), (2, 5)
 """Heads and widths of queries, keys and values."""
 
@@ -45,7 +47,7 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 5, 15, 16, 17]), min_size=1, max_size=
 def test_attention_stays_inside_its_sequence_backwards_too(lengths: list[int], arithmetic: Arithmetic) -> None:
     tokens, rows = sum(lengths), packed_rows(lengths, CPU)
     q, k, v = (make(tokens, *shape, seed=seed).requires_grad_() for seed, shape in enumerate(SHAPES))
-    outputs = arithmetic.attend_packed(q, k, v, rows, SCALE), plain_attention(q, k, v, lengths)
+    outputs = arithmetic.attend_packed(q, k, v, rows, AttentionRule(scale=SCALE)), plain_attention(q, k, v, lengths)
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
     weights = make(*outputs[0].shape, seed=9)
     ours, plain = (torch.autograd.grad((out * weights).sum(), (q, k, v)) for out in outputs)

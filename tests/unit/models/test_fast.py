@@ -45,7 +45,8 @@ class RoundedOnce(FastArithmetic):  # type: ignore[misc]  # final for the produc
         bias_O = None if bias_O is None else bias_O.to(x_NI.dtype)
         return functional.linear(x_NI, self._rounded(weight_OI).to(x_NI.dtype), bias_O)
 
-    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor) -> Tensor:
+    def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
+        assert bias_EO is None
         weight_EIO = self._rounded(weight_EOI).to(x_RI.dtype).transpose(1, 2)
         return functional.grouped_mm(x_RI, weight_EIO, offs=ends_E)
 

@@ -1,10 +1,10 @@
 """The Triton kernels compute what torch's operations do: on a CUDA device, or else in Triton's interpreter.
 
-The interpreter rounds float32 to bfloat16 towards zero, which no device does: types other than float32 are compared in
-``tests/gpu``.
+Types other than float32 are compared in ``tests/gpu``.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from etude.engines.native.sampling import Chances, draw_tensors
-from etude.models.arithmetic import PagedRows
+from etude.models.arithmetic import AttentionRule, PagedRows
 from etude.models.fast import FastArithmetic
 from etude.models.kernels.draws import FASTEST_FALL, UNIT_BITS
 from etude.trainer.sampling_mask import entropies
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PLAIN = FastArithmetic()
 """Torch's operations, on the CPU."""
+RULE = AttentionRule(scale=0.3)
+SINKS = torch.linspace(-3.0, 9.0, 8)
 PAGES = 40
 NOTHING = -52.0
 
@@ -75,12 +77,29 @@ def placed(rows: PagedRows) -> PagedRows:
 def test_each_token_attends_to_its_own_past(
     heads: int, key_heads: int, width: int, value_width: int, ends: list[int], counts: list[int]
 ) -> None:
+    compare_attention((heads, key_heads, width, value_width), ends, counts, RULE)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [replace(RULE, window=37), replace(RULE, window=300, sinks_Q=SINKS), replace(RULE, window=1, sinks_Q=SINKS)],
+    ids=["window", "wide window and sinks", "own position and sinks"],
+)
+def test_windows_end_and_sinks_take_their_share(rule: AttentionRule) -> None:
+    compare_attention((8, 2, 32, 32), [33, 640, 90], [1, 1, 60], rule)
+
+
+def compare_attention(
+    shape: tuple[int, int, int, int], ends: list[int], counts: list[int], rule: AttentionRule
+) -> None:
+    heads, key_heads, width, value_width = shape
     pages = PAGES * len(ends)
     cache = random(pages, key_heads, width, 16), random(pages, key_heads, 16, value_width, seed=1)
     q_NQD, rows = random(sum(counts), heads, width, seed=2), rows_of(ends, counts)
-    expected = PLAIN.attend_pages(q_NQD, cache, rows, 0.3)
+    expected = PLAIN.attend_pages(q_NQD, cache, rows, rule)
     keys, values = (part.to(DEVICE) for part in cache)
-    result = paged_attention.attend(q_NQD.to(DEVICE), (keys, values), placed(rows), 0.3)
+    there = rule if rule.sinks_Q is None else replace(rule, sinks_Q=rule.sinks_Q.to(DEVICE))
+    result = paged_attention.attend(q_NQD.to(DEVICE), (keys, values), placed(rows), there)
     torch.testing.assert_close(result.cpu(), expected, atol=2e-6, rtol=1e-5)
 
 
@@ -89,14 +108,14 @@ def test_what_lies_beyond_a_sequence_is_never_seen() -> None:
     ends, counts = [5, 21], [1, 3]
     rows = rows_of(ends, counts)
     keys, values = random(2 * PAGES, 1, 32, 16), random(2 * PAGES, 1, 16, 32, seed=1)
-    expected = PLAIN.attend_pages(q := random(4, 2, 32, seed=2), (keys, values), rows, 0.3)
+    expected = PLAIN.attend_pages(q := random(4, 2, 32, seed=2), (keys, values), rows, RULE)
     seen = torch.zeros(2 * PAGES, 16, dtype=torch.bool)
     for table, end in zip(rows.tables_BP.long(), ends, strict=True):
         positions = torch.arange(end)
         seen[table[positions // 16], positions % 16] = True
     keys = torch.where(seen[:, None, None, :], keys, torch.nan)
     values = torch.where(seen[:, None, :, None], values, torch.nan)
-    result = paged_attention.attend(q.to(DEVICE), (keys.to(DEVICE), values.to(DEVICE)), placed(rows), 0.3)
+    result = paged_attention.attend(q.to(DEVICE), (keys.to(DEVICE), values.to(DEVICE)), placed(rows), RULE)
     torch.testing.assert_close(result.cpu(), expected, atol=2e-6, rtol=1e-5)
 
 

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.models.arithmetic import MaskTensors, PagedRows, packed_rows
+from etude.models.arithmetic import AttentionRule, MaskTensors, PagedRows, packed_rows
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import ROWS_PER_TASK, InvariantArithmetic
 from etude.models.kernels.pages import PAGE
 
+RULE = AttentionRule(scale=0.3)
 OURS, TORCH = InvariantArithmetic(), FastArithmetic()
 CPU = torch.device("cpu")
 WIDTHS = st.sampled_from([1, 3, 8, 16, 20, 32, 48, 67])
@@ -107,8 +108,8 @@ def test_pages_and_chunks_do_not_change_a_bit(
     q, k = make(length, heads, width), make(length, key_heads, width, seed=1)
     v = make(length, key_heads, value_width, seed=2)
     alone = packed_rows([length], CPU)
-    whole = ours.attend_packed(q, k, v, alone, 0.3)
-    torch.testing.assert_close(whole, TORCH.attend_packed(q, k.to(dtype).float(), v.to(dtype).float(), alone, 0.3))
+    whole = ours.attend_packed(q, k, v, alone, RULE)
+    torch.testing.assert_close(whole, TORCH.attend_packed(q, k.to(dtype).float(), v.to(dtype).float(), alone, RULE))
     for chunks in ([length], [1] * length, [30, 1, 1, 17, 26], [64, 11]):
         order = torch.randperm(9, generator=torch.Generator().manual_seed(len(chunks)))
         tables = torch.cat([order[:2], order[2:7]])[None].to(torch.int32)
@@ -124,8 +125,8 @@ def test_pages_and_chunks_do_not_change_a_bit(
             )
             here = slice(start, start + count)
             ours.write_pages(k[here], v[here], cache, rows)
-            parts.append(ours.attend_pages(q[here], cache, rows, 0.3))
-            fast.append(TORCH.attend_pages(q[here], cache, rows, 0.3))
+            parts.append(ours.attend_pages(q[here], cache, rows, RULE))
+            fast.append(TORCH.attend_pages(q[here], cache, rows, RULE))
             start += count
         assert torch.equal(torch.cat(parts), whole)
         torch.testing.assert_close(torch.cat(fast), whole, atol=1e-5, rtol=1e-5)
@@ -163,7 +164,7 @@ def test_gradients_are_torchs() -> None:
         (lambda a: a.softmax, (x,)),
         (lambda a: lambda x, w: a.grouped(x, ends, w), (x, experts)),
         (lambda a: lambda y, g: a.combine(y, order, g), (x, gates)),
-        (lambda a: lambda q, k, v: a.attend_packed(q, k, v, rows, 0.3), (q, k, v)),
+        (lambda a: lambda q, k, v: a.attend_packed(q, k, v, rows, RULE), (q, k, v)),
         (lambda a: lambda x: a.logprobs(x, ids, temperatures, None), (x,)),
     ]
     for of, inputs in cases:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from etude.models.decoder import Decoder
+from etude.models.decoder import Decoder, RotaryTables
 from etude.models.rotary import frequencies, rotary_tables
 from etude.models.spec import TINY, LinearScaling, Llama3Scaling, RopeSpec, YarnScaling
 
@@ -17,7 +18,7 @@ YARN = YarnScaling(factor=32.0, original_positions=4096)
 
 
 def test_tables_are_cosines_and_sines_of_position_times_frequency() -> None:
-    cosines, sines = rotary_tables(replace(TINY, max_positions=4))
+    cosines, sines = rotary_tables(replace(TINY, max_positions=4), TINY.rope)
     assert cosines.shape == sines.shape == (4, 16)
     assert cosines.dtype is torch.float32
     assert torch.equal(cosines[0], torch.ones(16))
@@ -51,14 +52,20 @@ def test_fast_pairs_are_left_alone(scaling: Llama3Scaling) -> None:
 
 
 def test_yarn_stretches_the_tables() -> None:
-    cosines, _ = rotary_tables(replace(TINY, rope=RopeSpec(scaling=replace(YARN, attention_factor=1.5))))
+    cosines, _ = rotary_tables(TINY, RopeSpec(scaling=replace(YARN, attention_factor=1.5)))
     assert torch.equal(cosines[0], torch.full((16,), 1.5))
+
+
+def cosines_of(model: Decoder) -> Tensor:
+    tables = model.rotary[0]
+    assert isinstance(tables, RotaryTables)
+    return tables.cosines_PD.values
 
 
 def test_a_cast_of_the_model_leaves_the_tables_alone() -> None:
     model = Decoder(TINY)
-    before = model._cosines_PD.values.clone()
+    before = cosines_of(model).clone()
     model.to(torch.bfloat16)
     assert model.embedding.dtype is torch.bfloat16
-    assert model._cosines_PD.values.dtype is torch.float32
-    assert torch.equal(model._cosines_PD.values, before)
+    assert cosines_of(model).dtype is torch.float32
+    assert torch.equal(cosines_of(model), before)

@@ -15,6 +15,7 @@ from etude.models.spec import (
     LatentSpec,
     ModelSpec,
     RopeSpec,
+    WindowSpec,
     YarnScaling,
 )
 
@@ -65,6 +66,14 @@ def test_yarn_sharpens_and_stretches_as_deepseek_v3_does() -> None:
         (lambda: replace(TINY, dense_size=8), "0 of 2 layers are dense, but dense_size=8"),
         (lambda: replace(TINY_DENSE, dense_size=0), "2 of 2 layers are dense"),
         (lambda: replace(TINY, rope=RopeSpec(interleaved=True)), "latent attention only"),
+        (
+            lambda: GroupedSpec(heads=2, kv_heads=2, head_dim=16, rotary_dim=18),
+            "rotary_dim=18 must be even and within head_dim=16",
+        ),
+        (lambda: WindowSpec(size=0, layers=(0,)), "a window of 0 positions"),
+        (lambda: WindowSpec(size=4, layers=(1, 0)), "layers (1, 0)"),
+        (lambda: replace(TINY, window=WindowSpec(size=4, layers=(2,))), "within the 2 layers"),
+        (lambda: replace(TINY_LATENT, window=WindowSpec(size=4, layers=(0,))), "grouped attention only"),
         (lambda: sharpened(TINY_LATENT), "sharpness=2.0, but the rope asks for 1.0"),
     ],
 )

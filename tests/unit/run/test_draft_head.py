@@ -13,7 +13,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, DamagedError
 from etude.models.checkpoint import WEIGHTS_FILE, StoredCheckpoint, load_checkpoint, save_checkpoint, state_of
 from etude.models.decoder import Decoder
-from etude.models.spec import TINY, TINY_LATENT, ModelSpec
+from etude.models.spec import TINIEST, TINY_LATENT, ModelSpec
 from etude.run.draft_head import has_draft_head, with_draft_head
 
 
@@ -51,17 +51,18 @@ def test_a_checkpoints_own_head_is_taken_and_only_when_it_is_asked_for(tmp_path:
         assert torch.equal(joined[name], tensor), name
 
 
-def test_a_model_without_one_gets_a_new_one_that_survives_its_checkpoint(tmp_path: Path) -> None:
-    policy = write(tmp_path / "trained", TINY, 2)
+@pytest.mark.parametrize("shape", TINIEST, ids=["experts", "dense", "latent", "glm", "gemma", "oss"])
+def test_a_model_without_one_gets_a_new_one_that_survives_its_checkpoint(shape: ModelSpec, tmp_path: Path) -> None:
+    policy = write(tmp_path / "trained", shape, 2)
     config = RunConfig.model_validate({"loss": {"draft_coef": 0.1}, "seed": 5})
     model = with_draft_head(tmp_path / "trained", config)
     save_checkpoint(tmp_path / "run", model.spec, state_of(model), end_id=2, pad_id=0)
     spec, state = load_checkpoint(tmp_path / "run")
-    assert spec == replace(TINY, draft=True)
+    assert spec == replace(shape, draft=True)
     assert state.keys() == state_of(model).keys() > state_of(policy).keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in state_of(policy).items())
-    with pytest.raises(DamagedError, match=r"'model\.layers\.2\..*' is missing"):
-        StoredCheckpoint(tmp_path / "trained", draft=True).check(Decoder(replace(TINY, draft=True)))
+    with pytest.raises(DamagedError, match=rf"'model\.layers\.{shape.layers}\..*' is missing"):
+        StoredCheckpoint(tmp_path / "trained", draft=True).check(Decoder(replace(shape, draft=True)))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +71,10 @@ def test_a_model_without_one_gets_a_new_one_that_survives_its_checkpoint(tmp_pat
         ({"engine": {"kind": "vllm"}, "loss": {"draft_coef": 0.1}}, "would not know a draft head"),
         ({"parallel": {"dp": 2}, "loss": {"draft_coef": 0.1}}, "not sharded over"),
         ({"engine": {"options": {"draft_tokens": 2}}}, "set loss.draft_coef"),
+        (
+            {"midtrain": {"tokens": 1000}, "lora": {"rank": 8, "phases": ["rl"]}, "loss": {"draft_coef": 0.1}},
+            "not know its adapters",
+        ),
     ],
 )
 def test_what_cannot_draft_is_refused(recipe: dict[str, object], reason: str) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from etude.config.loading import parse_config
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, RunFolderError
+from etude.models.checkpoint import load_checkpoint
 from etude.objects import ObjectStore
 from etude.run.data_copies import bring_data
 from etude.run.folder import LEDGER_URL, RunFolder
@@ -24,6 +25,7 @@ from etude.tasks.corpora.mixture import Cursor, Side, Taken
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, Outage, PhaseEnded
 from etude.telemetry.log import EventReader
 from etude.tokens.chat import ChatTemplate
+from etude.trainer.checkpoint import Checkpoints
 from etude.types import Json
 from etude.weights.pull import pull
 
@@ -140,6 +142,26 @@ def test_the_held_out_loss_is_measured_along_the_way_and_falls(done: RunFolder) 
     last = max(step for phase, step in losses if phase == "sft")
     assert losses["sft", last].loss < losses["sft", 0].loss
     assert losses["sft", last].action_loss == pytest.approx(losses["sft", last].loss)
+
+
+def test_sft_of_an_adapter_changes_its_targets_alone_and_is_merged(tmp_path: Path, chats: Path) -> None:
+    config = config_of(chats).model_dump(exclude_unset=True)
+    lora = {"rank": 8, "alpha": 16.0, "targets": ["attention"], "phases": ["sft"]}
+    folder = RunFolder.create(tmp_path / "run", parse_config({**config, "lora": lora}, source="test"))
+    run_phases(folder)
+    lineage = PhaseFolders(folder)
+    record = lineage.record("sft")
+    assert record is not None
+    assert record.digest == pull(open_log(folder), 0).digest != record.parent
+    _, before = load_checkpoint(lineage.model("midtrain"))
+    _, after = load_checkpoint(folder.model)
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed and all("self_attn" in name and "_proj" in name for name in changed)
+    for name in changed:
+        assert torch.linalg.matrix_rank((after[name] - before[name]).double(), rtol=1e-3) <= 8
+    checkpoint = Checkpoints(lineage.checkpoints("sft"))
+    names = checkpoint.load(max(checkpoint.steps()))
+    assert not [name for name in names if name.startswith("model/") and "lora" not in name and "adapters" not in name]
 
 
 def test_what_is_done_is_not_done_again(done: RunFolder) -> None:

@@ -10,7 +10,7 @@ from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig, OptimiserConfig
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
-from etude.models.spec import TINY, TINY_LATENT, ModelSpec
+from etude.models.spec import TINY, TINY_GEMMA, TINY_LATENT, TINY_OSS, ModelSpec
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import PolicyTrainer
@@ -57,7 +57,7 @@ def test_the_policy_takes_the_very_same_steps_with_and_without_a_head(kind: str)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize("spec", [TINY, TINY_LATENT], ids=["experts", "latent"])
+@pytest.mark.parametrize("spec", [TINY, TINY_LATENT, TINY_GEMMA, TINY_OSS], ids=["experts", "latent", "gemma", "oss"])
 def test_the_head_comes_closer_to_the_policy_wherever_tokens_were_sampled(spec: ModelSpec) -> None:
     trainer = make_trainer(replace(spec, draft=True), 1.0)
     for group in trainer.optimisation._optimiser.param_groups:  # the policy stays where it is

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.models.arithmetic import packed_rows
+from etude.models.arithmetic import AttentionRule, packed_rows
 from etude.models.fast import FastArithmetic
 from etude.trainer.parallel_context import attend_tail, zigzag
 
@@ -40,10 +40,13 @@ def test_ranks_have_nearly_equal_work(lengths: list[int], ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 2, 16), (4, 1, 24)])
-def test_the_tail_of_a_sequence_attends_as_it_does_in_the_whole(heads: int, key_heads: int, width: int) -> None:
+@pytest.mark.parametrize("rule", [AttentionRule(scale=0.2), AttentionRule(scale=0.2, window=4, sinks_Q=torch.ones(4))])
+def test_the_tail_of_a_sequence_attends_as_it_does_in_the_whole(
+    heads: int, key_heads: int, width: int, rule: AttentionRule
+) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(13, h, 24, generator=generator) for h in (heads, key_heads))
     v = k[..., :width]
-    whole = FastArithmetic().attend_packed(q, k, v, packed_rows([13], q.device), 0.2)
+    whole = FastArithmetic().attend_packed(q, k, v, packed_rows([13], q.device), rule)
     for count in (1, 5, 13):
-        assert torch.allclose(attend_tail(q[-count:], k, v, 0.2), whole[-count:], atol=1e-6)
+        assert torch.allclose(attend_tail(q[-count:], k, v, rule), whole[-count:], atol=1e-6)

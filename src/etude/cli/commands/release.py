@@ -101,6 +101,8 @@ def propose(
     config = folder.config()
     if not config.release.enabled:
         raise ConfigError(f"{run} releases nothing: its recipe has release.every_steps = 0")
+    if config.lora.trains("rl"):
+        raise ConfigError(f"{run} trains adapters over weights that stay: whole weights cannot be proposed (lora.rank)")
     StoredCheckpoint(checkpoint).check(unfilled_model(load_spec(folder.model), config.numerics, "cpu"))
     with open_releases(folder) as store:
         copy = folder.path / PROPOSALS / f"{int(unix_s() * 1e6)}"

@@ -165,12 +165,16 @@ def gc(
 
 @app.command()
 def export(
-    store: RunPath, out: Annotated[Path, typer.Argument(help="Folder to write.")], *, version: Version = None
+    store: RunPath,
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
+    version: Version = None,
+    peft: Annotated[bool, typer.Option("--peft", help="Of a run with [lora]: its adapter, unmerged.")] = False,
 ) -> None:
-    """Write a version of a run as a Hugging Face checkpoint, tokenizer included."""
+    """Write a version of a run as a Hugging Face checkpoint, tokenizer included, or its adapter as a PEFT folder."""
     from etude.run.export import export_run  # takes torch
 
-    print(f"weight version {export_run(open_run_folder(store, writes=False), out, version)} → {out}")
+    print(f"weight version {export_run(open_run_folder(store, writes=False), out, version, peft=peft)} → {out}")
 
 
 @app.command()

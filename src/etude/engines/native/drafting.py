@@ -88,7 +88,7 @@ class Drafter:
             if drafts:
                 ends = [len(request.token_ids) + len(drafts) - 1 for request in requests]
                 runs = [TokenRun(one.pages, end, (0,)) for one, end in zip(requests, ends, strict=True)]
-                rows, _ = place_rows(runs, hidden_NH.device)  # the ids are on the device
+                rows, *_ = place_rows(runs, hidden_NH.device)  # the ids are on the device
                 further_BH, guessed_BH = self._cache.guess(model, further_BH[:count], drafts[-1][:count], rows)
             params, seeds = [one.params for one in requests], [seed_of(one) for one in requests]
             positions = [one.sampled + len(drafts) for one in requests]
@@ -132,7 +132,7 @@ class Drafter:
             indices += [index, *range(start, start + len(reading.run.token_ids) - 1)]
             runs += reading.run.singles if reading.decodes else [reading.run]
             ends[id(reading)] = len(indices) - 1
-        rows, token_ids_M = place_rows(runs, device)
+        rows, token_ids_M, _ = place_rows(runs, device)
         hidden_MH = torch.cat((before_BH, hidden_NH))[torch.tensor(indices, device=device)]
         further_MH, guessed_MH = self._cache.guess(model, hidden_MH, token_ids_M, rows)
         tails = {page: row for reading in readings for page, row in reading.tails.items()}

@@ -16,17 +16,19 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from etude.config.inference import EngineConfig
-from etude.engines.native.cache import PagedCache, as_routes
+from etude.engines.native.adapters import ServedAdapter, ServedAdapters
+from etude.engines.native.cache import PagedCache, StepOutput
 from etude.engines.native.drafting import Drafter
+from etude.engines.native.graphs import DecodeGraphs, can_capture, only_decodes
 from etude.engines.native.pages import PAGE
-from etude.engines.native.sampling import Sampler, join_masks
+from etude.engines.native.sampling import Drawn, Sampler, join_masks, tabulated
 from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTokens, Scheduler, SwapMode
 from etude.engines.native.scoring import PromptScorer, PromptScores
 from etude.engines.scatter import Scatter
@@ -60,10 +62,16 @@ class _PendingCall:
     """Receives tokens as they come, for a stream; it holds no more than the completion has."""
     scorer: PromptScorer | None
     """Receives the hidden states of the prompt, where its logprobs are wanted."""
+    adapter: ServedAdapter | None
+    """The adapter to sample with, to the end; ``None``: the model's own weights."""
     routes: list[Routes] = field(default_factory=list)
     """[L,k] of each token that a token was sampled after, as the router chose then."""
     sampling_mask: list[Ids] = field(default_factory=list)
     """The ids each token was drawn from, where top-k or top-p truncates."""
+
+
+_Row: TypeAlias = tuple[_PendingCall, int]
+"""A call, and how many drafts come before the token that is drawn for it."""
 
 
 @final
@@ -89,8 +97,12 @@ class NativeEngine:
         self._cache = PagedCache(weights.model, pages, record_routes=record_routes, drafts=drafts > 0)
         self._drafter = Drafter(self._cache, self._scheduler, most=drafts) if drafts else None
         self._sampler = Sampler(weights.model.arithmetic)
+        can_draw = can_capture(weights.model) and not drafts  # a graph leaves no hidden states to a draft head
+        self._graphs = DecodeGraphs(self._cache, self._sampler) if can_draw else None
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
+        self.adapters = ServedAdapters(weights.model)
+        """Adapters that requests may name; all others get the engine's weights."""
         self._work = asyncio.Event()
         self._stepped = asyncio.Event()
         self._failure = ""
@@ -234,26 +246,36 @@ class NativeEngine:
         """Run the planned tokens through the model, and draw a token after each work that ends its request so far, and
         after each of its drafts.
         """
-        model = self._weights.model
-        hidden_NH, routes_NLk = self._cache.forward(model, plan)
+        model, is_own = self._weights.model, True
+        if model.adapters is not None:
+            chosen = [(self._calls[work.request].adapter, work.rows) for work in plan]
+            model.adapters.select([(None if one is None else one.factors, count) for one, count in chosen])
+            is_own = model.adapters.selection.is_own
+        works = [work for work in plan if work.samples]
+        rows = [(self._calls[work.request], ahead) for work in works for ahead in range(1 + len(work.drafts))]
+        if self._graphs is not None and is_own and only_decodes(plan):
+            drawn = self._graphs.run(model, plan, tabulated(*_draw_parameters(rows)))
+            for work in plan:
+                self._scheduler.advance(work)
+            self._append(works, drawn)
+            return
+        output = self._cache.forward(model, plan)
         for work in plan:
             self._scheduler.advance(work)
-        ends = np.cumsum([work.rows for work in plan])
-        self._score(plan, hidden_NH, ends.tolist())
-        last = [
-            row
-            for end, work in zip(ends.tolist(), plan, strict=True)
-            if work.samples
-            for row in range(end - 1 - len(work.drafts), end)
-        ]
-        if last:
-            drawn_NH = hidden_NH
-            if len(last) < len(hidden_NH):  # a list of rows goes to the device, which waits: not while all only decode
-                drawn_NH, routes_NLk = hidden_NH[last], None if routes_NLk is None else routes_NLk[last]
-            routes = None if routes_NLk is None else as_routes(routes_NLk)
-            self._draw([work for work in plan if work.samples], model.logits(drawn_NH), routes)
+        self._score(plan, output.hidden_NH, np.cumsum([work.rows for work in plan]).tolist())
+        if works:
+            self._append(works, self._sample(output, rows))
         if self._drafter is not None:
-            self._drafter.propose(model, plan, hidden_NH, lambda request: self._calls[request].seed)
+            seed_of = {work.request: self._calls[work.request].seed for work in plan if work.request in self._calls}
+            self._drafter.propose(model, plan, output.hidden_NH, seed_of.__getitem__)
+
+    def _sample(self, output: StepOutput, rows: Sequence[_Row]) -> Drawn:
+        """Draw a token of each row."""
+        hidden_NH, routes_NLk = output.hidden_NH, output.routes_NLk
+        if len(rows) < len(hidden_NH):
+            hidden_NH = hidden_NH[output.sampling_R]
+            routes_NLk = None if routes_NLk is None else routes_NLk[output.sampling_R]
+        return self._sampler.sample(self._weights.model.logits(hidden_NH), *_draw_parameters(rows), routes_NLk)
 
     def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
         """Score the prompts whose logprobs are wanted, as far as this step has read them."""
@@ -263,38 +285,27 @@ class NativeEngine:
                 assert scorer is not None, "logprobs are wanted by nobody"
                 scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
-    def _draw(self, works: Sequence[ScheduledTokens], logits_RV: Tensor, routes_RLk: Routes | None) -> None:
-        """Draw the next token of each work's call, and further ones as long as its drafts are what was drawn; complete
-        the calls that ended.
-        """
-        calls = [self._calls[work.request] for work in works]
-        rows = [(call, ahead) for call, work in zip(calls, works, strict=True) for ahead in range(1 + len(work.drafts))]
-        drawn = self._sampler.sample(
-            logits_RV,
-            [call.request.params for call, _ in rows],
-            [call.seed for call, _ in rows],
-            [call.request.sampled + ahead for call, ahead in rows],
-        )
-        tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
-        row = 0
-        for call, work in zip(calls, works, strict=True):
+    def _append(self, works: Sequence[ScheduledTokens], drawn: Drawn) -> None:
+        """Give each work's call its next token, and further ones as long as its drafts are what was drawn."""
+        tokens, first = drawn.token_ids.tolist(), 0
+        for work in works:
+            call = self._calls[work.request]
             for ahead in range(1 + len(work.drafts)):
-                token = tokens[row + ahead]
-                if routes_RLk is not None:
-                    call.routes.append(routes_RLk[row + ahead])
-                mask = drawn.kept_row(row + ahead) if call.request.params.truncates else None
-                self._append(call, token, logprobs[row + ahead], mask)
-                if call.request.finished or work.drafts[ahead : ahead + 1] != (token,):
+                self._append_row(call, drawn, first + ahead)
+                if call.request.finished or work.drafts[ahead : ahead + 1] != (tokens[first + ahead],):
                     break
                 self._scheduler.accept(call.request)
-            row += 1 + len(work.drafts)
+            first += 1 + len(work.drafts)
 
-    def _append(self, call: _PendingCall, token: int, logprob: float, mask: Ids | None) -> None:
-        """Give a call its next token, drawn from the set ``mask`` where its sampling parameters truncate."""
-        version = self._weights.version
+    def _append_row(self, call: _PendingCall, drawn: Drawn, row: int) -> None:
+        """Give a call its next token, and complete it where it has ended."""
+        version = self._weights.version if call.adapter is None else call.adapter.version
+        token, logprob = int(drawn.token_ids[row]), float(drawn.logprobs[row])
         self._scheduler.append(call.request, token, logprob, version)
-        if mask is not None:
-            call.sampling_mask.append(mask)
+        if drawn.routes is not None:
+            call.routes.append(drawn.routes[row])
+        if call.request.params.truncates:
+            call.sampling_mask.append(drawn.kept_row(row))
         completion = self._complete(call) if call.request.finished else None
         if call.chunks is not None:
             call.chunks.put_nowait(_chunk(token, logprob, version, completion))
@@ -328,6 +339,7 @@ class NativeEngine:
         """A call in line while the context is open; leaving it early takes it back."""
         if self._failure:
             raise EngineUnavailable(self._failure)
+        adapter = self.adapters.named(params.adapter) if params.adapter else None
         token_ids = as_list(prompt_ids)
         _check(token_ids, params, self._weights.model.spec, self._cache)
         request = EngineRequest(
@@ -336,6 +348,7 @@ class NativeEngine:
             token_ids=token_ids,
             prompt_length=len(token_ids),
             scored_from=None if scorer is None else scorer.first,
+            chain=None if adapter is None else adapter.chain,
         )
         self._scheduler.add(request)
         call = _PendingCall(
@@ -344,6 +357,7 @@ class NativeEngine:
             done=asyncio.get_running_loop().create_future(),
             chunks=asyncio.Queue() if streaming else None,
             scorer=scorer,
+            adapter=adapter,
         )
         self._calls[request] = call
         self._work.set()
@@ -376,6 +390,13 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
         )
     if params.want_routes and spec.experts is not None and not cache.records_routes:
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
+
+
+def _draw_parameters(rows: Sequence[_Row]) -> tuple[list[SamplingParams], list[int], list[int]]:
+    """Parameters, seeds and counts of sampled tokens, which is what a draw depends on."""
+    requests = [call.request for call, _ in rows]
+    positions = [call.request.sampled + ahead for call, ahead in rows]
+    return [one.params for one in requests], [call.seed for call, _ in rows], positions
 
 
 def _chunk(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:

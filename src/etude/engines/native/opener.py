@@ -24,8 +24,8 @@ from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.scatter import SIGNED, Load, Scatter, check_change, scatter_of, write_to
 from etude.errors import InfrastructureError
+from etude.models.checkpoint import state_views
 from etude.models.decoder import Decoder
-from etude.models.naming import views
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventLog
 from etude.types import TensorSpec
@@ -64,7 +64,7 @@ class ResidentModel:
         self.model = model
         self._load = load
         self._specs = {name: stored.spec for name, stored in pulled.state.items()}
-        self._views = {name: view for name, view in views(model) if _holds(view, self._specs.get(name))}
+        self._views = {name: view for name, view in state_views(model) if _holds(view, self._specs.get(name))}
         self._behind: list[Changed] = []
         load(to_tensors(pulled.state))
         self.prove(pulled.version, pulled.digest)
@@ -138,7 +138,9 @@ class NativeUpdater:
         record_routes: bool = False,
     ) -> "NativeUpdater":
         """An engine that serves ``pulled``, with as many models as ``config`` keeps, and its updater."""
-        models = [make_model() for _ in range(2 if config.native.spare_weights else 1)]
+        models = [make_model()]
+        if config.native.spare_weights and models[0].adapters is None:  # an adapter is written within a blink
+            models.append(make_model())
         residents = [ResidentModel(model, partial(load, model), pulled) for model in models]
         engine = NativeEngine(
             Weights(residents[0].model, pulled.version, pulled.digest),

@@ -69,6 +69,10 @@ class PagePool:
             del self._roots[self.root.version]
         self.root = self._roots.setdefault(version, PageNode(version=version))
 
+    def root_of(self, chain: int | None) -> PageNode:
+        """Root of the chains of an adapter by its number, which is negative; ``None``: of the serving version."""
+        return self.root if chain is None else self._roots.setdefault(chain, PageNode(version=chain))
+
     def take(self) -> int:
         """A page that no other request holds, its content arbitrary. Look at :attr:`available` first."""
         if not self._free:
@@ -100,9 +104,11 @@ class PagePool:
                     self._idle.setdefault(node.version, OrderedDict())[page] = None
                     self._idle_count += 1
 
-    def find(self, token_ids: Sequence[int], limit: int) -> list[PageNode]:
-        """The longest chain of the serving version that begins ``token_ids``, of at most ``limit`` pages."""
-        chain, node = list[PageNode](), self.root
+    def find(self, token_ids: Sequence[int], limit: int, root: PageNode | None = None) -> list[PageNode]:
+        """The longest chain below ``root``, or of the serving version, that begins ``token_ids``, of at most ``limit``
+        pages.
+        """
+        chain, node = list[PageNode](), root or self.root
         for start in range(0, limit * PAGE, PAGE):
             child = node.children.get(tuple(token_ids[start : start + PAGE]))
             if child is None or child.page == NO_PAGE:
@@ -118,7 +124,7 @@ class PagePool:
         tables of requests are never changed, what a request was sampled from is what it keeps. ``None`` when
         ``parent`` is not in the index any more.
         """
-        if parent.parent is None and parent is not self.root:
+        if parent.parent is None and parent is not self.root and not self._is_adapters(parent):
             return None
         node = parent.children.get(token_ids)
         if node is None:
@@ -156,14 +162,19 @@ class PagePool:
         for version, pages in self._idle.items():
             assert all(indexed[page].version == version for page in pages)
         for version, root in self._roots.items():
-            assert root.version == version and (root.children or root is self.root)
+            assert root.version == version and (root.children or root is self.root or version < 0)
             assert all(node.page != NO_PAGE or node.children for node in _below(root)), "a dead branch is kept"
             assert all(node.version == version and len(node.token_ids) == PAGE for node in _below(root))
 
+    def _is_adapters(self, node: PageNode) -> bool:
+        """True for the root of an adapter's chains, which stays for as long as there is the pool."""
+        return node.version < 0 and self._roots.get(node.version) is node
+
     def _evict(self) -> None:
-        """Free the least recently used idle page, those of other versions than the serving one first."""
+        """Free the least recently used idle page, those of versions that are not served any more first."""
         serving = self.root.version
-        version = next((version for version in self._idle if version != serving), serving)
+        old = (version for version in self._idle if 0 <= version != serving)
+        version = next(old, next(iter(self._idle)))
         page = next(iter(self._idle[version]))
         self._forget_idle(page, version)
         node, self._nodes[page] = self._nodes[page], None
@@ -174,7 +185,7 @@ class PagePool:
         while node.page == NO_PAGE and not node.children and (parent := node.parent) is not None:
             del parent.children[node.token_ids]
             node.parent, node = None, parent
-        if not node.children and node.parent is None and node is not self.root:
+        if not node.children and node.parent is None and node is not self.root and not self._is_adapters(node):
             self._roots.pop(node.version, None)
 
     def _forget_idle(self, page: int, version: int) -> None:

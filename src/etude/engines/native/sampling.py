@@ -8,10 +8,10 @@ weights.
 The draw on a device is the twin of that kernel in torch operations: the same weights in whole numbers, the same order
 of ties, the same random numbers, so that a request samples the same tokens on either. Where the kernel selects by
 radix, here the limit is found by bisection over the 32 bits of a key: as many passes over the logits for any content,
-and no wait for the device in between.
+and no wait for the device in between. It can be part of a CUDA graph.
 
-Shape legend: R rows, one per request that samples in this step; V vocabulary; C tokens of a completion; 1 an axis kept
-for broadcasting.
+Shape legend: R rows, one per request that samples in this step; V vocabulary; C tokens of a completion; L sparse
+layers; k experts per token; 1 an axis kept for broadcasting.
 """
 
 import math
@@ -23,12 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from etude.engines.native.transfer import fetch, place
 from etude.errors import DivergedError
 from etude.models.arithmetic import Arithmetic, MaskTensors
 from etude.models.kernels.draws import FASTEST_FALL, NO_TOKEN, UNIT_BITS, draw, uniforms
 from etude.protocols import SamplingParams
-from etude.types import Floats, Ids, SamplingMask
+from etude.types import Floats, Ids, Routes, SamplingMask
 
 Table: TypeAlias = npt.NDArray[np.float64]
 """[4, R] temperature, top-k, top-p and a random number of each row."""
@@ -47,12 +49,42 @@ class Drawn:
     """[R] natural log of the probability each was drawn with, at its temperature and sampling mask; 0 if greedy."""
     sampling_mask: SamplingMask | None
     """[R] what top-k and top-p left to draw from; ``None`` where no row is truncated."""
+    routes: Routes | None = None
+    """[R,L,k] the experts of the tokens that these follow, where they were asked for."""
 
     def kept_row(self, row: int) -> Ids:
         """The set that one row was drawn from, ascending; empty where nothing was cut. Holds no other row in memory."""
         if self.sampling_mask is None:
             return np.zeros(0, np.int32)
         return self.sampling_mask[row].copy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTensors:
+    """One token for each of R requests, on the device."""
+
+    token_ids_R: Tensor
+    """int64."""
+    logprobs_R: Tensor
+    """float32."""
+    kept_Rb: Tensor | None
+    """uint8: the sampling masks, eight tokens to a byte, the first the lowest bit; none where no row may be cut."""
+    routes_RLk: Tensor | None
+    """int16, the bits of uint16."""
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that there are."""
+        every = (self.token_ids_R, self.logprobs_R, self.kept_Rb, self.routes_RLk)
+        return [tensor for tensor in every if tensor is not None]
+
+    def read(self, tensors: Sequence[Tensor], rows: int) -> Drawn:
+        """The first rows of these tensors, which are now on the host, as an answer."""
+        left = iter(tensor[:rows] for tensor in tensors)
+        token_ids, logprobs = next(left).numpy().astype(np.int32), next(left).numpy()
+        sets = None if self.kept_Rb is None else _unpacked(next(left).numpy())
+        routes = None if self.routes_RLk is None else next(left).numpy().view(np.uint16).copy()
+        return _checked(Drawn(token_ids=token_ids, logprobs=logprobs, sampling_mask=sets, routes=routes))
 
 
 @final
@@ -64,32 +96,58 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits_RV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+        self,
+        logits_RV: Tensor,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        positions: Sequence[int],
+        routes_RLk: Tensor | None = None,
     ) -> Drawn:
         """Draw one token per row.
 
         ``positions`` count the tokens that each request has sampled before: with its seed, they name the random number.
-        Off the CPU this waits for the device once, to fetch the result, and once more where a set may be cut: for its
-        size.
+        Off the CPU this waits for the device once, to fetch the result, and ``routes_RLk`` with it.
 
         Raises :class:`~etude.errors.DivergedError` for logits without a finite maximum or with NaN among them, and for
         a temperature that is none.
         """
         table_4R = tabulated(params, seeds, positions)
-        draw_rows = draw_on_host if logits_RV.device.type == "cpu" else draw_on_device
-        token_ids_R, mask = draw_rows(logits_RV, table_4R)
-        temperatures_R = torch.from_numpy(table_4R[0].astype(np.float32)).to(logits_RV.device, non_blocking=True)
+        if logits_RV.device.type == "cpu":
+            return self._sample_on_host(logits_RV, table_4R, routes_RLk)
+        (table,) = place([torch.from_numpy(table_4R)], logits_RV.device)
+        drawn = self.draw(logits_RV, table, routes_RLk, truncates=may_cut(table_4R))
+        return drawn.read(fetch(drawn.tensors), len(logits_RV))
+
+    def draw(self, logits_RV: Tensor, table_4R: Tensor, routes_RLk: Tensor | None, *, truncates: bool) -> DrawnTensors:
+        """Draw one token per row on the device, and wait for nothing; ``truncates`` where any row may be cut."""
+        token_ids_R, kept_RV = draw_on_device(logits_RV, table_4R, truncates=truncates)
+        if kept_RV is not None:  # where a row keeps no set, all may be drawn
+            logits_RV = logits_RV.masked_fill(~(kept_RV | ~kept_RV.any(-1, keepdim=True)), -torch.inf)
+        logprobs_R = self._arithmetic.logprobs(logits_RV, token_ids_R.clamp(min=0), table_4R[0].float(), None)
+        kept_Rb = None if kept_RV is None else _packed(kept_RV)
+        return DrawnTensors(token_ids_R=token_ids_R, logprobs_R=logprobs_R, kept_Rb=kept_Rb, routes_RLk=routes_RLk)
+
+    def _sample_on_host(self, logits_RV: Tensor, table_4R: Table, routes_RLk: Tensor | None) -> Drawn:
+        token_ids_R, mask = draw_on_host(logits_RV, table_4R)
+        temperatures_R = torch.from_numpy(table_4R[0].astype(np.float32))
         logprobs_R = self._arithmetic.logprobs(logits_RV, token_ids_R.clamp(min=0), temperatures_R, mask)
-        return _fetched(token_ids_R, logprobs_R, mask)
+        sets = None
+        if mask is not None:
+            sets = SamplingMask(offsets=mask.offsets_N1.numpy(), token_ids=mask.token_ids.numpy().astype(np.int32))
+        routes = None if routes_RLk is None else routes_RLk.numpy().view(np.uint16)
+        token_ids = token_ids_R.numpy().astype(np.int32)
+        return _checked(Drawn(token_ids=token_ids, logprobs=logprobs_R.numpy(), sampling_mask=sets, routes=routes))
 
 
 def choose(
     logits_RV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
 ) -> Tensor:
     """[R] int64, on the device of the logits: what :meth:`Sampler.sample` would draw; any id where nothing can be."""
-    draw_rows = draw_on_host if logits_RV.device.type == "cpu" else draw_on_device
-    token_ids_R, _ = draw_rows(logits_RV, tabulated(params, seeds, positions))
-    return token_ids_R.clamp(min=0)
+    table_4R = tabulated(params, seeds, positions)
+    if logits_RV.device.type == "cpu":
+        return draw_on_host(logits_RV, table_4R)[0].clamp(min=0)
+    (table,) = place([torch.from_numpy(table_4R)], logits_RV.device)
+    return draw_on_device(logits_RV, table, truncates=may_cut(table_4R))[0].clamp(min=0)
 
 
 def join_masks(rows: Sequence[Ids]) -> SamplingMask:
@@ -128,25 +186,22 @@ def draw_on_host(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensor
     )
 
 
-def draw_on_device(logits_RV: Tensor, table_4R: Table) -> tuple[Tensor, MaskTensors | None]:
-    """[R] int64 token ids and their sampling masks, in torch operations on the device of the logits."""
+def may_cut(table_4R: Table) -> bool:
+    """Report whether top-k or top-p may cut any row."""
     temperatures_R, top_ks_R, top_ps_R, _ = table_4R
-    table = torch.from_numpy(table_4R)
-    if logits_RV.device.type == "cuda":
-        table = table.pin_memory()
-    table = table.to(logits_RV.device, non_blocking=True).unsqueeze(2)
-    may_cut = (temperatures_R > 0) & ((top_ks_R > 0) | (top_ps_R < 1))
-    chances = Chances(
-        temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=bool(may_cut.any())
-    )
-    if logits_RV.is_cuda and not chances.truncates:
+    return bool(((temperatures_R > 0) & ((top_ks_R > 0) | (top_ps_R < 1))).any())
+
+
+def draw_on_device(logits_RV: Tensor, table_4R: Tensor, *, truncates: bool) -> tuple[Tensor, Tensor | None]:
+    """[R] int64 token ids and the sampling masks [R,V] bool, on the device of the logits and of the table.
+
+    A mask is all false where its row is not truncated; there are none unless ``truncates`` says that there may be.
+    """
+    table = table_4R.unsqueeze(2)
+    chances = Chances(temperatures=table[0], top_ks=table[1], top_ps=table[2], uniforms=table[3], truncates=truncates)
+    if logits_RV.is_cuda and not truncates:
         return _draw_by_kernel(logits_RV, chances), None
-    token_ids_R, kept_RV = draw_tensors(logits_RV, chances)
-    if kept_RV is None:
-        return token_ids_R, None
-    offsets = torch.zeros(len(kept_RV) + 1, dtype=torch.int64, device=kept_RV.device)
-    offsets[1:] = kept_RV.sum(-1).cumsum(0)
-    return token_ids_R, MaskTensors(offsets_N1=offsets, token_ids=kept_RV.nonzero()[:, 1])
+    return draw_tensors(logits_RV, chances)
 
 
 def _draw_by_kernel(logits_RV: Tensor, chances: "Chances") -> Tensor:
@@ -163,23 +218,33 @@ def _draw_by_kernel(logits_RV: Tensor, chances: "Chances") -> Tensor:
     )
 
 
-def _fetched(token_ids_R: Tensor, logprobs_R: Tensor, mask: MaskTensors | None) -> Drawn:
-    """Bring everything to the host at once; float64 holds each of the numbers exactly."""
-    parts = [token_ids_R, logprobs_R, *((mask.offsets_N1, mask.token_ids) if mask is not None else ())]
-    values = torch.cat([part.double() for part in parts]).cpu().numpy()
-    rows = len(token_ids_R)
-    token_ids = values[:rows].astype(np.int32)
-    if (token_ids == NO_TOKEN).any():
+def _checked(drawn: Drawn) -> Drawn:
+    broken = drawn.token_ids == NO_TOKEN
+    if broken.any():
         raise DivergedError(
-            f"nothing can be drawn from row {int(np.argmax(token_ids == NO_TOKEN))} of {rows}: its logits are not "
+            f"nothing can be drawn from row {int(np.argmax(broken))} of {len(broken)}: its logits are not "
             "finite (the weights that are being served are broken: go back to an earlier version), or its temperature "
             "is negative or not finite"
         )
-    sets = None
-    if mask is not None:
-        offsets, ids = np.split(values[2 * rows :], [rows + 1])
-        sets = SamplingMask(offsets=offsets.astype(np.int64), token_ids=ids.astype(np.int32))
-    return Drawn(token_ids=token_ids, logprobs=values[rows : 2 * rows].astype(np.float32), sampling_mask=sets)
+    return drawn
+
+
+def _packed(kept_RV: Tensor) -> Tensor:
+    """[R,b] uint8: eight truth values to a byte."""
+    rows, vocabulary = kept_RV.shape
+    bits_Rb8 = functional.pad(kept_RV.to(torch.uint8), (0, -vocabulary % 8)).view(rows, -1, 8)
+    return (bits_Rb8 << torch.arange(8, dtype=torch.uint8, device=kept_RV.device)).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(kept_Rb: npt.NDArray[np.uint8]) -> SamplingMask | None:
+    """The sets of packed masks; almost all bytes are 0, and are looked at as bytes only."""
+    rows, places = kept_Rb.nonzero()
+    which, bits = np.unpackbits(kept_Rb[rows, places, None], axis=1, bitorder="little").nonzero()
+    if not len(which):
+        return None
+    offsets = np.zeros(len(kept_Rb) + 1, np.int64)
+    np.cumsum(np.bincount(rows[which], minlength=len(kept_Rb)), out=offsets[1:])
+    return SamplingMask(offsets=offsets, token_ids=(places[which] * 8 + bits).astype(np.int32))
 
 
 _KEY_BITS = 32

@@ -70,6 +70,8 @@ class EngineRequest:
     """Index of the first prompt token whose logprob is wanted: the one before it and all behind are computed, whatever
     the index has; ``None``: of none.
     """
+    chain: int | None = None
+    """Number of the adapter whose keys it can reuse, below 0; ``None``: those of the serving version."""
     cached: int = 0
     """Count of the leading ``token_ids`` that have their keys in ``pages``."""
     pages: list[int] = field(default_factory=list)
@@ -217,7 +219,7 @@ class RequestQueue:
                 continue
             if not self._may_run(request) or not self._may_fit(request):
                 return
-            chain = self.pool.find(request.token_ids, _reusable(request))
+            chain = self.pool.find(request.token_ids, _reusable(request), self.pool.root_of(request.chain))
             if self._follow(request, chain):
                 place += 1
                 continue
@@ -263,7 +265,7 @@ class RequestQueue:
 
         No request waits for one of worse priority, which could be kept from its work for long.
         """
-        leaf = chain[-1] if chain else self.pool.root
+        leaf = chain[-1] if chain else self.pool.root_of(request.chain)
         limit = _reusable(request)
         for reader in self.running:
             if reader.leaf is not leaf or _outranks(request, reader):
@@ -303,7 +305,7 @@ class RequestQueue:
         request.pages = [node.page for node in chain] + [self.pool.take() for _ in range(fresh)]
         request.indexed = len(chain)
         request.cached = len(chain) * PAGE
-        request.leaf = chain[-1] if chain else self.pool.root
+        request.leaf = chain[-1] if chain else self.pool.root_of(request.chain)
         insort(self.running, request, key=_rank)
 
     def _leave(self, request: EngineRequest) -> None:
@@ -519,6 +521,8 @@ class Scheduler:
         if mode is SwapMode.DRAIN and self.running:
             raise ValueError(f"weights were exchanged in mode drain while {self.running} requests run: await drained")
         for request in tuple(self._queue.running):
+            if request.chain is not None:
+                continue  # an adapter's weights stay what they are
             unread = not request.sampled and request.rereads < MAX_REREADS
             if mode is SwapMode.RECOMPUTE or unread:
                 request.rereads += request.cached > 0

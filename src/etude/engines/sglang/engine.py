@@ -50,6 +50,8 @@ class SglangFeatures:
 
     def check(self, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a wish that would be ignored in silence."""
+        if params.adapter:
+            raise ValueError(f"adapter={params.adapter!r}: SGLang serves what its run publishes and nothing else")
         if params.want_routes and not self.sparse_layers:
             raise ValueError(
                 "this SGLang does not say which experts it used: start it with --enable-return-routed-experts"

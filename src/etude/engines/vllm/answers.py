@@ -33,6 +33,10 @@ class ServerFeatures:
 
     def check(self, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a wish that would be ignored in silence."""
+        if params.adapter:
+            raise ValueError(
+                f"adapter={params.adapter!r}: vLLM serves that of its run; engine.kind = 'native' has more"
+            )
         if params.want_routes and not self.sparse_layers:
             raise ValueError(
                 "this vLLM does not say which experts it used: start it with --enable-return-routed-experts, which "
@@ -46,9 +50,14 @@ class ServerFeatures:
             )
 
 
-def request_body(prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool) -> dict[str, Any]:
-    """The body of a generate request; only prompts of the same ``salt`` share cached prefixes."""
+def request_body(
+    prompt_ids: TokenIds, params: SamplingParams, *, salt: str, stream: bool, adapter: str = ""
+) -> dict[str, Any]:
+    """The body of a generate request; only prompts of the same ``salt`` share cached prefixes. ``adapter`` is the name
+    of a loaded one; without it the served checkpoint answers.
+    """
     return {
+        **({"model": adapter} if adapter else {}),
         "token_ids": np.asarray(prompt_ids, np.int64),
         "cache_salt": salt,
         "priority": params.priority,

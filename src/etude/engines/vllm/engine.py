@@ -10,8 +10,10 @@ format ``answers.py``'s, what happens inside vLLM ``extension.py``'s. Only one c
 """
 
 import asyncio
+import shutil
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -56,6 +58,20 @@ class VllmPause:
     """From asking it to pause until it sampled again."""
     load_s: float
     """The part in which weights were proven and loaded."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Adapter:
+    """A loaded adapter, and whether anything still needs it."""
+
+    name: str
+    version: int
+    digest: str
+    folder: Path
+    running: int = 0
+    """Completions in progress."""
+    is_old: bool = False
+    """True if it is to be unloaded behind the last of these."""
 
 
 class _Draft:
@@ -105,18 +121,56 @@ class VllmEngine:
         self._open = asyncio.Event()
         self._fault = "no weights were named yet: call start() first"
         self._updating = asyncio.Lock()
+        self._adapter: _Adapter | None = None
+        """The adapter of new requests; ``None``: the served checkpoint alone."""
 
     @property
     def version(self) -> int:
         """The weight version being served."""
-        return self._version
+        return self._version if self._adapter is None else self._adapter.version
 
-    async def start(self, version: int, digest: str) -> None:
-        """Say what the checkpoint is that the server was started with; to be called once, before anything else.
+    async def load_adapter(self, version: int, digest: str, folder: Path) -> None:
+        """Let requests from now on have the adapter in a PEFT folder, which is weight version ``version``.
+
+        Nothing pauses: completions in progress go on with the adapter that they began with, which is unloaded behind
+        the last of them. The folder is the engine's from now on: vLLM may read it again until then.
+        """
+        self._updates += 1
+        name = f"v{version}-{self._updates}"  # a version may come back while its adapter of before is still in use
+        load = {"lora_name": name, "lora_path": str(_absolute(folder))}
+        await self._client.order("/v1/load_lora_adapter", load, UPDATE_TIMEOUT_S)
+        before, self._adapter = self._adapter, _Adapter(name=name, version=version, digest=digest, folder=folder)
+        if before is not None:
+            before.is_old = True
+            await self._forget(before)
+
+    @asynccontextmanager
+    async def _adapted(self) -> AsyncIterator["_Adapter | None"]:
+        """The adapter of a request, which stays loaded while the context is open."""
+        adapter = self._adapter
+        if adapter is None:
+            yield None
+            return
+        adapter.running += 1
+        try:
+            yield adapter
+        finally:
+            adapter.running -= 1
+            await self._forget(adapter)
+
+    async def _forget(self, adapter: "_Adapter") -> None:
+        if adapter.is_old and not adapter.running:
+            adapter.is_old = False
+            await self._client.order("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+            shutil.rmtree(adapter.folder)
+
+    async def start(self, version: int, digest: str, *, frozen: bool = False) -> None:
+        """Say what the checkpoint is that the server was started with; to be called once, before anything else. One
+        that is ``frozen`` is never updated, adapters are loaded over it.
 
         Raises :class:`~etude.errors.EngineUnavailable` with the server's words unless that is the state of ``digest``.
         """
-        info = {"init_info": {"digest": digest}}
+        info = {"init_info": {"digest": digest, "frozen": frozen}}
         await self._client.post("/init_weight_transfer_engine", info, UPDATE_TIMEOUT_S)
         await self._prove(digest)
         await self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -129,11 +183,12 @@ class VllmEngine:
         Raises ``ValueError`` for what can never be served, and :class:`~etude.errors.EngineUnavailable`.
         """
         await self._admit(prompt_ids, params)
-        body = request_body(prompt_ids, params, salt=self._digest, stream=False)
-        choice = read_choice(await self._client.post(GENERATE, body, ANSWER_TIMEOUT_S))
-        draft = _Draft()
-        draft.add(choice, greedy=params.temperature == 0)
-        return self._completion(prompt_ids, params, draft, choice)
+        async with self._adapted() as adapter:
+            body = self._body(prompt_ids, params, adapter, stream=False)
+            choice = read_choice(await self._client.post(GENERATE, body, ANSWER_TIMEOUT_S))
+            draft = _Draft()
+            draft.add(choice, greedy=params.temperature == 0)
+            return self._completion(prompt_ids, params, draft, choice, adapter)
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str
@@ -144,28 +199,32 @@ class VllmEngine:
         those that come after it with the last chunk. Raises as :meth:`generate` does.
         """
         await self._admit(prompt_ids, params)
-        updates, version = self._updates, self._version
-        draft = _Draft()
-        body = request_body(prompt_ids, params, salt=self._digest, stream=True)
-        last: Choice | None = None
-        events = self._client.events(GENERATE, body)
-        async for event in events:
-            last = read_choice(event)
-            draft.add(last, greedy=params.temperature == 0)
-            if last.get("finish_reason") is None and updates == self._updates:
-                token_ids, logprobs = draft.pending()
-                versions = np.full(len(token_ids), version, np.int32)
-                yield TokenChunk(token_ids=token_ids, logprobs=logprobs, versions=versions)
-        if last is None:
-            raise EngineUnavailable("vLLM ended a completion without an answer")
-        given = draft.given
-        completion = self._completion(prompt_ids, params, draft, last)
-        if (completion.versions[:given] != version).any():
-            raise EngineUnavailable("another client changed vLLM's weight version: only one client may update a server")
-        token_ids, logprobs = draft.pending()
-        yield TokenChunk(
-            token_ids=token_ids, logprobs=logprobs, versions=completion.versions[given:], completion=completion
-        )
+        async with self._adapted() as adapter:
+            version = self.version if adapter is None else adapter.version
+            updates = self._updates
+            draft = _Draft()
+            body = self._body(prompt_ids, params, adapter, stream=True)
+            last: Choice | None = None
+            events = self._client.events(GENERATE, body)
+            async for event in events:
+                last = read_choice(event)
+                draft.add(last, greedy=params.temperature == 0)
+                if last.get("finish_reason") is None and (adapter is not None or updates == self._updates):
+                    token_ids, logprobs = draft.pending()
+                    versions = np.full(len(token_ids), version, np.int32)
+                    yield TokenChunk(token_ids=token_ids, logprobs=logprobs, versions=versions)
+            if last is None:
+                raise EngineUnavailable("vLLM ended a completion without an answer")
+            given = draft.given
+            completion = self._completion(prompt_ids, params, draft, last, adapter)
+            if (completion.versions[:given] != version).any():
+                raise EngineUnavailable(
+                    "another client changed vLLM's weight version: only one client may update a server"
+                )
+            token_ids, logprobs = draft.pending()
+            yield TokenChunk(
+                token_ids=token_ids, logprobs=logprobs, versions=completion.versions[given:], completion=completion
+            )
 
     async def health(self) -> EngineHealth:
         """Say which weights are served; the digest is the one that was proven last.
@@ -179,7 +238,8 @@ class VllmEngine:
             raise EngineUnavailable(f"vLLM serves weight version {label!r}, not {self._version}: it was changed")
         metrics = await self._client.text("/metrics")
         counts = {name: _gauge(metrics, prefix) for name, prefix in GAUGES.items()}
-        return EngineHealth(version=self._version, digest=self._digest, **counts)
+        digest = self._digest if self._adapter is None else self._adapter.digest
+        return EngineHealth(version=self.version, digest=digest, **counts)
 
     async def digest(self) -> str:
         """The state digest of the weights in the server, read there and now.
@@ -264,7 +324,21 @@ class VllmEngine:
         write_patch(self._patch, Patch(base=self._digest, digest=digest, changes=source))
         return {"patch": str(_absolute(self._patch)), "digest": digest}
 
-    def _completion(self, prompt_ids: TokenIds, params: SamplingParams, draft: _Draft, last: Choice) -> Completion:
+    def _body(
+        self, prompt_ids: TokenIds, params: SamplingParams, adapter: "_Adapter | None", *, stream: bool
+    ) -> dict[str, Any]:
+        """A request; prefixes that one adapter computed are of use to itself alone."""
+        name, salt = ("", self._digest) if adapter is None else (adapter.name, adapter.digest)
+        return request_body(prompt_ids, params, salt=salt, stream=stream, adapter=name)
+
+    def _completion(
+        self,
+        prompt_ids: TokenIds,
+        params: SamplingParams,
+        draft: _Draft,
+        last: Choice,
+        adapter: "_Adapter | None" = None,
+    ) -> Completion:
         token_ids, logprobs = draft.whole()
         count, finish = len(token_ids), finish_of(last)
         if finish is Finish.STOP and int(token_ids[-1]) not in params.stop_ids:
@@ -273,7 +347,7 @@ class VllmEngine:
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
-            versions=versions_of(last, count),
+            versions=versions_of(last, count) if adapter is None else np.full(count, adapter.version, np.int32),
             finish=finish,
             routes=decode_routes(last, len(prompt_ids) + count, layers) if params.want_routes else None,
             sampling_mask=mask_of(draft.masks, count) if params.truncates else None,

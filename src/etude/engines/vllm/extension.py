@@ -30,9 +30,10 @@ BACKEND = "etude"
 
 @dataclass
 class Served(WeightTransferInitInfo):
-    """The digest of the checkpoint that vLLM was started with."""
+    """The digest of the checkpoint that vLLM was started with, and whether its weights stay those."""
 
     digest: str
+    frozen: bool = False
 
 
 @dataclass
@@ -52,14 +53,20 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
     supports_draft_weight_update = False
 
     _weights: RuntimeWeights | None = None
+    _frozen = ""
+    """The digest of weights that stay what they are."""
 
     def init_transfer_engine(self, init_info: Served) -> None:
         """Load the served checkpoint once more and learn, where parameters lie open, what of it is where.
 
         Raises :class:`~etude.errors.DamagedError` if that changes a parameter: then vLLM loads another way while it
         runs than at its start (it has, silently: vllm-project/vllm#42821, #48312), and no update could be trusted.
+        Weights that are frozen, below adapters, are only proven to be what was started with.
         """
         copy = _read_copy(self.model_config.model, init_info.digest)
+        if init_info.frozen:
+            self._frozen = copy.digest
+            return
         is_open = self.device.type != "cpu" and self.parallel_config.world_size == 1
         runtime = dict(self.model.named_parameters()) if is_open else None
         before = {name: _bits(parameter) for name, parameter in self.model.named_parameters()}
@@ -93,6 +100,10 @@ class EtudeTransfer(WeightTransferEngine[Served, Update]):
         if self._weights is None:
             raise UserError("no checkpoint was named yet: call init_weight_transfer_engine first")
         return self._weights
+
+    def digest(self) -> str:
+        """The state digest of the weights, read anew unless they are frozen."""
+        return self._frozen or self.weights.digest()
 
     @torch.no_grad()
     def _load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -130,8 +141,8 @@ class EtudeWorker:
     weight_transfer_engine: EtudeTransfer
 
     def etude_digest(self) -> dict[str, str]:
-        """The state digest of the weights in this worker, read anew."""
-        return {"digest": self.weight_transfer_engine.weights.digest()}
+        """The state digest of the weights in this worker."""
+        return {"digest": self.weight_transfer_engine.digest()}
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -8,6 +8,7 @@ killed one left there.
 
 import asyncio
 import secrets
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from functools import partial
@@ -15,20 +16,26 @@ from pathlib import Path
 from typing import final
 
 import aiohttp
+from safetensors.torch import load_file
 
 from etude.config.inference import VllmOptions
 from etude.config.recipe import RunConfig
 from etude.engines.api_client import ApiClient
-from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate
+from etude.engines.kinds import EngineContext, ServedEngine, Swap, WeightUpdate, WeightUpdater
 from etude.engines.native.scheduler import SwapMode
 from etude.engines.server_process import CheckpointWriter, free_port, limits_of, spelt
 from etude.engines.vllm.answers import ServerFeatures
 from etude.engines.vllm.engine import VllmEngine
 from etude.engines.vllm.process import VllmServer, find_python, start
+from etude.errors import ConfigError, InfrastructureError
+from etude.models.adapters import ABOUT
 from etude.models.checkpoint import CONFIG_FILE
+from etude.models.peft import PREFIX, WEIGHTS_FILE, write_peft
 from etude.models.spec import ModelSpec
 from etude.sandboxes.scratch import Scratch
+from etude.weights.digest import state_digest
 from etude.weights.replica import PulledWeights
+from etude.weights.tensors import to_stored, to_tensors
 
 
 @asynccontextmanager
@@ -39,7 +46,11 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
     with closing(Scratch.open(None)) as scratch:
         memory = scratch.create(reader=None)
         writer = CheckpointWriter(context.model_folder / CONFIG_FILE, memory)
-        model = await asyncio.to_thread(writer.write, pulled.state)
+        state, digest = pulled.state, pulled.digest
+        if context.base is not None:  # adapters are loaded over it, version by version
+            state = await asyncio.to_thread(context.base)
+            digest = state_digest(state)
+        model = await asyncio.to_thread(writer.write, state)
         python = find_python(options.python)
         key = secrets.token_urlsafe(32)  # of this server and its one client, new with each start
         server = server_of(config, context.spec, python=python, model=model, port=free_port(), api_key=key)
@@ -50,8 +61,12 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
                 client = ApiClient("vLLM", process.base_url, http)
                 features = ServerFeatures(sparse_layers=context.spec.sparse_layers if server.routes else ())
                 engine = VllmEngine(client, limits_of(model, server.max_length), features, memory)
-                await process.start_engine(client, partial(engine.start, pulled.version, pulled.digest))
-                updater = VllmUpdater(engine, writer, SwapMode(options.swap))
+                begin = partial(engine.start, pulled.version, digest, frozen=context.base is not None)
+                await process.start_engine(client, begin)
+                updater: WeightUpdater = VllmUpdater(engine, writer, SwapMode(options.swap))
+                if context.base is not None:
+                    updater = AdapterUpdater(engine, context.spec, memory)
+                    await updater.stage(WeightUpdate(weights=pulled, changed=None))()
                 yield ServedEngine(engine=engine, updater=updater, tasks=(process.watch,))
         finally:
             process.stop()
@@ -63,6 +78,11 @@ def server_of(
     """The settings of the server that a run needs; it returns routes where the trainer replays them."""
     options = config.engine.options
     assert isinstance(options, VllmOptions), config.engine.kind
+    if config.lora.trains("rl") and spec.experts is not None and config.engine.device == "cpu":
+        raise ConfigError(
+            "vLLM computes adapters of a model with experts in Triton, which has no CPU backend ('triton.language' has "
+            "no attribute 'float32' in vLLM 0.32): use a GPU, or engine.kind = 'native'"
+        )
     return VllmServer(
         python=python,
         model=model,
@@ -72,6 +92,7 @@ def server_of(
         dtype=config.numerics.stored_dtype,
         max_length=config.engine.max_length,
         max_running=config.engine.max_running,
+        lora_rank=config.lora.rank if config.lora.trains("rl") else 0,
         routes=spec.experts is not None and config.numerics.replay != "off",
         extra=spelt(options.arguments),
     )
@@ -103,3 +124,42 @@ class VllmUpdater:
 
     def settle(self) -> None:
         """Nothing: the server has one copy."""
+
+
+@final
+class AdapterUpdater:
+    """Loads one adapter after the other over a server's frozen weights; implements
+    :class:`~etude.engines.kinds.WeightUpdater`.
+    """
+
+    def __init__(self, engine: VllmEngine, spec: ModelSpec, scratch: Path) -> None:
+        """PEFT folders are written into ``scratch``, which the server must be able to read."""
+        self._engine = engine
+        self._spec = spec
+        self._scratch = scratch
+
+    @property
+    def version(self) -> int:
+        """The weight version being served."""
+        return self._engine.version
+
+    def stage(self, update: WeightUpdate) -> Swap:
+        """Write the adapter as a PEFT folder, and prove that file.
+
+        Raises :class:`~etude.errors.InfrastructureError` when it does not hold what was published.
+        """
+        pulled, folder = update.weights, Path(tempfile.mkdtemp(dir=self._scratch))
+        state = to_tensors(pulled.state)
+        write_peft(folder, state, self._spec, base_name="base")
+        written = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+        if (digest := state_digest(to_stored(written | {name: state[name] for name in ABOUT}))) != pulled.digest:
+            raise InfrastructureError(f"{folder} holds the adapter {digest[:12]}, not {pulled.digest[:12]}")
+
+        async def swap() -> float:
+            await self._engine.load_adapter(pulled.version, pulled.digest, folder)
+            return 0.0
+
+        return swap
+
+    def settle(self) -> None:
+        """Nothing: an adapter is loaded whole."""

@@ -17,6 +17,8 @@ PYTHON_VARIABLE = "ETUDE_VLLM_PYTHON"
 """Environment variable that names the interpreter of vLLM's environment."""
 MODULE = "vllm.entrypoints.openai.api_server"
 EXTENSION = "etude.engines.vllm.extension.EtudeWorker"
+SERVED_ADAPTERS = 2
+"""Adapters in one step of a server: the newest version, and the one that completions in progress go on with."""
 TRANSFER = '{"backend":"etude"}'
 
 
@@ -56,6 +58,8 @@ class VllmServer:
     """Return the experts of each token."""
     sampling_mask: bool = False
     """Return what top-p and top-k left over."""
+    lora_rank: int = 0
+    """Largest rank of adapters that can be loaded while it serves; 0 for none."""
     api_key: str = field(default="", repr=False)
     """The key of all requests that sample, of ``VLLM_API_KEY``; empty for none. vLLM has none for the others."""
     extra: tuple[str, ...] = field(default=())
@@ -90,6 +94,9 @@ class VllmServer:
         flags += ["--enforce-eager"] if self.device == "cpu" else []
         flags += ["--enable-return-routed-experts"] if self.routes else []
         flags += ["--return-sampling-mask"] if self.sampling_mask else []
+        if self.lora_rank:
+            loras = {"--max-lora-rank": self.lora_rank, "--max-loras": SERVED_ADAPTERS}
+            flags += ["--enable-lora", *(str(word) for pair in loras.items() for word in pair)]
         pairs = [text for name, value in values.items() for text in (name, str(value))]
         return [str(self.python), "-m", MODULE, *pairs, *flags, *self.extra]
 
@@ -107,6 +114,8 @@ class VllmServer:
         }
         if self.api_key:
             variables["VLLM_API_KEY"] = self.api_key
+        if self.lora_rank:
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if self.routes or self.sampling_mask:
             variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         if self.device == "cpu":

@@ -35,15 +35,18 @@ def attend(
     q_NQD: Floats,
     cache: tuple[Array, Array],
     rows: tuple[Tables, Tables, Wholes],
-    scale: float,
+    rule: tuple[float, int, Floats],
     scratch: Floats,
     out_NQW: Floats,
 ) -> None:
-    """Causal attention of each token over its sequence's pages: positions 0 … its own.
+    """Causal attention of each token over its sequence's pages: the last positions up to its own.
 
     ``cache`` is keys [P,K,D,S] and values [P,K,S,W]; ``rows`` is page tables [B,pages], each token's sequence [N] and
-    position [N]; ``scratch`` [G, positions] holds the scores of one token and key head, positions rounded up to pages.
+    position [N]; ``rule`` is the factor of scores, how many positions a token sees, and the sinks [Q], or none;
+    ``scratch`` [G, positions + 1] holds the scores of one token and key head, positions rounded up to pages, and behind
+    them what sinks take.
     """
+    scale, window, sinks = rule
     keys_PKDS, values_PKSW = cache
     tables, sequences, positions = rows
     tokens, heads, width = q_NQD.shape
@@ -53,32 +56,42 @@ def attend(
     scores, out = scratch.reshape(-1), out_NQW.reshape(-1)
     for token in range(tokens):
         count = positions[token] + 1
+        start_seen = max(np.int64(0), count - window)
+        first_page = start_seen // PAGE * PAGE
         table = tables[sequences[token]]
         for head in range(key_heads):
             first = token * heads + head * group
-            scratch[:, : (count + PAGE - 1) // PAGE * PAGE] = ZERO
-            for start in range(0, count, PAGE):
+            scratch[:, first_page : (count + PAGE - 1) // PAGE * PAGE] = ZERO
+            for start in range(first_page, count, PAGE):
                 page = (keys, (np.int64(table[start // PAGE]) * key_heads + head) * width * PAGE, PAGE)
                 _add((q, first * width, width), page, (group, PAGE, width), (scores, start, room))
             for row in range(group):
-                _exponentials(scratch[row, :count], np.float32(scale))
+                highest = _exponentials(scratch[row, start_seen:count], np.float32(scale))
+                scratch[row, room - 1] = ZERO
+                if len(sinks):
+                    scratch[row, room - 1] = exponential(sinks[head * group + row] - highest * np.float32(scale))
             out_NQW[token, head * group : (head + 1) * group] = ZERO
-            for start in range(0, count, PAGE):
+            for start in range(first_page, count, PAGE):
+                seen = max(start, start_seen)
                 page = (values, (np.int64(table[start // PAGE]) * key_heads + head) * PAGE * value_width, value_width)
-                shape = (group, value_width, min(PAGE, count - start))
-                _add((scores, start, room), page, shape, (out, first * value_width, value_width))
+                shape = (group, value_width, min(start + PAGE, count) - seen)
+                _add((scores, seen, room), below(page, seen - start), shape, (out, first * value_width, value_width))
             for row in range(group):
-                share = ONE / summed(scores, row * room, count)
+                share = ONE / (summed(scores, row * room + start_seen, count - start_seen) + scratch[row, room - 1])
                 for i in range(value_width):
                     out_NQW[token, head * group + row, i] *= share
 
 
 @inlined
-def _exponentials(scores: Floats, scale: np.float32) -> None:
-    """``e^(scale · (score − largest))`` in place. Takes a slice: an index that might be negative is no vector loop."""
+def _exponentials(scores: Floats, scale: np.float32) -> np.float32:
+    """``e^(scale · (score − largest))`` in place; returns the largest.
+
+    Takes a slice: an index that might be negative is no vector loop.
+    """
     highest = largest(scores, 0, len(scores))
     for i in range(len(scores)):
         scores[i] = exponential((scores[i] - highest) * scale)
+    return highest
 
 
 @inlined

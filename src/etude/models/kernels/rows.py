@@ -22,8 +22,8 @@ LOWEST = np.float32(-np.inf)
 
 
 @borrowing
-def norm(x_NH: Floats, gain_H: Array, eps: float, out_NH: Floats) -> None:
-    """RMS norm, row by row: ``x / √(mean(x²) + eps) · gain``."""
+def norm(x_NH: Floats, gain_H: Array, eps: float, offset: float, out_NH: Floats) -> None:
+    """RMS norm, row by row: ``x / √(mean(x²) + eps) · (gain + offset)``."""
     rows, width = x_NH.shape
     x, out = x_NH.reshape(-1), out_NH.reshape(-1)
     for row in range(rows):
@@ -33,7 +33,7 @@ def norm(x_NH: Floats, gain_H: Array, eps: float, out_NH: Floats) -> None:
         mean = out[row * width] / np.float32(width)
         scale = ONE / np.float32(math.sqrt(mean + np.float32(eps)))
         for i in range(width):
-            out_NH[row, i] = x_NH[row, i] * scale * number(gain_H, i)
+            out_NH[row, i] = x_NH[row, i] * scale * (number(gain_H, i) + np.float32(offset))
 
 
 @borrowing
@@ -44,6 +44,21 @@ def gated(gate_up_NI: Floats, out_NI: Floats) -> None:
         for i in range(width):
             gate = gate_up_NI[row, i]
             out_NI[row, i] = gate / (ONE + exponential(-gate)) * gate_up_NI[row, width + i]
+
+
+@borrowing
+def gated_by(gate_up_NI: Floats, spec: tuple[float, float, float, float], interleaved: bool, out_NI: Floats) -> None:
+    """Apply :class:`~etude.models.spec.GateSpec`; ``spec`` is its slope, cubic, shift and limit."""
+    rows, width = out_NI.shape
+    slope, cubic, shift, limit = spec
+    apart = 1 if interleaved else width
+    for row in range(rows):
+        for i in range(width):
+            place = 2 * i if interleaved else i
+            gate = min(gate_up_NI[row, place], np.float32(limit))
+            up = max(min(gate_up_NI[row, place + apart], np.float32(limit)), np.float32(-limit)) + np.float32(shift)
+            inner = fma(np.float32(cubic) * gate * gate, gate, gate) * np.float32(slope)
+            out_NI[row, i] = gate / (ONE + exponential(-inner)) * up
 
 
 @borrowing

@@ -13,7 +13,10 @@ Owns that and the price it goes by. Does not know what a sequence is beyond its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
+
+from etude.models.flops import pair_flops, token_flops, window_flops
+from etude.models.spec import ModelSpec
 
 MicroBatch: TypeAlias = tuple[int, ...]
 """Sequences that go through the model together, by their index, longest first; empty: a pass without any."""
@@ -29,14 +32,29 @@ class Cost:
 
     per_token: float
     per_pair: float
+    per_windowed_pair: float = 0.0
+    """The same of attention that looks at ``window`` others at most."""
+    window: int = 0
 
     def __post_init__(self) -> None:
         if not (self.per_token > 0 and self.per_pair >= 0):
             raise ValueError(f"per_token={self.per_token} must be above 0 and per_pair={self.per_pair} not below")
 
+    @classmethod
+    def of_model(cls, spec: ModelSpec) -> Self:
+        """The operations of a model."""
+        return cls(
+            per_token=token_flops(spec),
+            per_pair=pair_flops(spec),
+            per_windowed_pair=window_flops(spec),
+            window=spec.window.size if spec.window is not None else 0,
+        )
+
     def of(self, length: int) -> float:
         """Cost of one sequence."""
-        return self.per_token * length + self.per_pair * (length * (length + 1) / 2)
+        beyond = max(0, length - self.window)
+        pairs, unseen = length * (length + 1) / 2, beyond * (beyond + 1) / 2
+        return self.per_token * length + self.per_pair * pairs + self.per_windowed_pair * (pairs - unseen)
 
 
 def pack(lengths: Sequence[int], *, max_tokens: int, ranks: int, cost: Cost) -> list[list[MicroBatch]]:

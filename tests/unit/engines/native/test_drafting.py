@@ -17,7 +17,7 @@ from etude.engines.native.scheduler import Counters, SwapMode
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
-from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT
+from etude.models.spec import TINY, TINY_DENSE, TINY_GEMMA, TINY_GLM, TINY_LATENT, TINY_OSS
 from etude.protocols import Completion, SamplingParams
 from etude.types import TokenIds
 from native_configs import altered
@@ -25,7 +25,14 @@ from native_configs import altered
 torch.set_num_threads(1)
 
 CONFIG = EngineConfig(max_running=6, max_length=160, options=NativeOptions(step_tokens=24))
-SPECS = {"experts": TINY, "dense": TINY_DENSE, "latent": TINY_LATENT}
+SPECS = {
+    "experts": TINY,
+    "dense": TINY_DENSE,
+    "latent": TINY_LATENT,
+    "glm": TINY_GLM,
+    "gemma": TINY_GEMMA,
+    "oss": TINY_OSS,
+}
 Call = tuple[list[int], SamplingParams]
 
 

@@ -14,7 +14,7 @@ from etude.engines.vllm.inplace import InPlaceWeights
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
-from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
+from etude.models.spec import TINIEST, TINY, TINY_LATENT, ModelSpec
 from etude.weights.digest import state_digest
 from etude.weights.replica import ChangedNumbers, PulledWeights
 from etude.weights.state import State
@@ -67,8 +67,8 @@ def copied(model: Decoder) -> State:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "spec",
-    [TINY, TINY_DENSE, TINY_LATENT, replace(TINY_LATENT, draft=True)],
-    ids=["experts", "dense", "latent", "draft head"],
+    [*TINIEST, replace(TINY_LATENT, draft=True)],
+    ids=["experts", "dense", "latent", "glm", "gemma", "oss", "draft head"],
 )
 def test_deltas_lead_to_the_bits_of_a_full_load_and_of_a_probed_layout(
     spec: ModelSpec, dtype: torch.dtype, device: str

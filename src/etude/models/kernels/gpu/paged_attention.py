@@ -11,6 +11,9 @@ Splitting the positions (flash decoding, Dao et al. 2023) keeps every multiproce
 are, and keeps the longest from being what all wait for. A part beyond its sequence's end costs a program that returns
 at once, so launches depend on shapes alone and can be captured in CUDA graphs.
 
+Where a layer has a window, a tile begins with the block of the first position that any of its tokens sees: what is read
+does not grow with the sequence. Sinks join the softmax at its end. The kernels of other layers are compiled without.
+
 A key page is [D,S]: it is loaded as it lies, pages side by side, and needs no transpose. Widths that are no power of
 two are taken as a power of two and a rest (576 = 512 + 64). Measured on an H200 (docs/gpu.md): 0.87 to 0.91 of the
 bandwidth that the card copies with, at 64 sequences of 1k to 20k positions; latent attention, which computes more for
@@ -28,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from etude.models.arithmetic import PagedRows
+from etude.models.arithmetic import AttentionRule, PagedRows
 from etude.models.kernels.pages import PAGE
 
 PROGRAMS_PER_UNIT = 4
@@ -41,6 +44,10 @@ LEAST_WIDTH = 16
 """The least that a tensor core multiplies, along each side."""
 WIDE_BYTES = 1100
 """Bytes of a position's key and value above which fewer pages are read at a time: those of latent attention."""
+
+
+WIDE_NUMBERS = 400
+"""Numbers of a position's key and value above which the same holds: sums of heads of 256 fill a program's registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +71,18 @@ def attends(key_width: int, value_width: int) -> bool:
     return is_power and all(part >= LEAST_WIDTH and part == _power_below(part) for part in parts)
 
 
-def attend(q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, scale: float) -> Tensor:
-    """[N,Q,W]: causal attention of each token over its sequence's pages, positions 0 … its own.
+def attend(q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: AttentionRule) -> Tensor:
+    """[N,Q,W]: causal attention of each token over its sequence's pages, as far back as the rule says.
 
     One launch for all sequences with one token, which come first, and one for each other.
     """
     out_NQW = q_NQD.new_empty((*q_NQD.shape[:2], cache[1].shape[-1]))
     singles = rows.singles
     if singles:
-        _attend_range(q_NQD, cache, rows, scale, _Range(0, singles, single=True), out_NQW)
+        _attend_range(q_NQD, cache, rows, rule, _Range(0, singles, single=True), out_NQW)
     start = singles
     for count in rows.counts[singles:]:
-        _attend_range(q_NQD, cache, rows, scale, _Range(start, count, single=False), out_NQW)
+        _attend_range(q_NQD, cache, rows, rule, _Range(start, count, single=False), out_NQW)
         start += count
     return out_NQW
 
@@ -94,7 +101,7 @@ def _attend_range(
     q_NQD: Tensor,
     cache: tuple[Tensor, Tensor],
     rows: PagedRows,
-    scale: float,
+    rule: AttentionRule,
     part: _Range,
     out_NQW: Tensor,
 ) -> None:
@@ -106,6 +113,8 @@ def _attend_range(
     per_tile = 1 if part.single else max(1, cut.rows // group)
     tiles, blocks = math.ceil(part.count / per_tile), math.ceil(group * per_tile / cut.rows)
     step, positions = cut.pages * PAGE, rows.tables_BP.shape[1] * PAGE
+    if rule.window is not None:  # from wherever in a block a tile's first position lies
+        positions = min(positions, step + rule.window + per_tile - 2)
     splits = max(PROGRAMS_PER_UNIT * UNITS // (tiles * blocks * key_heads), math.ceil(positions / LONGEST_SPLIT), 1)
     span = math.ceil(positions / splits / step) * step
     splits = math.ceil(positions / span)  # those that have anything to do
@@ -114,16 +123,19 @@ def _attend_range(
         parts = q_NQD.new_empty((splits, part.count, heads, value_width), dtype=torch.float32)
         masses = q_NQD.new_empty((splits, part.count, heads), dtype=torch.float32)
     low = _power_below(width)
+    sinks, has_sinks = q_NQD if rule.sinks_Q is None else rule.sinks_Q, rule.sinks_Q is not None
     _attend[(tiles * blocks, key_heads, splits)](
-        q_NQD, keys_PKDS, values_PKSW, rows.tables_BP, rows.sequences_N, rows.positions_N, parts, masses,
-        scale * math.log2(math.e), rows.tables_BP.stride(0), *q_NQD.stride()[:2], part.start, part.count, span,
+        q_NQD, keys_PKDS, values_PKSW, rows.tables_BP, rows.sequences_N, rows.positions_N, sinks, parts, masses,
+        rule.scale * math.log2(math.e), rows.tables_BP.stride(0), *q_NQD.stride()[:2], part.start, part.count, span,
         Q=heads, K=key_heads, G=group, PER_TILE=per_tile, BLOCKS=blocks, M=cut.rows, D_LOW=low, D_REST=width - low,
-        W=value_width, S=PAGE, PAGES=cut.pages, SPLIT=splits > 1, num_warps=cut.warps, num_stages=cut.stages,
+        W=value_width, S=PAGE, PAGES=cut.pages, SPLIT=splits > 1, WINDOW=rule.window or 0, SINKS=has_sinks,
+        num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(part.count, heads)](
             parts,
             masses,
+            sinks,
             out_NQW,
             part.start,
             part.count,
@@ -131,6 +143,7 @@ def _attend_range(
             Q=heads,
             W=value_width,
             X=triton.next_power_of_2(splits),
+            SINKS=has_sinks,
         )
 
 
@@ -140,10 +153,13 @@ def tuned(group: int, widths: int, itemsize: int, *, single: bool) -> Tuning:
     Found on an H200: what fits into a multiprocessor's shared memory decides, reads in flight first.
     """
     rows = min(64, max(LEAST_WIDTH, triton.next_power_of_2(group))) if single else 64
-    if widths * itemsize > WIDE_BYTES:
+    if widths * itemsize > WIDE_BYTES or widths > WIDE_NUMBERS:
         doubles = widths * itemsize > 2 * WIDE_BYTES
         return Tuning(rows=min(rows, 32) if doubles else rows, pages=1 if doubles else 2, warps=8, stages=2)
     return Tuning(rows=rows, pages=4, warps=2 if rows == LEAST_WIDTH else 4, stages=2)
+
+
+LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 def _power_below(count: int) -> int:
@@ -152,11 +168,11 @@ def _power_below(count: int) -> int:
 
 @triton.jit(do_not_specialize=["table_stride", "start", "count", "span"])  # they change from step to step
 def _attend(
-    q, keys, values, tables, sequences, reach, parts, masses,
+    q, keys, values, tables, sequences, reach, sinks, parts, masses,
     scale, table_stride, token_stride, head_stride, start, count, span,
     Q: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PER_TILE: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
     D_LOW: tl.constexpr, D_REST: tl.constexpr, W: tl.constexpr, S: tl.constexpr, PAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
@@ -170,6 +186,9 @@ def _attend(
     at = (split * count + first + row // G).to(tl.int64) * Q + head * G + row % G
     last = tl.load(reach + start + tl.minimum(first + PER_TILE, count) - 1).to(tl.int32)
     begin = split * span
+    if WINDOW > 0:
+        furthest = tl.load(reach + start + first).to(tl.int32) - (WINDOW - 1)
+        begin += tl.maximum(furthest, 0) // X * X
     if begin > last:
         tl.store(masses + at, tl.full((M,), float("-inf"), tl.float32), mask=live)
         return
@@ -202,6 +221,8 @@ def _attend(
             scores += tl.dot(y, tl.reshape(k_rest, (D_REST, X)), input_precision="ieee")
         position = place + offset
         visible = (position[None, :] <= limit[:, None]) & (position[None, :] < end)
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > limit[:, None] - WINDOW)
         scores = tl.where(visible, scores * scale, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
         base_score = tl.where(highest == float("-inf"), 0.0, highest)
@@ -217,6 +238,12 @@ def _attend(
         v = tl.reshape(v, (X, W))
         total = total * fall[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         peak = highest
+    if SINKS and not SPLIT:
+        sink = tl.load(sinks + head * G + row % G).to(tl.float32) * LOG2_E
+        highest = tl.maximum(peak, sink)
+        fall = tl.exp2(peak - highest)
+        mass = mass * fall + tl.exp2(sink - highest)
+        total = total * fall[:, None]
     mass = tl.where(mass == 0.0, 1.0, mass)  # a row that sees nothing of this part: its peak says so
     mean = total / mass[:, None]
     if SPLIT:
@@ -225,13 +252,23 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["start", "count", "splits"])
-def _join(parts, masses, out, start, count, splits, Q: tl.constexpr, W: tl.constexpr, X: tl.constexpr):
+def _join(
+    parts, masses, sinks, out, start, count, splits,
+    Q: tl.constexpr, W: tl.constexpr, X: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * Q + tl.program_id(1)
     split = tl.arange(0, X)
     at = split.to(tl.int64) * count * Q + row
     column = tl.arange(0, W)
     mass = tl.load(masses + at, mask=split < splits, other=float("-inf"))
-    weight = tl.exp2(mass - tl.max(mass, 0))
+    highest = tl.max(mass, 0)
+    if SINKS:
+        sink = tl.load(sinks + tl.program_id(1)).to(tl.float32) * LOG2_E
+        highest = tl.maximum(highest, sink)
+    weight = tl.exp2(mass - highest)
     part = tl.load(parts + at[:, None] * W + column[None, :], mask=(weight > 0.0)[:, None], other=0.0)
-    mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    all_weight = tl.sum(weight, 0)
+    if SINKS:
+        all_weight += tl.exp2(sink - highest)
+    mean = tl.sum(part * weight[:, None], 0) / all_weight
     tl.store(out + (start * Q + row) * W + column, mean.to(out.dtype.element_ty))
