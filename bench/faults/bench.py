@@ -206,7 +206,7 @@ def recipe(seed: int, steps: int, ledger: str = "", *, ranks: int = 1, silent_s:
             },
             "harness": {"options": {"max_turns": 4, "turn_timeout_s": 6.0}},
             "gateway": {"engine_timeout_s": 5.0},
-            "trainer": {"steps": steps},
+            "trainer": {"steps": steps, "checkpoint_steps": 1 + seed % 3},
             # Something to learn before any success.
             "effort": {"weight": 0.1, "prices": {"call_tokens": 1.0, "final_tokens": 1.0}},
             "ledger": {"url": ledger},

@@ -61,10 +61,15 @@ def bucket(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "work"
 
 
-def make_run(path: Path, *, at: str = "") -> RunFolder:
+def make_run(path: Path, *, at: str = "", every: int = 1) -> RunFolder:
     """A run of batches of one group that has published version 0; its ledger is nowhere near its folder."""
     batches = ("rollouts.groups_per_step=1", "rollouts.group_size=2", "rollouts.concurrency=4")
-    trainer = ("trainer.device=cpu", "trainer.mismatch_share=0", f"trainer.steps={STEPS}")
+    trainer = (
+        "trainer.device=cpu",
+        "trainer.mismatch_share=0",
+        f"trainer.steps={STEPS}",
+        f"trainer.checkpoint_steps={every}",
+    )
     config = default_recipe([*batches, *trainer, "engine.device=cpu", "numerics.replay=off"])
     ledger = path.parent / f"{path.name}.db"
     folder = RunFolder.create(working_path(at) if at else path, config, at=at, ledger=str(ledger))
@@ -125,13 +130,14 @@ def lose(disks: Path) -> None:
     shutil.rmtree(disks)
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.heavy("a minute")
-def test_a_trainer_whose_disk_is_lost_goes_on_to_the_same_bits(bucket: Path, tmp_path: Path) -> None:
+def test_a_trainer_whose_disk_is_lost_goes_on_to_the_same_bits(bucket: Path, tmp_path: Path, every: int) -> None:
     whole = make_run(tmp_path / "whole")
     admit(whole.ledger, *range(STEPS))
     assert etude("train", "--run", str(whole.path)).returncode == 0
 
-    ledger = make_run(tmp_path / "lost", at=URL).ledger
+    ledger = make_run(tmp_path / "lost", at=URL, every=every).ledger
     admit(ledger, 0, 1)
     with running("train", "--run", URL) as trainer:
         wait_until(lambda: trainer.poll() is not None or steps_done(ledger) == 2, every_s=0.1, timeout_s=DEADLINE_S)
@@ -145,7 +151,8 @@ def test_a_trainer_whose_disk_is_lost_goes_on_to_the_same_bits(bucket: Path, tmp
     folder = open_run_folder(URL)
     assert digests(folder) == digests(whole)
     copies = ObjectStore(f"{URL}/checkpoints")
-    assert copies.list("manifests") == [f"manifests/{step:08d}.json" for step in (STEPS - 1, STEPS)]
+    saved = [step for step in range(1, STEPS + 1) if step % every == 0 or step == STEPS][-2:]
+    assert copies.list("manifests") == [f"manifests/{step:08d}.json" for step in saved]
     assert len(copies.list("parts")) == 2 * 2
     assert not any("key" in key.rpartition("/")[2] for key in ObjectStore(URL).list(""))
 
@@ -156,7 +163,7 @@ def test_a_trainer_whose_disk_is_lost_goes_on_to_the_same_bits(bucket: Path, tmp
     assert not list(bucket.glob("*/model/*.safetensors")), "a reader has no use for weights"
 
     lose(bucket)
-    copies.delete(copies.list("parts")[-1], copies.list("parts")[0])
+    copies.delete(*copies.list("parts"))
     broken = etude("train", "--run", URL)
     assert broken.returncode == 2
     assert f"etude: {URL}/checkpoints/parts/" in broken.stderr and "is missing: restore it" in broken.stderr

@@ -26,7 +26,7 @@ RECIPE = {
     "tasks": {"options": {"kinds": ["arith"]}},
     "midtrain": {"tokens": 700_000, "batch_tokens": 2_000},
     "rollouts": {"groups_per_step": 4, "group_size": 4, "max_staleness": 1, "concurrency": 16, "max_attempts": 8},
-    "trainer": {"steps": STEPS, "mismatch_share": 1.0, "checkpoint_activations": True},
+    "trainer": {"steps": STEPS, "checkpoint_steps": 4, "mismatch_share": 1.0, "checkpoint_activations": True},
     "eval": {"enabled": False},
     "optimiser": {"kind": "muon"},
     "parallel": {"dp": 2, "ep": 2},
@@ -70,7 +70,7 @@ def test_a_killed_rank_costs_one_step_at_most(tmp_path: Path) -> None:
             run.terminate()
     result = [step.step for step in steps_done(folder)]
     assert sorted(set(result)) == list(range(1, STEPS + 1))
-    assert len(result) <= STEPS + 1, "the step that was under way is computed again, no other"
+    assert len(result) <= STEPS + 1, "the step that was under way is done again, and others are proven only"
     assert any(step.metrics["grad_norm"] > 0 for step in steps_done(folder))
     assert open_log(folder).read(STEPS) is not None
     assert all(step.metrics["k3"] < 1e-4 for step in steps_done(folder))

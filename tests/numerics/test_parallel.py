@@ -22,20 +22,21 @@ from etude.config.training import LossConfig, OptimiserConfig, ParallelConfig
 from etude.models.checkpoint import check_state, fill, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
-from etude.run.numerics import published_state
+from etude.run.numerics import published_state, published_types
 from etude.run.trainer_group import GroupCommand, TrainerGroup
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
-from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
+from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.parallel_context import _AllGather
 from etude.trainer.policy import PolicyTrainer
+from etude.trainer.whole_copy import WholeCopy
 from etude.types import UNSAMPLED, SamplingMask, Trajectory
 from etude.weights.digest import state_digest
 from etude.weights.tensors import to_stored
-from trainer_ranks import make_model, run_ranks, train
+from trainer_ranks import make_model, run_ranks, train, whole_model
 
 pytestmark = pytest.mark.heavy("a minute of several processes")
 
@@ -110,12 +111,30 @@ def publications(rank: int, folder: Path) -> None:
     """Write the digest of what would be published of a sharded model, in every format."""
     result: dict[str, str] = {}
     for family in ("moe", "latent"):
-        model = whole_model(sharded(SPECS[family], make_grid("dp cp ep")), keep=rank == 0)
-        assert (model is None) == (rank > 0)
-        if model is not None:
-            result |= {f"{family} {name}": digest(model, config) for name, config in FORMATS.items()}
+        for name, config in FORMATS.items():
+            grid = make_grid("dp cp ep")
+            model = sharded(SPECS[family], grid)
+            copy = WholeCopy(model, grid.everyone, published_types(model, config))
+            for update in ("first", "few", "many"):
+                disturb(model, update)
+                whole, exact = copy.update(), whole_model(model)
+                assert (whole is None) == (rank > 0)
+                assert exact is not None
+                if whole is not None:
+                    assert digest(whole, config) == digest(exact, config)
+                if whole is not None and update == "first":
+                    result[f"{family} {name}"] = digest(whole, config)
     if rank == 0:
         (folder / "published.json").write_text(json.dumps(result))
+
+
+def disturb(model: Decoder, update: str) -> None:
+    """Change nothing, a number in 97 of each part, or all of them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if update != "first":
+                own.view(-1)[:: 97 if update == "few" else 1] *= -1.25
 
 
 def digest(model: Decoder, config: NumericsConfig) -> str:
@@ -259,7 +278,7 @@ def group_steps(trainer_group: TrainerGroup) -> list[dict[str, float]]:
     batch = make_trajectories()
     first = step(1, batch)
     trainer_group.idle(0.0)
-    trainer_group.save(1)
+    trainer_group.save(1).result()
     step(2, batch)
     trainer_group.restore(trainer_group.saved)
     lone = step(3, batch[:1])  # of a lone trajectory most ranks have nothing

@@ -31,11 +31,11 @@ from etude.trainer.mismatch import MismatchProbe
 from etude.trainer.moments import local
 from etude.trainer.muon import Muon
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
-from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
+from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.reference import Reference
 from etude.types import UNSAMPLED, Trajectory
-from trainer_ranks import make_model, run_ranks
+from trainer_ranks import make_model, run_ranks, whole_model
 
 pytestmark = pytest.mark.heavy("half a minute of two processes")
 

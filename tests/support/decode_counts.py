@@ -18,7 +18,7 @@ import torch
 
 from etude.config.inference import EngineConfig
 from etude.engines.native.engine import NativeEngine, Weights
-from etude.models.arithmetic import PagedRows
+from etude.models.arithmetic import AttentionRule, PagedRows
 from etude.models.decoder import Decoder
 from etude.models.kernels.pages import PAGE
 from etude.models.spec import TINY, ModelSpec
@@ -94,7 +94,7 @@ def kv_bytes_vs_least(contexts: Sequence[int] = CONTEXTS) -> float:
     values = torch.randn(pages * len(contexts), 2, PAGE, width, generator=generator).bfloat16()
     q_NQD = torch.randn(len(contexts), 8, width, generator=generator).bfloat16()
     with interpreted(), _counted_reads((keys, values)) as read:
-        paged_attention.attend(q_NQD, (keys, values), rows, 0.25)
+        paged_attention.attend(q_NQD, (keys, values), rows, AttentionRule(scale=0.25))
     return sum(read) / (sum(contexts) * 2 * 2 * width * keys.itemsize)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
@@ -86,3 +87,15 @@ def train(
         optimiser.step()
         curve.append((float(total), float(norm)))
     return curve
+
+
+def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
+    """A model with whole weights, gathered tensor by tensor; ``None`` where a rank does not ``keep`` it."""
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    with torch.device("meta"):
+        whole = Decoder(model.spec, model.arithmetic)
+    whole.load_state_dict(state, assign=True)
+    return whole.requires_grad_(False) if keep else None

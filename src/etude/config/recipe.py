@@ -371,6 +371,11 @@ class RunConfig(Section):
                 f"live.groups_per_step = {live.groups_per_step}: a live session is a group of one, and {compares[0]} "
                 f"needs the other rollouts of a group"
             )
+        if self.trainer.checkpoint_steps > 1:
+            raise ValueError(
+                f"trainer.checkpoint_steps = {self.trainer.checkpoint_steps} does not go with live sessions: a step "
+                f"that may have to be done again cannot forget a user's session; leave it out"
+            )
         if self.loss.old_policy == "recomputed":
             raise ValueError(
                 "loss.options.old_policy = 'recomputed' does not go with live sessions: after a rollback some are of "

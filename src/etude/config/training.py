@@ -467,6 +467,10 @@ class TrainerConfig(Section):
     """Keep one hidden state per token and block and compute the rest again in the backward pass: a third more work for
     a fraction of the memory, the same gradients. ``auto``: where the trainer has several ranks.
     """
+    checkpoint_steps: int = Field(default=1, ge=1)
+    """Steps between checkpoints. With more than 1 a trainer that died does the steps behind its last checkpoint again,
+    on the same batches; they must end in the same bits (docs/control.md).
+    """
     mismatch_share: float = Field(default=0.1, ge=0, le=1)
     """Share of each batch's rollouts on which trainer and engine logprobs are compared."""
     threads: int = Field(default=1, ge=1)

@@ -20,6 +20,8 @@ from etude.types import TokenIds
 
 ANSWER_TIMEOUT_S = 600.0
 """A completion may take this long: it may be a long one behind many others."""
+LOAD_S = 600.0
+"""Longest time to take weights of no size: draining takes as long as the longest completion."""
 CONTROL_TIMEOUT_S = 10.0
 """A call that samples nothing and loads nothing may take this long."""
 CONNECT_TIMEOUT_S = 5.0
@@ -150,6 +152,8 @@ class RequestLimits:
     vocab_size: int
     max_length: int
     """Tokens of one sequence, prompt and completion."""
+    load_s: float = LOAD_S
+    """Longest time for the server to take weights, running requests waited for."""
 
     def check(self, prompt_ids: TokenIds, params: SamplingParams) -> None:
         """Raise ``ValueError`` for a request that could never be served, with the offending value."""

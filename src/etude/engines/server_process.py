@@ -23,7 +23,7 @@ import orjson
 
 from etude.config.inference import Argument
 from etude.engines import process_guard
-from etude.engines.api_client import ApiClient, RequestLimits
+from etude.engines.api_client import LOAD_S, ApiClient, RequestLimits
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.models.checkpoint import CONFIG_FILE
 from etude.weights.interop.checkpoint import write_checkpoint
@@ -34,9 +34,11 @@ HOST = "127.0.0.1"
 WATCH_S = 0.2
 """Seconds between two looks at whether the server runs."""
 START_S = 1800.0
-"""Longest time for a server to load a checkpoint and to compile; half a minute on two cores for a small one, many for
-a large one on a GPU. One that ends is noticed at once.
+"""Longest time for a server to import and to compile, beside that for its checkpoint: half a minute on two cores for a
+small model, many for a large one on a GPU. One that ends is noticed at once.
 """
+SLOW_DISK_BYTES_PER_S = 100e6
+"""Speed of a disk that many others share: the slowest that deadlines allow for."""
 TAIL_BYTES = 4000
 """Length of the log's end in the error of a start that failed."""
 STOP_S = 7.0
@@ -106,13 +108,14 @@ class ServerProcess:
                     ) from error
             await sleep(WATCH_S)
 
-    async def start_engine(self, client: ApiClient, start: Callable[[], Awaitable[None]]) -> None:
+    async def start_engine(self, client: ApiClient, load_s: float, start: Callable[[], Awaitable[None]]) -> None:
         """Wait until the server answers, then ``start`` the engine on it, which makes sure of version and weights.
+        ``load_s`` is the longest time that its weights may take.
 
         Raises :class:`~etude.errors.ConfigError` when either fails: with the same settings it would fail again.
         """
         try:
-            await self.ready(client, START_S)
+            await self.ready(client, START_S + load_s)
             await start()
         except EngineUnavailable as error:
             raise ConfigError(f"{self.name} cannot serve this run: {error}; see {self.log}") from error
@@ -193,7 +196,10 @@ def limits_of(model: Path, max_length: int) -> RequestLimits:
         vocab_size = int(orjson.loads(file.read_bytes())["vocab_size"])
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file} does not say vocab_size: {type(error).__name__}: {error}") from error
-    return RequestLimits(vocab_size=vocab_size, max_length=max_length)
+    size_bytes = sum(weights.stat().st_size for weights in model.glob("*.safetensors"))
+    return RequestLimits(
+        vocab_size=vocab_size, max_length=max_length, load_s=LOAD_S + size_bytes / SLOW_DISK_BYTES_PER_S
+    )
 
 
 def free_port() -> int:

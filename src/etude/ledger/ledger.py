@@ -237,6 +237,10 @@ class Ledger(LedgerConnection):
         places = self._db.write(lambda db: changes.claim_batch(db, step, batch, self._db.lease))
         return None if places is None else self.turns.read_groups(places)
 
+    def batch(self, step: int) -> list[Group]:
+        """The groups that a step claimed, as :meth:`claim_batch` gave them to it; none for a step that has not."""
+        return self.turns.read_groups(self._db.read(lambda db: rows.groups_of_step(db, step)))
+
     def commit_step(self, step: int) -> None:
         """Mark a claimed step done, its groups consumed and the dataset cursor committed as far as they reach.
 

@@ -1,12 +1,10 @@
-"""Copies of checkpoints and phase models at the URL of a run, so that it goes on when the disk of a machine is lost.
+"""Durable checkpoints and phase models: written to the disk, then copied to the URL of a run, so that it goes on when
+the disk of a machine is lost.
 
-    trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ finish ──▶ commit n ──▶ save n + 1
-    copies       └──────▶ send the files, put the manifest ──────────────────────┘
+    trainer    save n ──▶ publish n ┄┄ claim batch n + 1, forward, backward ┄┄▶ finish ──▶ save n + k
+    copies       └──────▶ written? ──▶ send the files, put the manifest ──▶ durable ─┘
 
-A copy is made beside the next step's work. A step is committed when its copy is complete, so what the ledger has
-committed can be restored anywhere: a storage that takes longer for a checkpoint than a step does holds the trainer up.
-In fast arithmetic, where a step that is done again ends in other bits, its version becomes visible no sooner, either.
-
+A checkpoint becomes durable beside the next steps' work; what has to wait for that is the trainer's to say.
 Mid-training and SFT copy theirs in the same way, and wait for a copy before they save again. Each copied folder has its
 place below the URL, by the name that it has in the run folder: ``checkpoints``, ``phases/sft/model``.
 """
@@ -38,25 +36,28 @@ ONLY = 1
 
 @final
 class CheckpointCopies(Closing):
-    """Copies one checkpoint at a time on a thread of its own; does nothing for a run without a URL."""
+    """Makes one checkpoint at a time durable, on a thread of its own; one on the disk is, for a run without a URL."""
 
     def __init__(self, folder: RunFolder, outages: StoreOutages, place: str = CHECKPOINTS) -> None:
         self._checkpoints = folder.path / place
         self._stored = open_stored(folder.url, place, outages) if folder.url else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint copies")
+        self._step = 0
         self._copy: Future[None] | None = None
+        self.restorable = 0
+        """The newest step whose checkpoint was found to be durable; 0: none yet."""
 
     def close(self) -> None:
         """Wait for the copy under way."""
         self._thread.shutdown()
 
-    def start(self, step: int) -> None:
-        """Begin to copy the checkpoint of ``step``; it may be removed from the folder meanwhile."""
-        if self._stored is None:
-            return
+    def start(self, step: int, written: Future[None] | None = None) -> None:
+        """Begin to make the checkpoint of ``step`` durable, which is on the disk once ``written`` is done. It must stay
+        in the folder until that is complete.
+        """
         assert self._copy is None, "one checkpoint at a time: finish the one before first"
-        opened = _Opened(checkpoint_path(self._checkpoints, step))
-        self._copy = self._thread.submit(_send, self._stored, step, opened)
+        self._step = step
+        self._copy = self._thread.submit(self._copy_written, step, written)
 
     @property
     def is_complete(self) -> bool:
@@ -79,6 +80,13 @@ class CheckpointCopies(Closing):
             meanwhile()
         copy, self._copy = self._copy, None
         copy.result()
+        self.restorable = self._step
+
+    def _copy_written(self, step: int, written: Future[None] | None) -> None:
+        if written is not None:
+            written.result()
+        if self._stored is not None:
+            _send(self._stored, step, _Opened(checkpoint_path(self._checkpoints, step)))
 
 
 @final
@@ -119,7 +127,7 @@ def _send(stored: StoredFiles, step: int, opened: _Opened) -> None:
 
 def _outdated(numbers: Iterable[int], step: int) -> list[int]:
     """The copies that nobody needs once that of ``step`` is there."""
-    return [number for number in numbers if number <= step - KEEP]
+    return sorted(number for number in numbers if number <= step)[:-KEEP]
 
 
 def restore_checkpoint(folder: RunFolder, place: str = CHECKPOINTS) -> None:

@@ -186,6 +186,15 @@ def published_state(model: Decoder, config: NumericsConfig) -> dict[str, Tensor]
     return encoded | rounded
 
 
+def published_types(model: Decoder, config: NumericsConfig) -> dict[str, torch.dtype]:
+    """The types to which :func:`published_state` rounds a model's parameters, by their names; those that it encodes
+    from what they are, and buffers, are left out.
+    """
+    encoded = set() if expert_format(config) is None else {id(w) for one in _routed(model) for w in one.parameters()}
+    dtype = DTYPES[config.stored_dtype]
+    return {name: dtype for name, parameter in model.named_parameters() if id(parameter) not in encoded}
+
+
 def load_published(model: Decoder, state: Mapping[str, Tensor], config: NumericsConfig) -> None:
     """Copy a published state into a model. Raises :class:`~etude.errors.DamagedError` on a tensor that does not fit."""
     load_state(model, decoded_state(state, config))

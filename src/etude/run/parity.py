@@ -55,12 +55,14 @@ from etude.run.numerics import (
     published_state,
     serving_model,
     training_model,
+    unfilled_model,
 )
 from etude.run.resolve import is_invariant, resolve_device, resolve_replay
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
 from etude.trainer.batching.build import build_trajectories
 from etude.trainer.mismatch import Mismatch, MismatchLevel, MismatchProbe, mismatch_level
+from etude.trainer.parallel import materialise
 from etude.types import NO_ROUTE, Ids, Rollout, RolloutStatus, Trajectory, Turn
 from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
@@ -143,8 +145,8 @@ def check_parity(
     if spec.max_positions < LONGEST:
         raise ValueError(f"max_positions={spec.max_positions}: the parity gate needs {LONGEST}")
     replayed = numerics.model_copy(update={"replay": resolve_replay(numerics, device)})
-    trainer = training_model(spec, numerics, device, base).eval()
-    server = serving_model(spec, numerics, device, base)
+    trainer = streamed_model(spec, numerics, device) if base is None else training_model(spec, numerics, device, base)
+    trainer, server = trainer.eval(), serving_model(spec, numerics, device, base)
     load_published(trainer, state, numerics)
     load_published(server, state, numerics)
     trajectories = sample(server, record_routes=replayed.replay != "off")
@@ -157,6 +159,23 @@ def check_parity(
         sampled=sampled,
         layers=compare_layers(trainer, server, [trajectory.token_ids for trajectory in trajectories]),
     )
+
+
+def streamed_model(spec: ModelSpec, numerics: NumericsConfig, device: str) -> Decoder:
+    """The trainer's model, unfilled, with each block on the host but while it computes: beside an engine's model no GPU
+    has room for a whole one in float32.
+    """
+    model = unfilled_model(spec, numerics, device)
+    for block in model.blocks:
+        materialise(block, "cpu")
+        block.register_forward_pre_hook(partial(_move, device))
+        block.register_forward_hook(partial(_move, "cpu"))
+    materialise(model, device)
+    return model
+
+
+def _move(device: str, block: nn.Module, *_: object) -> None:
+    block.to(device)
 
 
 def sample(server: Decoder, *, record_routes: bool) -> list[Trajectory]:
@@ -404,7 +423,7 @@ def parity_of_run(folder: RunFolder, config: RunConfig) -> Parity:
     trained_as = folder.config().numerics
     base = frozen_base(folder.model, config)
     if base is None and config.numerics != trained_as:
-        model = training_model(spec, trained_as, device)
+        model = training_model(spec, trained_as, "cpu")
         load_published(model, published, trained_as)
         published = published_state(model, config.numerics)
     return check_parity(spec, published, config.numerics, device, base)
@@ -424,7 +443,7 @@ def parity_of_model(checkpoint: Path | None, config: RunConfig) -> Parity:
         checkpoint = checkpoint or Path(config.model.checkpoint)
         load_format(checkpoint)
         spec, state = load_checkpoint(checkpoint)
-    return check_parity(spec, _published(spec, state, config.numerics, device), config.numerics, device)
+    return check_parity(spec, _published(spec, state, config.numerics), config.numerics, device)
 
 
 def show_parity(parity: Parity, console: Console) -> None:
@@ -463,10 +482,8 @@ def verdict(parity: Parity) -> str:
     return f"engine and trainer {words}; {compared}; {first} to differ in any bit"
 
 
-def _published(
-    spec: ModelSpec, state: Mapping[str, Tensor] | None, numerics: NumericsConfig, device: str
-) -> dict[str, Tensor]:
-    model = training_model(spec, numerics, device)
+def _published(spec: ModelSpec, state: Mapping[str, Tensor] | None, numerics: NumericsConfig) -> dict[str, Tensor]:
+    model = training_model(spec, numerics, "cpu")
     if state is None:
         model.initialise(seed=0, std=SEED_STD)
     else:

@@ -143,12 +143,13 @@ class PhaseProcess(Closing):
         self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
         self._model = read_model(self._origin)
         self._parent = digest_of(self._model)
-        if self._config.lora.trains(phase):
-            attach(self._model, adapter_spec(self._config), base=self._parent, seed=self._config.seed)
-        prepare(self._model, self._config)
         spec = self._model.spec
         self._cost = Cost.of_model(spec)
         self._reading = open_reading(self._config, phase, self._chat, folder.path)
+        if self._reading.tokens:  # what reads nothing computes nothing: its model stays on the host
+            if self._config.lora.trains(phase):
+                attach(self._model, adapter_spec(self._config), base=self._parent, seed=self._config.seed)
+            prepare(self._model, self._config)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
             open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later
         self._ends = list(accumulate(batch_schedule(self._settings, self._reading.tokens).budgets()))

@@ -23,6 +23,7 @@ CHANGEABLE = frozenset(
         "trainer.steps",
         "live.after_steps",
         *(f"trainer.{key}" for key in ("microbatch_tokens", "checkpoint_activations", "threads", "device")),
+        "trainer.checkpoint_steps",
         *(f"engine.{key}" for key in ("max_running", "device", "host", "port", "replicas", "tls_cert", "tls_key")),
         *(f"engine.options.{key}" for key in ("max_waiting", "step_tokens", "cache_tokens", "spare_weights")),
         *(f"engine.options.{key}" for key in ("threads", "python")),
@@ -38,6 +39,10 @@ CHANGEABLE = frozenset(
     }
 )
 """Keys that may change while a run is down: its length, what it may take of a machine, for how long it waits."""
+BITS = frozenset(
+    {f"trainer.{key}" for key in ("steps", "microbatch_tokens", "checkpoint_activations", "threads", "device")}
+)
+"""Those of them on which the bits of a step depend: they stay while steps have to be done again."""
 # optimiser.state beside them: fp32 and offload are the same bits in another place.
 REASONS: Mapping[str, str] = MappingProxyType(
     {
@@ -71,7 +76,13 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
     """
     before = folder.config()
     after = with_absolute_paths(resolve(load_recipe(folder.config_file, settings)))
+    behind = steps_to_redo(folder, before)
     for key, old, new in differences(before.model_dump(mode="json"), after.model_dump(mode="json")):
+        if behind and key in BITS:
+            raise ConfigError(
+                f"{key} = {new!r}: {behind} steps behind the last checkpoint must be done again first, with {old!r}, "
+                f"to the same bits; resume without it until the next multiple of trainer.checkpoint_steps"
+            )
         if key not in CHANGEABLE and not (key == "optimiser.state" and "8bit" not in (old, new)):
             reason = REASONS.get(key.partition(".")[0], ONE_ALGORITHM)
             raise ConfigError(
@@ -81,6 +92,16 @@ def changed_config(folder: RunFolder, settings: Sequence[str]) -> RunConfig:
     if after.live.after_steps != before.live.after_steps:
         _check_after_steps(folder, before, after.live.after_steps)
     return after
+
+
+def steps_to_redo(folder: RunFolder, config: RunConfig) -> int:
+    """Committed steps that have no checkpoint behind them on this disk; 0 where every step has one."""
+    if config.trainer.checkpoint_steps == 1:
+        return 0
+    names = (path.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*"))
+    saved = max((int(name) for name in names if name.isdecimal()), default=0)
+    with closing(Ledger.open(folder.ledger, config.ledger)) as ledger:
+        return max(0, ledger.progress().steps_done - saved)
 
 
 def _check_after_steps(folder: RunFolder, before: RunConfig, steps: int) -> None:

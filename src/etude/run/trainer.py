@@ -1,12 +1,14 @@
 """The trainer process: batches from the ledger in, weight versions out.
 
-    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint ──▶ publish ┄┄ beside the next step ┄┄▶ commit step
-         ▲                                                                │
-         └─────────────────────────── next step ◀─────────────────────────┘
+    claim batch ──▶ trajectories ──▶ optimiser step ──▶ checkpoint, publish ┄┄ beside the next step ┄┄▶ commit step
+         ▲                                                   │
+         └───────────────────── next step ◀──────────────────┘
 
-Every arrow is durable and idempotent, and they happen in this order, so that after ``kill -9`` at any point the process
-starts again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same
-digest, a published one is committed. No batch is lost and none is trained on twice.
+Every arrow is idempotent, and they happen in this order, so that after ``kill -9`` at any point the process starts
+again from what is on disk: a claimed batch is handed out again, a saved step is published again under the same digest,
+a published one is committed. No batch is lost and none is trained on twice. Of ``trainer.checkpoint_steps`` steps one
+has a checkpoint; the others are done again from the last one on their own batches, and must end in the digests that
+they were published with.
 
 A step may go on with other weights instead of a batch: with those that users have, after a candidate was taken back, or
 with a checkpoint that was proposed (``trainer.load``). It goes the same way.
@@ -16,25 +18,20 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import pairwise
 from statistics import pstdev
 
 import numpy as np
-from torch import Tensor
 
 from etude.closing import Closing
 from etude.config.recipe import RunConfig
 from etude.dashboard.report import cut_short
-from etude.errors import DamagedError, EtudeError, MismatchError, UserError
+from etude.errors import DamagedError, MismatchError, UserError
 from etude.ledger.changes import LIVE, TRAIN
 from etude.ledger.changes import TRAINER as TRAINER_LEASE
 from etude.ledger.ledger import Ledger
 from etude.ledger.payloads import Payloads
-from etude.ledger.states import UNSETTLED
-from etude.models.checkpoint import load_spec, state_of
+from etude.models.checkpoint import load_spec
 from etude.rewards.shaping.parts import mean_parts
 from etude.rollouts.admission import BatchPlan
 from etude.run.checkpoint_copies import CheckpointCopies
@@ -43,14 +40,15 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import decoded_state, frozen_base, published_state, route_space, training_model
-from etude.run.payload_store import leased_ledger, open_feedback, open_ledger, open_payloads
+from etude.run.payload_store import leased_ledger, open_payloads
 from etude.run.penalties import Penalties, passes
 from etude.run.process_name import TRAINER
 from etude.run.publishing import WeightPublishing
+from etude.run.step_commits import StepCommits
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import build_trainer, rate_schedule
 from etude.run.weight_log import open_log
-from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone, StepSaved
+from etude.telemetry.events import MOST_AGES, MismatchMeasured, MismatchWarned, StepDone
 from etude.telemetry.log import EventLog
 from etude.trainer.batching.baselines import LiveComparison
 from etude.trainer.batching.batch import build_batch, shuffle_rewards
@@ -70,16 +68,12 @@ from etude.trainer.mismatch import (
 from etude.trainer.parallel import Grid, joined
 from etude.trainer.policy import sample_share
 from etude.trainer.reference import Reference
-from etude.types import Batch, Group, Ids, Json, ObservedSession, PayloadRef, Rollout, RouteSpace, Trajectory, Turn
+from etude.types import Batch, Group, Ids, Json, ObservedSession, Rollout, RouteSpace, Trajectory, Turn
 from etude.weights.pull import pull
 from etude.weights.tensors import to_tensors
 
 POLL_S = 0.02
 """Interval at which the ledger is asked for a batch: a fraction of the shortest step."""
-SWEEP_S = 3600.0
-"""Interval at which payloads are removed that nothing refers to."""
-LONGEST_ROLLOUT_S = 24 * 3600.0
-"""Least age of those: the ledger refers to what a rollout left when it ends."""
 MAX_STOP_REASONS = 16
 """Reasons of which the log speaks: another team's harness has as many as it has exit codes."""
 MAX_EMPTY_STEPS = 3
@@ -114,19 +108,26 @@ class TrainerProcess(Closing):
         self._payloads = open_payloads(folder, outages)
         self.copies = CheckpointCopies(folder, outages)
         self._space = route_space(spec, self._numerics)
-        self._in_use: dict[int, tuple[PayloadRef, ...]] = {}
-        """Step → the payloads of its batch, until it is committed."""
-        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="payload sweep")
-        self._sweeping: Future[None] | None = None
-        self._swept_s = 0.0
         self._empty_steps = 0
         """Steps in a row, up to the newest, that had no rollout to learn from."""
         self._heartbeat = Heartbeat()
+        self._commits = StepCommits(
+            folder=folder,
+            config=self.config,
+            ledger=ledger,
+            events=events,
+            log=self._log,
+            payloads=self._payloads,
+            publishing=self.publishing,
+            copies=self.copies,
+            trainer_group=self.trainer_group,
+            probe=self._probe,
+        )
         self._recover()
 
     def close(self) -> None:
-        """Wait for the sweep of payloads under way."""
-        self._sweeper.shutdown()
+        """Wait for what is done beside the steps."""
+        self._commits.close()
 
     def run(self) -> None:
         """Train until the recipe's last step is committed."""
@@ -135,15 +136,10 @@ class TrainerProcess(Closing):
             if groups is None:
                 continue
             started_s = time.perf_counter()
-            self._in_use[step] = payload_refs(groups)
-            groups = fetch_payloads(groups, self._payloads, self._space)
-            batch = batch_of(step, groups, self._penalties.of(groups), self.config, self._earlier(step))
+            groups = self._fetch(step, groups)
             mismatch = self._measure_mismatch(step, groups)
             distillation = self._distillation(groups)
-            trajectories = scored(batch, self.config, self._probe, self._reference)
-            shares, release = self._shares(batch), self.publishing.release
-            metrics = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
-            self._heartbeat.beat()
+            batch, metrics = self._train(step, groups, distillation)
             busy_s = time.perf_counter() - started_s
             ended = stop_reasons(groups)
             metrics |= batch_metrics(batch) | group_metrics(groups, ended) | mismatch_metrics(mismatch)
@@ -160,23 +156,27 @@ class TrainerProcess(Closing):
                 step=step, metrics=metrics, reward_parts=parts, ended=ended, token_ages=ages, groups=consumed
             )
             self._events.write(done)
-            self._keep(step)
+            self._commits.begin(step)
             self._check_empty_step(batch)
-        self._commit_published()
+        self._commits.commit_published()
 
-    def _keep(self, step: int) -> None:
-        """Save a step that was computed and begin to publish it, once the one before is committed."""
-        times = [time.perf_counter()]
-        self._commit_published()
-        times.append(time.perf_counter())
-        self.trainer_group.save(step)
+    def _fetch(self, step: int, groups: Sequence[Group]) -> list[Group]:
+        """A step's groups with their payloads, which are kept from now on."""
+        self._commits.note(step, groups)
+        return fetch_payloads(groups, self._payloads, self._space)
+
+    def _train(
+        self, step: int, groups: Sequence[Group], distillation: DistillationBatch
+    ) -> tuple[Batch, dict[str, float]]:
+        """Take an optimiser step. What it does follows from its groups, those of steps before and the state it starts
+        from alone.
+        """
+        batch = batch_of(step, groups, self._penalties.of(groups), self.config, self._earlier(step))
+        trajectories = scored(batch, self.config, self._probe, self._reference)
+        shares, release = self._shares(batch), self.publishing.release
+        metrics = self.trainer_group.step(step, trajectories, shares, totals_of(batch), release, distillation)
         self._heartbeat.beat()
-        self.copies.start(step)
-        times.append(time.perf_counter())
-        self._publish(step)
-        times.append(time.perf_counter())
-        commit_s, save_s, publish_s = (after - before for before, after in pairwise(times))
-        self._events.write(StepSaved(step=step, commit_s=commit_s, save_s=save_s, publish_s=publish_s))
+        return batch, metrics
 
     def _check_empty_step(self, batch: Batch) -> None:
         """Warn of a step in which no rollout could be trusted. Raises :class:`~etude.errors.UserError` after several in
@@ -188,38 +188,70 @@ class TrainerProcess(Closing):
         words = f"step {batch.step}: every rollout was masked or quarantined, so nothing was learnt"
         logger.warning("%s", words)
         if self._empty_steps >= MAX_EMPTY_STEPS:
-            self._commit_published()
+            self._commits.commit_published()
             raise UserError(
                 f"{words}, for {self._empty_steps} steps now: see why with `etude show {self._folder.path}` (a "
                 f"judge that is down, held or out of budget masks what it should judge), then go on with --resume"
             )
 
     def _recover(self) -> None:
-        """Go to where the previous process really got, and finish the step it had saved but not committed."""
+        """Go to where the previous process really got: to the newest checkpoint, through the steps behind it that are
+        committed, and on with one that was saved but not committed.
+        """
         done = self._ledger.progress().steps_done
         saved = self.trainer_group.saved
-        if saved not in (done, done + 1):
+        if saved > done + 1:
             raise DamagedError(
                 f"the ledger has committed step {done} but the newest checkpoint is of step {saved}: "
-                f"restore the missing checkpoint, or start a new run from the last published weights"
+                f"restore the ledger, or start a new run from the last published weights"
             )
         if saved:
             self.trainer_group.restore(saved)
-        for version in range(max(0, done - self.config.rollouts.max_staleness), done + 1):
-            try:
-                published = to_tensors(pull(self._log, version).state)
-            except (DamagedError, UserError) as error:
-                next_is_whole = isinstance(error, DamagedError) and done < self.config.trainer.steps
-                if version == done and not next_is_whole:
-                    raise  # engines would wait for it for ever
-                logger.warning("what weight version %d sampled is not measured: %s", version, error)
-                continue
-            self._remember(version, decoded_state(published, self._numerics))
-        if saved == done + 1:
             self.copies.start(saved)
-            self._publish(saved)
-            self._commit_published()
-        self._sweep()
+            self.copies.finish(self._commits.idle)
+        first = min(saved, done)
+        for version in range(max(0, first - self.config.rollouts.max_staleness), first + 1):
+            self._recall(version, done)
+        self._redo(first, done)
+        if first < done:
+            self._recall(done, done)
+        self._commits.unproven = done + 1
+        if saved == done + 1:
+            self._commits.publish(saved)
+            self._commits.commit_published()
+        self._commits.sweep()
+
+    def _recall(self, version: int, done: int) -> None:
+        """Remember what a version sampled with; the newest must be there, as engines would wait for it for ever."""
+        try:
+            published = to_tensors(pull(self._log, version).state)
+        except (DamagedError, UserError) as error:
+            next_is_whole = isinstance(error, DamagedError) and done < self.config.trainer.steps
+            if version == done and not next_is_whole:
+                raise
+            logger.warning("what weight version %d sampled is not measured: %s", version, error)
+            return
+        self._commits.remember(version, decoded_state(published, self._numerics))
+
+    def _redo(self, saved: int, done: int) -> None:
+        """Take the committed steps behind the newest checkpoint again, each on the batch that the ledger has for it.
+
+        Raises :class:`~etude.errors.DamagedError` where a step cannot be done again, or ends in other weights.
+        """
+        if saved < done:
+            logger.warning("steps %d to %d are done again from the checkpoint of step %d", saved + 1, done, saved)
+        for step in range(saved + 1, done + 1):
+            groups = self._ledger.batch(step)
+            if not groups:
+                raise DamagedError(
+                    f"step {step} loaded weights and cannot be done again from the checkpoint of step {saved}: restore "
+                    f"that of step {step}, or start a new run from the last published weights"
+                )
+            groups = self._fetch(step, groups)
+            self._train(step, groups, self._distillation(groups))
+            model = self.trainer_group.whole_model()
+            self._commits.prove(step, published_state(model, self._numerics))
+            self._commits.remember_policy(step, model)
 
     def _mismatch_probe(self) -> MismatchProbe | None:
         """``None`` where nothing is scored again: alone, its scorer is a whole model in memory."""
@@ -230,10 +262,6 @@ class TrainerProcess(Closing):
             return MismatchProbe(self.trainer_group, self._numerics, versions=versions)
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device, self._base)
         return MismatchProbe.alone(scorer, self._numerics, versions=versions)
-
-    def _remember(self, version: int, state: Mapping[str, Tensor] | None) -> None:
-        if self._probe is not None:
-            self._probe.remember(version, state)
 
     def _open_reference(self) -> Reference | None:
         """The weights that the policy is held to; they are not kept where leaving them costs nothing."""
@@ -247,43 +275,18 @@ class TrainerProcess(Closing):
         scorer = training_model(self._spec, self._numerics, self.config.trainer.device, self._base)
         return Reference.alone(scorer, published, self._numerics)
 
-    def _publish(self, step: int) -> None:
-        """Start to publish the policy as version ``step``; the next step's batch and gradients do not wait for it."""
-        model = self.trainer_group.whole_model()
-        # What could not be computed again to the same bits must not be seen before it can be restored.
-        wait_copy = (lambda: None) if self._numerics.arithmetic == "invariant" else self.copies.wait
-        self.publishing.start(published_state(model, self._numerics), step, wait_copy)
-        self._remember(step, state_of(model) if self.config.parallel.ranks == 1 else None)
-
-    def _commit_published(self) -> None:
-        """Commit the step whose version was under way, once that is visible and its checkpoint is copied."""
-        version = self.publishing.land(lambda: self.trainer_group.idle(time.monotonic()))
-        if version is not None:
-            self.copies.finish(lambda: self.trainer_group.idle(time.monotonic()))
-            self._events.flush()
-            self._ledger.commit_step(version)
-            self._payloads.drop(self._in_use.pop(version, ()))
-            if time.monotonic() - self._swept_s > SWEEP_S:
-                self._sweep()
-
-    def _sweep(self) -> None:
-        """Begin to remove the payloads that nothing refers to, beside the step: a long run has many to look through."""
-        if self._sweeping is None or self._sweeping.done():
-            self._swept_s = time.monotonic()
-            self._sweeping = self._sweeper.submit(sweep_payloads, self._folder)
-
     def _load(self, step: int, load: Mapping[str, Json]) -> None:
         """Take a step that goes on with other weights: what users have, or a checkpoint that was proposed.
 
         It trains on nothing, and is saved, published and committed as any other, so that it is redone whole after
         ``kill -9`` until its checkpoint is there, and finished after that.
         """
-        self._commit_published()
+        self._commits.commit_published()
         version, checkpoint = load.get("version"), load.get("checkpoint", "")
         self.trainer_group.load(None if version is None else int(str(version)), str(checkpoint))
         logger.warning("step %d: goes on with %s", step, checkpoint or f"the weights of version {version}")
-        self._keep(step)
-        self._commit_published()
+        self._commits.begin(step, is_load=True)
+        self._commits.commit_published()
 
     def _wait_for_batch(self, step: int) -> tuple[list[Group] | None, float]:
         """The groups of a step; ``None`` for one that loaded weights instead, and is done."""
@@ -297,10 +300,9 @@ class TrainerProcess(Closing):
             groups = self._ledger.claim_batch(step, train, live)
             if groups is not None:
                 return groups, time.perf_counter() - started_s
-            if self.publishing.is_visible and self.copies.is_complete:
-                self._commit_published()
-            self.trainer_group.idle(time.monotonic())
-            self._heartbeat.beat()
+            if self._commits.can_commit:
+                self._commits.commit_published()
+            self._commits.idle()
             time.sleep(POLL_S)
 
     def _groups_of(self, step: int) -> tuple[int, int]:
@@ -426,12 +428,6 @@ def scored(
     return tuple(views)
 
 
-def payload_refs(groups: Iterable[Group]) -> tuple[PayloadRef, ...]:
-    """The payload references of some groups' turns."""
-    turns = (turn for group in groups for rollout in group.rollouts for turn in rollout.turns)
-    return tuple(turn.payload for turn in turns if turn.payload is not None)
-
-
 def fetch_payloads(groups: Sequence[Group], payloads: Payloads, space: RouteSpace | None) -> list[Group]:
     """Load every turn's routes and sampling masks of some groups into memory.
 
@@ -495,27 +491,6 @@ def lead(folder: RunFolder, grid: Grid | None) -> None:
             outages,
         ):  # first of all nothing waits any more
             process.run()
-
-
-def sweep_payloads(folder: RunFolder) -> None:
-    """Remove old payloads that nothing refers to: routes and masks of evaluations, of tries that failed, of whoever
-    else called; turns whose rollout was never recorded. What fails is done the next time.
-    """
-    try:
-        with open_ledger(folder) as ledger:
-            in_use = partial(_payloads_in_use, folder, ledger)
-            open_payloads(folder).sweep(in_use, ledger.turns.named, older_than_s=LONGEST_ROLLOUT_S)
-    except EtudeError as error:
-        logger.warning("payloads that nothing refers to are not removed yet: %s", error)
-
-
-def _payloads_in_use(folder: RunFolder, ledger: Ledger) -> list[PayloadRef]:
-    """Routes and masks that may still be trained on."""
-    refs: list[PayloadRef] = []
-    if folder.config().feedback.window_s:
-        with open_feedback(folder) as feedback:  # first: a session that leaves it is in the ledger by then
-            refs += feedback.payloads()
-    return [*refs, *payload_refs(group for each in (TRAIN, LIVE) for group in ledger.groups(each, UNSETTLED))]
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

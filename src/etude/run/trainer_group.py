@@ -13,11 +13,12 @@ rank dies the others' next act fails, all of them are ended, and the next start 
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, TypeAlias, final
 
 import numpy as np
@@ -30,7 +31,14 @@ from etude.models.checkpoint import check_state, fill, load_checkpoint, load_spe
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
-from etude.run.numerics import DTYPES, FrozenBase, decoded_state, training_model, unfilled_model
+from etude.run.numerics import (
+    DTYPES,
+    FrozenBase,
+    decoded_state,
+    published_types,
+    training_model,
+    unfilled_model,
+)
 from etude.telemetry.metrics import METRICS, Metric, Notation, Reduction
 from etude.trainer.batching.encoding import decode_trajectories, encode_trajectories
 from etude.trainer.batching.packing import Cost, MicroBatch, pack
@@ -39,9 +47,10 @@ from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, Disti
 from etude.trainer.losses import Totals
 from etude.trainer.moments import local
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
-from etude.trainer.parallel import Grid, materialise, parallelise, whole_model
+from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.version_scores import RankVersions, Rescored, Row, part_of
+from etude.trainer.whole_copy import WholeCopy
 from etude.types import Trajectory
 from etude.weights.log import WeightLog
 from etude.weights.pull import pull
@@ -51,6 +60,8 @@ IDLE_S = 60.0
 """Interval at which rank 0 tells the others that there is nothing to do: well within their timeout."""
 
 
+ALL_EXACT: Mapping[str, torch.dtype] = MappingProxyType({})
+"""Types of a model that is published in those of its parameters."""
 NOTHING = Totals(tokens=0, trajectories=0)
 """Totals of commands that have no batch."""
 
@@ -100,12 +111,21 @@ Weights: TypeAlias = Callable[[GroupCommand], Decoder]
 class TrainerGroup:
     """One rank's membership in the trainer; rank 0, or a single process, commands the others through it."""
 
-    def __init__(self, policy: PolicyTrainer, checkpoints: Checkpoints, grid: Grid | None, weights: Weights) -> None:
+    def __init__(
+        self,
+        policy: PolicyTrainer,
+        checkpoints: Checkpoints,
+        grid: Grid | None,
+        weights: Weights,
+        types: Mapping[str, torch.dtype] = ALL_EXACT,
+    ) -> None:
+        """``types`` are as :func:`~etude.run.numerics.published_types` has them."""
         self._weights = weights
         self._policy = policy
         self._versions = RankVersions(policy.model)
         self._checkpoints = checkpoints
         self._grid = grid
+        self._copy = WholeCopy(policy.model, None if grid is None else grid.everyone, types)
         self._told_s: float | None = None
 
     @property
@@ -122,6 +142,8 @@ class TrainerGroup:
         """Let the others go. After an error they find out by themselves: it is not known what they are waiting for."""
         if kind is None:
             self._broadcast(GroupCommand(kind=CommandKind.END))
+        else:
+            self._checkpoints.abandon()
 
     @property
     def saved(self) -> int:
@@ -167,17 +189,21 @@ class TrainerGroup:
         self._broadcast(command, lambda: encode_trajectories(everything))
         return self._step(command, everything, before_update)
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of ``step``."""
+    def save(self, step: int) -> Future[None]:
+        """Begin to write the checkpoint of ``step``, as :meth:`Checkpoints.start` does; the next step need not wait."""
         self._broadcast(GroupCommand(kind=CommandKind.SAVE, step=step))
-        self._save(step)
+        return self._save(step)
 
     def whole_model(self) -> Decoder:
-        """The model with whole weights; alone, the model itself, which the next step changes."""
-        if self._grid is None:
-            return self._policy.model
+        """The model with whole weights in the host's memory, rounded as they are published; the next call changes it.
+        Alone on the CPU it is the model itself, which the next step changes; so it is where an adapter is trained,
+        which is small.
+        """
+        policy = self._policy.model
+        if self._grid is None and (policy.embedding.device.type == "cpu" or policy.adapters is not None):
+            return policy
         self._broadcast(GroupCommand(kind=CommandKind.GATHER))
-        model = whole_model(self._policy.model)
+        model = self._copy.update()
         assert model is not None
         return model
 
@@ -218,6 +244,7 @@ class TrainerGroup:
         heartbeat = Heartbeat()
         while (command := self._receive()).kind is not CommandKind.END:
             heartbeat.beat()  # the ranks of another machine have a file of their own
+            self._checkpoints.check()
             match command.kind:
                 case CommandKind.RESTORE:
                     self._restore(command.step)
@@ -234,7 +261,7 @@ class TrainerGroup:
                     rows = decode_trajectories(self._receive_bytes())
                     joint_scores(command, rows, self._versions, self._grid, self._policy.replay_floor)
                 case CommandKind.GATHER:
-                    whole_model(self._policy.model, keep=False)
+                    self._copy.update()
                 case _:
                     pass
 
@@ -255,8 +282,8 @@ class TrainerGroup:
         state = self._weights(command).state_dict() if command.is_published else None
         self._versions.remember(command.version, state, most=command.most)
 
-    def _save(self, step: int) -> None:
-        self._checkpoints.save(step, self._policy.optimisation.tensors())
+    def _save(self, step: int) -> Future[None]:
+        return self._checkpoints.start(step, self._policy.optimisation.tensors())
 
     def _step(
         self, command: GroupCommand, everything: Sequence[Trajectory], before_update: Callable[[], None]
@@ -335,7 +362,8 @@ def build_trainer(
     model = policy_model(folder, config, grid, log, base)
     policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
     checkpoints = Checkpoints(folder.checkpoints, None if grid is None else grid.everyone)
-    return TrainerGroup(policy, checkpoints, grid, partial(weights_of, folder, config, log, base))
+    weights, types = partial(weights_of, folder, config, log, base), published_types(model, config.numerics)
+    return TrainerGroup(policy, checkpoints, grid, weights, types)
 
 
 def weights_of(

@@ -113,9 +113,11 @@ class StepSaved:
 
     step: int
     commit_s: float
-    """Waiting for the version before to be visible and for its checkpoint to be copied, and committing that step."""
+    """Waiting for the version before to be visible and, where it has to be, for its checkpoint to be durable, and
+    committing that step.
+    """
     save_s: float
-    """Writing the checkpoint."""
+    """Copying the state for its checkpoint, which is written beside the next step; 0 for a step that has none."""
     publish_s: float
     """Handing the weights over to be published; that itself goes on beside the next step."""
 

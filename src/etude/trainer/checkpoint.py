@@ -5,9 +5,13 @@
         rank-00001.safetensors     …
         manifest.json              SHA-256 of every file, written last
 
-The folder is written under another name, synced to the disk and renamed when it is complete, so a crash or a power cut
-leaves the previous one; the rename is synced before anybody goes on. The last two are kept. One process writes one
-file, in the same form.
+    trainer    copy to host memory ──▶ next steps …
+    a thread        └──▶ own file, its SHA-256 ──▶ on rank 0: wait for the others' ──▶ manifest, rename, drop the oldest
+
+Only the copy is made while training waits; from a GPU it goes into pinned memory. The folder is written under another
+name, synced to the disk and renamed when it is complete, so a crash or a power cut leaves the previous one. One is
+written at a time, the last two are kept. One process writes one file, in the same form. Ranks that write tell each
+other by files, so that nothing on the threads gets between the collectives of training.
 
 torch's own distributed checkpoints are not used: their metadata are a pickle, and the ranks plan by sending pickles to
 each other. Here a header is JSON and says of each part its tensor's shape and where the part begins; a rank that wants
@@ -17,9 +21,12 @@ any region of a tensor reads what overlaps it, so the ranks of a resumed run nee
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import MappingProxyType
 from typing import Any, TypeAlias, final
 
@@ -31,7 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from etude.errors import DamagedError
+from etude.errors import DamagedError, InfrastructureError
 from etude.fsync import sync
 from etude.weights.device import STORED_TYPES
 
@@ -41,7 +48,12 @@ MANIFEST = "manifest.json"
 PARTS = "parts"
 """Key in a file's header: ``{tensor: {"shape": […], "start": […]}}`` as JSON."""
 PARTIAL = ".partial"
-DIGEST_BYTES = 32
+DIGEST = ".sha256"
+"""Suffix of the file that says that a rank's own is whole; gone once the manifest has it."""
+PARTS_S = 3600.0
+"""Longest time that rank 0 waits for another rank's file."""
+POLL_S = 0.05
+"""Interval at which it looks for it: little beside writing one."""
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType({name: dtype for dtype, name in STORED_TYPES.items()})
 """Types by the names that files have for them."""
 FIX = "restore it from a copy, or start a new run from the last published weights"
@@ -102,31 +114,40 @@ class Checkpoints:
         self._folder = folder
         self._mesh = mesh
         self._rank = 0 if mesh is None else mesh.get_local_rank()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._written: Future[None] | None = None
+        self._is_abandoned = Event()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the state after ``step`` and drop the oldest; every rank has to call it, with the same names."""
-        target = self._path(step)
-        partial = target.with_name(target.name + PARTIAL)
+    def start(self, step: int, tensors: Mapping[str, Tensor]) -> Future[None]:
+        """Begin to write the state after ``step``; every rank has to call it, with the same names.
+
+        The tensors may change as soon as this returns. On rank 0 the result is there when the checkpoint is whole and
+        on the disk, and the oldest is dropped; on others when their own file is. The one before must be whole.
+        """
+        self.check()
+        assert self._written is None or self._written.done(), "one checkpoint at a time"
         if self._rank == 0:
             for left in self._folder.glob(f"*{PARTIAL}"):
                 shutil.rmtree(left)
-            partial.mkdir()
-        self._gather(bytes(DIGEST_BYTES))  # no rank writes before the folder is there
-        digest = _write_parts(partial / _file_name(self._rank), self._own(tensors))
-        digests = self._gather(digest)
-        if self._rank == 0:
-            files = {_file_name(rank): digest.hex() for rank, digest in enumerate(digests)}
-            (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
-            sync(partial / MANIFEST)
-            if target.exists():
-                shutil.rmtree(target)
-            sync(partial)
-            partial.rename(target)
-            sync(self._folder)
-            for old in self.steps()[:-KEEP]:
-                shutil.rmtree(self._path(old))
-        self._gather(bytes(DIGEST_BYTES))  # no rank goes on before it is saved
+            self._partial(step).mkdir()
+        self._meet()  # no rank writes before the folder is there
+        self._written = self._thread.submit(self._write, step, _Parts.of(self._own(tensors)))
+        return self._written
+
+    def save(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Write the state after ``step``; returns on every rank when the checkpoint is whole."""
+        self.start(step, tensors).result()
+        self._meet()
+
+    def check(self) -> None:
+        """Raise what the last write failed with, if it has failed by now."""
+        if self._written is not None and self._written.done():
+            self._written.result()
+
+    def abandon(self) -> None:
+        """Wait for no other rank's file any more: after an error none may come."""
+        self._is_abandoned.set()
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, ascending."""
@@ -141,8 +162,40 @@ class Checkpoints:
         saved = _Saved(self._path(step))
         return {name: saved.read(name, like(name)) for name in saved.names}
 
+    def _write(self, step: int, parts: "_Parts") -> None:
+        partial, target = self._partial(step), self._path(step)
+        digest = parts.write(partial / _file_name(self._rank)).hex()
+        if self._rank:
+            _put(partial / f"{_file_name(self._rank)}{DIGEST}", digest)
+            return
+        files = {_file_name(0): digest}
+        for rank in range(1, 1 if self._mesh is None else self._mesh.size()):
+            files[_file_name(rank)] = self._digest_of(partial / f"{_file_name(rank)}{DIGEST}")
+        (partial / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1), encoding="utf-8")
+        sync(partial / MANIFEST)
+        if target.exists():
+            shutil.rmtree(target)
+        sync(partial)
+        partial.rename(target)
+        sync(self._folder)
+        for old in self.steps()[:-KEEP]:
+            shutil.rmtree(self._path(old))
+
+    def _digest_of(self, path: Path) -> str:
+        """SHA-256 that another rank says of its file, once it is whole."""
+        deadline_s = time.monotonic() + PARTS_S
+        while not path.exists():
+            if self._is_abandoned.wait(POLL_S) or time.monotonic() > deadline_s:
+                raise InfrastructureError(f"checkpoint {path.parent} is not whole: {path.stem} was not written")
+        digest = path.read_text(encoding="ascii")
+        path.unlink()
+        return digest
+
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}{PARTIAL}"
 
     def _own(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Tensors that this rank has to write: its parts of sharded tensors, and on rank 0 what all ranks hold
@@ -159,14 +212,41 @@ class Checkpoints:
             if box_of(tensor).count and not any(at > 0 and placement.is_replicate() for placement, at in copies):
                 yield name, tensor
 
-    def _gather(self, digest: bytes) -> list[bytes]:
-        """The ``digest`` of every rank, in their order; returns on none before all have called."""
-        if self._mesh is None:
-            return [digest]
-        own = torch.tensor(list(digest), dtype=torch.uint8, device=self._mesh.device_type)
-        every = [torch.empty_like(own) for _ in range(self._mesh.size())]
-        dist.all_gather(every, own, self._mesh.get_group())
-        return [bytes(one.tolist()) for one in every]
+    def _meet(self) -> None:
+        """Return on no rank before all have called."""
+        if self._mesh is not None:
+            dist.all_reduce(torch.zeros(1, device=self._mesh.device_type), group=self._mesh.get_group())
+            if self._mesh.device_type == "cuda":
+                torch.cuda.synchronize()
+
+
+@final
+class _Parts:
+    """One rank's part of a checkpoint: copies in the host's memory, and where they lie in their tensors."""
+
+    def __init__(self, copies: dict[str, Tensor], places: dict[str, Any]) -> None:
+        self._copies = copies
+        self._places = places
+
+    @classmethod
+    def of(cls, tensors: Iterator[tuple[str, Tensor]]) -> "_Parts":
+        """Copy this rank's parts of some tensors, which may change from then on."""
+        copies, places, on_gpu = dict[str, Tensor](), dict[str, Any](), False
+        for name, tensor in tensors:
+            places[name] = {"shape": list(tensor.shape), "start": list(box_of(tensor).start)}
+            own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+            on_gpu = on_gpu or own.is_cuda
+            copy = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+            copies[name] = copy.copy_(own, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return cls(copies, places)
+
+    def write(self, path: Path) -> bytes:
+        """Write the file; returns its SHA-256."""
+        save_file(self._copies, path, metadata={PARTS: json.dumps(self._places)})
+        sync(path)
+        return _sha256(path)
 
 
 @final
@@ -239,16 +319,11 @@ def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _write_parts(path: Path, tensors: Iterator[tuple[str, Tensor]]) -> bytes:
-    """Write this rank's file; returns its SHA-256."""
-    parts, places = {}, {}
-    for name, tensor in tensors:
-        places[name] = {"shape": list(tensor.shape), "start": list(box_of(tensor).start)}
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        parts[name] = own.detach().cpu().contiguous()
-    save_file(parts, path, metadata={PARTS: json.dumps(places)})
-    sync(path)
-    return _sha256(path)
+def _put(path: Path, text: str) -> None:
+    """A file that is there whole or not at all."""
+    written = path.with_name(f"{path.name}{PARTIAL}")
+    written.write_text(text, encoding="ascii")
+    written.rename(path)
 
 
 def _sha256(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Parallel training of one model: the device mesh, sharding, and gathering of whole weights.
+"""Parallel training of one model: the device mesh and sharding.
 
     mesh ``everyone``   [dp · cp]                    all weights but routed experts' are sharded over all ranks (rows)
     mesh ``experts``    [dp · cp / ep, ep]           experts are spread over ``ep`` ranks, each part's rows sharded over
@@ -10,7 +10,7 @@ few tokens, so they are spread widely without splitting anything else as widely.
 parameters are its ``DTensor`` objects. Gradients are added up, never averaged: every loss is divided by the totals of
 the whole batch before it gets here.
 
-Owns the meshes, the sharding and its inverse. The journeys of tokens are :mod:`etude.trainer.parallel`', those
+Owns the meshes and the sharding. The journeys of tokens are :mod:`etude.trainer.parallel`', those
 of keys :mod:`etude.trainer.parallel_context`'s.
 """
 
@@ -206,27 +206,6 @@ def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | No
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
     torch._foreach_mul_(parts, factor)
     return norm
-
-
-def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gather parameters and persistent buffers of a model, one after the other; a collective of all ranks."""
-    for name, tensor in model.state_dict().items():
-        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_model(model: Decoder, *, keep: bool = True) -> Decoder | None:
-    """A model like ``model`` with whole weights, in the host's memory, for this rank alone; ``None`` where a rank does
-    not ``keep`` it. No device ever holds more than one whole tensor.
-
-    What is not sharded and lies there already shares its memory with ``model``. Every rank has to call it.
-    """
-    tensors = {name: tensor.cpu() for name, tensor in whole_tensors(model) if keep}
-    if not keep:
-        return None
-    with torch.device("meta"):
-        whole = Decoder(model.spec, model.arithmetic)
-    whole.load_state_dict(tensors, assign=True)
-    return whole.requires_grad_(False)
 
 
 def _spread(routed: RoutedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -12,8 +12,17 @@ from torch.utils import backend_registration
 
 CUDA = torch.device("cuda", 0)
 
+
+class _Backend(backend_registration._DummyBackendModule):
+    """What torch asks of every kind of device, also where it only computes on the CPU."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Autocast has nothing to do here: the product rounds by itself."""
+        return []
+
+
 # Once for the process: torch takes no second registration and none back.
-backend_registration._setup_privateuseone_for_python_backend("pretended")
+backend_registration._setup_privateuseone_for_python_backend("pretended", _Backend())
 BELOW = torch.device("pretended", 0)
 """What torch's C++ takes the device for."""
 

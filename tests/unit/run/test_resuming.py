@@ -26,6 +26,16 @@ def run_of(path: Path, *settings: str, steps_done: int = 0) -> RunFolder:
     return folder
 
 
+def test_what_bits_depend_on_stays_while_steps_have_to_be_done_again(tmp_path: Path) -> None:
+    folder = run_of(tmp_path / "run", "trainer.checkpoint_steps=4", "trainer.steps=8", steps_done=6)
+    (folder.checkpoints / "step-00000004").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^trainer.steps = 9: 2 steps behind the last checkpoint"):
+        changed_config(folder, ["trainer.steps=9"])
+    assert changed_config(folder, ["trainer.checkpoint_steps=1"]).trainer.checkpoint_steps == 1
+    (folder.checkpoints / "step-00000006").mkdir()
+    assert changed_config(folder, ["trainer.steps=9"]).trainer.steps == 9
+
+
 def test_the_table_names_keys_that_there_are() -> None:
     keys = {key.path for table in tables() for key in table.keys}
     assert keys >= CHANGEABLE

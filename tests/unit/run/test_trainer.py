@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,16 +26,15 @@ from etude.run.folder import RunFolder, start_from
 from etude.run.numerics import published_state
 from etude.run.payload_store import open_feedback
 from etude.run.publishing import WeightPublishing
+from etude.run.step_commits import payload_refs, sweep_payloads
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer import (
     MAX_EMPTY_STEPS,
     TrainerProcess,
     fetch_payloads,
     group_metrics,
-    payload_refs,
     run_trainer,
     scored,
-    sweep_payloads,
 )
 from etude.run.weight_log import open_log
 from etude.telemetry.events import StepDone
@@ -247,13 +247,13 @@ def test_payloads_of_live_sessions_that_are_not_taken_yet_stay(run: RunFolder) -
         feedback.keep(replace(answer(session), turns=(turn,)), "gateway", 1.0)
     for file in Path(run.payloads).glob("*/*"):
         os.utime(file, (0, 0))
-    sweep_payloads(run)
+    sweep_payloads(run, 0)
     assert payloads.fetch([turn])[0].routes is not None
     with open_feedback(run) as feedback:
         feedback.end(["s"], 2.0)
         assert feedback.close_windows(100.0, 10) == 1
         feedback.taken({"s": "dropped"}, {}, 100.0)
-    sweep_payloads(run)
+    sweep_payloads(run, 0)
     assert not list(Path(run.payloads).glob("*/*"))
 
 
@@ -313,6 +313,90 @@ def test_a_step_that_loads_released_weights_trains_on_nothing_and_survives_a_kil
         assert (ledger.progress().consumed, ledger.progress().steps_done) == (4, 5)
     moments = [name for name in Checkpoints(run.checkpoints).load(4) if name.startswith("optimiser/")]
     assert moments
+
+
+class DyingCommit(Ledger):
+    """Dies before it commits a step."""
+
+    dies_at = 0
+
+    def commit_step(self, step: int) -> None:
+        if step == self.dies_at:
+            raise Killed
+        super().commit_step(step)
+
+
+def checkpointed(run: RunFolder, path: Path, every: int) -> RunFolder:
+    """A run like ``run`` from its version 0, with six batches and a checkpoint every so many steps."""
+    trainer = run.config().trainer.model_copy(update={"checkpoint_steps": every, "steps": 6})
+    loss = LossConfig(kind="grpo", options=DualClippedOptions(old_policy="recomputed"))
+    rollouts = run.config().rollouts.model_copy(update={"max_staleness": 6})  # all of version 0
+    changes = {"trainer": trainer, "loss": loss, "rollouts": rollouts}
+    folder = RunFolder.create(path, run.config().model_copy(update=changes))
+    start_from(run, folder)
+    for number in range(6):
+        admit(folder, number)
+    return folder
+
+
+def digests(run: RunFolder) -> list[str]:
+    log = open_log(run)
+    return [record.digest for version in log.versions() if (record := log.read(version)) is not None]
+
+
+def train_and_die(run: RunFolder, step: int) -> None:
+    """Train until a step is published and not committed."""
+    with DyingCommit.open(run.ledger) as ledger, EventLog(run.events, "test") as events:
+        ledger.dies_at = step
+        process = TrainerProcess(run, events, ledger, None, StoreOutages(run.store, 0.0))
+        with pytest.raises(Killed), process.publishing, process.copies, process.trainer_group:
+            process.run()
+
+
+def test_steps_between_checkpoints_are_done_again_to_the_same_bits(run: RunFolder, tmp_path: Path) -> None:
+    undisturbed, killed = checkpointed(run, tmp_path / "a", 1), checkpointed(run, tmp_path / "b", 3)
+    run_trainer(undisturbed)
+    for step, saved in ((2, []), (3, [3]), (5, [3]), (6, [3, 6])):
+        train_and_die(killed, step)
+        assert Checkpoints(killed.checkpoints).steps() == saved
+    run_trainer(killed)
+    assert len(digests(killed)) == 7
+    assert digests(killed) == digests(undisturbed)
+    last, same = (Checkpoints(folder.checkpoints).load(6) for folder in (undisturbed, killed))
+    assert last.keys() == same.keys()
+    assert all(torch.equal(tensor, same[name]) for name, tensor in last.items()), "moments, too"
+    with Ledger.open(killed.ledger) as ledger:
+        assert (ledger.progress().consumed, ledger.progress().steps_done) == (6, 6)
+
+
+def test_a_step_that_ends_in_other_bits_when_it_is_done_again_is_named(run: RunFolder, tmp_path: Path) -> None:
+    folder = checkpointed(run, tmp_path / "a", 3)
+    train_and_die(folder, 6)
+    recipe = folder.config_file.read_text(encoding="utf-8")
+    shutil.rmtree(folder.checkpoints / "step-00000006")
+    assert recipe.count("learning_rate = 0.0005") == 1
+    folder.config_file.write_text(recipe.replace("learning_rate = 0.0005", "learning_rate = 0.0006"), encoding="utf-8")
+    with pytest.raises(DamagedError, match=r"^step 4, done again from a checkpoint, ended in the weights"):
+        run_trainer(folder)
+
+
+def test_payloads_stay_until_their_step_need_not_be_done_again(run: RunFolder, tmp_path: Path) -> None:
+    folder = checkpointed(run, tmp_path / "a", 3)
+    payloads = Payloads(ObjectStore(folder.payloads))
+    with Ledger.open(folder.ledger) as ledger:
+        assert ledger.admit_group(replace(TASK, task_id="routed"), TRAIN, 2, 0) == 6
+        for slot in range(2):
+            turn = payloads.stow(make_turn(GOOD), f"routed.{slot}")
+            ledger.record(make_rollout(f"routed.{slot}", turn, group=6, slot=slot, reward=float(slot)), TRAIN)
+        for step in range(1, 8):
+            assert ledger.claim_batch(step, 1)
+            ledger.commit_step(step)
+    for file in Path(folder.payloads).glob("*/*"):
+        os.utime(file, (0, 0))
+    sweep_payloads(folder, 6)
+    assert list(Path(folder.payloads).glob("*/*"))
+    sweep_payloads(folder, 7)
+    assert not list(Path(folder.payloads).glob("*/*"))
 
 
 def test_the_spread_of_a_group_and_its_rollouts_that_were_cut_are_measured() -> None:

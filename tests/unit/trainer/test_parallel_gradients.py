@@ -9,7 +9,8 @@ from etude.errors import ConfigError
 from etude.models.decoder import Decoder
 from etude.models.spec import TINY
 from etude.run.resolve import resolve
-from etude.trainer.parallel import clip_gradients, joined, whole_model
+from etude.trainer.parallel import clip_gradients, joined
+from etude.trainer.whole_copy import WholeCopy
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e9])
@@ -31,7 +32,7 @@ def test_one_process_has_no_grid_and_whole_weights() -> None:
         assert grid is None
     model = Decoder(TINY)
     model.initialise(0)
-    whole = whole_model(model)
+    whole = WholeCopy(model, None, {}).update()
     assert whole is not None
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
     assert torch.equal(whole.forward_packed(torch.arange(9)), model.forward_packed(torch.arange(9)))

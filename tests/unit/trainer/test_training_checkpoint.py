@@ -1,15 +1,18 @@
 """Checkpoints of the trainer: whole or not there, verified, and read by other ranks than wrote them."""
 
 import json
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
-from etude.errors import DamagedError
+from etude.errors import DamagedError, InfrastructureError
 from etude.trainer.checkpoint import KEEP, MANIFEST, Box, Checkpoints
+from trainer_ranks import run_ranks
 
 TENSORS = {
     "model/a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -27,6 +30,40 @@ def test_what_is_saved_is_read_bit_for_bit(tmp_path: Path) -> None:
     for name, tensor in TENSORS.items():
         assert result[name].dtype == tensor.dtype
         assert torch.equal(result[name], tensor)
+
+
+def test_tensors_may_change_while_they_are_written(tmp_path: Path) -> None:
+    checkpoints, tensors = Checkpoints(tmp_path), {name: tensor.clone() for name, tensor in TENSORS.items()}
+    written = checkpoints.start(3, tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    written.result()
+    assert torch.equal(checkpoints.load(3)["model/a"], TENSORS["model/a"])
+
+
+def write_as_two(rank: int, folder: Path) -> None:
+    """Rank 0 has a whole checkpoint once rank 1 has its file, and none where that never comes."""
+    checkpoints = Checkpoints(folder / "checkpoints", init_device_mesh("cpu", (2,)))
+    written = checkpoints.start(1, TENSORS)
+    written.result()
+    checkpoints._meet()
+    assert checkpoints.steps() == [1]
+    if rank == 1:
+        checkpoints._thread.shutdown()  # as if it had died as it wrote
+        with pytest.raises(RuntimeError):
+            checkpoints.start(2, TENSORS)
+        return
+    written = checkpoints.start(2, TENSORS)
+    assert not wait([written], 0.3).done
+    checkpoints.abandon()
+    with pytest.raises(InfrastructureError, match=r"rank-00001\.safetensors was not written"):
+        written.result()
+    assert checkpoints.steps() == [1]
+
+
+def test_a_checkpoint_is_whole_when_every_rank_has_written(tmp_path: Path) -> None:
+    run_ranks(2, write_as_two, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").load(1).keys() == TENSORS.keys()
 
 
 def test_the_last_two_are_kept(tmp_path: Path) -> None:

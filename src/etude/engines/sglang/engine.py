@@ -31,8 +31,6 @@ from etude.weights.digest import state_digest
 from etude.weights.interop.checkpoint import read_checkpoint
 
 GENERATE = "/generate"
-UPDATE_TIMEOUT_S = 600.0
-"""Loading a large checkpoint takes minutes."""
 ABORTED = "abort"
 
 
@@ -185,20 +183,20 @@ class SglangEngine:
             return time.monotonic() - began_s
 
     async def _swap(self, version: int, folder: Path) -> None:
-        await self._client.post("/pause_generation", {"mode": ABORTED}, UPDATE_TIMEOUT_S)
+        await self._client.post("/pause_generation", {"mode": ABORTED}, self._limits.load_s)
         body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         try:
-            answer = await self._client.post("/update_weights_from_disk", body, UPDATE_TIMEOUT_S)
+            answer = await self._client.post("/update_weights_from_disk", body, self._limits.load_s)
         except ValueError as error:  # status 400 says that the load failed
             raise EngineUnavailable(f"SGLang did not load {folder}: {error}") from error
         if not answer["success"]:
             raise EngineUnavailable(f"SGLang did not load {folder}: {answer['message']}")
-        await self._client.post("/continue_generation", {}, UPDATE_TIMEOUT_S)
+        await self._client.post("/continue_generation", {}, self._limits.load_s)
 
     async def _admitted(self) -> None:
         """Wait for the end of an update."""
         while not (self._fault or self._open.is_set()):
-            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+            async with asyncio.timeout(self._limits.load_s):
                 await self._open.wait()
         if self._fault:
             raise EngineUnavailable(self._fault)

@@ -41,8 +41,9 @@ async def open_sglang(context: EngineContext, pulled: PulledWeights) -> AsyncIte
         try:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 client = ApiClient("SGLang", process.base_url, http)
-                engine = SglangEngine(client, limits_of(model, server.max_length), features_of(context.spec, server))
-                await process.start_engine(client, partial(engine.start, server.version, server.model))
+                limits = limits_of(model, server.max_length)
+                engine = SglangEngine(client, limits, features_of(context.spec, server))
+                await process.start_engine(client, limits.load_s, partial(engine.start, server.version, server.model))
                 yield ServedEngine(engine=engine, updater=SglangUpdater(engine, writer), tasks=(process.watch,))
         finally:
             process.stop()

@@ -40,8 +40,6 @@ from etude.types import Finish, Floats, Ids, TokenIds
 from etude.weights.replica import ChangedNumbers
 
 GENERATE = "/inference/v1/generate"
-UPDATE_TIMEOUT_S = 600.0
-"""Loading a large checkpoint takes minutes; draining takes as long as the longest completion."""
 PATCH_FILE = "patch.safetensors"
 GAUGES = {"running": b"vllm:num_requests_running{", "waiting": b"vllm:num_requests_waiting{"}
 """Prefixes of lines of ``/metrics``, one for each data-parallel rank."""
@@ -138,7 +136,7 @@ class VllmEngine:
         self._updates += 1
         name = f"v{version}-{self._updates}"  # a version may come back while its adapter of before is still in use
         load = {"lora_name": name, "lora_path": str(_absolute(folder))}
-        await self._client.order("/v1/load_lora_adapter", load, UPDATE_TIMEOUT_S)
+        await self._client.order("/v1/load_lora_adapter", load, self._limits.load_s)
         before, self._adapter = self._adapter, _Adapter(name=name, version=version, digest=digest, folder=folder)
         if before is not None:
             before.is_old = True
@@ -171,7 +169,7 @@ class VllmEngine:
         Raises :class:`~etude.errors.EngineUnavailable` with the server's words unless that is the state of ``digest``.
         """
         info = {"init_info": {"digest": digest, "frozen": frozen}}
-        await self._client.post("/init_weight_transfer_engine", info, UPDATE_TIMEOUT_S)
+        await self._client.post("/init_weight_transfer_engine", info, self._limits.load_s)
         await self._prove(digest)
         await self._client.post("/update_weight_version", {"new_version": str(version)})
         self._version, self._digest, self._fault = version, digest, ""
@@ -246,7 +244,7 @@ class VllmEngine:
 
         On a CPU it is that of the copy all was loaded from: vLLM packs the weights it computes with out of reach.
         """
-        answer = await self._client.post("/collective_rpc", {"method": "etude_digest"}, UPDATE_TIMEOUT_S)
+        answer = await self._client.post("/collective_rpc", {"method": "etude_digest"}, self._limits.load_s)
         digests = {worker["digest"] for worker in answer["results"]}
         if len(digests) != 1:
             raise DamagedError(f"vLLM's workers hold different weights: {sorted(digests)}")
@@ -276,12 +274,12 @@ class VllmEngine:
     async def _swap(self, version: int, digest: str, update: Mapping[str, Any], mode: SwapMode) -> VllmPause:
         began_s = time.monotonic()
         wait = "wait" if mode is SwapMode.DRAIN else "keep"
-        await self._client.post(f"/pause?mode={wait}&clear_cache=false", timeout_s=UPDATE_TIMEOUT_S)
+        await self._client.post(f"/pause?mode={wait}&clear_cache=false", timeout_s=self._limits.load_s)
         paused_s = time.monotonic()
         await self._client.post("/start_weight_update")
         fault = ""
         try:
-            await self._client.post("/update_weights", {"update_info": update}, UPDATE_TIMEOUT_S)
+            await self._client.post("/update_weights", {"update_info": update}, self._limits.load_s)
         except EngineUnavailable as error:
             fault = str(error)
         await self._prove(self._digest if fault else digest)
@@ -299,7 +297,7 @@ class VllmEngine:
         """Free the room of prefixes of no further use; running requests read theirs anew, or keep them."""
         again = mode is SwapMode.RECOMPUTE
         path = f"/reset_prefix_cache?reset_running_requests={str(again).lower()}"
-        answer = await self._client.post(path, timeout_s=UPDATE_TIMEOUT_S)
+        answer = await self._client.post(path, timeout_s=self._limits.load_s)
         if again and not answer["success"]:
             raise EngineUnavailable("vLLM did not throw away what running requests read under the old weights")
 
@@ -312,7 +310,7 @@ class VllmEngine:
         self._limits.check(prompt_ids, params)
         self._features.check(params)
         while not (self._fault or self._open.is_set()):
-            async with asyncio.timeout(UPDATE_TIMEOUT_S):
+            async with asyncio.timeout(self._limits.load_s):
                 await self._open.wait()
         if self._fault:
             raise EngineUnavailable(self._fault)

@@ -60,9 +60,10 @@ async def open_vllm(context: EngineContext, pulled: PulledWeights) -> AsyncItera
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=headers) as http:
                 client = ApiClient("vLLM", process.base_url, http)
                 features = ServerFeatures(sparse_layers=context.spec.sparse_layers if server.routes else ())
-                engine = VllmEngine(client, limits_of(model, server.max_length), features, memory)
+                limits = limits_of(model, server.max_length)
+                engine = VllmEngine(client, limits, features, memory)
                 begin = partial(engine.start, pulled.version, digest, frozen=context.base is not None)
-                await process.start_engine(client, begin)
+                await process.start_engine(client, limits.load_s, begin)
                 updater: WeightUpdater = VllmUpdater(engine, writer, SwapMode(options.swap))
                 if context.base is not None:
                     updater = AdapterUpdater(engine, context.spec, memory)
