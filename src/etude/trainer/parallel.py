@@ -183,7 +183,9 @@ def materialise(part: nn.Module, device: str) -> None:
     for name, parameter in list(part.named_parameters(recurse=False)):
         setattr(part, name, nn.Parameter(torch.empty_like(parameter, device=device)))
     for child in part.children():
-        if child is not part.blocks:
+        if child is part.draft:
+            child.to_empty(device=device)
+        elif child is not part.blocks:
             child.to(device)  # tables, which are never on meta
 
 
