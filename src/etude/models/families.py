@@ -612,7 +612,7 @@ def _sigmoid_config(spec: ModelSpec, experts: ExpertsSpec) -> Config:
         "topk_group": experts.top_groups,
         "norm_topk_prob": experts.normalise,
         "routed_scaling_factor": experts.scale,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(spec.draft),
     }
 
 
