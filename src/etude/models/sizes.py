@@ -29,7 +29,7 @@ class ModelSizes:
     """Numbers of parameters, buffers of a checkpoint included."""
 
     outer: int
-    """Outside of blocks."""
+    """Outside of blocks, a draft head's included."""
     largest_outer: int
     """The largest of these matrices."""
     shared: tuple[int, ...]
@@ -44,8 +44,9 @@ class ModelSizes:
             model = Decoder(spec)
         blocks = [(_count(block), _count_routed(block)) for block in model.blocks]
         outer = [parameter.numel() for parameter in model.parameters(recurse=False)]
+        head = 0 if model.draft is None else _count(model.draft)
         return cls(
-            outer=sum(outer),
+            outer=sum(outer) + head,
             largest_outer=max(outer),
             shared=tuple(whole - routed for whole, routed in blocks),
             routed=tuple(routed for _, routed in blocks),

@@ -335,9 +335,9 @@ def _server_parts(
     keys = [f"engine.options.arguments.{key}" for key in (share_key, tensor_key)]
     tensor, pipeline, _ = engine_sizes(config)
     item, longest = DTYPES[config.numerics.stored_dtype].itemsize, config.engine.max_length
-    taken = int(float(arguments.get(share_key, share)) * gpu_bytes)
+    taken = int(float(str(arguments.get(share_key, share))) * gpu_bytes)
     weights = -(-sizes.total // (tensor * pipeline)) * item
-    step_tokens = int(arguments.get("max-num-batched-tokens", SERVER_STEP_TOKENS))
+    step_tokens = int(str(arguments.get("max-num-batched-tokens", SERVER_STEP_TOKENS)))
     step = step_tokens * _step_width(spec) * item // tensor + config.engine.max_running * spec.vocab_size * FLOAT
     position = server_position_bytes(spec, item, tensor, pipeline)
     cache = max(0, taken - weights - step - CONTEXT_BYTES - GRAPH_BYTES)
