@@ -87,8 +87,8 @@ def most_memory(device: str) -> int | None:
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    found = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
-    return None if found is None else int(found[1]) * 1024
+    line = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    return None if line is None else int(line[1]) * 1024
 
 
 def settle(device: str) -> None:

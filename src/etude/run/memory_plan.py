@@ -171,7 +171,7 @@ def _trained(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> int:
 
 
 def _frozen_parts(config: RunConfig, sizes: ModelSizes) -> list[MemoryPart]:
-    """What an adapter lies over."""
+    """The weights that an adapter lies over."""
     if not config.lora.trains("rl"):
         return []
     dtype = config.numerics.stored_dtype
