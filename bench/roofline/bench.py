@@ -3,6 +3,7 @@
 The shares are predicted: formula and constants are :mod:`etude.run.roofline`'s, fitted to what an H200 measured
 (docs/gpu.md). What a decode step asks of its host, and the bytes of the cache that the attention kernel asks for, are
 counted where there is no GPU, on a pretended device and in Triton's interpreter (``tests/support/decode_counts.py``).
+The same formula is held against this machine's processor (:mod:`bench.roofline.here`).
 """
 
 import argparse
@@ -15,6 +16,7 @@ import orjson
 
 from bench.engine.card import BATCH, CONTEXTS, QWEN3_8B
 from bench.report import Goal, envelope
+from bench.roofline.here import check_here
 from bench.tables import results_page
 from etude.cli.commands.plan import assumptions
 from etude.run.gpu_machine import GpuMachine
@@ -36,6 +38,7 @@ PASS_TOKENS = 16_384
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options."""
     parser.add_argument("--pretend", default="h100x8", metavar="MACHINE", help="such as h100x8")
+    parser.add_argument("--quick", action="store_true", help="measure nothing on this machine")
 
 
 def run(options: argparse.Namespace) -> dict[str, Json]:
@@ -54,6 +57,7 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
         {"case": f"training pass, {PASS_TOKENS:,} tokens", "contestant": "etude",
          "ms": round(training.seconds(rates) * 1e3, 1), "share": round(shares[1], 3), "of_data_sheet": round(sheet, 3)},
         {"case": "decode step, counted", "contestant": "etude", **counts},
+        *([] if options.quick else check_here()),
     ]  # fmt: skip
     goals = {goal.name: goal.judge(value) for goal, value in zip((BANDWIDTH, MFU), shares, strict=True)}
     goals |= {goal.name: goal.judge(counts[goal.name]) for goal in (CACHE, WAITS)}
@@ -72,5 +76,14 @@ def table(result: dict[str, Json]) -> str:
     """Draw a bench object."""
     lines = result["assumptions"]
     assert isinstance(lines, list)
-    columns = ("case", "ms", "share", "of_data_sheet", "host_waits_per_step", "launches_per_step", "kv_bytes_vs_least")
+    columns = (
+        "case",
+        "least_ms",
+        "ms",
+        "share",
+        "of_data_sheet",
+        "host_waits_per_step",
+        "launches_per_step",
+        "kv_bytes_vs_least",
+    )
     return results_page(result, columns, "Qwen3-8B, predicted", notes=map(str, lines))
