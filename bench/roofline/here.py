@@ -8,13 +8,11 @@ Here every part is taken to reach the machine's own rates and nothing to be fixe
 share above 1 would mean that the formula counts bytes or operations that a step does not need.
 """
 
-import statistics
-import time
 from dataclasses import replace
 
 import torch
 
-from bench.engine.card import decode_speed
+from bench.engine.card import copy_bandwidth, decode_speed
 from bench.engine.models import BenchModel
 from bench.engine.worker import available_cores
 from bench.memory.counter import DENSE
@@ -31,7 +29,6 @@ SPEC: ModelSpec = replace(DENSE, hidden_size=1024, dense_size=3072, layers=8)
 BATCH, CONTEXT = 8, 256
 ITEM = 4
 """Bytes of a number: float32."""
-COPY_BYTES, COPIES = 1 << 28, 5
 SETUP = Setup(
     contestant="etude-fast", folder="", device="cpu", dtype="float32", threads=len(available_cores()), vocabulary=4096,
     sequences=8, longest=512, microbatch_tokens=8 * 512, steps=2, seed=0,
@@ -41,19 +38,8 @@ SETUP = Setup(
 def check_here() -> list[Json]:
     """Rows of a decode step and of a training step."""
     torch.set_num_threads(SETUP.threads)
-    bandwidth, peak = copy_bandwidth(), matmul_peak("cpu", "float32")
+    bandwidth, peak = copy_bandwidth("cpu"), matmul_peak("cpu", "float32")
     return [_decode_row(bandwidth, peak), _training_row(bandwidth)]
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written per second by copies in memory, in the median of some."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
-    target, seconds = torch.empty_like(source), list[float]()
-    for _ in range(COPIES + 1):
-        started_s = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - started_s)
-    return 2 * COPY_BYTES / statistics.median(seconds[1:])  # the first one gets its pages
 
 
 def _decode_row(bandwidth: float, peak: float) -> Json:

@@ -145,12 +145,9 @@ class Etude:
         import torch
 
         from etude.config.inference import NumericsConfig
-        from etude.config.training import LossConfig, OptimiserConfig
         from etude.models.checkpoint import load_checkpoint, load_state
         from etude.run.numerics import training_model
         from etude.trainer.batching.packing import Cost, pack
-        from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
-        from etude.trainer.policy import PolicyTrainer
 
         torch.set_num_threads(setup.threads)
         arithmetic = setup.contestant.removeprefix("etude-")
@@ -158,11 +155,7 @@ class Etude:
         spec, state = load_checkpoint(Path(setup.folder))
         model = training_model(spec, numerics, setup.device).train()
         load_state(model, state)
-        optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
-        schedule = RateSchedule(steps=setup.steps + 1, warmup_steps=1)
-        self._trainer = PolicyTrainer(
-            Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics
-        )
+        self._trainer = policy_trainer(model, numerics, steps=setup.steps + 1)
         trajectories = [trajectory_of(index, one) for index, one in enumerate(sequences(setup))]
         cost = Cost.of_model(spec)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
@@ -232,6 +225,17 @@ class EtudeSft:
             turns.begin()
             self._trainer.step(step, [self._documents])
             turns.end()
+
+
+def policy_trainer(model: Any, numerics: Any, *, steps: int) -> Any:
+    """Our trainer on the policy-gradient loss, for a model on its device."""
+    from etude.config.training import LossConfig, OptimiserConfig
+    from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
+    from etude.trainer.policy import PolicyTrainer
+
+    optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
+    schedule = RateSchedule(steps=steps, warmup_steps=1)
+    return PolicyTrainer(Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics)
 
 
 def trajectory_of(index: int, sequence: Example) -> Any:

@@ -235,9 +235,7 @@ def backward_bytes(spec: ModelSpec, tokens: int, item: int, block: int, outer: i
     """Bytes that the backward pass of a block takes and gives back: gradients of its widest activations, and of its
     largest matrix before they are added to what is there.
     """
-    widest = max(spec.hidden_size, 3 * spec.dense_size)
-    if spec.experts is not None:
-        widest = max(widest, spec.experts.per_token * (spec.hidden_size + 3 * spec.experts.size))
+    widest = max(spec.hidden_size, _widest(spec))
     return item * tokens * widest + (item + GRADIENT_BYTES) * min(block // 2, outer)
 
 
@@ -377,10 +375,14 @@ def server_position_bytes(spec: ModelSpec, item: int, tensor: int, pipeline: int
 
 def _step_width(spec: ModelSpec) -> int:
     """Numbers per token that a forward pass without gradients has at a time, in its widest block."""
-    widest = 3 * spec.dense_size
-    if spec.experts is not None:
-        widest = max(widest, spec.experts.per_token * (spec.hidden_size + 3 * spec.experts.size))
-    return 4 * spec.hidden_size + widest
+    return 4 * spec.hidden_size + _widest(spec)
+
+
+def _widest(spec: ModelSpec) -> int:
+    """Numbers per token inside the widest feed-forward layer."""
+    experts = spec.experts
+    routed = 0 if experts is None else experts.per_token * (spec.hidden_size + 3 * experts.size)
+    return max(3 * spec.dense_size, routed)
 
 
 # --- This machine -----------------------------------------------------------------------------------------------------
@@ -454,8 +456,6 @@ def check_uses(uses: Sequence[DeviceUse], free: Mapping[str, int] | None = None)
 def _free_bytes(device: str) -> int | None:
     """Free bytes of a device; ``None`` where the system does not say."""
     if device != "cpu":
-        import torch  # only where there is a GPU to ask
-
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return int(MemoryGauge().read().available_bytes)
