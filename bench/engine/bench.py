@@ -1,7 +1,8 @@
 """`bench engine`: what a sampled token costs, our engine beside the others, on the same weights and one machine.
 
     model × type ──▶ a worker per contestant ──▶ batch × temperature: warm-up, then round after round, in turn
-    in this process ──▶ pauses of weight swaps beside reloads (engine_swaps.py), prefixes reused (engine_sessions.py)
+    in this process ──▶ pauses of weight swaps beside reloads (swaps.py), prefixes reused (sessions.py), the same tokens
+                        with and without drafts (drafts.py)
 
 All workers of a model are started together and then asked in turn, one at a time, so that a machine that slows down
 slows down all of them; a figure is the median over rounds and printed with its extremes, a ratio is the median of the
@@ -23,7 +24,7 @@ from typing import TypeAlias
 import torch
 
 from bench.engine import card as engine_card
-from bench.engine import sessions
+from bench.engine import drafts, sessions
 from bench.engine import swaps as engine_swaps
 from bench.engine.contestants import Setup
 from bench.engine.models import BenchModel, write_model
@@ -48,6 +49,7 @@ INVARIANT_SLOWDOWN = Goal("invariant_slowdown", "at most", 1.5)
 SWAP_VS_RELOAD = Goal("swap_pause_vs_reload", "at least", 20.0)
 PREFIX_REUSE = Goal("prefix_reuse", "at least", 0.9)
 _COLUMNS = ("contestant", "tokens_per_cpu_s", "tokens_per_cpu_s_range", "tokens_per_s", "first_token_s", "peak_bytes")
+_DRAFT_COLUMNS = ("case", "tokens_per_s", "without", "ratio", "accepted_share", "tokens_per_step")
 _SWAP_COLUMNS = ("case", "changed_bytes", "pause_s", "in_place_s", "reload_s", "reload_disk_s")
 
 
@@ -134,6 +136,7 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
     rows: dict[tuple[str, Cell], Row] = {}
     swaps: Sequence[engine_swaps.Swap] = ()
     reuse: sessions.Reuse | None = None
+    drafted: Sequence[drafts.Drafting] = ()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch, so_far() as measured:
         for model in chosen.models:
             folder = Path(scratch) / model.name
@@ -143,6 +146,7 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
                     rows[row.contestant, row.cell] = row
         swaps = engine_swaps.measure(chosen.models[0].spec, Path(scratch), chosen.threads, chosen.swaps)
         reuse = sessions.measure(chosen.models[0].spec, chosen.threads)
+        drafted = drafts.measure(chosen.models[-1].spec, chosen.threads, chosen.drafts)
     is_whole = not measured.interrupted
     figures: dict[str, Json] = {
         "threads": chosen.threads,
@@ -152,6 +156,7 @@ def bench_engine(options: EngineOptions | None = None) -> dict[str, Json]:
         "contestants": settings,
         "results": [row.to_json() for row in rows.values()],
         "swaps": [swap.to_json() for swap in swaps],
+        "drafts": [one.to_json() for one in drafted],
         "sessions": None if reuse is None else reuse.to_json(),
         "card": engine_card.measure() if is_whole and torch.cuda.is_available() else None,
         "goals": native_goals(rows)
@@ -167,8 +172,9 @@ def table(result: dict[str, Json]) -> str:
     """Tokens, swaps and sessions, then the goals and who is missing."""
     tokens = draw(heading(result), results_of(result), _COLUMNS, under="case")
     swaps = draw("new weights", results_of(result, "swaps"), _SWAP_COLUMNS)
+    drafted = draw("drafts", results_of(result, "drafts"), _DRAFT_COLUMNS)
     card = [f"card: {result['card']}"] if result["card"] else []
-    return page(result, tokens, swaps, notes=[f"sessions: {result['sessions']}", *card])
+    return page(result, tokens, swaps, drafted, notes=[f"sessions: {result['sessions']}", *card])
 
 
 # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────────────

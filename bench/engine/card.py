@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.trainer.worker import settle
 from etude.config.inference import EngineConfig
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.pages import PAGE
@@ -74,7 +75,7 @@ class DecodeSpeed:
 
 def measure() -> dict[str, Json]:
     """Bytes per second of decoding in bfloat16 at :data:`CONTEXTS`, and of the card's own copying."""
-    copied = _copy_bandwidth()
+    copied = copy_bandwidth("cuda")
     model = _random_model(QWEN3_8B)
     room = int(ROOM_SHARE * torch.cuda.mem_get_info()[1]) - _weight_bytes(model, embedding=True)
     longest = room // BATCH // (CACHED_BYTES * model.spec.cached_numbers) // PAGE * PAGE
@@ -145,14 +146,14 @@ def _weight_bytes(model: Decoder, *, embedding: bool) -> int:
     return sum(weight.numel() * weight.element_size() for weight in parameters)
 
 
-def _copy_bandwidth() -> float:
-    """Bytes read and written per second by the card's copies."""
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+def copy_bandwidth(device: str) -> float:
+    """Bytes read and written per second by a device's copies in its own memory."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
-    torch.cuda.synchronize()
+    target.copy_(source)  # gets its pages
+    settle(device)
     started_s = time.perf_counter()
     for _ in range(COPIES):
         target.copy_(source)
-    torch.cuda.synchronize()
+    settle(device)
     return 2 * COPIES * COPY_BYTES / (time.perf_counter() - started_s)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from bench.engine.contestants import CONTESTANTS, LENGTH, RUNNING
+from bench.engine.drafts import DraftPlan
 from bench.engine.models import MODELS, QUICK_MODEL, BenchModel
 from bench.engine.swaps import SwapPlan
 from bench.engine.worker import available_cores
@@ -29,6 +30,7 @@ class EngineOptions:
     least_s: float = 0.5
     """Seconds of work of each round at least."""
     swaps: SwapPlan = field(default_factory=SwapPlan)
+    drafts: DraftPlan = field(default_factory=DraftPlan)
 
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.contestants) - set(CONTESTANTS)):
@@ -59,4 +61,5 @@ def engine_options(
         rounds=1,
         least_s=0.0,
         swaps=SwapPlan(shares=(0.01,), repeats=1),
+        drafts=DraftPlan(batches=(2,), draft_tokens=(2,), new_tokens=8, steps=1, rollouts=2, rounds=1),
     )

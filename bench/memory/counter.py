@@ -14,10 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.trainer.contestants import BETAS, CLIP_NORM, LEARNING_RATE, Example, trajectory_of
-from etude.config.inference import NumericsConfig
+from bench.trainer.contestants import Example, policy_trainer, trajectory_of
 from etude.config.loading import default_recipe
-from etude.config.training import LossConfig, OptimiserConfig
 from etude.models.decoder import Decoder
 from etude.models.sizes import ModelSizes
 from etude.models.spec import ExpertsSpec, GroupedSpec, LatentSpec, ModelSpec, RopeSpec
@@ -25,7 +23,6 @@ from etude.run.memory_plan import trainer_memory
 from etude.run.numerics import training_model
 from etude.run.resolve import resolve
 from etude.trainer.losses import Totals
-from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.policy import PolicyTrainer
 
 LENGTH = 512
@@ -105,7 +102,7 @@ def formula_and_counter(spec: ModelSpec, *, recomputes: bool) -> tuple[int, int]
     assert isinstance(model, Decoder)
     model.initialise(0)
     model.recompute = recomputes
-    trainer = _trainer(model, config.numerics)
+    trainer: PolicyTrainer = policy_trainer(model, config.numerics, steps=2)
     ids = torch.randint(0, spec.vocab_size, (2 * TOKENS,)).tolist()
     rows = [Example(token_ids=ids[at : at + LENGTH], sampled=[True] * LENGTH) for at in range(0, len(ids), LENGTH)]
     trajectories = [trajectory_of(index, row) for index, row in enumerate(rows)]
@@ -116,9 +113,3 @@ def formula_and_counter(spec: ModelSpec, *, recomputes: bool) -> tuple[int, int]
     with ByteCounter() as counter:
         trainer.step(2, microbatches, totals)
     return trainer_memory(config, spec, ModelSizes.of(spec)).total, resident + counter.peak
-
-
-def _trainer(model: Decoder, numerics: NumericsConfig) -> PolicyTrainer:
-    optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
-    schedule = RateSchedule(steps=2, warmup_steps=1)
-    return PolicyTrainer(Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics)

@@ -91,6 +91,8 @@ class TrainerOptions:
     model: BenchModel
     setup: Setup
     """Of everybody, but for the contestant and the folder."""
+    apart: bool = False
+    """True if contestants run one after the other also on a CPU, whose memory may not hold all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,8 @@ class Row:
     """That one step needs."""
     peak: float = 0.0
     """Operations per second of the machine."""
+    memory_bytes: int | None = None
+    """The most that a step took: of the card's tensors, or of the process."""
     settings: Mapping[str, Json] = field(default_factory=dict)
     missing: str | None = None
     """Why it could not run."""
@@ -132,6 +136,7 @@ class Row:
             "peak_share": round(self.peak_share, 4),
             "gflops": round(self.peak_share * self.peak / 1e9, 1),
             "peak_gflops": round(self.peak / 1e9, 1),
+            "memory_bytes": self.memory_bytes,
             "settings": dict(self.settings),
         }
 
@@ -265,7 +270,7 @@ def table(result: dict[str, Json]) -> str:
 async def _measure(options: TrainerOptions, scratch: Path, rows: dict[str, Row]) -> None:
     """Everyone, side by side where there is room for it; ``rows`` are what is known by now."""
     names = options.contestants
-    heats = [names] if options.setup.device == "cpu" else [(name,) for name in names]
+    heats = [(name,) for name in names] if options.apart or options.setup.device != "cpu" else [names]
     for heat in heats:
         await _race(heat, options, scratch, rows)
 
@@ -291,7 +296,7 @@ async def _race(names: Sequence[str], options: TrainerOptions, scratch: Path, ro
 
 
 def _opened(name: str, setup: Setup, scratch: Path) -> AbstractAsyncContextManager[Rival]:
-    python = trl_python() if name.startswith("transformers") else Path(sys.executable)
+    python = Path(sys.executable) if name.startswith("etude") else trl_python()
     settings = asdict(replace(setup, contestant=name, folder=str(scratch / "model")))
     return open_rival("trainer.worker", settings, python=python, threads=setup.threads, log=scratch / f"{name}.log")
 
@@ -305,7 +310,10 @@ async def _step(rival: Rival, row: Row, *, timed: bool) -> Row:
         return replace(row, missing=str(error))
     assert message is not None and isinstance(message["seconds"], float) and isinstance(message["peak"], float)
     seconds = (*row.seconds, message["seconds"]) if timed else row.seconds
-    return replace(row, seconds=seconds, peak=max(row.peak, message["peak"]))
+    memory = message["memory_bytes"]
+    assert memory is None or isinstance(memory, int)
+    memory_bytes = None if memory is None else max(memory, row.memory_bytes or 0)
+    return replace(row, seconds=seconds, peak=max(row.peak, message["peak"]), memory_bytes=memory_bytes)
 
 
 def _rate(row: Row) -> float:

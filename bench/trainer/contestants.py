@@ -9,6 +9,7 @@ Array legend: L tokens of a sequence.
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -144,12 +145,9 @@ class Etude:
         import torch
 
         from etude.config.inference import NumericsConfig
-        from etude.config.training import LossConfig, OptimiserConfig
         from etude.models.checkpoint import load_checkpoint, load_state
         from etude.run.numerics import training_model
         from etude.trainer.batching.packing import Cost, pack
-        from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
-        from etude.trainer.policy import PolicyTrainer
 
         torch.set_num_threads(setup.threads)
         arithmetic = setup.contestant.removeprefix("etude-")
@@ -157,11 +155,7 @@ class Etude:
         spec, state = load_checkpoint(Path(setup.folder))
         model = training_model(spec, numerics, setup.device).train()
         load_state(model, state)
-        optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
-        schedule = RateSchedule(steps=setup.steps + 1, warmup_steps=1)
-        self._trainer = PolicyTrainer(
-            Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics
-        )
+        self._trainer = policy_trainer(model, numerics, steps=setup.steps + 1)
         trajectories = [trajectory_of(index, one) for index, one in enumerate(sequences(setup))]
         cost = Cost.of_model(spec)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
@@ -233,6 +227,17 @@ class EtudeSft:
             turns.end()
 
 
+def policy_trainer(model: Any, numerics: Any, *, steps: int) -> Any:
+    """Our trainer on the policy-gradient loss, for a model on its device."""
+    from etude.config.training import LossConfig, OptimiserConfig
+    from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
+    from etude.trainer.policy import PolicyTrainer
+
+    optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=LEARNING_RATE, betas=BETAS)
+    schedule = RateSchedule(steps=steps, warmup_steps=1)
+    return PolicyTrainer(Optimisation(model, optimiser, schedule, clip_norm=CLIP_NORM), LossConfig(), numerics)
+
+
 def trajectory_of(index: int, sequence: Example) -> Any:
     """A sequence as a rollout has it: the engine found each sampled token fairly unlikely; rewards differ."""
     import numpy as np
@@ -255,7 +260,6 @@ def trajectory_of(index: int, sequence: Example) -> Any:
 # ── transformers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@final
 class Transformers:
     """``transformers.Trainer`` on the next-token loss of the same tokens.
 
@@ -269,8 +273,10 @@ class Transformers:
         transformers: Any = import_module("transformers")
         transformers.utils.logging.set_verbosity_error()
         torch.set_num_threads(setup.threads)
-        self._rows = setup.contestant.removeprefix("transformers-")
+        self._rows = setup.contestant.rpartition("-")[2]
         self._setup = setup
+        self._arguments: Any = transformers.TrainingArguments
+        self._trainer: Any = transformers.Trainer
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             setup.folder, dtype=torch.float32, attn_implementation="sdpa"
         )
@@ -284,9 +290,8 @@ class Transformers:
 
     def run(self, turns: Turns) -> None:
         """As the protocol has it."""
-        transformers: Any = import_module("transformers")
         setup, examples = self._setup, self._examples()
-        arguments = transformers.TrainingArguments(
+        arguments = self._arguments(
             output_dir=str(Path(setup.folder) / "trainer"),
             max_steps=setup.steps + 1,
             per_device_train_batch_size=setup.rows,
@@ -305,7 +310,7 @@ class Transformers:
             disable_tqdm=True,
             train_sampling_strategy="sequential",
         )
-        trainer = transformers.Trainer(
+        trainer = self._trainer(
             model=self._model,
             args=arguments,
             train_dataset=examples * (setup.steps + 1),
@@ -328,6 +333,24 @@ class Transformers:
     def _collator(self) -> Any:
         transformers: Any = import_module("transformers")
         return transformers.DataCollatorWithFlattening() if self._rows == "packed" else _padded
+
+
+@final
+class Trl(Transformers):
+    """TRL's ``SFTTrainer`` on the same rows."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        trl: Any = import_module("trl")
+        datasets: Any = import_module("datasets")
+        tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(setup.folder)
+        self._arguments = partial(
+            trl.SFTConfig, dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False
+        )
+        self._trainer = lambda *, train_dataset, **given: trl.SFTTrainer(
+            train_dataset=datasets.Dataset.from_list(train_dataset), processing_class=tokenizer, **given
+        )
+        self.settings = {**self.settings, "trl": trl.__version__}
 
 
 def _padded(examples: Sequence[dict[str, list[int]]]) -> dict[str, Any]:
@@ -364,6 +387,7 @@ CONTESTANTS: Mapping[str, Callable[[Setup], Contestant]] = MappingProxyType(
         "etude-sft": EtudeSft,
         "transformers-padded": Transformers,
         "transformers-packed": Transformers,
+        "trl-padded": Trl,
     }
 )
 """Everyone, ours first."""

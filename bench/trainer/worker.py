@@ -1,6 +1,6 @@
 """The process of one contestant of `bench trainer`: takes a step when it is told to, and says how long it took.
 
-    trainer.py ──a line──▶ this program: the machine's matmul peak, then one step ──seconds, peak──▶ trainer.py
+    bench.py ──a line──▶ this program: the machine's matmul peak, then one step ──seconds, peak, memory──▶ bench.py
 
 A process of its own, in an environment of its own, gives every contestant its own libraries and threads. The peak is
 measured right before each step, so that a machine that is slow for a while is slow for both.
@@ -8,12 +8,16 @@ measured right before each step, so that a machine that is slow for a while is s
 
 import json
 import os
+import re
 import sys
 import time
+from pathlib import Path
 from typing import IO, Any, final
 
 from bench.trainer.contestants import CONTESTANTS, Setup
 
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+"""Where Linux says how much memory a process had at the most, and forgets it."""
 PEAK_ROUNDS = 2
 """Products of each size before each step; the fastest of all counts."""
 
@@ -33,12 +37,14 @@ class Turns:
         if not sys.stdin.readline():
             raise SystemExit(0)
         self._peak = matmul_peak(self._setup.device, self._setup.dtype)
+        forget_memory(self._setup.device)
         self._started_s = time.perf_counter()
 
     def end(self) -> None:
         """Say how long it took."""
         settle(self._setup.device)
-        self.tell(seconds=time.perf_counter() - self._started_s, peak=self._peak)
+        seconds = time.perf_counter() - self._started_s
+        self.tell(seconds=seconds, peak=self._peak, memory_bytes=most_memory(self._setup.device))
 
     def tell(self, **message: Any) -> None:
         """One message."""
@@ -60,6 +66,29 @@ def matmul_peak(device: str, dtype: str) -> float:
             settle(device)
             best = max(best, 2 * side**3 / (time.perf_counter() - started_s))
     return best
+
+
+def forget_memory(device: str) -> None:
+    """Count the most memory from now on."""
+    if device != "cpu":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+    elif RESET.exists():
+        RESET.write_text("5")
+
+
+def most_memory(device: str) -> int | None:
+    """The most bytes since :func:`forget_memory`: of the card's tensors, or of the process, its programs included.
+
+    ``None`` where the system does not say.
+    """
+    if device != "cpu":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    line = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    return None if line is None else int(line[1]) * 1024
 
 
 def settle(device: str) -> None:

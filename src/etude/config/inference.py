@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic import AfterValidator, Field, JsonValue, PlainValidator, SerializeAsAny, model_validator
 
 from etude.config.plugins import Registry
 from etude.config.section import OptionsOf, Section
@@ -29,6 +29,10 @@ class NativeOptions(Section):
     swap: Swap = "keep"
     """Effect of new weights on turns in progress: they go on with the keys they have, are read again under the new
     weights, or are waited for.
+    """
+    draft_tokens: int = Field(default=0, ge=0, le=16)
+    """Tokens that a draft head guesses ahead of each sequence, to be verified together in the next step; what is
+    sampled stays the same. The head is the checkpoint's, or a new one (``loss.draft_coef``); 0: none.
     """
     spare_weights: bool = True
     """Hold the weights twice, so that an update pauses sampling for the exchange of two references only; without, it
@@ -72,9 +76,9 @@ def check_arguments(arguments: dict[str, "Argument"]) -> dict[str, "Argument"]:
     return arguments
 
 
-Argument: TypeAlias = bool | int | float | str
+Argument: TypeAlias = bool | int | float | str | dict[str, JsonValue]
 Arguments: TypeAlias = Annotated[dict[str, Argument], AfterValidator(check_arguments)]
-"""Arguments of a server's command line by name; true is a flag, false leaves it out."""
+"""Arguments of a server's command line by name; true is a flag, false leaves it out, a table is written as JSON."""
 
 
 class VllmOptions(Section):
@@ -86,7 +90,8 @@ class VllmOptions(Section):
     """Effect of new weights on turns in progress, as of the native engine."""
     arguments: Arguments = Field(default={})
     """Further arguments of its command line, without ``--``: ``tensor-parallel-size = 2``, ``gpu-memory-utilization =
-    0.6``; true for a flag. Its own variables, ``VLLM_…``, are handed on.
+    0.6``; true for a flag; a table for what it takes as JSON, ``speculative-config = { method = "ngram",
+    num_speculative_tokens = 4 }``. Its own variables, ``VLLM_…``, are handed on.
     """
 
 
@@ -156,6 +161,11 @@ class EngineConfig(Section):
         """Options of our own engine, or of one that is built on it, of which alone this may be asked."""
         assert isinstance(self.options, NativeOptions), self.kind
         return self.options
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that a draft head guesses ahead; 0 of an engine that has none."""
+        return self.options.draft_tokens if isinstance(self.options, NativeOptions) else 0
 
     @property
     def resolved_cache_tokens(self) -> int:

@@ -15,7 +15,7 @@ from etude.config.credit import CreditConfig
 from etude.config.feedback import FeedbackConfig
 from etude.config.hints import HintsConfig
 from etude.config.imitation import MidtrainConfig, SftConfig
-from etude.config.inference import EngineConfig, GatewayConfig, NumericsConfig
+from etude.config.inference import EngineConfig, GatewayConfig, NativeOptions, NumericsConfig
 from etude.config.judge import JudgeConfig
 from etude.config.live import LiveConfig
 from etude.config.log import AlertConfig, LogConfig, check_alerts
@@ -236,6 +236,7 @@ class RunConfig(Section):
                 f"numerics.experts = {self.numerics.experts!r} with engine.kind = {self.engine.kind!r}, which would be "
                 f"told of a plain model: leave engine.kind out, or have plain experts"
             )
+        check_drafts(self)
         return self
 
     @model_validator(mode="after")
@@ -479,6 +480,37 @@ def check_impl(config: RunConfig) -> None:
     for fault, is_there in faults.items():
         if is_there:
             raise ValueError(f"model.impl = 'hf' does not go with {fault}")
+
+
+def has_drafts(config: RunConfig) -> bool:
+    """True if the recipe's model has a draft head."""
+    return bool(config.loss.draft_coef or config.engine.draft_tokens)
+
+
+def check_drafts(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a draft head that could not be served, trained or right."""
+    if not has_drafts(config):
+        return
+    key = "loss.draft_coef" if config.loss.draft_coef else "engine.options.draft_tokens"
+    if not isinstance(config.engine.options, NativeOptions):
+        raise ValueError(
+            f"{key} with engine.kind = {config.engine.kind!r}, which would not know a draft head in its weights: leave "
+            f"it out; what vLLM has is engine.options.arguments.speculative-config"
+        )
+    if config.parallel.ranks > 1:
+        raise ValueError(
+            f"{key} gives the model a draft head, which is not sharded over parallel.dp * parallel.cp = "
+            f"{config.parallel.ranks} ranks: leave it out, or train on one"
+        )
+    if config.lora.rank and "rl" in config.lora.phases:
+        raise ValueError(
+            f"{key} gives the model a draft head, which would be frozen with the base of lora.rank = "
+            f"{config.lora.rank} and not know its adapters: leave it out, or 'rl' out of lora.phases"
+        )
+    if not config.model.checkpoint and not config.loss.draft_coef:
+        raise ValueError(
+            "engine.options.draft_tokens with random weights, whose draft head nothing trains: set loss.draft_coef"
+        )
 
 
 def check_adapters(config: RunConfig) -> None:

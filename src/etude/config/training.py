@@ -321,6 +321,10 @@ class LossConfig(Section):
     """``[loss.mask_options]``: bounds of the mask."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy of what each token was drawn from, added to what is maximised."""
+    draft_coef: float = Field(default=0.0, ge=0)
+    """Weight of the draft head's distillation from the policy, which gets no gradient by it; above 0 the model has a
+    draft head, the checkpoint's or a new one (``engine.options.draft_tokens``).
+    """
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence of the policy from ``kl_to``, estimated token by token in the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -96,14 +96,19 @@ def _tokens(run: RunMetrics, steps: list[StepDone]) -> Figures:
     training = run.rollouts.get(TRAIN)
     engine = run.engine_in("rl")
     reused = sum(stats.reused_tokens for stats in engine)
+    generated = sum(stats.generated_tokens for stats in engine)
+    drafted = sum(stats.drafted_tokens for stats in engine)
+    accepted = sum(stats.accepted_tokens for stats in engine)
     return {
-        "generated": sum(stats.generated_tokens for stats in engine) if engine else None,
+        "generated": generated if engine else None,
         "kept": training.sampled_tokens if training else None,
         "trained": total(steps, "trained_tokens") if steps else None,
         "loss": total(steps, "loss_tokens") if steps else None,
         "midtrain": _read_tokens(run, "midtrain"),
         "sft": _read_tokens(run, "sft"),
         "reused_share": _ratio(_divide(reused, reused + sum(stats.prefill_tokens for stats in engine))),
+        "accepted_share": _ratio(_divide(accepted, drafted)),
+        "per_engine_step": _ratio(_divide(generated, generated - accepted)) if drafted else None,
     }
 
 

@@ -53,6 +53,7 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
         ("busy in RL", f"trainer {percent(of('busy.trainer'), 0)}, engine {percent(of('busy.engine'), 0)}"),
         ("inference", f"{decimal(of('compute_ratio_inference_to_training'))} s per second of training"),
         ("prefix cache", f"{percent(of('tokens.reused_share'), 0)} of prompt tokens reused"),
+        *_drafts(of("tokens.accepted_share"), of("tokens.per_engine_step")),
         (
             "staleness",
             f"mean {decimal(of('staleness.mean'))}, max {count(of('staleness.max'))} of "
@@ -131,6 +132,13 @@ def _summaries(before: float | None, after: float | None) -> tuple[tuple[str, st
     if before is None and after is None:
         return ()
     return (("summaries", f"keep {percent(before)} → {percent(after)} of the needed facts that had been seen"),)
+
+
+def _drafts(accepted: float | None, per_step: float | None) -> tuple[tuple[str, str], ...]:
+    """The row about the draft head, where it has drafted."""
+    if accepted is None:
+        return ()
+    return (("drafts", f"{percent(accepted, 0)} accepted, {decimal(per_step)} tokens per engine step and sequence"),)
 
 
 def _routes(flips: float | None) -> tuple[tuple[str, str], ...]:

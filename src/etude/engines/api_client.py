@@ -85,7 +85,8 @@ class ApiClient:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        headers = {"content-type": "application/json"} if data is not None else {}
+        headers = {"connection": "close"}  # a server that answered with an error drops the connection, seen too late
+        headers |= {"content-type": "application/json"} if data is not None else {}
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         url = self._base_url + path
         request = self._http.request(method, url, data=data, headers=headers, timeout=timeout)

@@ -21,6 +21,7 @@ from typing import final
 
 import orjson
 
+from etude.config.inference import Argument
 from etude.engines import process_guard
 from etude.engines.api_client import LOAD_S, ApiClient, RequestLimits
 from etude.errors import ConfigError, EngineUnavailable, UserError
@@ -174,14 +175,14 @@ def without_our_python(inherited: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in inherited.items() if not name.startswith("PYTHON")}
 
 
-def spelt(arguments: Mapping[str, bool | int | float | str]) -> tuple[str, ...]:
-    """Arguments of a command line: ``--name value``; a flag where the value is true, nothing where it is false."""
+def spelt(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
+    """Arguments of a command line: ``--name value``, tables as JSON; a flag where it is true, nothing where false."""
     words: list[str] = []
     for name, value in arguments.items():
         if value is True:
             words.append(f"--{name}")
         elif value is not False:
-            words += [f"--{name}", str(value)]
+            words += [f"--{name}", orjson.dumps(value).decode() if isinstance(value, dict) else str(value)]
     return tuple(words)
 
 

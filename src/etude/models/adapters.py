@@ -8,6 +8,7 @@ its scale: nobody can lay it over other weights by mistake. Owns where adapters 
 :mod:`etude.models.lora`'s.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
@@ -105,6 +106,14 @@ def attach(model: Decoder, spec: AdapterSpec, *, base: str, seed: int = 0, dtype
         site = LoraSite(place.key, own.to(dtype), adapters.selection)
         setattr(place.module, place.name + SITE, site)
     model.adapters = adapters
+
+
+def count_factors(model: Decoder, spec: AdapterSpec) -> int:
+    """Numbers of A and B that :func:`attach` would make; the model may lie on ``meta``."""
+    shapes = [(place.weight.shape, len(place.parts)) for place in _places(model) if place.target in spec.targets]
+    return sum(
+        spec.rank * (parts * inputs + outputs) * math.prod(experts) for (*experts, outputs, inputs), parts in shapes
+    )
 
 
 def adapter_views(model: Decoder) -> Views:
@@ -214,11 +223,11 @@ def _projections(
     key: str, weight: nn.Parameter, views: list[tuple[str, Tensor]]
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
     """The checkpoint's matrices that lie in a parameter, in their order, for each expert."""
-    storage = weight.untyped_storage().data_ptr()
+    storage = weight.untyped_storage()._cdata  # of weights on meta, too
     inside = sorted(
         (view.storage_offset(), name.removesuffix(WEIGHT), view)
         for name, view in views
-        if view.untyped_storage().data_ptr() == storage
+        if view.untyped_storage()._cdata == storage
     )
     outputs, inputs = weight.shape[-2:]
     is_plain = all(view.is_contiguous() and view.shape[1] == inputs for _, _, view in inside)

@@ -8,6 +8,7 @@ names, :mod:`etude.models.families` the meaning of ``config.json``.
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
@@ -37,6 +38,8 @@ CONFIG_FILE = "config.json"
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 FAULTS_NAMED = 8
 """Tensors that do not fit are named up to this many; the rest are counted."""
+DRAFT_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Ends of names, in the layer of a draft head, of what it shares with the model and some checkpoints hold twice."""
 TABLE_SUFFIX = ".rotary_emb.inv_freq"
 """Ends the names of rotation tables, which old checkpoints hold and which are not needed."""
 
@@ -150,13 +153,16 @@ def load_checkpoint(folder: Path, impl: Impl = "native") -> tuple[ModelSpec, dic
 class StoredCheckpoint:
     """A Hugging Face checkpoint, in one file or split, whose tensors are read one at a time.
 
-    Left out are a copy of a tied embedding, rotation tables, and layers beyond the last, which predict further tokens.
+    Left out are a copy of a tied embedding, rotation tables, and layers beyond the last, which predict further tokens:
+    but for the first of them where the model has a draft head, or one is asked for.
     Raises :class:`~etude.errors.DamagedError` naming the file, and what :func:`load_spec` raises.
     """
 
-    def __init__(self, folder: Path, impl: Impl = "native") -> None:
+    def __init__(self, folder: Path, impl: Impl = "native", *, draft: bool = False) -> None:
+        """With ``draft`` it is read as the checkpoint of a model with a draft head, whatever its configuration says."""
         self.folder = folder
-        self.spec = load_spec(folder, impl)
+        spec = load_spec(folder, impl)
+        self.spec = replace(spec, draft=True) if draft else spec
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shape of every tensor that is needed, by name."""
         self._files: dict[str, Any] = {}
@@ -226,7 +232,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _is_needed(name: str, spec: ModelSpec) -> bool:
     layer = LAYER_NAME.match(name)
-    is_beyond = layer is not None and int(layer[1]) >= spec.layers
+    is_beyond = layer is not None and int(layer[1]) >= spec.layers + spec.draft
+    is_beyond |= name.endswith(DRAFT_COPIES) and layer is not None
     return not (is_beyond or name.endswith(TABLE_SUFFIX) or (spec.tied and name == HEAD))
 
 

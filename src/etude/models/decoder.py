@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from etude.models.arithmetic import Arithmetic, AttentionRule, PackedRows, packed_rows
 from etude.models.attention import Attend, GroupedAttention, LatentAttention, Rotation, gains
+from etude.models.draft import DraftHead, block_spec
 from etude.models.experts import Experts, FeedForward, Routing
 from etude.models.fast import FastArithmetic
 from etude.models.lora import Adapters
@@ -109,6 +110,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(DecoderBlock(spec, layer) for layer in range(spec.layers))
         self.gain = nn.Parameter(gains(spec, spec.hidden_size))
         self.head = None if spec.tied else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden_size))
+        self.draft = DraftHead(spec, DecoderBlock(block_spec(spec), spec.layers)) if spec.draft else None
+        """Guesses further tokens; ``None`` where the spec has none."""
         ropes = [spec.rope_of(layer) for layer in range(spec.layers)]
         distinct = list(dict.fromkeys(ropes))
         self.rotary = nn.ModuleList(RotaryTables(spec, rope) for rope in distinct)
@@ -127,14 +130,12 @@ class Decoder(nn.Module):
     def _in_order_of_use(self) -> Iterator[nn.Parameter]:
         yield self.embedding
         for block in self.blocks:
-            assert isinstance(block, DecoderBlock)
-            routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
-            yield from (*block.attention.parameters(), *routed)
-            for name, parameter in block.feed.named_parameters():
-                if all(parameter is not other for other in routed) and not name.endswith("_bias"):
-                    yield parameter
+            yield from _matrices_of(block)
         if self.head is not None:
             yield self.head
+        if self.draft is not None:  # behind all others, so that these are the same with and without it
+            yield self.draft.join
+            yield from _matrices_of(self.draft.block)
 
     def forward(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, routing: Routing | None = None
@@ -156,6 +157,21 @@ class Decoder(nn.Module):
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[N,H] → [N,V]."""
         return self.arithmetic.linear(hidden_NH, self.embedding if self.head is None else self.head)
+
+    def guess(
+        self, hidden_NH: Tensor, token_ids_N: Tensor, positions_N: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The draft head's two hidden states [N,H] of N tokens (:meth:`etude.models.draft.DraftHead.forward`): to go on
+        from, and to make logits of.
+
+        ``hidden_NH`` are those of the tokens before. ``attend`` gets keys and values as those of layer ``spec.layers``.
+        Gradients reach the head's own weights and nothing else.
+        """
+        assert self.draft is not None, "this model has no draft head"
+        embedded_NH = self.arithmetic.embed(token_ids_N, self.embedding.detach(), self.spec.embedding_scale)
+        rotation = self.rotary[self._rotary_of_layer[-1]](positions_N)
+        guessed: tuple[Tensor, Tensor] = self.draft(hidden_NH.detach(), embedded_NH, self.arithmetic, rotation, attend)
+        return guessed
 
     def forward_packed(
         self, token_ids_N: Tensor, lengths: Sequence[int] | None = None, routing: Routing | None = None
@@ -192,3 +208,13 @@ class Decoder(nn.Module):
 
         hidden_UH: Tensor = self(token_ids_N[shared.firsts_U], rows.positions_N[shared.firsts_U], attend)
         return hidden_UH.index_select(0, shared.rows_N)
+
+
+def _matrices_of(block: nn.Module) -> Iterator[nn.Parameter]:
+    """A block's parameters in the order of their use, the gains in front of its parts left out."""
+    assert isinstance(block, DecoderBlock)
+    routed = list(block.feed.router.parameters()) if isinstance(block.feed, Experts) else []
+    yield from (*block.attention.parameters(), *routed)
+    for name, parameter in block.feed.named_parameters():
+        if all(parameter is not other for other in routed) and not name.endswith("_bias"):
+            yield parameter

@@ -31,6 +31,8 @@ from etude.types import Json
 
 T = TypeVar("T", int, float, bool, str)
 Config: TypeAlias = dict[str, Json]
+DRAFT = "draft_head"
+"""Key of our own: a draft head is a part of the model. ``num_nextn_predict_layers`` alone is no reason to load one."""
 
 
 def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
@@ -54,7 +56,7 @@ def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
     if family not in LAYERED and any(kind != FULL for kind in fields.items("layer_types")):
         raise UserError(f"{origin}: layer_types other than {FULL!r} are not supported in {family}")
     try:
-        return FAMILIES[family](fields)
+        return replace(FAMILIES[family](fields), draft=fields.read(DRAFT, bool, False))
     except ValueError as error:
         raise DamagedError(f"{origin} contradicts itself: {error}") from error
 
@@ -84,6 +86,8 @@ def _config(spec: ModelSpec) -> Config:
         "intermediate_size": spec.dense_size,
         **_rope_config(spec.rope),
     }
+    if spec.draft:
+        config |= {DRAFT: True, "num_nextn_predict_layers": 1}
     if isinstance(spec.attention, GroupedSpec) and spec.sandwich:
         del config["hidden_act"]
         return config | _gemma3_config(spec, spec.attention)
@@ -608,7 +612,7 @@ def _sigmoid_config(spec: ModelSpec, experts: ExpertsSpec) -> Config:
         "topk_group": experts.top_groups,
         "norm_topk_prob": experts.normalise,
         "routed_scaling_factor": experts.scale,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(spec.draft),
     }
 
 

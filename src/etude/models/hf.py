@@ -158,6 +158,8 @@ class HfModel(nn.Module):
         """Activation checkpointing, layer by layer."""
         self.adapters: None = None
         """There are none over such a model."""
+        self.draft: None = None
+        """It has no draft head."""
         self.network, self._packs = _make_network(spec)
         body = self.network.base_model
         if body is self.network:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from etude.models.attention import GroupedAttention, LatentAttention
 from etude.models.decoder import Decoder, DecoderBlock
+from etude.models.draft import DraftHead
 from etude.models.experts import Experts, FeedForward
 
 Views: TypeAlias = Iterator[tuple[str, Tensor]]
@@ -34,6 +35,19 @@ def outer_views(model: Decoder) -> Views:
     yield "model.norm.weight", model.gain.data
     if model.head is not None:
         yield HEAD, model.head.data
+    if model.draft is not None:
+        yield from _draft(model.draft)
+
+
+def _draft(draft: DraftHead) -> Views:
+    """DeepSeek-V3's names of its module for multi-token prediction: those of a layer behind the last."""
+    assert isinstance(draft.block, DecoderBlock)
+    layer = f"model.layers.{draft.block.attention.layer}."
+    yield layer + "enorm.weight", draft.token_gain.data
+    yield layer + "hnorm.weight", draft.hidden_gain.data
+    yield layer + "eh_proj.weight", draft.join.data
+    yield layer + "shared_head.norm.weight", draft.gain.data
+    yield from block_views(draft.block)
 
 
 def block_views(block: DecoderBlock) -> Views:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.models.decoder import Decoder, DecoderBlock
+from etude.models.decoder import DecoderBlock
 from etude.models.experts import Experts
+from etude.models.hf import make_causal_model
 from etude.models.spec import ExpertsSpec, GroupedSpec, LatentSpec, ModelSpec
 
 FLOAT = 4
@@ -29,7 +30,7 @@ class ModelSizes:
     """Numbers of parameters, buffers of a checkpoint included."""
 
     outer: int
-    """Outside of blocks."""
+    """Outside of blocks, a draft head's included."""
     largest_outer: int
     """The largest of these matrices."""
     shared: tuple[int, ...]
@@ -41,11 +42,14 @@ class ModelSizes:
     def of(cls, spec: ModelSpec) -> "ModelSizes":
         """Count the parameters of a model without making them."""
         with torch.device("meta"):
-            model = Decoder(spec)
+            model = make_causal_model(spec)
+        parts = [*model.blocks, *(() if model.draft is None else (model.draft,))]
+        inner = {id(parameter) for part in parts for parameter in part.parameters()}
         blocks = [(_count(block), _count_routed(block)) for block in model.blocks]
-        outer = [parameter.numel() for parameter in model.parameters(recurse=False)]
+        outer = [parameter.numel() for parameter in model.parameters() if id(parameter) not in inner]
+        head = 0 if model.draft is None else _count(model.draft)
         return cls(
-            outer=sum(outer),
+            outer=sum(outer) + head,
             largest_outer=max(outer),
             shared=tuple(whole - routed for whole, routed in blocks),
             routed=tuple(routed for _, routed in blocks),
@@ -66,8 +70,9 @@ def _count(block: torch.nn.Module) -> int:
 
 
 def _count_routed(block: torch.nn.Module) -> int:
-    assert isinstance(block, DecoderBlock)
-    return _count(block.feed.routed) if isinstance(block.feed, Experts) else 0
+    if isinstance(block, DecoderBlock) and isinstance(block.feed, Experts):
+        return _count(block.feed.routed)
+    return 0
 
 
 def saved_bytes(spec: ModelSpec, layer: int, *, item: int, fused: bool, length: int) -> int:

@@ -304,6 +304,8 @@ class ModelSpec:
     max_positions: int = 4096
     tied: bool = True
     """True if the output matrix is the embedding."""
+    draft: bool = False
+    """True if there is a draft head (:mod:`etude.models.draft`)."""
 
     def __post_init__(self) -> None:
         if list(self.sparse_layers) != sorted(set(self.sparse_layers) & set(range(self.layers))):
@@ -336,9 +338,11 @@ class ModelSpec:
 
     @property
     def cached_numbers(self) -> int:
-        """Numbers of one token's keys and values, all layers together; those with a window keep all, too."""
+        """Numbers of one token's keys and values, all layers together, a draft head's included; those with a window
+        keep all, too.
+        """
         attention = self.attention
-        return self.layers * attention.key_heads * (attention.key_width + attention.value_width)
+        return (self.layers + self.draft) * attention.key_heads * (attention.key_width + attention.value_width)
 
     @property
     def routes_shape(self) -> tuple[int, int]:

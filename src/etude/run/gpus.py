@@ -80,7 +80,7 @@ def engine_sizes(config: RunConfig) -> tuple[int, int, int]:
             names = ("tp-size", "pp-size", "dp-size")
         case _:
             return 1, 1, 1
-    tensor, pipeline, data = (int(arguments.get(name, 1)) for name in names)
+    tensor, pipeline, data = (int(str(arguments.get(name, 1))) for name in names)
     return tensor, pipeline, data
 
 

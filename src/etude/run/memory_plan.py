@@ -16,16 +16,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from etude.config.inference import NativeOptions, SglangOptions, VllmOptions
 from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
 from etude.engines.native.pages import PAGE
 from etude.errors import ConfigError, InfrastructureError, UserError
+from etude.models.adapters import count_factors
+from etude.models.decoder import Decoder
 from etude.models.sizes import FLOAT, ModelSizes, saved_bytes
 from etude.models.spec import ExpertsSpec, GroupedSpec, ModelSpec
 from etude.run.disk_space import MODEL_BYTES, moment_bytes
 from etude.run.gpus import count_gpus, divide_gpus, engine_gpus, engine_sizes
-from etude.run.numerics import DTYPES
+from etude.run.numerics import DTYPES, adapter_spec
 from etude.run.process_name import TRAINER
 from etude.run.resolve import is_invariant, resolve_device
 from etude.sandboxes.memory_pressure import MemoryGauge
@@ -124,9 +128,10 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> Pro
     ranks, ep = parallel.ranks, parallel.ep
     if spec.experts is not None and ranks > 1:
         _check_experts(spec.experts, spec.hidden_size, ranks, ep)
-    own = -(-sizes.total // ranks)
+    own = -(-_trained(config, spec, sizes) // ranks)
     moments = 0 if config.optimiser.state == "offload" else moment_bytes(config.optimiser)
     parts = [
+        *_frozen_parts(config, sizes),
         MemoryPart(name="parameters", size_bytes=own * MODEL_BYTES, words=_shard("float32", ranks), key="parallel.dp"),
         MemoryPart(
             name="gradients", size_bytes=own * GRADIENT_BYTES, words=_shard("float32", ranks), key="parallel.dp"
@@ -156,6 +161,23 @@ def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> Pro
     return ProcessMemory(name="trainer", count=ranks, gpus=1, parts=tuple(parts))
 
 
+def _trained(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> int:
+    """Numbers that are trained: an adapter's, or all."""
+    if not config.lora.trains("rl"):
+        return sizes.total
+    with torch.device("meta"):
+        model = Decoder(spec)
+    return count_factors(model, adapter_spec(config))
+
+
+def _frozen_parts(config: RunConfig, sizes: ModelSizes) -> list[MemoryPart]:
+    """The weights that an adapter lies over."""
+    if not config.lora.trains("rl"):
+        return []
+    dtype = config.numerics.stored_dtype
+    return [MemoryPart(name="frozen base", size_bytes=sizes.total * DTYPES[dtype].itemsize, words=dtype)]
+
+
 def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[MemoryPart]:
     """Parts that a forward and a backward pass take beyond the state."""
     parallel, fused = config.parallel, config.trainer.device == "cuda"
@@ -169,11 +191,13 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
     states = spec.layers * tokens * spec.hidden_size * item
     gathered = FLOAT if config.numerics.experts != "plain" else item
     copies = sizes.outer * FLOAT + GATHERED_BLOCKS * block * gathered if gathers else 0
-    backward = backward_bytes(spec, tokens, item, block, sizes.largest_outer) + (max(saved) if recomputes else 0)
+    learns = not config.lora.trains("rl")  # or else the weights get no gradients
+    matrix = sizes.largest_outer if learns else 0
+    backward = backward_bytes(spec, tokens, item, block, matrix) + (max(saved) if recomputes else 0)
     unreduced = sizes.outer * GRADIENT_BYTES + GATHERED_BLOCKS * block * (gathered + GRADIENT_BYTES) if gathers else 0
-    chunk_rows = max(1, min(CHUNK_LOGITS // spec.vocab_size, tokens))
+    chunk_rows = max(1, min(CHUNK_LOGITS["cuda" if fused else "cpu"] // spec.vocab_size, tokens))
     logits = chunk_rows * spec.vocab_size * (2 * item + LOGIT_BYTES["cuda" if fused else "cpu"])
-    logits += (rounded + item + GRADIENT_BYTES) * sizes.largest_outer  # the head as it is used, and its gradient
+    logits += (rounded + item + GRADIENT_BYTES) * matrix  # the head as it is used, and its gradient
     words = f"{tokens:,} tokens of {item} bytes a number, "
     return [
         MemoryPart(
@@ -211,9 +235,7 @@ def backward_bytes(spec: ModelSpec, tokens: int, item: int, block: int, outer: i
     """Bytes that the backward pass of a block takes and gives back: gradients of its widest activations, and of its
     largest matrix before they are added to what is there.
     """
-    widest = max(spec.hidden_size, 3 * spec.dense_size)
-    if spec.experts is not None:
-        widest = max(widest, spec.experts.per_token * (spec.hidden_size + 3 * spec.experts.size))
+    widest = max(spec.hidden_size, _widest(spec))
     return item * tokens * widest + (item + GRADIENT_BYTES) * min(block // 2, outer)
 
 
@@ -260,14 +282,15 @@ def _native_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list
     positions = -(-engine.resolved_cache_tokens // PAGE) * PAGE
     layers, slots = spec.routes_shape
     routes = 2 * layers * slots if config.numerics.replay not in ("off", "auto") else 0
+    has_spare = engine.native.spare_weights and not config.lora.trains("rl")
     words = config.numerics.stored_dtype + (", routed experts in float32" if quantised else "")
     parts = [
         MemoryPart(name="weights", size_bytes=weights, words=words),
         MemoryPart(
             name="spare weights",
-            size_bytes=weights if engine.native.spare_weights else 0,
+            size_bytes=weights if has_spare else 0,
             words="into which an update is written",
-            key="engine.options.spare_weights" if engine.native.spare_weights else "",
+            key="engine.options.spare_weights" if has_spare else "",
         ),
         MemoryPart(
             name="cache",
@@ -310,9 +333,9 @@ def _server_parts(
     keys = [f"engine.options.arguments.{key}" for key in (share_key, tensor_key)]
     tensor, pipeline, _ = engine_sizes(config)
     item, longest = DTYPES[config.numerics.stored_dtype].itemsize, config.engine.max_length
-    taken = int(float(arguments.get(share_key, share)) * gpu_bytes)
+    taken = int(float(str(arguments.get(share_key, share))) * gpu_bytes)
     weights = -(-sizes.total // (tensor * pipeline)) * item
-    step_tokens = int(arguments.get("max-num-batched-tokens", SERVER_STEP_TOKENS))
+    step_tokens = int(str(arguments.get("max-num-batched-tokens", SERVER_STEP_TOKENS)))
     step = step_tokens * _step_width(spec) * item // tensor + config.engine.max_running * spec.vocab_size * FLOAT
     position = server_position_bytes(spec, item, tensor, pipeline)
     cache = max(0, taken - weights - step - CONTEXT_BYTES - GRAPH_BYTES)
@@ -352,10 +375,14 @@ def server_position_bytes(spec: ModelSpec, item: int, tensor: int, pipeline: int
 
 def _step_width(spec: ModelSpec) -> int:
     """Numbers per token that a forward pass without gradients has at a time, in its widest block."""
-    widest = 3 * spec.dense_size
-    if spec.experts is not None:
-        widest = max(widest, spec.experts.per_token * (spec.hidden_size + 3 * spec.experts.size))
-    return 4 * spec.hidden_size + widest
+    return 4 * spec.hidden_size + _widest(spec)
+
+
+def _widest(spec: ModelSpec) -> int:
+    """Numbers per token inside the widest feed-forward layer."""
+    experts = spec.experts
+    routed = 0 if experts is None else experts.per_token * (spec.hidden_size + 3 * experts.size)
+    return max(3 * spec.dense_size, routed)
 
 
 # --- This machine -----------------------------------------------------------------------------------------------------
@@ -429,8 +456,6 @@ def check_uses(uses: Sequence[DeviceUse], free: Mapping[str, int] | None = None)
 def _free_bytes(device: str) -> int | None:
     """Free bytes of a device; ``None`` where the system does not say."""
     if device != "cpu":
-        import torch  # only where there is a GPU to ask
-
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         return int(MemoryGauge().read().available_bytes)

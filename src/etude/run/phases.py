@@ -21,7 +21,7 @@ from torch import Tensor
 from etude.closing import Closing
 from etude.config.data_paths import change_source, in_run
 from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
-from etude.config.recipe import RunConfig
+from etude.config.recipe import RunConfig, has_drafts
 from etude.config.training import ModelShape
 from etude.errors import RunFolderError
 from etude.models.adapters import attach, merge
@@ -39,6 +39,7 @@ from etude.models.fast import FastArithmetic, multiplies_bfloat16
 from etude.models.hf import CausalModel, make_causal_model
 from etude.models.spec import ModelSpec
 from etude.run.checkpoint_copies import CheckpointCopies, copy_model, restore_checkpoint, restore_model
+from etude.run.draft_head import with_draft_head
 from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
@@ -350,9 +351,9 @@ def publish_start(folder: RunFolder, origin: Path, events: EventLog, outages: St
     """Make the last phase's model the run's model, and publish it as weight version 0: as the base of all versions an
     adapter over it that changes nothing, where RL trains one.
     """
-    place(folder.model, lambda target: _copy(origin, target))
-    keep(folder, *MODEL, outages=outages)  # weights are of no use without it
     config = folder.config()
+    place(folder.model, lambda target: _make_model(origin, target, config))
+    keep(folder, *MODEL, outages=outages)  # weights are of no use without it
     with WeightPublishing(open_log(folder, outages), config.name, events) as publishing, outages:
         base, impl = frozen_base(folder.model, config), config.model.impl
         spec = load_spec(folder.model, impl)
@@ -420,8 +421,13 @@ def hand_down(origin: Path, target: Path) -> None:
             shutil.copyfile(origin / name, target / name)
 
 
-def _copy(origin: Path, target: Path) -> None:
-    shutil.copytree(origin, target, dirs_exist_ok=True)
+def _make_model(origin: Path, target: Path, config: RunConfig) -> None:
+    """Copy a model, or write it anew with a draft head where the recipe has one."""
+    if has_drafts(config):
+        hand_down(origin, target)
+        save_model(target, with_draft_head(origin, config), load_format(origin, config.gateway.chat_template_kwargs))
+    else:
+        shutil.copytree(origin, target, dirs_exist_ok=True)
 
 
 def _fingerprint(identity: str) -> Tensor:

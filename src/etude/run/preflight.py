@@ -10,7 +10,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from etude.aio import background_task, without_event_loop
 from etude.clock import SystemClock
 from etude.config.imitation import FILE_SOURCES
 from etude.config.inference import SglangOptions, VllmOptions
-from etude.config.recipe import RunConfig
+from etude.config.recipe import RunConfig, has_drafts
 from etude.config.rollouts import CommandOptions, VerifiersHarnessOptions
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
@@ -33,6 +33,7 @@ from etude.models.spec import ModelSpec
 from etude.protocols import Completion, TaskFamily
 from etude.rewards.graders.named import find_grader
 from etude.run.disk_space import check_disk_space
+from etude.run.draft_head import has_draft_head
 from etude.run.endpoints import listeners, probe_ports
 from etude.run.folder import RunFolder
 from etude.run.gpus import count_gpus, divide_gpus
@@ -140,6 +141,16 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
         stored = StoredCheckpoint(place, config.model.impl)
         with torch.device("meta"):
             stored.check(make_causal_model(stored.spec))
+        if stored.spec.draft and not has_drafts(config):
+            raise ConfigError(
+                f"{place / 'config.json'} says draft_head, and the recipe has no use for one: set it to false there, "
+                f"which leaves its weights out, or set loss.draft_coef"
+            )
+        if has_drafts(config) and not config.loss.draft_coef and not has_draft_head(place):
+            raise ConfigError(
+                f"engine.options.draft_tokens: {place} has no draft head (model.layers.{stored.spec.layers}.eh_proj): "
+                f"set loss.draft_coef to train one, or leave it out"
+            )
     except ConfigError:
         raise
     except (UserError, DamagedError) as error:
@@ -251,8 +262,10 @@ def spec_of_recipe(config: RunConfig) -> ModelSpec:
     """The shape of a recipe's model. Raises as :func:`~etude.models.checkpoint.load_spec`."""
     shape = config.model.shape
     if isinstance(shape, ModelShape):
-        return spec_from_shape(shape, shape.vocab_size)
-    return load_spec(Path(config.model.checkpoint), config.model.impl)
+        spec = spec_from_shape(shape, shape.vocab_size)
+    else:
+        spec = load_spec(Path(config.model.checkpoint), config.model.impl)
+    return replace(spec, draft=spec.draft or has_drafts(config))
 
 
 def about_calls(config: RunConfig) -> list[str]:

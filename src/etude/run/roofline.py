@@ -10,7 +10,7 @@ that is not here, the data sheet's times what an H200 reached of it. Shares are 
 the shapes that docs/gpu.md names; nothing else is fitted. Pure.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from etude.config.recipe import RunConfig
 from etude.models.flops import head_flops, pair_flops, token_flops
@@ -195,9 +195,9 @@ def training_pass(config: RunConfig, spec: ModelSpec) -> TrainingStep:
 
 def measured_rates(*, bytes_per_s: float, flops: float) -> Rates:
     """Rates of a device that was measured, on which every part reaches all of them; nothing is fixed."""
-    full = Rates(bytes_per_s=bytes_per_s, flops=flops)
-    return replace(
-        full,
+    return Rates(
+        bytes_per_s=bytes_per_s,
+        flops=flops,
         matrix_bytes=1.0,
         grouped_bytes=1.0,
         cache_bytes=1.0,

@@ -195,6 +195,10 @@ class EngineStats:
     """Prompt tokens taken from the prefix cache."""
     running: int
     waiting: int
+    drafted_tokens: int = 0
+    """Drafts that were verified."""
+    accepted_tokens: int = 0
+    """Drafts that were what was sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

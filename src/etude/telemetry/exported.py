@@ -78,6 +78,12 @@ EXPORTED: Mapping[str, Exported] = MappingProxyType(
         "etude_engine_prefill_tokens": Exported(
             title="prompt tokens that an engine read", labels=("process",), kind="counter", section="Engines"
         ),
+        "etude_engine_drafted_tokens": Exported(
+            title="drafts that an engine verified", labels=("process",), kind="counter", section="Engines"
+        ),
+        "etude_engine_accepted_tokens": Exported(
+            title="drafts that were what it sampled", labels=("process",), kind="counter", section="Engines"
+        ),
         "etude_engine_running": Exported(title="calls that an engine works on", labels=("process",), section="Engines"),
         "etude_engine_waiting": Exported(title="calls that wait in an engine", labels=("process",), section="Engines"),
         "etude_weights_served": Exported(
@@ -127,6 +133,8 @@ class ExportedValues:
                 self._count("etude_engine_busy_seconds", stats.busy_s, process)
                 self._count("etude_engine_generated_tokens", stats.generated_tokens, process)
                 self._count("etude_engine_prefill_tokens", stats.prefill_tokens, process)
+                self._count("etude_engine_drafted_tokens", stats.drafted_tokens, process)
+                self._count("etude_engine_accepted_tokens", stats.accepted_tokens, process)
                 self._set("etude_engine_running", stats.running, process)
                 self._set("etude_engine_waiting", stats.waiting, process)
             case WeightsSwapped(version=version):

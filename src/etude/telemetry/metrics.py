@@ -160,6 +160,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "replaced_pairs": _count("of these, those below numerics.replay_floor", "pairs", Reduction.RANKS),
         "hinted_turns": _count("turns distilled from a hint", "turns"),
         "hinted_tokens": _count("sampled tokens of these", "tokens", Reduction.SHARES),
+        "draft_kl": Metric(
+            title="divergence of the draft head from the policy where tokens were sampled",
+            unit="nats",
+            notation=Notation.SIGNIFICANT,
+        ),
         "hint_nats": Metric(
             title="weighted divergence from the hinted policy, summed over these",
             unit="nats",

@@ -47,7 +47,7 @@ from etude.config.hints import HintsConfig
 from etude.models.experts import Routing
 from etude.models.hf import CausalModel
 from etude.trainer.parallel_context import ContextParallel
-from etude.trainer.readout import CHUNK_LOGITS, in_chunks
+from etude.trainer.readout import in_chunks
 from etude.trainer.replay import ReplayMode, routing_of
 from etude.trainer.scores import SampledTokens, hidden_before, sampled_tokens, score
 from etude.types import Trajectory
@@ -124,7 +124,8 @@ class Distillation:
     floor: float
     """``numerics.replay_floor``."""
     context: ContextParallel | None = None
-    chunk_logits: int = CHUNK_LOGITS
+    chunk_logits: int | None = None
+    """See :func:`~etude.trainer.readout.in_chunks`."""
 
     def teach(self, model: CausalModel, examples: Sequence[DistillationExample], normaliser: float) -> DistillationLoss:
         """The loss of a piece, ``normaliser`` being Z.

@@ -142,8 +142,12 @@ class Optimisation:
         for loss in losses:
             loss.backward()
             self._progress()
-        norm = float(clip_gradients(self.model, self._clip_norm))
-        if not norm < float("inf"):
+        head = self.model.draft
+        norm = float(clip_gradients(self.model, self._clip_norm, without=head))
+        # A draft head is clipped by itself: the policy's step is the same with and without it.
+        learnt = head is not None and head.join.grad is not None
+        head_norm = float(clip_gradients(head, self._clip_norm)) if head is not None and learnt else 0.0
+        if not norm + head_norm < float("inf"):
             raise DivergedError(f"step {step}: the gradient's norm is {norm}; nothing was changed or published")
         share = self._schedule.share(step)
         for group, peak in zip(self._optimiser.param_groups, self._peaks, strict=True):

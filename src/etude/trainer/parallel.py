@@ -186,17 +186,22 @@ def materialise(part: nn.Module, device: str) -> None:
     for name, parameter in list(part.named_parameters(recurse=False)):
         setattr(part, name, nn.Parameter(torch.empty_like(parameter, device=device)))
     for child in part.children():
-        if child is not part.blocks:
+        if child is part.draft:
+            child.to_empty(device=device)
+        elif child is not part.blocks:
             child.to(device)  # tables, which are never on meta
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip gradients to ``max_norm`` by their global norm; returns that norm, a scalar.
+def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | None = None) -> Tensor:
+    """Clip gradients to ``max_norm`` by their global norm, but for those of the part ``without``; returns that norm, a
+    scalar.
 
     On one process exactly ``torch.nn.utils.clip_grad_norm_``. Sharded, each number of the gradient lies on one rank, so
     squares are added up over all.
     """
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    left_out = set() if without is None else set(without.parameters())
+    own = (parameter.grad for parameter in model.parameters() if parameter not in left_out)
+    gradients = [gradient for gradient in own if gradient is not None]
     parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     norm = torch.nn.utils.get_total_norm(parts)
     if any(isinstance(gradient, DTensor) for gradient in gradients):

@@ -19,10 +19,12 @@ from torch import Tensor
 from etude.config.hints import HintsConfig
 from etude.config.inference import NumericsConfig
 from etude.config.training import LossConfig
+from etude.models.decoder import Decoder
 from etude.models.experts import Routing
 from etude.models.hf import CausalModel
 from etude.trainer.corrections import proximal_logprobs
 from etude.trainer.distillation import Distillation, DistillationExample
+from etude.trainer.draft import draft_divergences
 from etude.trainer.losses import LossTokens, Totals, distillation_normaliser, policy_loss
 from etude.trainer.optimisation import Optimisation
 from etude.trainer.parallel_context import ContextParallel
@@ -49,6 +51,7 @@ class _MicroBatchStats:
     routing: Routing | None = None
     hinted: int = 0
     hint_nats: float = 0.0
+    draft_nats: float = 0.0
 
 
 NO_HINTS = HintsConfig()
@@ -134,6 +137,8 @@ class PolicyTrainer:
                 "truncated_share": sum(stats.truncated for stats in counted) / totals.tokens,
                 "masked_share": sum(stats.masked for stats in counted) / totals.tokens,
             }
+            if self._config.draft_coef:
+                metrics["draft_kl"] = sum(stats.draft_nats for stats in counted) / totals.tokens
         return metrics
 
     def _loss(self, step: int, microbatch: MicroBatch, totals: Totals) -> tuple[Tensor, _MicroBatchStats]:
@@ -160,10 +165,19 @@ class PolicyTrainer:
         )
         token_scores = policy_loss(of_loss, self._config, totals)
         entropy_sum = float(scores.entropies_N.detach().sum())
+        loss, draft_nats = token_scores.loss, 0.0
+        if self._config.draft_coef and scores.hidden_TH is not None:
+            assert isinstance(self.model, Decoder), "refused with the recipe"
+            draft_sum = draft_divergences(self.model, tokens, scores.hidden_TH).sum()
+            loss, draft_nats = loss + self._config.draft_coef / totals.tokens * draft_sum, float(draft_sum.detach())
         stats = _MicroBatchStats(
-            entropy_sum=entropy_sum, truncated=token_scores.truncated, masked=token_scores.masked, routing=routing
+            entropy_sum=entropy_sum,
+            truncated=token_scores.truncated,
+            masked=token_scores.masked,
+            routing=routing,
+            draft_nats=draft_nats,
         )
-        return token_scores.loss, stats
+        return loss, stats
 
     def _distillation_loss(
         self, examples: Sequence[DistillationExample], totals: Totals

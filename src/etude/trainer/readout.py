@@ -14,7 +14,7 @@ Owns the cutting. What is computed of a chunk is the caller's.
 Shape legend: N scored tokens, n those of a chunk, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TypeAlias, cast
 
@@ -25,8 +25,10 @@ from etude.models.arithmetic import MaskTensors
 from etude.models.decoder import RECOMPUTED
 from etude.models.hf import CausalModel
 
-CHUNK_LOGITS = 1 << 27
-"""Logits that exist at a time: those of 883 tokens of a vocabulary of 151,936."""
+CHUNK_LOGITS: Mapping[str, int] = {"cuda": 1 << 27, "cpu": 1 << 25}
+"""Kind of device → logits that exist at a time: of a vocabulary of 151,936 those of 883 tokens, or of 220. Products on
+a GPU need many rows; on a CPU softmax and entropy are passes of their own, which keep 26 bytes of each logit.
+"""
 
 Column: TypeAlias = Tensor | MaskTensors | None
 """Something per scored token: a tensor [N,…], or the sampling masks of N tokens."""
@@ -35,13 +37,13 @@ Readout: TypeAlias = Callable[..., tuple[Tensor, ...]]
 
 
 def in_chunks(
-    read: Readout, model: CausalModel, hidden_NH: Tensor, *columns: Column, most: int = CHUNK_LOGITS
+    read: Readout, model: CausalModel, hidden_NH: Tensor, *columns: Column, most: int | None = None
 ) -> tuple[Tensor, ...]:
     """Each tensor [N] that ``read`` makes of hidden states and ``columns``, with their gradients.
 
-    ``most`` is how many logits exist at a time, at least those of one token.
+    ``most`` is how many logits exist at a time, at least those of one token; ``None`` leaves it to the device.
     """
-    rows = max(1, most // model.spec.vocab_size)
+    rows = max(1, (most or CHUNK_LOGITS[hidden_NH.device.type]) // model.spec.vocab_size)
     if len(hidden_NH) <= rows:
         return read(model, hidden_NH, *columns)
     chunks = zip(*(_split(column, rows, len(hidden_NH)) for column in (hidden_NH, *columns)), strict=True)

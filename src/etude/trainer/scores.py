@@ -67,6 +67,8 @@ class Scores:
     """With gradient."""
     entropies_N: Tensor
     """Nats, with gradient where that was asked for."""
+    hidden_TH: Tensor | None = None
+    """Hidden states of all tokens; ``None`` where ranks share a context."""
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory], masks: Sequence[Mask], device: torch.device) -> SampledTokens:
@@ -119,11 +121,11 @@ def score(
     """
     if context is not None:
         return _score_in_parallel(model, tokens, routing, context, differentiate_entropies=differentiate_entropies)
-    hidden_NH, _ = hidden_before(model, tokens, routing)
+    hidden_TH = model.forward_packed(tokens.token_ids_T, tokens.lengths, routing)
     read = partial(_scores, differentiate_entropies=differentiate_entropies)
     columns = (tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
-    logprobs_N, entropies_N = in_chunks(read, model, hidden_NH, *columns)
-    return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N)
+    logprobs_N, entropies_N = in_chunks(read, model, hidden_TH[tokens.places_N - 1], *columns)
+    return Scores(logprobs_N=logprobs_N, entropies_N=entropies_N, hidden_TH=hidden_TH)
 
 
 def hidden_before(

@@ -3,9 +3,10 @@
     rank r    its part, rounded as it is published ──▶ other bits than last time? ──▶ places and numbers ─┐
     rank 0    whole tensor in the host's memory ◀──────────────── written there, tensor by tensor ◀───────┘
 
-An update changes a few per cent of the rounded numbers (docs/weights.md), so that little leaves a device, and no device
-or rank but the host of rank 0 holds more than its parts, rounded, beside them. Where much has changed, as the first
-time, a part is sent whole.
+An update changes a few per cent of the rounded numbers (docs/weights.md), so that ranks send little. What a rank sent
+last lies in the memory of its host, and visits the device a tensor at a time to be compared there: no device holds more
+than its parts, no host but rank 0's more than those, rounded. Where much has changed, as the first time, a part is sent
+whole.
 
 Owns what is compared and sent. What is published of the copy, and how it is encoded, is not decided here.
 """
@@ -51,13 +52,16 @@ class ChangedPart:
 
     def write(self, whole: Tensor) -> None:
         """Write the numbers into the whole tensor."""
-        region = whole[self.box.inside(Box((0,) * whole.ndim, tuple(whole.shape)))]
+        self.write_into(whole[self.box.inside(Box((0,) * whole.ndim, tuple(whole.shape)))])
+
+    def write_into(self, region: Tensor) -> None:
+        """Write the numbers into the region alone, which lies in the host's memory."""
         payload = self.payload.cpu()
         if self.count == WHOLE:
-            region.copy_(payload.view(whole.dtype).view(self.box.shape))
+            region.copy_(payload.view(region.dtype).view(self.box.shape))
         elif self.count:
             ends = self.count * torch.int64.itemsize
-            places, numbers = payload[:ends].view(torch.int64), payload[ends:].view(whole.dtype)
+            places, numbers = payload[:ends].view(torch.int64), payload[ends:].view(region.dtype)
             region[torch.unravel_index(places, self.box.shape)] = numbers
 
 
@@ -72,7 +76,7 @@ class WholeCopy:
         self._types = types
         self._is_first = mesh is None or mesh.get_local_rank() == 0
         self._sent: dict[str, Tensor] = {}
-        """Name → this rank's part as it was sent last, on its device."""
+        """Name → this rank's part as it was sent last, in the host's memory."""
         self._whole: CausalModel | None = None
 
     def update(self) -> CausalModel | None:
@@ -101,8 +105,13 @@ class WholeCopy:
             return
         own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         new = own.to(dtype, copy=True, memory_format=torch.contiguous_format)
-        part = ChangedPart.between(box_of(tensor), self._sent.get(name), new)
-        self._sent[name] = new
+        sent = self._sent.get(name)
+        if sent is None:
+            sent = self._sent[name] = torch.empty(new.shape, dtype=dtype, pin_memory=new.is_cuda)
+            part = ChangedPart.between(box_of(tensor), None, new)
+        else:
+            part = ChangedPart.between(box_of(tensor), sent.to(new.device, non_blocking=True), new)
+        part.write_into(sent)
         if is_sharded and self._mesh is not None:
             yield from _gathered(part, new.element_size(), self._mesh)
         else:

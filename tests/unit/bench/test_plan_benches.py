@@ -7,7 +7,7 @@ from bench.roofline import bench as roofline
 
 
 def test_the_memory_of_a_step_is_what_the_plan_says() -> None:
-    result = memory.run(argparse.Namespace(case=["dense, recomputed"]))
+    result = memory.run(argparse.Namespace(case=["dense, recomputed"], quick=True))
     goals = result["goals"]
     assert isinstance(goals, dict) and isinstance(goals["formula_error"], dict)
     assert goals["formula_error"]["met"], result
@@ -15,7 +15,7 @@ def test_the_memory_of_a_step_is_what_the_plan_says() -> None:
 
 
 def test_predicted_shares_meet_their_goals_and_say_what_they_assume() -> None:
-    result = roofline.run(argparse.Namespace(pretend="h100x8"))
+    result = roofline.run(argparse.Namespace(pretend="h100x8", quick=True))
     goals = result["goals"]
     assert isinstance(goals, dict)
     assert all(isinstance(goal, dict) and goal["met"] for goal in goals.values()), goals

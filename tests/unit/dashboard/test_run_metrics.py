@@ -1,5 +1,7 @@
 """Folding events: phases, time that counts, tallies, and events that arrive out of order."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,6 +9,7 @@ from etude.config.recipe import RunConfig
 from etude.dashboard.formatting import number_at
 from etude.dashboard.report import build_report
 from etude.dashboard.run_metrics import PHASES, RunMetrics
+from etude.dashboard.text import summary
 from etude.telemetry.events import (
     EngineStats,
     Event,
@@ -79,6 +82,10 @@ def test_the_share_of_several_engines_is_the_mean_of_theirs() -> None:
     assert number_at(report, "busy.engine") == 0.6
     assert number_at(report, "tokens.generated") == 200
     assert {*run.engines} == {"serve", "serve-1"}
+    assert number_at(report, "tokens.accepted_share") is None and "drafts" not in dict(summary(report))
+    run.add(Logged(at_s=6, process="serve", event=replace(_stats(1.0), drafted_tokens=120, accepted_tokens=60)))
+    report = build_report(run, RunConfig(), machine={}, date="", commit="")
+    assert dict(summary(report))["drafts"] == "50% accepted, 1.25 tokens per engine step and sequence"
 
 
 def _stats(busy_s: float) -> EngineStats:

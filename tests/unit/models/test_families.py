@@ -187,6 +187,17 @@ def test_every_family_is_documented() -> None:
     assert all(f"``{family}``" in families.__doc__ for family in FAMILIES)
 
 
+SIGMOID_EXPERTS: dict[str, Json] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+    "first_k_dense_replace": 2,
+}
 SMALL: dict[str, dict[str, Json]] = {
     "grouped": {"num_key_value_heads": 2, "head_dim": 24},
     "qwen3_moe": {
@@ -198,15 +209,7 @@ SMALL: dict[str, dict[str, Json]] = {
         "mlp_only_layers": [1],
     },
     "deepseek_v3": {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "n_shared_experts": 2,
-        "n_group": 3,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": False,
-        "first_k_dense_replace": 2,
+        **SIGMOID_EXPERTS,
         "q_lora_rank": 20,
         "kv_lora_rank": 28,
         "qk_nope_head_dim": 12,
@@ -215,15 +218,7 @@ SMALL: dict[str, dict[str, Json]] = {
         "rope_interleave": False,
     },
     "glm4_moe": {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "n_shared_experts": 2,
-        "n_group": 3,
-        "topk_group": 2,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": False,
-        "first_k_dense_replace": 2,
+        **SIGMOID_EXPERTS,
         "use_qk_norm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 7.0, "partial_rotary_factor": 0.25},
     },

@@ -7,13 +7,14 @@ from torch import Tensor
 from etude.config.loading import default_recipe
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, UserError
+from etude.models.adapters import attach
 from etude.models.arithmetic import AttentionRule, packed_rows
 from etude.models.decoder import Decoder
 from etude.models.fast import FastArithmetic
 from etude.models.sizes import ModelSizes, saved_bytes
 from etude.models.spec import TINY, TINY_DENSE, TINY_LATENT, ModelSpec
 from etude.run.memory_plan import DeviceUse, MemoryPart, MemoryPlan, ProcessMemory, check_memory, device_uses
-from etude.run.numerics import count_parameters
+from etude.run.numerics import adapter_spec, count_parameters
 from etude.run.preflight import spec_of_recipe
 from etude.run.pretend import resolved_there
 from etude.run.resolve import resolve
@@ -142,3 +143,15 @@ def test_processes_are_on_the_gpus_that_a_run_would_give_them() -> None:
 def test_this_machine_has_memory_for_a_small_model() -> None:
     config = resolve(default_recipe(["engine.device=cpu", "trainer.device=cpu"]))
     assert check_memory(config, spec_of_recipe(config)) == []
+
+
+def test_an_adapter_takes_its_own_state_and_a_base_without_gradients() -> None:
+    config = on_gpus("model.checkpoint=base", "midtrain.tokens=0", "lora.rank=8", "numerics.dtype=bfloat16")
+    model = Decoder(TINY)
+    attach(model, adapter_spec(config), base="00" * 16)
+    own = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    plan = MemoryPlan.of(config, TINY)
+    parts = sizes_of(plan.trainer)
+    assert [parts[name] / own for name in ("parameters", "gradients", "moments")] == [4, 4, 8]
+    assert parts["frozen base"] == 2 * ModelSizes.of(TINY).total
+    assert sizes_of(plan.engine)["spare weights"] == 0

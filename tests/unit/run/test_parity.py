@@ -37,7 +37,9 @@ def make_state(spec: ModelSpec, numerics: NumericsConfig) -> dict[str, Tensor]:
     return published_state(model, numerics)
 
 
-@pytest.mark.parametrize("spec", [TINY, TINY_LATENT], ids=["grouped", "latent"])
+@pytest.mark.parametrize(
+    "spec", [TINY, TINY_LATENT, replace(TINY_LATENT, draft=True)], ids=["grouped", "latent", "draft head"]
+)
 def test_invariant_arithmetic_is_equal_to_the_last_bit_in_every_layer_and_way(spec: ModelSpec) -> None:
     parity = check_parity(spec, make_state(spec, INVARIANT), INVARIANT, "cpu")
     assert parity.exact

@@ -2,7 +2,7 @@
 
     generate() ──▶ Scheduler.plan ──▶ one forward pass ──▶ draw ──▶ futures, streams
                         ▲                                    │
-                        └──────────── next step ◀────────────┘   swap() takes effect between two steps
+                        └── next step ◀── drafts, if any ◀───┘   swap() takes effect between two steps
 
 Owns the step loop and the calls in progress. Who is computed when is the
 :class:`~etude.engines.native.scheduler.Scheduler`'s to decide, keys and values are the
@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from etude.config.inference import EngineConfig
 from etude.engines.native.adapters import ServedAdapter, ServedAdapters
 from etude.engines.native.cache import PagedCache, StepOutput
+from etude.engines.native.drafting import Drafter
 from etude.engines.native.graphs import DecodeGraphs, can_capture, only_decodes
 from etude.engines.native.pages import PAGE
 from etude.engines.native.sampling import Drawn, Sampler, join_masks, tabulated
@@ -69,6 +70,10 @@ class _PendingCall:
     """The ids each token was drawn from, where top-k or top-p truncates."""
 
 
+_Row: TypeAlias = tuple[_PendingCall, int]
+"""A call, and how many drafts come before the token that is drawn for it."""
+
+
 @final
 class NativeEngine:
     """Samples with a :class:`~etude.models.decoder.Decoder`; implements :class:`~etude.protocols.Engine`."""
@@ -83,9 +88,17 @@ class NativeEngine:
             max_length=config.max_length,
             step_tokens=config.native.step_tokens,
         )
-        self._cache = PagedCache(weights.model, -(-config.resolved_cache_tokens // PAGE), record_routes=record_routes)
+        drafts = config.native.draft_tokens
+        if drafts and weights.model.draft is None:
+            raise ValueError(
+                f"engine.options.draft_tokens = {drafts} needs a model with a draft head, which this is not"
+            )
+        pages = -(-config.resolved_cache_tokens // PAGE)
+        self._cache = PagedCache(weights.model, pages, record_routes=record_routes, drafts=drafts > 0)
+        self._drafter = Drafter(self._cache, self._scheduler, most=drafts) if drafts else None
         self._sampler = Sampler(weights.model.arithmetic)
-        self._graphs = DecodeGraphs(self._cache, self._sampler) if can_capture(weights.model) else None
+        can_draw = can_capture(weights.model) and not drafts  # a graph leaves no hidden states to a draft head
+        self._graphs = DecodeGraphs(self._cache, self._sampler) if can_draw else None
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
         self.adapters = ServedAdapters(weights.model)
@@ -230,35 +243,39 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _compute(self, plan: Sequence[ScheduledTokens]) -> None:
-        """Run the planned tokens through the model, draw a token after each work that ends its request so far."""
-        model = self._weights.model
-        is_own = True
+        """Run the planned tokens through the model, and draw a token after each work that ends its request so far, and
+        after each of its drafts.
+        """
+        model, is_own = self._weights.model, True
         if model.adapters is not None:
-            chosen = [(self._calls[work.request].adapter, work.count) for work in plan]
+            chosen = [(self._calls[work.request].adapter, work.rows) for work in plan]
             model.adapters.select([(None if one is None else one.factors, count) for one, count in chosen])
             is_own = model.adapters.selection.is_own
-        calls = [self._calls[work.request] for work in plan if work.samples]
+        works = [work for work in plan if work.samples]
+        rows = [(self._calls[work.request], ahead) for work in works for ahead in range(1 + len(work.drafts))]
         if self._graphs is not None and is_own and only_decodes(plan):
-            drawn = self._graphs.run(model, plan, tabulated(*_draw_parameters(calls)))
+            drawn = self._graphs.run(model, plan, tabulated(*_draw_parameters(rows)))
             for work in plan:
                 self._scheduler.advance(work)
-        else:
-            output = self._cache.forward(model, plan)
-            for work in plan:
-                self._scheduler.advance(work)
-            self._score(plan, output.hidden_NH, np.cumsum([work.count for work in plan]).tolist())
-            if not calls:
-                return
-            drawn = self._sample(output, calls)
-        self._append(calls, drawn)
+            self._append(works, drawn)
+            return
+        output = self._cache.forward(model, plan)
+        for work in plan:
+            self._scheduler.advance(work)
+        self._score(plan, output.hidden_NH, np.cumsum([work.rows for work in plan]).tolist())
+        if works:
+            self._append(works, self._sample(output, rows))
+        if self._drafter is not None:
+            seed_of = {work.request: self._calls[work.request].seed for work in plan if work.request in self._calls}
+            self._drafter.propose(model, plan, output.hidden_NH, seed_of.__getitem__)
 
-    def _sample(self, output: StepOutput, calls: Sequence[_PendingCall]) -> Drawn:
-        """Draw the next token of each call."""
+    def _sample(self, output: StepOutput, rows: Sequence[_Row]) -> Drawn:
+        """Draw a token of each row."""
         hidden_NH, routes_NLk = output.hidden_NH, output.routes_NLk
-        if len(calls) < len(hidden_NH):
+        if len(rows) < len(hidden_NH):
             hidden_NH = hidden_NH[output.sampling_R]
             routes_NLk = None if routes_NLk is None else routes_NLk[output.sampling_R]
-        return self._sampler.sample(self._weights.model.logits(hidden_NH), *_draw_parameters(calls), routes_NLk)
+        return self._sampler.sample(self._weights.model.logits(hidden_NH), *_draw_parameters(rows), routes_NLk)
 
     def _score(self, plan: Sequence[ScheduledTokens], hidden_NH: Tensor, ends: Sequence[int]) -> None:
         """Score the prompts whose logprobs are wanted, as far as this step has read them."""
@@ -268,19 +285,30 @@ class NativeEngine:
                 assert scorer is not None, "logprobs are wanted by nobody"
                 scorer.add(self._weights.model, hidden_NH[end - work.count : end], work.start)
 
-    def _append(self, calls: Sequence[_PendingCall], drawn: Drawn) -> None:
-        """Give each call its next token and complete those that ended."""
-        tokens, logprobs = drawn.token_ids.tolist(), drawn.logprobs.tolist()
-        for row, (call, token, logprob) in enumerate(zip(calls, tokens, logprobs, strict=True)):
-            version = self._weights.version if call.adapter is None else call.adapter.version
-            self._scheduler.append(call.request, token, logprob, version)
-            if drawn.routes is not None:
-                call.routes.append(drawn.routes[row])
-            if call.request.params.truncates:
-                call.sampling_mask.append(drawn.kept_row(row))
-            completion = self._complete(call) if call.request.finished else None
-            if call.chunks is not None:
-                call.chunks.put_nowait(_chunk(token, logprob, version, completion))
+    def _append(self, works: Sequence[ScheduledTokens], drawn: Drawn) -> None:
+        """Give each work's call its next token, and further ones as long as its drafts are what was drawn."""
+        tokens, first = drawn.token_ids.tolist(), 0
+        for work in works:
+            call = self._calls[work.request]
+            for ahead in range(1 + len(work.drafts)):
+                self._append_row(call, drawn, first + ahead)
+                if call.request.finished or work.drafts[ahead : ahead + 1] != (tokens[first + ahead],):
+                    break
+                self._scheduler.accept(call.request)
+            first += 1 + len(work.drafts)
+
+    def _append_row(self, call: _PendingCall, drawn: Drawn, row: int) -> None:
+        """Give a call its next token, and complete it where it has ended."""
+        version = self._weights.version if call.adapter is None else call.adapter.version
+        token, logprob = int(drawn.token_ids[row]), float(drawn.logprobs[row])
+        self._scheduler.append(call.request, token, logprob, version)
+        if drawn.routes is not None:
+            call.routes.append(drawn.routes[row])
+        if call.request.params.truncates:
+            call.sampling_mask.append(drawn.kept_row(row))
+        completion = self._complete(call) if call.request.finished else None
+        if call.chunks is not None:
+            call.chunks.put_nowait(_chunk(token, logprob, version, completion))
 
     def _complete(self, call: _PendingCall) -> Completion:
         request = call.request
@@ -364,10 +392,11 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 
 
-def _draw_parameters(calls: Sequence[_PendingCall]) -> tuple[list[SamplingParams], list[int], list[int]]:
+def _draw_parameters(rows: Sequence[_Row]) -> tuple[list[SamplingParams], list[int], list[int]]:
     """Parameters, seeds and counts of sampled tokens, which is what a draw depends on."""
-    requests = [call.request for call in calls]
-    return [one.params for one in requests], [call.seed for call in calls], [one.sampled for one in requests]
+    requests = [call.request for call, _ in rows]
+    positions = [call.request.sampled + ahead for call, ahead in rows]
+    return [one.params for one in requests], [call.seed for call, _ in rows], positions
 
 
 def _chunk(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:

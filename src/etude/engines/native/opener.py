@@ -203,6 +203,8 @@ async def report_load(engine: NativeEngine, events: EventLog) -> None:
                 reused_tokens=counters.reused_tokens,
                 running=health.running,
                 waiting=health.waiting,
+                drafted_tokens=counters.drafted_tokens,
+                accepted_tokens=counters.accepted_tokens,
             )
         )
         busy_s, since_s = engine.busy_s, now_s

@@ -139,6 +139,17 @@ class Sampler:
         return _checked(Drawn(token_ids=token_ids, logprobs=logprobs_R.numpy(), sampling_mask=sets, routes=routes))
 
 
+def choose(
+    logits_RV: Tensor, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]
+) -> Tensor:
+    """[R] int64, on the device of the logits: what :meth:`Sampler.sample` would draw; any id where nothing can be."""
+    table_4R = tabulated(params, seeds, positions)
+    if logits_RV.device.type == "cpu":
+        return draw_on_host(logits_RV, table_4R)[0].clamp(min=0)
+    (table,) = place([torch.from_numpy(table_4R)], logits_RV.device)
+    return draw_on_device(logits_RV, table, truncates=may_cut(table_4R))[0].clamp(min=0)
+
+
 def join_masks(rows: Sequence[Ids]) -> SamplingMask:
     """[C] the mask sets of a completion's tokens, from one :meth:`Drawn.kept_row` per token."""
     offsets = np.zeros(len(rows) + 1, np.int64)

@@ -24,7 +24,7 @@ take what it needs, and something always moves.
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -84,6 +84,8 @@ class EngineRequest:
     arrival: int = -1
     """Its place in the order of arrival; of equal priorities the earlier is served first."""
     state: RequestState = RequestState.NEW
+    drafts: tuple[int, ...] = ()
+    """The tokens that a draft head expects next; of no use once one was sampled, or the weights changed."""
     rereads: int = 0
     """Count of the times that new weights made its prompt be read again."""
     leaf: PageNode | None = None
@@ -123,11 +125,18 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledTokens:
-    """Tokens ``start : start + count`` of a request, to be computed in this step."""
+    """Tokens ``start : start + count`` of a request, to be computed in this step, and drafts of what comes next."""
 
     request: EngineRequest
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
+    """Behind its last token, where it samples: computed as if they had been sampled."""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are computed."""
+        return self.count + len(self.drafts)
 
     @property
     def samples(self) -> bool:
@@ -141,6 +150,10 @@ class Counters:
 
     generated_tokens: int = 0
     """Sampled."""
+    drafted_tokens: int = 0
+    """Drafts that were computed to be verified."""
+    accepted_tokens: int = 0
+    """Drafts that were what was sampled, and spared a step each."""
     prefill_tokens: int = 0
     """Read by computing them: prompts, and what a request without its pages has to read again."""
     reused_tokens: int = 0
@@ -298,7 +311,7 @@ class RequestQueue:
     def _leave(self, request: EngineRequest) -> None:
         _take_out(self.running, request)
         self.pool.release(request.pages)
-        request.pages, request.cached, request.indexed, request.leaf = [], 0, 0, None
+        request.pages, request.cached, request.indexed, request.leaf, request.drafts = [], 0, 0, None, ()
 
 
 def _rank(request: EngineRequest) -> tuple[int, int]:
@@ -368,8 +381,8 @@ class Scheduler:
     """Continuous batching over a fixed number of pages.
 
     One step of its user: :meth:`plan`, compute, :meth:`advance` every work, :meth:`append` what the works that sample
-    gave, :meth:`finish` what ended. :meth:`add`, :meth:`cancel` and :meth:`swapped` come between steps; a request may
-    also be cancelled inside one, the rest of which then passes it by.
+    gave, :meth:`accept` where that was a draft, :meth:`finish` what ended. :meth:`add`, :meth:`cancel` and
+    :meth:`swapped` come between steps; a request may also be cancelled inside one, the rest of which then passes it by.
     """
 
     def __init__(self, *, pages: int, max_running: int, max_waiting: int, max_length: int, step_tokens: int) -> None:
@@ -454,7 +467,18 @@ class Scheduler:
         self._queue.grow(self.counters)
         self._queue.admit(self.counters, begun_only=self._draining)
         self.counters.evicted_pages += self._queue.pool.evicted - evicted
-        return _works(self._queue.running, self._step_tokens)
+        works = _works(self._queue.running, self._step_tokens)
+        self.counters.drafted_tokens += sum(len(work.drafts) for work in works)
+        return works
+
+    def reserve(self, request: EngineRequest, positions: int) -> int:
+        """Give a running request room for so many positions, as far as pages go that nobody holds; returns its room."""
+        pool = self._queue.pool
+        evicted = pool.evicted
+        while len(request.pages) * PAGE < positions and pool.available:
+            request.pages.append(pool.take())
+        self.counters.evicted_pages += pool.evicted - evicted
+        return len(request.pages) * PAGE
 
     def advance(self, work: ScheduledTokens) -> None:
         """Note that the tokens of a work are in the cache now; pages that are full become known to others."""
@@ -467,10 +491,19 @@ class Scheduler:
             self.counters.prefill_tokens += work.count
         self._queue.index(request)
 
+    def accept(self, request: EngineRequest) -> None:
+        """Note that the last sampled token was a draft of this step: it is in the cache."""
+        if request.state is not RequestState.RUNNING:
+            return  # cancelled while its step was computed
+        request.cached += 1
+        self.counters.accepted_tokens += 1
+        self._queue.index(request)
+
     def append(self, request: EngineRequest, token_id: int, logprob: float, version: int) -> None:
         """Add a sampled token to a request."""
         if request.state is not RequestState.RUNNING:
             return  # cancelled while its step was computed
+        request.drafts = ()
         request.token_ids.append(token_id)
         request.logprobs.append(logprob)
         request.versions.append(version)
@@ -496,7 +529,7 @@ class Scheduler:
                 self.counters.rereads += request.cached > 0
                 self._queue.requeue(request)
             else:
-                request.leaf = None
+                request.leaf, request.drafts = None, ()
         self._version = None
 
     def begin_drain(self) -> None:
@@ -513,7 +546,10 @@ class Scheduler:
 
 
 def _works(running: Sequence[EngineRequest], step_tokens: int) -> list[ScheduledTokens]:
-    """Share a step of ``step_tokens`` among running requests, given best first."""
+    """Share a step of ``step_tokens`` among running requests, given best first.
+
+    Drafts get what is left: where prompts fill a step, a further row is no longer for nothing.
+    """
     works, readers = list[ScheduledTokens](), list[EngineRequest]()
     for request in running:
         missing = len(request.token_ids) - request.cached
@@ -527,4 +563,10 @@ def _works(running: Sequence[EngineRequest], step_tokens: int) -> list[Scheduled
             break
         works.append(ScheduledTokens(request, request.cached, min(len(request.token_ids) - request.cached, budget)))
         budget -= works[-1].count
+    for index, work in enumerate(works):
+        request = work.request
+        most = min(len(request.drafts), len(request.pages) * PAGE - len(request.token_ids), budget)
+        if most > 0:
+            works[index] = replace(work, drafts=request.drafts[:most])
+            budget -= most
     return works

@@ -1,6 +1,7 @@
 """Weights of the native engine change in place: bit for bit as a full load, and as a probed layout's writes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from etude.engines.vllm.inplace import InPlaceWeights
 from etude.errors import InfrastructureError, UserError
 from etude.models.checkpoint import load_state, state_of
 from etude.models.decoder import Decoder
-from etude.models.spec import TINIEST, TINY, ModelSpec
+from etude.models.spec import TINIEST, TINY, TINY_LATENT, ModelSpec
 from etude.weights.digest import state_digest
 from etude.weights.replica import ChangedNumbers, PulledWeights
 from etude.weights.state import State
@@ -64,7 +65,11 @@ def copied(model: Decoder) -> State:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("spec", TINIEST, ids=["experts", "dense", "latent", "glm", "gemma", "oss"])
+@pytest.mark.parametrize(
+    "spec",
+    [*TINIEST, replace(TINY_LATENT, draft=True)],
+    ids=["experts", "dense", "latent", "glm", "gemma", "oss", "draft head"],
+)
 def test_deltas_lead_to_the_bits_of_a_full_load_and_of_a_probed_layout(
     spec: ModelSpec, dtype: torch.dtype, device: str
 ) -> None:

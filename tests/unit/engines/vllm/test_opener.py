@@ -29,11 +29,13 @@ def test_only_a_model_with_experts_is_asked_for_routes(spec: ModelSpec, device: 
 
 
 def test_a_recipe_adds_arguments_of_the_servers_own() -> None:
-    given = ["tensor-parallel-size=2", "gpu-memory-utilization=0.6", "async-scheduling=true", "swap-space=false"]
+    given = ["tensor-parallel-size=2", "gpu-memory-utilization=0.6", "async-scheduling=true", "swap-space=false",
+             "speculative-config.method=ngram", "speculative-config.num_speculative_tokens=4"]  # fmt: skip
     settings = [f"engine.options.arguments.{each}" for each in given]
     config = resolve(default_recipe(["engine.kind=vllm", "engine.device=cuda", "trainer.device=cuda", *settings]))
     command = server_of(config, TINY, python=Path("python"), model=Path("model"), port=1).command()
     added = ["--tensor-parallel-size", "2", "--gpu-memory-utilization", "0.6", "--async-scheduling"]
+    added += ["--speculative-config", '{"method":"ngram","num_speculative_tokens":4}']
     assert command[-len(added) :] == added
 
 

@@ -1,0 +1,142 @@
+"""Drafts: the tokens that a draft head expects next, proposed behind each step and verified in the next.
+
+    step ──▶ hidden states ──▶ draft head reads what the step has added ──▶ draft 1 ──▶ draft head ──▶ draft 2 ──▶ …
+    next step: last token and drafts in one pass ──▶ a draw at each ──▶ those before the first wrong draft count
+
+Speculative decoding (Leviathan et al., arXiv 2211.17192), but for its rejection sampling. A token that this engine
+draws is a function of the logits, the request's seed and the token's position (:mod:`etude.models.kernels.draws`). So a
+draft is right exactly if it is the token that the policy's own draw gives at its position, and what is drawn there is
+the answer in any case: a right draft only means that the next position's logits are known already. Whatever the head
+says, what is sampled, its log-probabilities, routes and sampling masks are those of plain decoding: in invariant
+arithmetic to the last bit, in fast arithmetic as far as a row does not depend on how many are computed with it.
+
+The head draws with the request's own parameters and the very number of that position, so equal distributions give equal
+tokens. Where they differ by ε in total variation, rejection sampling accepts 1 − ε. Drawing both by inverse cumulative
+sum from one number accepts less where many tokens compete, for a shift of the sums moves all ids behind it; as much
+where two tokens share the probability. What is gained is that nothing else in a run can tell the two apart: seeds
+repeat, parity and digests hold, and no second random number is needed.
+
+Owns what the head reads and what it proposes. Its keys are one more layer of the cache, its weights a part of the
+served model's: they change in one swap, and drafts of earlier weights are forgotten with it. A request's last step is
+not read by the head once the request has ended: a later prefix of its tokens may have drafts that are accepted less.
+
+Shape legend: N tokens of a step, M tokens that the head reads, B requests, H hidden.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from etude.engines.native.cache import PagedCache, TokenRun, place_rows
+from etude.engines.native.pages import PAGE
+from etude.engines.native.sampling import choose
+from etude.engines.native.scheduler import EngineRequest, RequestState, ScheduledTokens, Scheduler
+from etude.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """The tokens of one request that the head reads: those that a step has added to the cache, and the one behind."""
+
+    request: EngineRequest
+    run: TokenRun
+    decodes: bool
+    first: int
+    """Row of the step's hidden states that its first token has."""
+    drafts: int
+    """Count of those that are proposed after it; with none the token behind those in the cache is not read yet."""
+
+    @property
+    def tails(self) -> dict[int, int]:
+        """Page → row of the step's hidden states that its last token in the cache has."""
+        positions = range(self.run.start, self.request.cached)
+        return {self.run.pages[p // PAGE]: self.first + p - self.run.start for p in positions}
+
+
+@final
+class Drafter:
+    """Proposes up to ``most`` drafts for each request whose next token is to be sampled in the next step."""
+
+    def __init__(self, cache: PagedCache, scheduler: Scheduler, *, most: int) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._most = most
+
+    def propose(
+        self,
+        model: Decoder,
+        plan: Sequence[ScheduledTokens],
+        hidden_NH: Tensor,
+        seed_of: Callable[[EngineRequest], int],
+    ) -> None:
+        """Read what a step has added, given its hidden states, and leave drafts with the requests that go on.
+
+        Waits for the device once, for the drafts.
+        """
+        # Runs of one token come first; of those that get drafts, those that get most, so that each pass has fewer rows.
+        readings = sorted(self._readings(plan), key=lambda reading: not reading.decodes)
+        drafting = sorted((reading for reading in readings if reading.drafts), key=lambda reading: -reading.drafts)
+        if not readings:
+            return
+        further_BH, guessed_BH = self._read(model, readings, drafting, hidden_NH)
+        drafts = list[Tensor]()
+        while count := sum(reading.drafts > len(drafts) for reading in drafting):
+            requests = [reading.request for reading in drafting[:count]]
+            if drafts:
+                ends = [len(request.token_ids) + len(drafts) - 1 for request in requests]
+                runs = [TokenRun(one.pages, end, (0,)) for one, end in zip(requests, ends, strict=True)]
+                rows, *_ = place_rows(runs, hidden_NH.device)  # the ids are on the device
+                further_BH, guessed_BH = self._cache.guess(model, further_BH[:count], drafts[-1][:count], rows)
+            params, seeds = [one.params for one in requests], [seed_of(one) for one in requests]
+            positions = [one.sampled + len(drafts) for one in requests]
+            drafts.append(choose(model.logits(guessed_BH), params, seeds, positions))
+        if drafting:
+            columns = torch.nn.utils.rnn.pad_sequence(drafts).tolist()
+            for reading, column in zip(drafting, columns, strict=True):
+                reading.request.drafts = tuple(column[: reading.drafts])
+
+    def _readings(self, plan: Sequence[ScheduledTokens]) -> Iterator[_Reading]:
+        first = 0
+        for work in plan:
+            request = work.request
+            if request.state is RequestState.RUNNING:
+                drafts = self._room_for_drafts(request) if len(request.token_ids) == request.cached + 1 else 0
+                run = TokenRun(request.pages, work.start, request.token_ids[work.start : request.cached + (drafts > 0)])
+                yield _Reading(request=request, run=run, decodes=work.count == 1, first=first, drafts=drafts)
+            first += work.rows
+
+    def _room_for_drafts(self, request: EngineRequest) -> int:
+        """Count of the drafts that are of use and have pages: none is needed of the last token that may be sampled."""
+        most = min(self._most, request.params.max_tokens - request.sampled - 1)
+        length = len(request.token_ids)
+        return max(0, min(most, self._scheduler.reserve(request, length + most) - length))
+
+    def _read(
+        self, model: Decoder, readings: Sequence[_Reading], drafting: Sequence[_Reading], hidden_NH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The head's hidden states [B,H] behind each of ``drafting``: to go on from, and to make logits of."""
+        device, tails_PH = hidden_NH.device, self._cache.tails_PH
+        begins = [reading.run.start == 0 for reading in readings]
+        pages = [
+            0 if begin else each.run.pages[(each.run.start - 1) // PAGE]
+            for each, begin in zip(readings, begins, strict=True)
+        ]
+        before_BH = tails_PH[torch.tensor(pages, device=device)].to(hidden_NH.dtype)
+        before_BH = before_BH.masked_fill(torch.tensor(begins, device=device).unsqueeze(1), 0)
+        runs, indices, ends = list[TokenRun](), list[int](), dict[int, int]()
+        for index, reading in enumerate(readings):
+            start = len(readings) + reading.first
+            indices += [index, *range(start, start + len(reading.run.token_ids) - 1)]
+            runs += reading.run.singles if reading.decodes else [reading.run]
+            ends[id(reading)] = len(indices) - 1
+        rows, token_ids_M, _ = place_rows(runs, device)
+        hidden_MH = torch.cat((before_BH, hidden_NH))[torch.tensor(indices, device=device)]
+        further_MH, guessed_MH = self._cache.guess(model, hidden_MH, token_ids_M, rows)
+        tails = {page: row for reading in readings for page, row in reading.tails.items()}
+        kept_NH = hidden_NH[torch.tensor(list(tails.values()), device=device)]
+        tails_PH[torch.tensor(list(tails), device=device)] = kept_NH.to(tails_PH.dtype)
+        lasts = torch.tensor([ends[id(reading)] for reading in drafting], dtype=torch.int64, device=device)
+        return further_MH[lasts], guessed_MH[lasts]
