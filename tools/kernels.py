@@ -62,6 +62,14 @@ def cases() -> Iterator[Case]:
         yield _case(f"gate {number}", fused._gate, both, ("token_stride", "half"), {"X": fused.BLOCK})
         back = both | {"gradient": number}
         yield _case(f"gate backward {number}", fused._gate_backward, back, ("token_stride", "half"), {"X": fused.BLOCK})
+        sent = {"rows": number, "places": "i64", "gates": "fp32", "out": number}
+        yield _case(f"combine {number}", fused._combine, sent, ("width",), {"K": 8, "X": fused.BLOCK})
+        of = {name: kind for name, kind in sent.items() if name != "out"} | {
+            "gradient": number,
+            "of_rows": number,
+            "of_gates": "fp32",
+        }
+        yield _case(f"combine backward {number}", fused._combine_backward, of, ("width",), {"K": 8, "X": fused.BLOCK})
         pages = {"k": number, "v": number, "keys": number, "values": number, "tables": "i32", "sequences": "i32",
                  "positions": "i64"}  # fmt: skip
         jumps = ("k_token", "k_head", "k_column", "v_token", "v_head", "v_column", "table_stride")

@@ -27,6 +27,8 @@ class Dispatch:
 
     order_R: Tensor
     """int64: sorted row r is pair ``order[r]``: slot ``order[r] % k`` of token ``order[r] // k``."""
+    tokens_R: Tensor
+    """int64: each sorted row's token."""
     ends_E: Tensor
     """int32: expert e's rows end before this."""
 
@@ -121,6 +123,10 @@ class Arithmetic(Protocol):
 
     def dispatch(self, experts_Nk: Tensor, experts: int) -> Dispatch:
         """Sort the pairs of token and expert by expert, stably, without waiting for the device."""
+        ...
+
+    def spread(self, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
+        """[R,H]: each token once per expert that it is sent to, sorted."""
         ...
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:

@@ -305,9 +305,8 @@ class Experts(nn.Module):
         experts_Nk, gates_Nk = self.router(x_NH, arithmetic, routing)
         dispatch = arithmetic.dispatch(experts_Nk, self.spec.count)
         # A token is rounded once for all its experts.
-        tokens_R = dispatch.order_R // self.spec.per_token
-        rows_RH = self.routed.rounded(x_NH)[tokens_R]
-        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic, tokens_R)
+        rows_RH = arithmetic.spread(self.routed.rounded(x_NH), dispatch)
+        y_RH = self.routed(rows_RH, dispatch.ends_E, arithmetic, dispatch.tokens_R)
         y_NH = arithmetic.combine(y_RH, dispatch.order_R, gates_Nk)
         if self.shared is None:
             return y_NH

@@ -100,7 +100,16 @@ class FastArithmetic:
         order_R = pairs.argsort(stable=True)
         counts_E = torch.zeros(experts, dtype=torch.int32, device=pairs.device)
         counts_E.scatter_add_(0, pairs, torch.ones_like(pairs, dtype=torch.int32))
-        return Dispatch(order_R=order_R, ends_E=counts_E.cumsum(0, dtype=torch.int32))
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        return Dispatch(order_R=order_R, tokens_R=order_R // experts_Nk.shape[1], ends_E=ends_E)
+
+    def spread(self, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
+        """[R,H]; on a GPU with a gradient that adds up each token's rows in the order of its slots."""
+        if x_NH.is_cuda:
+            from etude.models.kernels.gpu import fused
+
+            return fused.spread(x_NH, dispatch)
+        return x_NH[dispatch.tokens_R]
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O] by one grouped matrix product."""
@@ -117,7 +126,11 @@ class FastArithmetic:
         return y_RO + self._rounded(bias_EO).to(y_RO.dtype)[expert_of_rows(len(y_RO), ends_E)]
 
     def combine(self, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
-        """[N,H], added up in float32."""
+        """[N,H], added up in float32; one kernel on a GPU."""
+        if y_RH.is_cuda:
+            from etude.models.kernels.gpu import fused
+
+            return fused.combine(y_RH, order_R, gates_Nk)
         inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
         y_NkH = y_RH[inverse_R].view(*gates_Nk.shape, -1)
         return (y_NkH * gates_Nk.unsqueeze(-1)).sum(1).to(y_RH.dtype)

@@ -93,7 +93,11 @@ class InvariantArithmetic:
         order_R = torch.empty(experts_Nk.numel(), dtype=torch.int64)
         ends_E = torch.empty(experts, dtype=torch.int32)
         rowwise.dispatch(experts_Nk.reshape(-1).numpy(), order_R.numpy(), ends_E.numpy())
-        return Dispatch(order_R=order_R, ends_E=ends_E)
+        return Dispatch(order_R=order_R, tokens_R=order_R // experts_Nk.shape[1], ends_E=ends_E)
+
+    def spread(self, x_NH: Tensor, dispatch: Dispatch) -> Tensor:
+        """[R,H]."""
+        return x_NH[dispatch.tokens_R]
 
     def grouped(self, x_RI: Tensor, ends_E: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """[R,O]."""

@@ -146,6 +146,22 @@ def test_gates_and_their_gradient() -> None:
         torch.testing.assert_close(result.cpu(), expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(7, 3, 1500), (1, 1, 8), (40, 8, 64)], ids=str)
+def test_rows_of_experts_are_spread_and_combined(shape: tuple[int, int, int]) -> None:
+    tokens, slots, width = shape
+    chosen_Nk = random(tokens, 9, seed=4).topk(slots).indices
+    outcomes = []
+    for device, arithmetic in ((torch.device("cpu"), PLAIN), (DEVICE, fused)):
+        dispatch = PLAIN.dispatch(chosen_Nk.to(device), 9)
+        x_NH, gates_Nk = (part.to(device).requires_grad_() for part in (random(tokens, width), random(tokens, slots)))
+        rows_RH = arithmetic.spread(x_NH, dispatch)
+        out_NH = arithmetic.combine(rows_RH.tanh(), dispatch.order_R, gates_Nk)
+        total = (out_NH * random(tokens, width, seed=3).to(device)).sum()
+        outcomes.append([rows_RH, out_NH, *torch.autograd.grad(total, (x_NH, gates_Nk))])
+    for expected, result in zip(*outcomes, strict=True):
+        torch.testing.assert_close(result.cpu(), expected, atol=2e-5, rtol=1e-5)
+
+
 def test_keys_and_values_are_put_in_their_places() -> None:
     rows = rows_of([33, 5], [4, 2])
     written = []

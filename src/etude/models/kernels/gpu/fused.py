@@ -3,8 +3,8 @@
 A decode step of an 8B model launches some 1,500 kernels that do little but start; a training step reads and writes
 activations for each. These do the same arithmetic in one pass, and round where torch's separate kernels round.
 
-Shape legend: N tokens, h heads, D width of a head, I inner width, P pages, K key heads, S positions per page, W width
-of a value.
+Shape legend: N tokens, H hidden, h heads, D width of a head, I inner width, k experts per token, R rows (a token once
+per expert it is sent to), P pages, K key heads, S positions per page, W width of a value.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from etude.models.arithmetic import PagedRows
+from etude.models.arithmetic import Dispatch, PagedRows
 from etude.models.kernels.pages import PAGE
 
 BLOCK = 1024
@@ -35,6 +35,66 @@ def gated(gate_up_NI: Tensor) -> Tensor:
     """[N,I/2]: silu of the first half times the second half of the last axis; rows are contiguous. Differentiable."""
     product_NI: Tensor = _Gated.apply(gate_up_NI)
     return product_NI
+
+
+def spread(x_NH: Tensor, dispatch: Dispatch) -> Tensor:
+    """[R,H]: each row's token. Differentiable; there is no sort and no atomic addition, as with torch's indexing."""
+    rows_RH: Tensor = _Spread.apply(x_NH, dispatch.tokens_R, dispatch.order_R)
+    return rows_RH
+
+
+def combine(y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
+    """[N,H]: the rows of each token times its gates, added up in float32 slot by slot. Differentiable."""
+    out_NH: Tensor = _Combined.apply(y_RH, order_R, gates_Nk)
+    return out_NH
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, tokens_R: Tensor, order_R: Tensor) -> Tensor:
+        ctx.save_for_backward(order_R)
+        ctx.tokens = len(x_NH)
+        return x_NH[tokens_R]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (order_R,) = ctx.saved_tensors
+        ones_Nk = gradients[0].new_ones((ctx.tokens, len(order_R) // max(1, ctx.tokens)), dtype=torch.float32)
+        return _added(gradients[0].contiguous(), _inverse(order_R), ones_Nk), None, None
+
+
+class _Combined(Function):
+    @staticmethod
+    def forward(ctx: Any, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
+        y_RH, gates_Nk, rows_R = y_RH.contiguous(), gates_Nk.contiguous(), _inverse(order_R)
+        ctx.save_for_backward(y_RH, rows_R, gates_Nk)
+        return _added(y_RH, rows_R, gates_Nk)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor]:
+        (y_RH, rows_R, gates_Nk), gradient_NH = ctx.saved_tensors, gradients[0].contiguous()
+        of_rows_RH, of_gates_Nk = torch.empty_like(y_RH), torch.empty_like(gates_Nk)
+        if len(rows_R):
+            _combine_backward[(len(rows_R),)](
+                y_RH, rows_R, gates_Nk, gradient_NH, of_rows_RH, of_gates_Nk, y_RH.shape[1], K=gates_Nk.shape[1],
+                X=BLOCK,
+            )  # fmt: skip
+        return of_rows_RH, None, of_gates_Nk
+
+
+def _inverse(order_R: Tensor) -> Tensor:
+    """[R] where each pair of token and slot has its row."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+
+
+def _added(y_RH: Tensor, rows_R: Tensor, gates_Nk: Tensor) -> Tensor:
+    """[N,H]: without fused multiply-adds, as torch rounds each product."""
+    (tokens, slots), width = gates_Nk.shape, y_RH.shape[1]
+    out_NH = y_RH.new_empty((tokens, width))
+    if tokens:
+        grid = (tokens, triton.cdiv(width, BLOCK))
+        _combine[grid](y_RH, rows_R, gates_Nk, out_NH, width, K=slots, X=BLOCK, enable_fp_fusion=False)
+    return out_NH
 
 
 class _Rotated(Function):
@@ -150,6 +210,38 @@ def _gate_backward(gate_up, gradient, out, token_stride, half, X: tl.constexpr):
     to = out + token * 2 * half + column
     tl.store(to, (slope * up * share * (1.0 + gate * (1.0 - share))).to(kind), mask=inside)
     tl.store(to + half, (slope * gate * share).to(kind), mask=inside)
+
+
+@triton.jit
+def _combine(rows, places, gates, out, width, K: tl.constexpr, X: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * X + tl.arange(0, X)
+    inside = column < width
+    total = tl.zeros([X], tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(places + token * K + slot)
+        gate = tl.load(gates + token * K + slot)
+        total += tl.load(rows + row * width + column, mask=inside).to(tl.float32) * gate
+    tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _combine_backward(
+    rows, places, gates, gradient, of_rows, of_gates, width, K: tl.constexpr, X: tl.constexpr
+):  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64)
+    row = tl.load(places + pair) * width
+    slopes = gradient + (pair // K) * width
+    gate = tl.load(gates + pair)
+    total = tl.zeros([X], tl.float32)
+    for start in range(0, width, X):
+        column = start + tl.arange(0, X)
+        inside = column < width
+        slope = tl.load(slopes + column, mask=inside, other=0.0).to(tl.float32)
+        number = tl.load(rows + row + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(of_rows + row + column, (slope * gate).to(of_rows.dtype.element_ty), mask=inside)
+        total += slope * number
+    tl.store(of_gates + pair, tl.sum(total))
 
 
 @triton.jit(do_not_specialize=["table_stride"])
