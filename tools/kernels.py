@@ -52,9 +52,8 @@ def cases() -> Iterator[Case]:
     """Every kernel, in the shapes of known models."""
     for number, size in (("bf16", 2), ("fp32", 4)):
         for model, heads in MODELS.items():
-            for single in (True, False):
-                label = f"attend {model} {number} {'decode' if single else 'prompt'}"
-                yield _attention(label, heads, number, size, RULES.get(model, (0, 0)), single=single)
+            for way in ("decode", "prompt", "tiles"):
+                yield _attention(f"attend {model} {number} {way}", heads, number, size, RULES.get(model, (0, 0)), way)
         some = {"x": number, "out": number, "cosines": "fp32", "sines": "fp32"}
         strides = ("token_stride", "head_stride", "stride", "table_stride", "heads")
         yield _case(f"rotate {number}", fused._rotate, some, strides, {"SIGN": 1, "HALF": 64, "X": 64}, num_warps=1)
@@ -90,19 +89,20 @@ def cases() -> Iterator[Case]:
 
 
 def _attention(
-    name: str, heads: tuple[int, int, int, int], number: str, size: int, rule: tuple[int, int], *, single: bool
+    name: str, heads: tuple[int, int, int, int], number: str, size: int, rule: tuple[int, int], way: str
 ) -> Case:
+    single = way == "decode"
     query_heads, key_heads, width, value_width = heads
     group = query_heads // key_heads
     cut = paged_attention.tuned(group, width + value_width, size, single=single)
     per_tile = 1 if single else max(1, cut.rows // group)
     low = paged_attention._power_below(width)
     pointers = {"q": number, "keys": number, "values": number, "tables": "i32", "sequences": "i32", "reach": "i64",
-                "sinks": number, "parts": "fp32", "masses": "fp32"}  # fmt: skip
+                "tiles": "i32", "sinks": number, "parts": "fp32", "masses": "fp32"}  # fmt: skip
     constants = {
         "Q": query_heads, "K": key_heads, "G": group, "PER_TILE": per_tile, "BLOCKS": -(-group * per_tile // cut.rows),
         "M": cut.rows, "D_LOW": low, "D_REST": width - low, "W": value_width, "S": PAGE, "PAGES": cut.pages, "SPLIT": 1,
-        "WINDOW": rule[0], "SINKS": rule[1],
+        "WINDOW": rule[0], "SINKS": rule[1], "TILED": int(way == "tiles"),
     }  # fmt: skip
     sizes = ("table_stride", "token_stride", "head_stride", "start", "count", "span")
     case = _case(name, paged_attention._attend, pointers, sizes, constants, num_warps=cut.warps, num_stages=cut.stages)

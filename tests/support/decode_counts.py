@@ -53,6 +53,34 @@ def count_decode(
         return asyncio.run(_count(device, model.to("cuda", torch.bfloat16), params, record_routes))
 
 
+def count_mixed(*, spec: ModelSpec = TINY) -> DecodeCounts:
+    """Count a step that reads a prompt beside a request that decodes, once such a graph is captured."""
+    with pretended() as device:
+        model = Decoder(spec)
+        model.initialise(0, std=0.15)
+        return asyncio.run(_count_mixed(device, model.to("cuda", torch.bfloat16)))
+
+
+async def _count_mixed(device: PretendedDevice, model: Decoder) -> DecodeCounts:
+    engine = NativeEngine(Weights(model, 0, ""), EngineConfig(max_running=4, max_length=64), seed=0, record_routes=True)
+    calls = []
+    for n in range(3):  # the first reads alone, the second is captured, the third is counted
+        params = SamplingParams(max_tokens=9)
+        calls.append(asyncio.ensure_future(engine.generate([*PROMPT, n], params, session=str(n))))
+        await asyncio.sleep(0)
+        engine.take_counters()
+        device.host_waits.clear()
+        device.launches.clear()
+        engine.step()
+    counters = engine.take_counters()
+    assert counters.generated_tokens == len(calls) and counters.prefill_tokens, "no mixed step"
+    for call in calls:
+        call.cancel()
+    return DecodeCounts(
+        host_waits_per_step=float(device.host_waits.total()), launches_per_step=float(device.launches.total())
+    )
+
+
 async def _count(
     device: PretendedDevice, model: Decoder, params: Sequence[SamplingParams], record_routes: bool
 ) -> DecodeCounts:

@@ -1,6 +1,7 @@
 """What a recipe promises and what was measured with it belong together; recipes in the docs can be run."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -17,8 +18,34 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 DOCS = RECIPES.parent / "docs"
 SHOWN = re.compile(r"^```toml\n(name = .+?)^```$", re.MULTILINE | re.DOTALL)
 """A whole recipe in a page: it has a name."""
-MEASURED = sorted(path.parent for path in RECIPES.glob("*/expected.json") if path.parent.name != "live")
-"""Recipes with reports of runs; what days with users come to is :mod:`test_live_recipe`'s."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Reports of runs of a recipe, or of a variant of it that its README names."""
+
+    folder: str
+    variant: str = ""
+    settings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.folder} {self.variant}".strip()
+
+    @property
+    def recipe(self) -> Path:
+        return RECIPES / self.folder
+
+    @property
+    def reports(self) -> list[dict[str, Json]]:
+        name = f"expected-{self.variant}.json" if self.variant else "expected.json"
+        result: list[dict[str, Json]] = orjson.loads((self.recipe / name).read_bytes())
+        return result
+
+
+ADAPTERS = Measured("pretrained", "lora", ("lora.rank=16", "sft.learning_rate=1e-3", "trainer.learning_rate=3e-4"))
+MEASURED = [Measured(path.parent.name) for path in sorted(RECIPES.glob("*/expected.json"))
+            if path.parent.name != "live"] + [ADAPTERS]  # fmt: skip
+"""What days with users come to is :mod:`test_live_recipe`'s."""
 OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
 CLAIMS = {
@@ -28,6 +55,7 @@ CLAIMS = {
     "summaries": (0.18, 0.05),
     "tab": (0.20, -0.02),
     "pretrained": (0.40, 0.70),
+    "pretrained lora": (0.40, 0.50),
 }
 """Recipe → how much more is passed afterwards: by every seed when sampled; by the mean when greedy, for some leave
 mid-training with hardly any room, and ten steps of another team's harness leave it as it was.
@@ -38,11 +66,6 @@ LESS_FORGOTTEN = 0.10
 """How much more of what is needed summaries keep afterwards, with every seed."""
 
 
-def reports(recipe: Path) -> list[dict[str, Json]]:
-    result: list[dict[str, Json]] = orjson.loads((recipe / "expected.json").read_bytes())
-    return result
-
-
 def lift(report: dict[str, Json], way: str) -> float:
     before, after = number_at(report, f"heldout.{way}_before"), number_at(report, f"heldout.{way}_after")
     assert before is not None
@@ -50,9 +73,9 @@ def lift(report: dict[str, Json], way: str) -> float:
     return after - before
 
 
-@pytest.mark.parametrize("recipe", ["quickstart", "self-summary", "summaries", "tab"])
+@pytest.mark.parametrize("recipe", ["quickstart", "self-summary", "summaries", "tab", "pretrained"])
 def test_what_is_claimed_was_measured_on_three_seeds(recipe: str) -> None:
-    assert [report["seed"] for report in reports(RECIPES / recipe)] == [0, 1, 2]
+    assert [report["seed"] for report in Measured(recipe).reports] == [0, 1, 2]
 
 
 def test_the_quickstart_finds_a_skill_that_its_start_does_not_have() -> None:
@@ -60,7 +83,7 @@ def test_the_quickstart_finds_a_skill_that_its_start_does_not_have() -> None:
     folder = RECIPES / "quickstart"
     starts = {start["seed"]: start for start in orjson.loads((folder / "start.json").read_bytes())}
     controls = orjson.loads((folder / "control.json").read_bytes())
-    for report in reports(folder):
+    for report in Measured("quickstart").reports:
         before, after = number_at(report, "heldout.greedy_before"), number_at(report, "heldout.greedy_after")
         assert before is not None and before <= 0.10
         assert after is not None and after >= 0.85
@@ -73,31 +96,31 @@ def test_the_quickstart_finds_a_skill_that_its_start_does_not_have() -> None:
 
 
 def test_summaries_keep_more_of_what_is_needed() -> None:
-    for report in reports(RECIPES / "self-summary"):
+    for report in Measured("self-summary").reports:
         before, after = number_at(report, "heldout.recall_before"), number_at(report, "heldout.recall_after")
         assert before is not None
         assert after is not None
         assert after - before >= LESS_FORGOTTEN
 
 
-@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
-def test_the_results_are_of_this_recipe(recipe: Path) -> None:
-    for report in reports(recipe):
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_the_results_are_of_this_recipe(measured: Measured) -> None:
+    for report in measured.reports:
         config = report["config"]
         assert isinstance(config, dict)
         decisive = {section: keys for section, keys in config.items() if section != OPERATIONS}
         tasks = config["tasks"]
         if isinstance(tasks, dict) and "family" in tasks:
-            decisive["tasks"] = tasks | {"family": absolute(str(tasks["family"]), recipe)}
-        measured = resolve(parse_config(decisive, source="report"))
-        assert measured == resolve(load_recipe(recipe, [f"seed={report['seed']}"]))
+            decisive["tasks"] = tasks | {"family": absolute(str(tasks["family"]), measured.recipe)}
+        played = resolve(parse_config(decisive, source="report"))
+        assert played == resolve(load_recipe(measured.recipe, [*measured.settings, f"seed={report['seed']}"]))
 
 
-@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
-def test_every_seed_learnt_what_is_claimed(recipe: Path) -> None:
-    for report in reports(recipe):
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_every_seed_learnt_what_is_claimed(measured: Measured) -> None:
+    for report in measured.reports:
         assert report["finished"] is True
-        assert lift(report, "pass") >= CLAIMS[recipe.name][0]
+        assert lift(report, "pass") >= CLAIMS[str(measured)][0]
         assert lift(report, "greedy") >= WORST_GREEDY
         mismatch = number_at(report, "mismatch.k3")
         assert mismatch is not None
@@ -108,17 +131,17 @@ def test_every_seed_learnt_what_is_claimed(recipe: Path) -> None:
         assert oldest <= bound
 
 
-@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
-def test_the_greedy_policy_is_what_is_claimed_on_average(recipe: Path) -> None:
-    assert mean(lift(report, "greedy") for report in reports(recipe)) >= CLAIMS[recipe.name][1]
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_the_greedy_policy_is_what_is_claimed_on_average(measured: Measured) -> None:
+    assert mean(lift(report, "greedy") for report in measured.reports) >= CLAIMS[str(measured)][1]
 
 
-@pytest.mark.parametrize("recipe", MEASURED, ids=lambda path: path.name)
-def test_the_readme_quotes_the_mean_of_the_measured(recipe: Path) -> None:
+@pytest.mark.parametrize("measured", MEASURED, ids=str)
+def test_the_readme_quotes_the_mean_of_the_measured(measured: Measured) -> None:
     """The README's figures are derived from the reports beside it."""
-    text = (recipe / "README.md").read_text()
+    text = (measured.recipe / "README.md").read_text()
     for way in ("pass", "greedy"):
-        quoted = f"{100 * mean(lift(report, way) for report in reports(recipe)):+.1f}"
+        quoted = f"{100 * mean(lift(report, way) for report in measured.reports):+.1f}"
         assert quoted in text
 
 

@@ -56,7 +56,11 @@ class PagedRows:
     positions_N: Tensor
     """int64: each token's position; it sees all positions up to its own."""
     counts: tuple[int, ...]
-    """[B] how many of the tokens each sequence has, on the host."""
+    """[B] how many of the tokens each sequence has, on the host; not looked at where there are tiles."""
+    tiles_2T: Tensor | None = None
+    """int32, of a CUDA graph, whose shapes are the same for all steps: each tile's first row, and its number of rows,
+    which are neighbours and as many as a tile of the kernel takes at most.
+    """
 
     @property
     def singles(self) -> int:

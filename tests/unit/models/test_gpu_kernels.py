@@ -78,6 +78,7 @@ def test_each_token_attends_to_its_own_past(
     heads: int, key_heads: int, width: int, value_width: int, ends: list[int], counts: list[int]
 ) -> None:
     compare_attention((heads, key_heads, width, value_width), ends, counts, RULE)
+    compare_attention((heads, key_heads, width, value_width), ends, counts, RULE, tiled=True)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +87,12 @@ def test_each_token_attends_to_its_own_past(
     ids=["window", "wide window and sinks", "own position and sinks"],
 )
 def test_windows_end_and_sinks_take_their_share(rule: AttentionRule) -> None:
-    compare_attention((8, 2, 32, 32), [33, 640, 90], [1, 1, 60], rule)
+    for tiled in (False, True):
+        compare_attention((8, 2, 32, 32), [33, 640, 90], [1, 1, 60], rule, tiled=tiled)
 
 
 def compare_attention(
-    shape: tuple[int, int, int, int], ends: list[int], counts: list[int], rule: AttentionRule
+    shape: tuple[int, int, int, int], ends: list[int], counts: list[int], rule: AttentionRule, *, tiled: bool = False
 ) -> None:
     heads, key_heads, width, value_width = shape
     pages = PAGES * len(ends)
@@ -99,8 +101,23 @@ def compare_attention(
     expected = PLAIN.attend_pages(q_NQD, cache, rows, rule)
     keys, values = (part.to(DEVICE) for part in cache)
     there = rule if rule.sinks_Q is None else replace(rule, sinks_Q=rule.sinks_Q.to(DEVICE))
-    result = paged_attention.attend(q_NQD.to(DEVICE), (keys, values), placed(rows), there)
+    moved = placed(rows)
+    if tiled:
+        size = paged_attention.tile_tokens(heads, key_heads, width + value_width, q_NQD.element_size())
+        moved = replace(moved, counts=(), tiles_2T=tiles_of(counts, size).to(DEVICE))
+    result = paged_attention.attend(q_NQD.to(DEVICE), (keys, values), moved, there)
     torch.testing.assert_close(result.cpu(), expected, atol=2e-6, rtol=1e-5)
+
+
+def tiles_of(counts: list[int], size: int) -> Tensor:
+    """First rows and numbers of rows of tiles of at most ``size``, the last one twice."""
+    starts = np.cumsum([0, *counts])
+    tiles = [
+        (first, min(size, start + count - first))
+        for start, count in zip(starts.tolist(), counts, strict=False)
+        for first in range(start, start + count, size)
+    ]
+    return torch.tensor([*tiles, tiles[-1]], dtype=torch.int32).t().contiguous()
 
 
 def test_what_lies_beyond_a_sequence_is_never_seen() -> None:

@@ -1,13 +1,17 @@
-"""Decode steps as CUDA graphs: the forward pass, the draw and the log-probabilities in one call.
+"""Steps as CUDA graphs: the forward pass, the draw and the log-probabilities in one call.
 
     one copy of what the step needs ──▶ one graph ──▶ one copy of what it drew, which the host waits for
 
-A decode step launches hundreds of kernels, which take longer to start than to run. A graph replays what it captured on
+A small step launches hundreds of kernels, which take longer to start than to run. A graph replays what it captured on
 the very addresses it captured: it is keyed by the model whose weights it reads, and its inputs are copied to where it
 reads them. Steps are rounded up to a size that was captured; the rows beyond a step draw greedily, and read and write
 the cache's idle page.
 
-Shape legend: B rows of a graph, P pages of each, L sparse layers, k experts per token.
+There are two kinds: steps that only decode, in which each row is a sequence, and mixed ones, in which some prompts are
+read as well. Attention of these goes tile by tile, and which rows are a tile is an input. A mixed step of many tokens
+computes for longer than its launches take, and needs no graph.
+
+Shape legend: N rows of a graph, B sequences, P pages of each, T tiles, L sparse layers, k experts per token.
 """
 
 from collections.abc import Sequence
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,14 +34,18 @@ WARM_UPS = 2
 """Plain runs before a capture: libraries choose kernels and take workspaces in their first calls."""
 GROUPED_PRODUCTS = (9, 10)
 """Compute capabilities, their first number, on which grouped matrix products run without the host."""
+MOST_ROWS, ROWS = 512, 64
+"""Rows of the largest mixed graph, and what the rows of each are a multiple of."""
 
 
 class _Kind(NamedTuple):
     """The steps that one graph serves."""
 
     model: int
-    batch: int
+    rows: int
+    sequences: int
     pages: int
+    is_mixed: bool
     truncates: bool
 
 
@@ -53,7 +62,7 @@ class _Captured:
 
 
 @final
-class DecodeGraphs:
+class StepGraphs:
     """The CUDA graphs of one engine, each captured when its size is first met."""
 
     def __init__(self, cache: PagedCache, sampler: Sampler) -> None:
@@ -62,38 +71,51 @@ class DecodeGraphs:
         self._captured: dict[_Kind, _Captured] = {}
         self._pool: tuple[int, int] | None = None
 
+    def take(self, model: Decoder, plan: Sequence[ScheduledTokens]) -> bool:
+        """Report whether a step is one for :meth:`run`: nothing is scored, and prompts are short in all."""
+        if any(work.request.scored_from is not None for work in plan):
+            return False
+        if only_decodes(plan):
+            return True
+        return sum(work.count for work in plan) < MOST_ROWS and _tile_tokens(model) is not None
+
     @torch.inference_mode()
     def run(self, model: Decoder, plan: Sequence[ScheduledTokens], table_4R: Table) -> Drawn:
-        """Compute and sample as the plain step would: one token for each request, and the routes of the last ones.
+        """Compute and sample as the plain step would: a token and its routes behind each work that samples.
 
         Waits for the device once. Raises like :meth:`~etude.engines.native.sampling.Sampler.sample`.
         """
-        pages = max(len(work.request.pages) for work in plan)
-        kind = _Kind(id(model), _power_above(len(plan)), _power_above(pages), may_cut(table_4R))
+        kind = _kind(model, plan, truncates=may_cut(table_4R))
         captured = self._captured.get(kind)
         if captured is None:
             captured = self._captured[kind] = self._capture(model, kind)
-        inputs = _inputs(plan, table_4R, kind, self._cache.idle_page)
+        inputs = _inputs(plan, table_4R, kind, self._cache.idle_page, _tile_tokens(model))
         captured.inputs.copy_(join(inputs, pinned=True), non_blocking=True)
         captured.graph.replay()
         parts = [ByteSpan.of(tensor) for tensor in captured.drawn.tensors]
-        return captured.drawn.read(split(captured.outputs.cpu(), parts), len(plan))
+        return captured.drawn.read(split(captured.outputs.cpu(), parts), table_4R.shape[1])
 
     def _capture(self, model: Decoder, kind: _Kind) -> _Captured:
         device = model.embedding.device
-        idle = _inputs([], np.zeros((4, 0)), kind, self._cache.idle_page)
+        idle = _inputs([], np.zeros((4, 0)), kind, self._cache.idle_page, _tile_tokens(model))
         inputs = join(idle, pinned=True).to(device, non_blocking=True)
-        token_ids_B, positions_B, tables_BP, table_4B = split(inputs, [ByteSpan.of(tensor) for tensor in idle])
+        token_ids_N, positions_N, sequences_N, tables_BP, table_4B, *mixed = split(
+            inputs, [ByteSpan.of(tensor) for tensor in idle]
+        )
+        sampling_B, tiles_2T = mixed if kind.is_mixed else (None, None)
         rows = PagedRows(
             tables_BP=tables_BP,
-            sequences_N=torch.arange(kind.batch, dtype=torch.int32, device=device),
-            positions_N=positions_B,
-            counts=(1,) * kind.batch,
+            sequences_N=sequences_N,
+            positions_N=positions_N,
+            counts=() if kind.is_mixed else (1,) * kind.rows,
+            tiles_2T=tiles_2T,
         )
 
         def step() -> DrawnTensors:
-            hidden_BH, routes_BLk = self._cache.compute(model, token_ids_B, rows)
-            return self._sampler.draw(model.logits(hidden_BH), table_4B, routes_BLk, truncates=kind.truncates)
+            hidden, routes = self._cache.compute(model, token_ids_N, rows)
+            if sampling_B is not None:
+                hidden, routes = hidden[sampling_B], None if routes is None else routes[sampling_B]
+            return self._sampler.draw(model.logits(hidden), table_4B, routes, truncates=kind.truncates)
 
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -111,7 +133,7 @@ class DecodeGraphs:
 
 
 def can_capture(model: Decoder) -> bool:
-    """Report whether a model's decode step can be a CUDA graph, which must never wait for the host.
+    """Report whether a model's steps can be CUDA graphs, which must never wait for the host.
 
     Grouped products of experts do, in any type but bfloat16 and on any GPU but Hopper's and Blackwell's large ones.
     """
@@ -123,19 +145,79 @@ def can_capture(model: Decoder) -> bool:
 
 def only_decodes(plan: Sequence[ScheduledTokens]) -> bool:
     """Report whether a step is one token of each request, each to be followed by a sampled one, and no more."""
-    return all(work.count == 1 and work.samples and work.request.scored_from is None for work in plan)
+    return all(work.count == 1 and work.samples for work in plan)
 
 
-def _inputs(plan: Sequence[ScheduledTokens], table_4R: Table, kind: _Kind, idle_page: int) -> list[Tensor]:
-    """Token ids [B], positions [B], pages [B,P] and sampling parameters [4,B] of a step, on the host."""
-    token_ids, positions = np.zeros((2, kind.batch), np.int64)
-    tables = np.full((kind.batch, kind.pages), idle_page, np.int32)
-    table = np.zeros((4, kind.batch))
-    for row, work in enumerate(plan):
-        token_ids[row], positions[row] = work.request.token_ids[work.start], work.start
-        tables[row, : len(work.request.pages)] = work.request.pages
-    table[:, : len(plan)] = table_4R
-    return [torch.from_numpy(array) for array in (token_ids, positions, tables, table)]
+def _tile_tokens(model: Decoder) -> int | None:
+    """Tokens of a tile; ``None`` for heads that the kernel does not take, whose prompts are read one by one."""
+    from etude.models.kernels.gpu import paged_attention
+
+    attention = model.spec.attention
+    key_width, value_width = attention.key_width, attention.value_width
+    if not paged_attention.attends(key_width, value_width):
+        return None
+    item = model.embedding.element_size()
+    return paged_attention.tile_tokens(attention.heads, attention.key_heads, key_width + value_width, item)
+
+
+def _kind(model: Decoder, plan: Sequence[ScheduledTokens], *, truncates: bool) -> _Kind:
+    """The graph of a step. A mixed one has a row and a sequence more than the step at least, which are idle."""
+    pages = _power_above(max(len(work.request.pages) for work in plan))
+    if only_decodes(plan):
+        rows = _power_above(len(plan))
+        return _Kind(id(model), rows, rows, pages, is_mixed=False, truncates=truncates)
+    rows = (sum(work.count for work in plan) // ROWS + 1) * ROWS
+    return _Kind(id(model), rows, _power_above(len(plan) + 1), pages, is_mixed=True, truncates=truncates)
+
+
+def _inputs(
+    plan: Sequence[ScheduledTokens], table_4R: Table, kind: _Kind, idle_page: int, tile_tokens: int | None
+) -> list[Tensor]:
+    """Token ids [N], positions [N], sequences [N], pages [B,P] and sampling parameters [4,B] of a step, on the host; of
+    a mixed one the rows that are sampled after [B], and tiles [2,T], too.
+    """
+    token_ids, positions = np.zeros((2, kind.rows), np.int64)
+    sequences = np.arange(kind.rows, dtype=np.int32)
+    tables = np.full((kind.sequences, kind.pages), idle_page, np.int32)
+    row = 0
+    for sequence, work in enumerate(plan):
+        end = work.start + work.count
+        token_ids[row : row + work.count] = work.request.token_ids[work.start : end]
+        positions[row : row + work.count] = range(work.start, end)
+        tables[sequence, : len(work.request.pages)] = work.request.pages
+        row += work.count
+    table = np.zeros((4, kind.sequences))
+    table[:, : table_4R.shape[1]] = table_4R
+    mixed: list[Tensor] = []
+    if kind.is_mixed:
+        assert tile_tokens is not None, "no step of such a model is taken"
+        counts = [*(work.count for work in plan), kind.rows - row]
+        sequences = np.repeat(np.array([*range(len(plan)), kind.sequences - 1], np.int32), counts)
+        mixed = [torch.from_numpy(array) for array in (_sampled(plan, kind), _tiles(counts, kind, tile_tokens))]
+    arrays = (token_ids, positions, sequences, tables, table)
+    return [*(torch.from_numpy(array) for array in arrays), *mixed]
+
+
+def _sampled(plan: Sequence[ScheduledTokens], kind: _Kind) -> npt.NDArray[np.int64]:
+    """[B] the last row of each work that samples; the rest are the last of all, an idle one."""
+    rows = np.full(kind.sequences, kind.rows - 1, np.int64)
+    ends = np.cumsum([work.count for work in plan], dtype=np.int64)
+    last = [end - 1 for end, work in zip(ends.tolist(), plan, strict=True) if work.samples]
+    rows[: len(last)] = last
+    return rows
+
+
+def _tiles(counts: Sequence[int], kind: _Kind, tile_tokens: int) -> npt.NDArray[np.int32]:
+    """[2,T] first rows and sizes of tiles: each sequence's rows cut, and spare ones, which are the last row."""
+    tiles = np.empty((2, kind.sequences + kind.rows // tile_tokens), np.int32)
+    tiles[:] = [[kind.rows - 1], [1]]
+    tile = row = 0
+    for count in counts:
+        for first in range(row, row + count, tile_tokens):
+            tiles[:, tile] = first, min(tile_tokens, row + count - first)
+            tile += 1
+        row += count
+    return tiles
 
 
 def _power_above(count: int) -> int:

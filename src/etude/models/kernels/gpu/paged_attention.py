@@ -9,7 +9,8 @@
 
 Splitting the positions (flash decoding, Dao et al. 2023) keeps every multiprocessor busy however few sequences there
 are, and keeps the longest from being what all wait for. A part beyond its sequence's end costs a program that returns
-at once, so launches depend on shapes alone and can be captured in CUDA graphs.
+at once, so launches depend on shapes alone and can be captured in CUDA graphs. Where a graph reads prompts, tiles are
+listed on the device.
 
 Where a layer has a window, a tile begins with the block of the first position that any of its tokens sees: what is read
 does not grow with the sequence. Sinks join the softmax at its end. The kernels of other layers are compiled without.
@@ -74,9 +75,12 @@ def attends(key_width: int, value_width: int) -> bool:
 def attend(q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: AttentionRule) -> Tensor:
     """[N,Q,W]: causal attention of each token over its sequence's pages, as far back as the rule says.
 
-    One launch for all sequences with one token, which come first, and one for each other.
+    One launch for all sequences with one token, which come first, and one for each other; one for all listed tiles.
     """
     out_NQW = q_NQD.new_empty((*q_NQD.shape[:2], cache[1].shape[-1]))
+    if rows.tiles_2T is not None:
+        _attend_range(q_NQD, cache, rows, rule, _Range(0, len(q_NQD), single=False), out_NQW)
+        return out_NQW
     singles = rows.singles
     if singles:
         _attend_range(q_NQD, cache, rows, rule, _Range(0, singles, single=True), out_NQW)
@@ -85,6 +89,12 @@ def attend(q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: A
         _attend_range(q_NQD, cache, rows, rule, _Range(start, count, single=False), out_NQW)
         start += count
     return out_NQW
+
+
+def tile_tokens(heads: int, key_heads: int, widths: int, itemsize: int) -> int:
+    """Tokens of one sequence that a tile takes at most; ``widths`` are those of a key and a value together."""
+    group = heads // key_heads
+    return max(1, tuned(group, widths, itemsize, single=False).rows // group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,8 @@ def _attend_range(
     group = heads // key_heads
     cut = tuned(group, width + value_width, q_NQD.element_size(), single=part.single)
     per_tile = 1 if part.single else max(1, cut.rows // group)
-    tiles, blocks = math.ceil(part.count / per_tile), math.ceil(group * per_tile / cut.rows)
+    tiles = math.ceil(part.count / per_tile) if rows.tiles_2T is None else rows.tiles_2T.shape[1]
+    blocks = math.ceil(group * per_tile / cut.rows)
     step, positions = cut.pages * PAGE, rows.tables_BP.shape[1] * PAGE
     if rule.window is not None:  # from wherever in a block a tile's first position lies
         positions = min(positions, step + rule.window + per_tile - 2)
@@ -124,12 +135,14 @@ def _attend_range(
         masses = q_NQD.new_empty((splits, part.count, heads), dtype=torch.float32)
     low = _power_below(width)
     sinks, has_sinks = q_NQD if rule.sinks_Q is None else rule.sinks_Q, rule.sinks_Q is not None
+    listed, is_tiled = rows.sequences_N if rows.tiles_2T is None else rows.tiles_2T, rows.tiles_2T is not None
     _attend[(tiles * blocks, key_heads, splits)](
-        q_NQD, keys_PKDS, values_PKSW, rows.tables_BP, rows.sequences_N, rows.positions_N, sinks, parts, masses,
-        rule.scale * math.log2(math.e), rows.tables_BP.stride(0), *q_NQD.stride()[:2], part.start, part.count, span,
+        q_NQD, keys_PKDS, values_PKSW, rows.tables_BP, rows.sequences_N, rows.positions_N, listed, sinks, parts,
+        masses, rule.scale * math.log2(math.e), rows.tables_BP.stride(0), *q_NQD.stride()[:2], part.start, part.count,
+        span,
         Q=heads, K=key_heads, G=group, PER_TILE=per_tile, BLOCKS=blocks, M=cut.rows, D_LOW=low, D_REST=width - low,
         W=value_width, S=PAGE, PAGES=cut.pages, SPLIT=splits > 1, WINDOW=rule.window or 0, SINKS=has_sinks,
-        num_warps=cut.warps, num_stages=cut.stages,
+        TILED=is_tiled, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     if splits > 1:
         _join[(part.count, heads)](
@@ -168,11 +181,11 @@ def _power_below(count: int) -> int:
 
 @triton.jit(do_not_specialize=["table_stride", "start", "count", "span"])  # they change from step to step
 def _attend(
-    q, keys, values, tables, sequences, reach, sinks, parts, masses,
+    q, keys, values, tables, sequences, reach, tiles, sinks, parts, masses,
     scale, table_stride, token_stride, head_stride, start, count, span,
     Q: tl.constexpr, K: tl.constexpr, G: tl.constexpr, PER_TILE: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr,
     D_LOW: tl.constexpr, D_REST: tl.constexpr, W: tl.constexpr, S: tl.constexpr, PAGES: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, TILED: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
@@ -181,10 +194,14 @@ def _attend(
     D: tl.constexpr = D_LOW + D_REST
     X: tl.constexpr = PAGES * S
     first = tile * PER_TILE
+    after = tl.minimum(first + PER_TILE, count)
+    if TILED:
+        first = tl.load(tiles + tile)
+        after = first + tl.load(tiles + tl.num_programs(0) // BLOCKS + tile)
     row = block * M + tl.arange(0, M)
-    live = (row < G * PER_TILE) & (first + row // G < count)
+    live = (row < G * PER_TILE) & (first + row // G < after)
     at = (split * count + first + row // G).to(tl.int64) * Q + head * G + row % G
-    last = tl.load(reach + start + tl.minimum(first + PER_TILE, count) - 1).to(tl.int32)
+    last = tl.load(reach + start + after - 1).to(tl.int32)
     begin = split * span
     if WINDOW > 0:
         furthest = tl.load(reach + start + first).to(tl.int32) - (WINDOW - 1)
