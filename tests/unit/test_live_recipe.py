@@ -12,6 +12,7 @@ from etude.run.resolve import resolve
 RECIPE = Path(__file__).parents[2] / "recipes" / "live"
 sys.path[:0] = [str(RECIPE), str(RECIPE / "users")]
 
+from day import VARIANTS  # noqa: E402 - the recipe is no package
 from measure import ReleaseMove, TruthRow, day_figures, over_seeds  # noqa: E402 - the recipe is no package
 from population import TASTES, Conduct, Outcome, Person, draw_population, population_satisfaction  # noqa: E402
 
@@ -91,6 +92,21 @@ def test_the_figures_of_a_day_compare_its_first_release_with_its_evening() -> No
     assert figures["releases"] == {
         "released": 2, "rejected": 1, "rolled_back": 1, "planted": {"noise": "rejected", "habit": "rolled_back"}
     }  # fmt: skip
+
+
+def test_the_ablations_are_of_this_recipe_and_come_to_what_its_page_says() -> None:
+    whole = json.loads((RECIPE / "expected.json").read_text(encoding="utf-8"))["days"][1]
+    ablations = json.loads((RECIPE / "ablations.json").read_text(encoding="utf-8"))
+    page = (RECIPE / "README.md").read_text(encoding="utf-8")
+    for day in ablations:
+        settings = [*VARIANTS[day["variant"]], f"seed={whole['seed']}"]
+        assert resolve(parse_config(day["config"], source="ablations.json")) == resolve(load_recipe(RECIPE, settings))
+        shown = f"| {100 * day['satisfied_before']['value']:.1f} % | {100 * day['satisfied_after']['value']:.1f} % |"
+        assert shown in page
+    rises = {day["variant"]: day["rise"] for day in ablations}
+    assert rises.keys() == VARIANTS.keys() - {"live"}
+    assert rises["no-propensity"] < whole["rise"] - 0.05
+    assert rises["below-the-bar"] < 0.02
 
 
 def test_the_measured_days_are_of_this_recipe_and_users_are_better_off_on_every_seed() -> None:
