@@ -157,6 +157,10 @@ class Regions:
         self._regions[name].open -= 1
         assert self._regions[name].open >= 0, f"more sessions ended in region {name!r} than it was given"
 
+    def free_places(self, now: float) -> int:
+        """Sessions that the regions in reach could hold beside those that they have."""
+        return sum(max(0, each.report.places - each.open) for each in self._present(now))
+
     def views(self, now: float) -> tuple[RegionView, ...]:
         """The state of each region, in the order in which they were named."""
         return tuple(

@@ -9,8 +9,10 @@
 - on shutdown: nothing is left to do; sessions are their openers'
 
 The decision is :mod:`etude.fleet.regions`'s. A region that cannot be reached is left out, and the session opened
-elsewhere; it is back with its next report. A session there is waited for as long as it had been open: then what waiting
-has cost is what beginning again elsewhere would have (ski rental: at most twice the cost of who knew the outage's end).
+elsewhere; it is back with its next report. A session there soon begins again elsewhere, as long as there are places
+that nobody needs: steps wait for it. Where there are none, to begin again takes a place from others, and it is waited
+for as long as it had been open: then waiting has cost what beginning again would have (ski rental: at most twice the
+cost of who knew the outage's end).
 """
 
 import asyncio
@@ -54,6 +56,7 @@ class RegionalSessions:
         self._region_of: dict[str, str] = {}  # session → region, of those that are open
         self._opened_s: dict[str, float] = {}
         self._lost_s: dict[str, float] = {}  # region → since when it is out of reach
+        self._moving = 0  # sessions that were given up and have not been opened elsewhere yet
         self._events = events
         self._written_s = clock.now()
         self._written: dict[str, tuple[int, int]] = {}  # region → sessions and bytes, as of its last event
@@ -118,6 +121,7 @@ class RegionalSessions:
                 self._regions.ended(region)
                 raise
             else:
+                self._moving = max(0, self._moving - 1)
                 self._region_of[session.session_id] = region
                 self._opened_s[session.session_id] = self._clock.now()
                 return session
@@ -151,12 +155,15 @@ class RegionalSessions:
             self._ended(session_id)
 
     async def lost(self, session_id: str) -> NoReturn:
-        """Raise :class:`~etude.errors.SessionLost` once its region has been away for as long as it had been open."""
+        """Raise :class:`~etude.errors.SessionLost` once its region has been away for so long that it is better begun
+        again elsewhere.
+        """
         region, opened_s = self._require(session_id), self._opened_s[session_id]
         while True:
-            lost_s = self._lost_s.get(region, math.inf)
-            away_s = self._clock.now() - lost_s
-            if away_s > max(LEAST_WAIT_S, lost_s - opened_s):
+            now_s, lost_s = self._clock.now(), self._lost_s.get(region, math.inf)
+            away_s, is_old = now_s - lost_s, now_s - lost_s <= lost_s - opened_s
+            if away_s > LEAST_WAIT_S and not (is_old and self._regions.free_places(now_s) <= self._moving):
+                self._moving += 1
                 raise SessionLost(f"region {region} has been out of reach for {away_s:.0f} s: begun again elsewhere")
             await asyncio.sleep(LOOK_S)
 

@@ -128,8 +128,31 @@ def test_a_session_waits_for_a_region_that_serves_its_version(tmp_path: Path) ->
     over_two_regions(tmp_path, use)
 
 
-def test_a_session_is_waited_for_as_long_as_it_had_been_open(tmp_path: Path) -> None:
-    """A young one begins again elsewhere at once, an old one is worth waiting for."""
+def test_sessions_begin_again_where_places_are_free_and_no_more_of_them(tmp_path: Path) -> None:
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        opened = [(await sessions.open(min_version=1)).session_id for _ in range(6)]
+        there = [session for session in opened if session.startswith("eu/")]
+        assert len(there) == 3, "one place is left elsewhere"
+        await asyncio.sleep(100)
+        sessions.report("home", RegionReport(version=1, places=4))
+        sessions.lose("eu")
+        waiting = [asyncio.ensure_future(sessions.lost(session)) for session in there]
+        for _ in range(5):
+            await asyncio.sleep(2)
+            sessions.report("home", RegionReport(version=1, places=4))
+        assert [waits.done() for waits in waiting].count(True) == 1
+        assert (await sessions.open(min_version=1)).session_id.startswith("home/")
+        await asyncio.sleep(2)
+        assert [waits.done() for waits in waiting].count(True) == 1
+        for waits in waiting:
+            waits.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    over_two_regions(tmp_path, use)
+
+
+def test_where_none_is_free_a_session_is_waited_for_as_long_as_it_had_been_open(tmp_path: Path) -> None:
+    """A young one begins again all the same, an old one is worth waiting for."""
 
     async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
         old, _ = [await sessions.open(min_version=1) for _ in range(2)]
@@ -140,6 +163,9 @@ def test_a_session_is_waited_for_as_long_as_it_had_been_open(tmp_path: Path) -> 
         while not (young := await sessions.open(min_version=1)).session_id.startswith(region):
             pass
         sessions.lose(region)
+        for name in gateways:
+            if name != region:
+                sessions.report(name, RegionReport(version=1, places=0))
         began_s, ends = LoopClock().now(), {}
         for name, session in (("young", young), ("old", old)):
             with pytest.raises(SessionLost, match=f"region {region} has been out of reach"):
