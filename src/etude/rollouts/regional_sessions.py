@@ -147,10 +147,15 @@ class RegionalSessions:
         return turns
 
     async def discard(self, session_id: str) -> None:
-        """End a session without its turns. Raises like :meth:`close`."""
-        opener = self._openers[self._require(session_id)]
+        """End a session without its turns; one of a region out of reach expires there by itself, and nobody waits for
+        that. Raises like :meth:`close`.
+        """
+        region = self._require(session_id)
+        patience_s = 0.0 if region in self._lost_s else None
         try:
-            await opener.discard(session_id)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await self._openers[region].discard(session_id)
         finally:
             self._ended(session_id)
 

@@ -54,6 +54,8 @@ class Gateway:
         return await self.inner.close(session_id.partition("/")[2])
 
     async def discard(self, session_id: str) -> None:
+        if self.is_away:
+            await never()
         await self.inner.discard(session_id.partition("/")[2])
 
     async def lost(self, session_id: str) -> NoReturn:
@@ -113,6 +115,21 @@ def test_a_region_that_cannot_be_reached_is_left_out_until_it_reports(tmp_path: 
 
     events = over_two_regions(tmp_path, use)
     assert {event.region: event.open for event in events} == {"home": 4, "eu": 1}
+
+
+def test_a_session_out_of_reach_is_let_go_of_at_once(tmp_path: Path) -> None:
+    async def use(sessions: RegionalSessions, gateways: dict[str, Gateway]) -> None:
+        session = await sessions.open(min_version=1)
+        region = session.session_id.partition("/")[0]
+        gateways[region].is_away = True
+        sessions.lose(region)
+        began_s = LoopClock().now()
+        await sessions.discard(session.session_id)
+        assert LoopClock().now() - began_s < 0.1
+        with pytest.raises(SessionLost, match="in any region"):
+            await sessions.close(session.session_id)
+
+    over_two_regions(tmp_path, use)
 
 
 def test_a_session_waits_for_a_region_that_serves_its_version(tmp_path: Path) -> None:
