@@ -140,11 +140,13 @@ def _prompts(model: Decoder, count: int, seed: int) -> list[list[int]]:
 
 async def _train(model: Decoder, plan: DraftPlan) -> None:
     """Let the head learn from completions of a policy that, without advantages, stays as it is."""
-    optimiser = build_optimiser(model, OptimiserConfig(), learning_rate=RATE, betas=(0.9, 0.95))
+    optimiser = build_optimiser(
+        model, OptimiserConfig(), learning_rate=0.0, betas=(0.9, 0.95), draft_learning_rate=RATE
+    )
     optimisation = Optimisation(
         model, optimiser, RateSchedule(steps=plan.steps, warmup_steps=4, decay_share=0.4), clip_norm=1.0
     )
-    trainer = PolicyTrainer(optimisation, LossConfig(draft_coef=1.0), NumericsConfig(replay="off"))
+    trainer = PolicyTrainer(optimisation, LossConfig(draft_learning_rate=RATE), NumericsConfig(replay="off"))
     engine = _engine(model, plan.rollouts, 0)
     for step in range(1, plan.steps + 1):
         seed = 1000 + step

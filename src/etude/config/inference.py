@@ -32,7 +32,7 @@ class NativeOptions(Section):
     """
     draft_tokens: int = Field(default=0, ge=0, le=16)
     """Tokens that a draft head guesses ahead of each sequence, to be verified together in the next step; what is
-    sampled stays the same. The head is the checkpoint's, or a new one (``loss.draft_coef``); 0: none.
+    sampled stays the same. The head is the checkpoint's, or a new one (``loss.draft_learning_rate``); 0: none.
     """
     spare_weights: bool = True
     """Hold the weights twice, so that an update pauses sampling for the exchange of two references only; without, it

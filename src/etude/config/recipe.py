@@ -484,14 +484,14 @@ def check_impl(config: RunConfig) -> None:
 
 def has_drafts(config: RunConfig) -> bool:
     """True if the recipe's model has a draft head."""
-    return bool(config.loss.draft_coef or config.engine.draft_tokens)
+    return bool(config.loss.draft_learning_rate or config.engine.draft_tokens)
 
 
 def check_drafts(config: RunConfig) -> None:
     """Raise ``ValueError`` for a draft head that could not be served, trained or right."""
     if not has_drafts(config):
         return
-    key = "loss.draft_coef" if config.loss.draft_coef else "engine.options.draft_tokens"
+    key = "loss.draft_learning_rate" if config.loss.draft_learning_rate else "engine.options.draft_tokens"
     if not isinstance(config.engine.options, NativeOptions):
         raise ValueError(
             f"{key} with engine.kind = {config.engine.kind!r}, which would not know a draft head in its weights: leave "
@@ -507,9 +507,10 @@ def check_drafts(config: RunConfig) -> None:
             f"{key} gives the model a draft head, which would be frozen with the base of lora.rank = "
             f"{config.lora.rank} and not know its adapters: leave it out, or 'rl' out of lora.phases"
         )
-    if not config.model.checkpoint and not config.loss.draft_coef:
+    if not config.model.checkpoint and not config.loss.draft_learning_rate:
         raise ValueError(
-            "engine.options.draft_tokens with random weights, whose draft head nothing trains: set loss.draft_coef"
+            "engine.options.draft_tokens with random weights, whose draft head nothing trains: set "
+            "loss.draft_learning_rate"
         )
 
 

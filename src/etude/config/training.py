@@ -321,9 +321,9 @@ class LossConfig(Section):
     """``[loss.mask_options]``: bounds of the mask."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy of what each token was drawn from, added to what is maximised."""
-    draft_coef: float = Field(default=0.0, ge=0)
-    """Weight of the draft head's distillation from the policy, which gets no gradient by it; above 0 the model has a
-    draft head, the checkpoint's or a new one (``engine.options.draft_tokens``).
+    draft_learning_rate: float = Field(default=0.0, ge=0)
+    """Peak rate at which a draft head is distilled from the policy, which gets no gradient by it; above 0 the model has
+    one, the checkpoint's or a new one (``engine.options.draft_tokens``). A new one wants the rate of a pretraining.
     """
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence of the policy from ``kl_to``, estimated token by token in the loss."""

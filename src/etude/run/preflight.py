@@ -144,12 +144,12 @@ def check_model(config: RunConfig) -> Iterator[MachineFinding]:
         if stored.spec.draft and not has_drafts(config):
             raise ConfigError(
                 f"{place / 'config.json'} says draft_head, and the recipe has no use for one: set it to false there, "
-                f"which leaves its weights out, or set loss.draft_coef"
+                f"which leaves its weights out, or set loss.draft_learning_rate"
             )
-        if has_drafts(config) and not config.loss.draft_coef and not has_draft_head(place):
+        if has_drafts(config) and not config.loss.draft_learning_rate and not has_draft_head(place):
             raise ConfigError(
                 f"engine.options.draft_tokens: {place} has no draft head (model.layers.{stored.spec.layers}.eh_proj): "
-                f"set loss.draft_coef to train one, or leave it out"
+                f"set loss.draft_learning_rate to train one, or leave it out"
             )
     except ConfigError:
         raise

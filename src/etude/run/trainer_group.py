@@ -407,7 +407,13 @@ def policy_model(
 def optimisation_of(model: CausalModel, config: RunConfig) -> Optimisation:
     """Optimiser, schedule and clipping of reinforcement learning."""
     trainer, schedule = config.trainer, rate_schedule(config.trainer)
-    optimiser = build_optimiser(model, config.optimiser, learning_rate=trainer.learning_rate, betas=trainer.betas)
+    optimiser = build_optimiser(
+        model,
+        config.optimiser,
+        learning_rate=trainer.learning_rate,
+        betas=trainer.betas,
+        draft_learning_rate=config.loss.draft_learning_rate,
+    )
     return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm, progress=Heartbeat().beat)
 
 

@@ -229,11 +229,13 @@ def build_optimiser(
     learning_rate: float,
     betas: tuple[float, float],
     weight_decay: float = 0.0,
+    draft_learning_rate: float = 0.0,
 ) -> torch.optim.Optimizer:
     """The optimiser of ``config.kind`` over all parameters of ``model`` that are trained, sharded or not.
 
     ``learning_rate`` is the peak, to be scaled group by group; ``betas`` are AdamW's. Matrices decay, gains and biases
-    do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate.
+    do not. With ``muon`` the matrices of the blocks are Muon's, everything else is AdamW's; the two share one rate. A
+    draft head has its own, ``draft_learning_rate``, and is AdamW's.
     ``config.state`` says how both keep their moments.
     """
     matrices: Matrices = {}
@@ -241,13 +243,12 @@ def build_optimiser(
         assert isinstance(model, Decoder), "refused with the recipe"
         matrices = matrices_of(model)
     others = [each for each in model.parameters() if each.requires_grad and each not in matrices]
+    head = {id(each) for each in model.draft.parameters()} if model.draft is not None else set()
     groups = [
-        {"params": group, "weight_decay": decay}
-        for decay, chosen in (
-            (weight_decay, [parameter for parameter in others if parameter.ndim > 1]),
-            (0.0, [parameter for parameter in others if parameter.ndim <= 1]),
-        )
-        for group in _by_mesh(chosen)
+        {"params": group, "weight_decay": decay, "lr": rate}
+        for rate, of_head in ((learning_rate, False), (draft_learning_rate, True))
+        for decay, is_matrix in ((weight_decay, True), (0.0, False))
+        for group in _by_mesh(each for each in others if (each.ndim > 1) is is_matrix and (id(each) in head) is of_head)
     ]
     kind, moments = torch.optim.AdamW if config.state == "fp32" else KeptAdamW, MOMENTS[config.state]()
     adamw = kind(groups, lr=learning_rate, betas=betas, fused=True)

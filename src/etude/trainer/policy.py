@@ -137,7 +137,7 @@ class PolicyTrainer:
                 "truncated_share": sum(stats.truncated for stats in counted) / totals.tokens,
                 "masked_share": sum(stats.masked for stats in counted) / totals.tokens,
             }
-            if self._config.draft_coef:
+            if self._config.draft_learning_rate:
                 metrics["draft_kl"] = sum(stats.draft_nats for stats in counted) / totals.tokens
         return metrics
 
@@ -166,10 +166,10 @@ class PolicyTrainer:
         token_scores = policy_loss(of_loss, self._config, totals)
         entropy_sum = float(scores.entropies_N.detach().sum())
         loss, draft_nats = token_scores.loss, 0.0
-        if self._config.draft_coef and scores.hidden_TH is not None:
+        if self._config.draft_learning_rate and scores.hidden_TH is not None:
             assert isinstance(self.model, Decoder), "refused with the recipe"
             draft_sum = draft_divergences(self.model, tokens, scores.hidden_TH).sum()
-            loss, draft_nats = loss + self._config.draft_coef / totals.tokens * draft_sum, float(draft_sum.detach())
+            loss, draft_nats = loss + draft_sum / totals.tokens, float(draft_sum.detach())
         stats = _MicroBatchStats(
             entropy_sum=entropy_sum,
             truncated=token_scores.truncated,

@@ -44,7 +44,7 @@ def test_a_checkpoints_own_head_is_taken_and_only_when_it_is_asked_for(tmp_path:
     assert load_checkpoint(start)[0] == TINY_LATENT
     assert has_draft_head(start) and not has_draft_head(trained)
     config = RunConfig.model_validate(
-        {"model": {"checkpoint": str(start)}, "midtrain": {"tokens": 0}, "loss": {"draft_coef": 0.1}}
+        {"model": {"checkpoint": str(start)}, "midtrain": {"tokens": 0}, "loss": {"draft_learning_rate": 0.1}}
     )
     joined = state_of(with_draft_head(trained, config))
     for name, tensor in (state_of(head) | state_of(policy)).items():
@@ -54,7 +54,7 @@ def test_a_checkpoints_own_head_is_taken_and_only_when_it_is_asked_for(tmp_path:
 @pytest.mark.parametrize("shape", TINIEST, ids=["experts", "dense", "latent", "glm", "gemma", "oss"])
 def test_a_model_without_one_gets_a_new_one_that_survives_its_checkpoint(shape: ModelSpec, tmp_path: Path) -> None:
     policy = write(tmp_path / "trained", shape, 2)
-    config = RunConfig.model_validate({"loss": {"draft_coef": 0.1}, "seed": 5})
+    config = RunConfig.model_validate({"loss": {"draft_learning_rate": 0.1}, "seed": 5})
     model = with_draft_head(tmp_path / "trained", config)
     save_checkpoint(tmp_path / "run", model.spec, state_of(model), end_id=2, pad_id=0)
     spec, state = load_checkpoint(tmp_path / "run")
@@ -68,11 +68,11 @@ def test_a_model_without_one_gets_a_new_one_that_survives_its_checkpoint(shape: 
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
-        ({"engine": {"kind": "vllm"}, "loss": {"draft_coef": 0.1}}, "would not know a draft head"),
-        ({"parallel": {"dp": 2}, "loss": {"draft_coef": 0.1}}, "not sharded over"),
-        ({"engine": {"options": {"draft_tokens": 2}}}, "set loss.draft_coef"),
+        ({"engine": {"kind": "vllm"}, "loss": {"draft_learning_rate": 0.1}}, "would not know a draft head"),
+        ({"parallel": {"dp": 2}, "loss": {"draft_learning_rate": 0.1}}, "not sharded over"),
+        ({"engine": {"options": {"draft_tokens": 2}}}, "set loss.draft_learning_rate"),
         (
-            {"midtrain": {"tokens": 1000}, "lora": {"rank": 8, "phases": ["rl"]}, "loss": {"draft_coef": 0.1}},
+            {"midtrain": {"tokens": 1000}, "lora": {"rank": 8, "phases": ["rl"]}, "loss": {"draft_learning_rate": 0.1}},
             "not know its adapters",
         ),
     ],
