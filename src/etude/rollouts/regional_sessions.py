@@ -151,10 +151,10 @@ class RegionalSessions:
         that. Raises like :meth:`close`.
         """
         region = self._require(session_id)
-        patience_s = 0.0 if region in self._lost_s else None
+        timeout_s = 0.0 if region in self._lost_s else None
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     await self._openers[region].discard(session_id)
         finally:
             self._ended(session_id)
