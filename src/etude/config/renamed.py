@@ -70,6 +70,7 @@ RENAMED: Mapping[str, str] = MappingProxyType(
         "engine.vllm_python": "engine.options.python",
         "eval.documents": "a constant of 64 now",
         "eval.document_one_in": "eval.heldout_every",
+        "loss.draft_coef": "loss.draft_learning_rate, a rate instead of a weight",
         "loss.mask_floor": "loss.mask_options.floor",
         "loss.mask_cap": "loss.mask_options.cap",
         "loss.mask_divergence": "loss.mask_options.divergence",
@@ -108,8 +109,16 @@ def renamed(key: str) -> str:
 EMPTIED = ("telemetry",)
 """Sections that are gone; the recipe of a run of then has them, most often with nothing in them."""
 
+UNUSED: Mapping[str, tuple[str, float]] = MappingProxyType({"loss": ("draft_coef", 0.0)})
+"""Section → a key of it that is gone, and the value with which it had no effect."""
+
 
 def without_emptied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree without sections that are gone and said nothing: runs of then can be opened."""
+    """The tree without sections and keys that are gone and said nothing: runs of then can be opened."""
     gone = {name for name in EMPTIED if isinstance(tree.get(name), Mapping) and not any(tree[name].values())}
-    return {name: value for name, value in tree.items() if name not in gone}
+    kept = {name: value for name, value in tree.items() if name not in gone}
+    for name, (key, nothing) in UNUSED.items():
+        section = kept.get(name)
+        if isinstance(section, Mapping) and section.get(key) == nothing:
+            kept[name] = {each: value for each, value in section.items() if each != key}
+    return kept

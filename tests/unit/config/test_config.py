@@ -291,6 +291,11 @@ def test_an_old_key_is_met_with_the_new_one() -> None:
         default_recipe(["eval.document_one_in=9"])
 
 
+def test_an_old_key_that_had_no_effect_keeps_no_run_from_being_opened() -> None:
+    assert parse_config({"loss": {"draft_coef": 0.0}, "telemetry": {"sinks": []}}, source="run.toml") == RunConfig()
+    assert "it is loss.draft_learning_rate, a rate instead of a weight" in error_of({"loss": {"draft_coef": 0.5}})
+
+
 @pytest.mark.parametrize("new", sorted(set(RENAMED.values())))
 def test_new_keys_are_keys(new: str) -> None:
     keys = {key.path: key for table in tables() for key in table.keys}
