@@ -51,8 +51,9 @@ class Case:
 def cases() -> Iterator[Case]:
     """Every kernel, in the shapes of known models."""
     for number, size in (("bf16", 2), ("fp32", 4)):
+        ways = ("decode", "prompt", "tiles") if number == "bf16" else ("decode", "prompt")  # graphs are of bfloat16
         for model, heads in MODELS.items():
-            for way in ("decode", "prompt", "tiles") if number == "bf16" else ("decode", "prompt"):  # graphs are of bf16
+            for way in ways:
                 yield _attention(f"attend {model} {number} {way}", heads, number, size, RULES.get(model, (0, 0)), way)
         some = {"x": number, "out": number, "cosines": "fp32", "sines": "fp32"}
         strides = ("token_stride", "head_stride", "stride", "table_stride", "heads")
