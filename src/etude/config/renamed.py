@@ -116,9 +116,9 @@ UNUSED: Mapping[str, tuple[str, float]] = MappingProxyType({"loss": ("draft_coef
 def without_emptied(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The tree without sections and keys that are gone and said nothing: runs of then can be opened."""
     gone = {name for name in EMPTIED if isinstance(tree.get(name), Mapping) and not any(tree[name].values())}
-    kept = {name: value for name, value in tree.items() if name not in gone}
+    left = {name: value for name, value in tree.items() if name not in gone}
     for name, (key, nothing) in UNUSED.items():
-        section = kept.get(name)
+        section = left.get(name)
         if isinstance(section, Mapping) and section.get(key) == nothing:
-            kept[name] = {each: value for each, value in section.items() if each != key}
-    return kept
+            left[name] = {each: value for each, value in section.items() if each != key}
+    return left
