@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import transformers
 from chat_formats import make_tokenizer
 from etude.errors import ExitCode
 from etude.models.checkpoint import INDEX_FILE, load_checkpoint
-from etude.run.launchers.host_process import THREADING
 from own_checkpoint import END, with_tokenizer
+from tiny_runs import run_etude
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("ETUDE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -75,13 +73,6 @@ def make_olmo(folder: Path) -> Path:
     return with_tokenizer(folder)
 
 
-def etude(*arguments: object, status: int = 0) -> str:
-    command = [sys.executable, "-m", "etude", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**THREADING, **os.environ})
-    assert ended.returncode == status, ended.stdout[-3000:] + ended.stderr[-3000:]
-    return ended.stdout
-
-
 @pytest.mark.timeout(1800)
 def test_a_model_of_transformers_goes_through_sft_the_gate_and_rl_with_vllm(tmp_path: Path) -> None:
     recipe, run, talks = (tmp_path / name for name in ("recipe.toml", "run", "talks.jsonl"))
@@ -89,11 +80,11 @@ def test_a_model_of_transformers_goes_through_sft_the_gate_and_rl_with_vllm(tmp_
     talks.write_text("\n".join([json.dumps(talk)] * 8))
     checkpoint = make_olmo(tmp_path / "model")
     recipe.write_text(RECIPE.format(checkpoint=checkpoint, conversations=talks, python=PYTHON))
-    etude("check", recipe)
-    etude("run", recipe, "--out", run, status=ExitCode.NOTHING_LEARNT)  # random weights solve no task
+    run_etude("check", recipe)
+    run_etude("run", recipe, "--out", run, status=ExitCode.NOTHING_LEARNT)  # random weights solve no task
     gate = (run / "logs" / "parity.log").read_text()
     assert "engine and trainer agree" in gate, gate[-2000:]
-    etude("weights", "export", run, tmp_path / "out")
+    run_etude("weights", "export", run, tmp_path / "out")
     start, end = load_checkpoint(checkpoint, "hf")[1], load_checkpoint(tmp_path / "out", "hf")[1]
     assert start.keys() == end.keys()
     assert not torch.equal(start["lm_head.weight"], end["lm_head.weight"])

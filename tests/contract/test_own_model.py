@@ -4,17 +4,14 @@ The weights are random, so nothing is learnt; every process, and who reads a run
 not make.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from etude.errors import ExitCode
-from etude.run.launchers.host_process import THREADING
 from etude.tokens.jinja import load_format
 from own_checkpoint import make_checkpoint
+from tiny_runs import run_etude
 
 RECIPE = """
 name = "own-model"
@@ -45,19 +42,12 @@ tasks = 2
 pytestmark = pytest.mark.timeout(600)
 
 
-def etude(*arguments: object, status: int = 0) -> str:
-    command = [sys.executable, "-m", "etude", *map(str, arguments)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**THREADING, **os.environ})
-    assert ended.returncode == status, ended.stdout[-3000:] + ended.stderr[-3000:]
-    return ended.stdout
-
-
 @pytest.mark.heavy("a minute")
 def test_a_foreign_checkpoint_goes_through_the_whole_loop(tmp_path: Path) -> None:
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(RECIPE.format(checkpoint=make_checkpoint(tmp_path / "model")))
-    etude("run", recipe, "--out", run, status=ExitCode.NOTHING_LEARNT)  # random weights and two steps solve no task
-    shown = etude("show", run, "--group", 0)
+    run_etude("run", recipe, "--out", run, status=ExitCode.NOTHING_LEARNT)  # random weights and two steps solve no task
+    shown = run_etude("show", run, "--group", 0)
     assert "<|im_start|>" not in shown
-    etude("weights", "export", run, tmp_path / "hf")
+    run_etude("weights", "export", run, tmp_path / "hf")
     assert load_format(tmp_path / "hf").stop_ids == load_format(tmp_path / "model").stop_ids

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,14 @@ import pytest
 import torch
 
 from etude.config.loading import parse_config
-from etude.engines.kinds import EngineContext, WeightUpdate
+from etude.engines.kinds import WeightUpdate
 from etude.engines.vllm.opener import open_vllm
 from etude.models.adapters import ABOUT
 from etude.models.checkpoint import load_state, save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import GroupedSpec, ModelSpec
 from etude.protocols import SamplingParams
-from etude.run.numerics import FrozenBase, load_published, published_state, serving_model, training_model
+from etude.run.numerics import FrozenBase, engine_context, published_state, training_model
 from etude.telemetry.log import EventLog
 from etude.types import Floats
 from etude.weights.digest import state_digest
@@ -54,16 +53,8 @@ def test_vllm_serves_each_published_adapter_while_it_serves(tmp_path: Path) -> N
     config = parse_config(recipe, source="test")
     base = FrozenBase(tmp_path / "model", config)
     policy = training_model(spec, config.numerics, "cpu", base)
-    context = EngineContext(
-        config=config,
-        spec=spec,
-        model_folder=tmp_path / "model",
-        logs=tmp_path,
-        events=EventLog(tmp_path / "events", "engine"),
-        make_model=partial(serving_model, spec, config.numerics, "cpu", base),
-        load=partial(load_published, config=config.numerics),
-        base=base.published,
-    )
+    events = EventLog(tmp_path / "events", "engine")
+    context = engine_context(config, spec, model_folder=tmp_path / "model", logs=tmp_path, events=events, base=base)
 
     def version(number: int) -> PulledWeights:
         """The adapter of a version; 0 changes nothing."""

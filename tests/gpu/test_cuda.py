@@ -178,7 +178,7 @@ def test_a_graph_draws_what_a_plain_step_draws(model: Decoder) -> None:
     for request in requests[:3]:
         scheduler.add(request)
     cache, sampler = PagedCache(rounded, 16, record_routes=True), Sampler(rounded.arithmetic)
-    graphs = StepGraphs(cache, sampler)
+    graphs = StepGraphs(rounded, cache, sampler)
     met = set()
     for step in range(6):
         if step == 1:
@@ -191,7 +191,7 @@ def test_a_graph_draws_what_a_plain_step_draws(model: Decoder) -> None:
         hidden, routes = output.hidden_NH[output.sampling_R], output.routes_NLk
         assert routes is not None
         plain = sampler.sample(rounded.logits(hidden), *parameters, routes[output.sampling_R])
-        assert graphs.take(rounded, plan)
+        assert graphs.take(plan)
         drawn = graphs.run(rounded, plan, tabulated(*parameters))
         is_mixed = any(work.count > 1 for work in plan)
         met.add((is_mixed, len(works) < len(plan)))

@@ -47,18 +47,23 @@ def count_decode(
     params: Sequence[SamplingParams], *, spec: ModelSpec = TINY, record_routes: bool = True
 ) -> DecodeCounts:
     """Count steps in which requests of these parameters decode together, once their graph is captured."""
-    with pretended() as device:
-        model = Decoder(spec)
-        model.initialise(0, std=0.15)
-        return asyncio.run(_count(device, model.to("cuda", torch.bfloat16), params, record_routes))
+    with _on_device(spec) as (device, model):
+        return asyncio.run(_count(device, model, params, record_routes))
 
 
-def count_mixed(*, spec: ModelSpec = TINY) -> DecodeCounts:
+def count_mixed() -> DecodeCounts:
     """Count a step that reads a prompt beside a request that decodes, once such a graph is captured."""
+    with _on_device(TINY) as (device, model):
+        return asyncio.run(_count_mixed(device, model))
+
+
+@contextmanager
+def _on_device(spec: ModelSpec) -> Iterator[tuple[PretendedDevice, Decoder]]:
+    """The pretended device, and a model there in bfloat16."""
     with pretended() as device:
         model = Decoder(spec)
         model.initialise(0, std=0.15)
-        return asyncio.run(_count_mixed(device, model.to("cuda", torch.bfloat16)))
+        yield device, model.to("cuda", torch.bfloat16)
 
 
 async def _count_mixed(device: PretendedDevice, model: Decoder) -> DecodeCounts:

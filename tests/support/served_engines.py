@@ -1,6 +1,5 @@
 """What an engine kind is opened with, without a run: a context, and versions of a small random model."""
 
-from functools import partial
 from pathlib import Path
 
 from etude.config.recipe import RunConfig
@@ -8,7 +7,7 @@ from etude.engines.kinds import EngineContext
 from etude.models.checkpoint import save_checkpoint, state_of
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
-from etude.run.numerics import load_published, serving_model
+from etude.run.numerics import engine_context
 from etude.telemetry.log import EventLog
 from etude.weights.digest import state_digest
 from etude.weights.replica import PulledWeights
@@ -33,12 +32,4 @@ def context_of(folder: Path, config: RunConfig, spec: ModelSpec) -> EngineContex
     """A context whose files are in ``folder``; ``config`` has its ``auto`` resolved."""
     model = folder / "context-model"
     save_checkpoint(model, spec, state_of(Decoder(spec)), end_id=0, pad_id=0)
-    return EngineContext(
-        config=config,
-        spec=spec,
-        model_folder=model,
-        logs=folder,
-        events=EventLog(folder / "events", "engine"),
-        make_model=partial(serving_model, spec, config.numerics, config.engine.device),
-        load=partial(load_published, config=config.numerics),
-    )
+    return engine_context(config, spec, model_folder=model, logs=folder, events=EventLog(folder / "events", "engine"))

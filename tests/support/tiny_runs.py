@@ -1,10 +1,12 @@
 """Whole runs of a few steps, of a tiny random model: a start for a recipe, and `etude run` in a process of its own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from etude.config.loading import default_recipe
+from etude.run.launchers.host_process import THREADING
 from etude.run.phases import make_start
 
 DEADLINE_S = 900.0
@@ -19,9 +21,10 @@ def make_tiny_start(folder: Path) -> Path:
     return folder
 
 
-def run_etude(*arguments: str) -> str:
-    """Run a command of étude's to its end, which must be a good one; returns what it printed."""
-    command = [sys.executable, "-m", "etude", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
+def run_etude(*arguments: object, status: int = 0) -> str:
+    """Run a command of étude's to its end, which must be of that status; returns what it printed."""
+    command = [sys.executable, "-m", "etude", *map(str, arguments)]
+    environment = {**THREADING, **os.environ}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=environment)
+    assert result.returncode == status, result.stdout + result.stderr
     return result.stdout + result.stderr

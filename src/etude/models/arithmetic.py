@@ -33,6 +33,11 @@ class Dispatch:
     """int32: expert e's rows end before this."""
 
 
+def inverse_of(order_R: Tensor) -> Tensor:
+    """[R]: where each pair of token and slot has its sorted row."""
+    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """The packed sequences of one forward pass of the trainer: back to back, without padding."""

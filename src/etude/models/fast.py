@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from etude.models.arithmetic import AttentionRule, Dispatch, MaskTensors, PackedRows, PagedRows, expert_of_rows
+from etude.models.arithmetic import (
+    AttentionRule,
+    Dispatch,
+    MaskTensors,
+    PackedRows,
+    PagedRows,
+    expert_of_rows,
+    inverse_of,
+)
 from etude.models.spec import GELU_TANH, SILU, GateSpec
 
 Rounded: TypeAlias = Callable[[Tensor], Tensor]
@@ -131,8 +139,7 @@ class FastArithmetic:
             from etude.models.kernels.gpu import fused
 
             return fused.combine(y_RH, order_R, gates_Nk)
-        inverse_R = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
-        y_NkH = y_RH[inverse_R].view(*gates_Nk.shape, -1)
+        y_NkH = y_RH[inverse_of(order_R)].view(*gates_Nk.shape, -1)
         return (y_NkH * gates_Nk.unsqueeze(-1)).sum(1).to(y_RH.dtype)
 
     def attend_packed(

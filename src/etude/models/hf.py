@@ -58,7 +58,7 @@ def hf_spec(values: Mapping[str, Json], *, origin: str) -> HfSpec:
     that it has no causal language model for, or that needs code of the checkpoint.
     """
     transformers, family = _transformers(), values.get("model_type")
-    families = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    families = _families()
     if family not in families:
         code = "its auto_map names code of the checkpoint, which is never run" if "auto_map" in values else ""
         raise UserError(
@@ -344,6 +344,11 @@ def _transformers() -> ModuleType:
     return transformers
 
 
+def _families() -> Any:
+    """Transformers' classes of configurations by their ``model_type``."""
+    return _transformers().models.auto.configuration_auto.CONFIG_MAPPING
+
+
 def _size(config: Any, name: str, default: int) -> int:
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else default
@@ -355,9 +360,7 @@ def _make_network(spec: HfSpec) -> tuple[Any, bool]:
     from accelerate import init_empty_weights
 
     transformers.AttentionInterface.register(ATTENTION, _attend_packed)
-    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[spec.config["model_type"]].from_dict(
-        dict(spec.config)
-    )
+    config = _families()[spec.config["model_type"]].from_dict(dict(spec.config))
     config.use_cache, config.output_router_logits = False, False
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     packs = _sees_everything(config) and kind._supports_attention_backend and not kind._is_stateful

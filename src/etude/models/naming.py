@@ -21,14 +21,6 @@ HEAD = "lm_head.weight"
 """The output matrix, of a model whose embedding is not used for it."""
 
 
-def views(model: Decoder) -> Views:
-    """Views of all checkpoint tensors of a model, by their Hugging Face names."""
-    for block in model.blocks:
-        assert isinstance(block, DecoderBlock)
-        yield from block_views(block)
-    yield from outer_views(model)
-
-
 def outer_views(model: Decoder) -> Views:
     """Views of the checkpoint tensors outside of blocks, by name."""
     yield "model.embed_tokens.weight", model.embedding.data

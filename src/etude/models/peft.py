@@ -16,10 +16,9 @@ from torch import Tensor
 
 from etude.errors import DamagedError, UserError
 from etude.models.adapters import ABOUT, DOWN, SCALE, AdapterSpec
-from etude.models.checkpoint import state_of
+from etude.models.checkpoint import state_of, views
 from etude.models.decoder import Decoder
 from etude.models.lora import RANK_STEP
-from etude.models.naming import views
 from etude.models.spec import ModelSpec
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

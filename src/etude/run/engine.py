@@ -7,13 +7,12 @@ weight store ──WeightFollower──▶ engine of the recipe's kind ──▶
 
 import asyncio
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import cast, final
 
 from etude.config.inference import ENGINES
 from etude.config.recipe import RunConfig
 from etude.engines.http import engine_app
-from etude.engines.kinds import EngineContext, Opener
+from etude.engines.kinds import Opener
 from etude.models.checkpoint import load_spec
 from etude.releases.routing import held_arm
 from etude.routing_table import RoutingTable
@@ -22,7 +21,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
 from etude.run.listener import run_listener
-from etude.run.numerics import frozen_base, largest_state, load_published, serving_model
+from etude.run.numerics import engine_context, frozen_base, largest_state
 from etude.run.parent import tell_person
 from etude.run.process_name import ENGINE, PRODUCTION, ProcessName
 from etude.run.region_stores import open_region_log, weights_url
@@ -59,16 +58,7 @@ async def serve(folder: RunFolder, config: RunConfig, name: ProcessName = ENGINE
         )
         stack.enter_context(outages)  # ends before the follower, whose calls wait for it
         base = frozen_base(folder.model, config)
-        context = EngineContext(
-            config=config,
-            spec=spec,
-            model_folder=folder.model,
-            logs=logs,
-            events=events,
-            make_model=partial(serving_model, spec, config.numerics, config.engine.device, base),
-            load=partial(load_published, config=config.numerics),
-            base=None if base is None else base.published,
-        )
+        context = engine_context(config, spec, model_folder=folder.model, logs=logs, events=events, base=base)
         await first_version(log)
         if arm is not None:
             await arm.first()

@@ -7,6 +7,7 @@ forward rounds each weight where it is used          =          forward takes th
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from etude.config.inference import NumericsConfig
 from etude.config.recipe import RunConfig
+from etude.engines.kinds import EngineContext
 from etude.errors import ConfigError
 from etude.models.adapters import ABOUT, AdapterSpec, attach, is_adapter
 from etude.models.arithmetic import Arithmetic
@@ -36,6 +38,7 @@ from etude.models.lowprecision import (
 from etude.models.peft import read_peft
 from etude.models.spec import ModelSpec
 from etude.run.resolve import is_invariant
+from etude.telemetry.log import EventLog
 from etude.types import Json, RouteSpace
 from etude.weights.digest import state_digest
 from etude.weights.pull import ReceiveOptions
@@ -196,6 +199,28 @@ def published_types(model: CausalModel, config: NumericsConfig) -> dict[str, tor
     encoded = set() if expert_format(config) is None else {id(w) for one in _routed(model) for w in one.parameters()}
     dtype = DTYPES[config.stored_dtype]
     return {name: dtype for name, parameter in model.named_parameters() if id(parameter) not in encoded}
+
+
+def engine_context(
+    config: RunConfig,
+    spec: ModelSpec,
+    *,
+    model_folder: Path,
+    logs: Path,
+    events: EventLog,
+    base: "FrozenBase | None" = None,
+) -> EngineContext:
+    """A resolved recipe's engine, told how its models are made and filled; with ``base`` it serves adapters over it."""
+    return EngineContext(
+        config=config,
+        spec=spec,
+        model_folder=model_folder,
+        logs=logs,
+        events=events,
+        make_model=partial(serving_model, spec, config.numerics, config.engine.device, base),
+        load=partial(load_published, config=config.numerics),
+        base=None if base is None else base.published,
+    )
 
 
 def load_published(model: CausalModel, state: Mapping[str, Tensor], config: NumericsConfig) -> None:

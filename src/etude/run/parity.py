@@ -36,7 +36,7 @@ from etude.config.inference import ENGINES, EngineConfig, NativeOptions, Numeric
 from etude.config.recipe import RunConfig
 from etude.config.training import ModelShape
 from etude.dashboard import formatting
-from etude.engines.kinds import EngineContext, Opener
+from etude.engines.kinds import Opener
 from etude.engines.native.cache import PagedCache
 from etude.engines.native.engine import NativeEngine, Weights
 from etude.engines.native.pages import PAGE
@@ -52,6 +52,7 @@ from etude.run.folder import RunFolder
 from etude.run.numerics import (
     FrozenBase,
     decoded_state,
+    engine_context,
     frozen_base,
     largest_state,
     load_published,
@@ -213,15 +214,7 @@ async def check_server(folder: RunFolder, config: RunConfig, events: EventLog) -
     follower = await asyncio.to_thread(WeightFollower, open_log(folder), largest_state(spec), lambda: None)
     logs = folder.logs / "parity"
     logs.mkdir(exist_ok=True)
-    context = EngineContext(
-        config=config,
-        spec=spec,
-        model_folder=folder.model,
-        logs=logs,
-        events=events,
-        make_model=partial(serving_model, spec, config.numerics, config.engine.device),
-        load=partial(load_published, config=config.numerics),
-    )
+    context = engine_context(config, spec, model_folder=folder.model, logs=logs, events=events)
     with closing(follower):
         weights = await asyncio.to_thread(follower.start)
         async with opener(context, weights) as served:

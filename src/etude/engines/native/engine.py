@@ -98,7 +98,7 @@ class NativeEngine:
         self._drafter = Drafter(self._cache, self._scheduler, most=drafts) if drafts else None
         self._sampler = Sampler(weights.model.arithmetic)
         can_draw = can_capture(weights.model) and not drafts  # a graph leaves no hidden states to a draft head
-        self._graphs = StepGraphs(self._cache, self._sampler) if can_draw else None
+        self._graphs = StepGraphs(weights.model, self._cache, self._sampler) if can_draw else None
         self._seeds = np.random.default_rng(seed)
         self._calls: dict[EngineRequest, _PendingCall] = {}
         self.adapters = ServedAdapters(weights.model)
@@ -253,7 +253,7 @@ class NativeEngine:
             is_own = model.adapters.selection.is_own
         works = [work for work in plan if work.samples]
         rows = [(self._calls[work.request], ahead) for work in works for ahead in range(1 + len(work.drafts))]
-        if self._graphs is not None and is_own and self._graphs.take(model, plan):
+        if self._graphs is not None and is_own and self._graphs.take(plan):
             drawn = self._graphs.run(model, plan, tabulated(*_draw_parameters(rows)))
             for work in plan:
                 self._scheduler.advance(work)

@@ -65,19 +65,21 @@ class _Captured:
 class StepGraphs:
     """The CUDA graphs of one engine, each captured when its size is first met."""
 
-    def __init__(self, cache: PagedCache, sampler: Sampler) -> None:
+    def __init__(self, model: Decoder, cache: PagedCache, sampler: Sampler) -> None:
+        """Weights may be other ones later, of the same shape as ``model``."""
+        self._tile_tokens = _tile_tokens(model)
         self._cache = cache
         self._sampler = sampler
         self._captured: dict[_Kind, _Captured] = {}
         self._pool: tuple[int, int] | None = None
 
-    def take(self, model: Decoder, plan: Sequence[ScheduledTokens]) -> bool:
+    def take(self, plan: Sequence[ScheduledTokens]) -> bool:
         """Report whether a step is one for :meth:`run`: nothing is scored, and prompts are short in all."""
         if any(work.request.scored_from is not None for work in plan):
             return False
         if only_decodes(plan):
             return True
-        return sum(work.count for work in plan) < MOST_ROWS and _tile_tokens(model) is not None
+        return sum(work.count for work in plan) < MOST_ROWS and self._tile_tokens is not None
 
     @torch.inference_mode()
     def run(self, model: Decoder, plan: Sequence[ScheduledTokens], table_4R: Table) -> Drawn:
@@ -89,7 +91,7 @@ class StepGraphs:
         captured = self._captured.get(kind)
         if captured is None:
             captured = self._captured[kind] = self._capture(model, kind)
-        inputs = _inputs(plan, table_4R, kind, self._cache.idle_page, _tile_tokens(model))
+        inputs = _inputs(plan, table_4R, kind, self._cache.idle_page, self._tile_tokens)
         captured.inputs.copy_(join(inputs, pinned=True), non_blocking=True)
         captured.graph.replay()
         parts = [ByteSpan.of(tensor) for tensor in captured.drawn.tensors]
@@ -97,7 +99,7 @@ class StepGraphs:
 
     def _capture(self, model: Decoder, kind: _Kind) -> _Captured:
         device = model.embedding.device
-        idle = _inputs([], np.zeros((4, 0)), kind, self._cache.idle_page, _tile_tokens(model))
+        idle = _inputs([], np.zeros((4, 0)), kind, self._cache.idle_page, self._tile_tokens)
         inputs = join(idle, pinned=True).to(device, non_blocking=True)
         token_ids_N, positions_N, sequences_N, tables_BP, table_4B, *mixed = split(
             inputs, [ByteSpan.of(tensor) for tensor in idle]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 
-from etude.models.arithmetic import Dispatch, PagedRows
+from etude.models.arithmetic import Dispatch, PagedRows, inverse_of
 from etude.models.kernels.pages import PAGE
 
 BLOCK = 1024
@@ -60,13 +60,13 @@ class _Spread(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (order_R,) = ctx.saved_tensors
         ones_Nk = gradients[0].new_ones((ctx.tokens, len(order_R) // max(1, ctx.tokens)), dtype=torch.float32)
-        return _added(gradients[0].contiguous(), _inverse(order_R), ones_Nk), None, None
+        return _added(gradients[0].contiguous(), inverse_of(order_R), ones_Nk), None, None
 
 
 class _Combined(Function):
     @staticmethod
     def forward(ctx: Any, y_RH: Tensor, order_R: Tensor, gates_Nk: Tensor) -> Tensor:
-        y_RH, gates_Nk, rows_R = y_RH.contiguous(), gates_Nk.contiguous(), _inverse(order_R)
+        y_RH, gates_Nk, rows_R = y_RH.contiguous(), gates_Nk.contiguous(), inverse_of(order_R)
         ctx.save_for_backward(y_RH, rows_R, gates_Nk)
         return _added(y_RH, rows_R, gates_Nk)
 
@@ -80,11 +80,6 @@ class _Combined(Function):
                 X=BLOCK,
             )  # fmt: skip
         return of_rows_RH, None, of_gates_Nk
-
-
-def _inverse(order_R: Tensor) -> Tensor:
-    """[R] where each pair of token and slot has its row."""
-    return torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
 
 
 def _added(y_RH: Tensor, rows_R: Tensor, gates_Nk: Tensor) -> Tensor:

@@ -63,6 +63,10 @@ class Tuning:
     stages: int
     """Reads in flight."""
 
+    def tokens(self, group: int) -> int:
+        """Neighbouring tokens of one sequence that a tile takes, each with ``group`` query heads."""
+        return max(1, self.rows // group)
+
 
 def attends(key_width: int, value_width: int) -> bool:
     """Report whether the kernel takes heads of these widths: powers of two, and for keys a second one below it."""
@@ -94,7 +98,7 @@ def attend(q_NQD: Tensor, cache: tuple[Tensor, Tensor], rows: PagedRows, rule: A
 def tile_tokens(heads: int, key_heads: int, widths: int, itemsize: int) -> int:
     """Tokens of one sequence that a tile takes at most; ``widths`` are those of a key and a value together."""
     group = heads // key_heads
-    return max(1, tuned(group, widths, itemsize, single=False).rows // group)
+    return tuned(group, widths, itemsize, single=False).tokens(group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ def _attend_range(
     key_heads, value_width = values_PKSW.shape[1], values_PKSW.shape[3]
     group = heads // key_heads
     cut = tuned(group, width + value_width, q_NQD.element_size(), single=part.single)
-    per_tile = 1 if part.single else max(1, cut.rows // group)
+    per_tile = 1 if part.single else cut.tokens(group)
     tiles = math.ceil(part.count / per_tile) if rows.tiles_2T is None else rows.tiles_2T.shape[1]
     blocks = math.ceil(group * per_tile / cut.rows)
     step, positions = cut.pages * PAGE, rows.tables_BP.shape[1] * PAGE
