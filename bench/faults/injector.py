@@ -99,10 +99,15 @@ class Damage:
     damaged: bytes
 
     def undo(self) -> None:
-        """Put the sound bytes back, unless somebody else has; what was appended meanwhile stays."""
+        """Put the sound bytes back; what was appended behind a change stays.
+
+        A file that was cut and has grown since is left alone: a run at a URL has fetched what it had sent of it, and
+        another has gone on behind the cut.
+        """
         with suppress(FileNotFoundError):
             result = self.path.read_bytes()
-            if result.startswith(self.damaged) and result != self.sound:
+            was_cut = self.sound.startswith(self.damaged)
+            if result == self.damaged or (not was_cut and result.startswith(self.damaged)):
                 self.path.write_bytes(self.sound + result[len(self.damaged) :])
 
     def is_named(self, message: str) -> bool:

@@ -144,6 +144,23 @@ def test_damage_is_undone_unless_it_was_already(tmp_path: Path, content: bytes, 
     assert not path.exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "left"),
+    [
+        (b"one\ntw", b"one\ntwo\n"),
+        (b"one\ntwo\n", b"one\ntwo\n"),
+        (b"one\ntwo\nthree\n", b"one\ntwo\nthree\n"),
+        (b"one\nthree\n", b"one\nthree\n"),
+    ],
+)
+def test_a_cut_is_undone_unless_the_file_has_grown_since(tmp_path: Path, content: bytes, left: bytes) -> None:
+    """Regression: a run at a URL had fetched the lines that were cut off, and the undo doubled them."""
+    path = tmp_path / "serve.jsonl"
+    path.write_bytes(content)
+    Damage(path, b"one\ntwo\n", b"one\ntw").undo()
+    assert path.read_bytes() == left
+
+
 def test_clocks_jump_seconds_and_days_both_ways() -> None:
     jumps = [jump_s(step / 1000) for step in range(1000)]
     assert min(jumps) < -86_400
