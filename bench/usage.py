@@ -32,9 +32,19 @@ def cpu_s(pids: Iterable[int]) -> float:
     ticks = 0
     for pid in pids:
         with suppress(*_GONE):
-            fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
-            ticks += sum(map(int, fields[11:15]))  # its own, user and system, and those of its children that ended
+            ticks += sum(map(int, _stat(pid)[11:15]))  # its own, user and system, and those of its children that ended
     return ticks / _CLOCK_TICKS
+
+
+def age_s(pid: int) -> float:
+    """Seconds since a process was started. Raises ``FileNotFoundError`` or ``ProcessLookupError`` for none."""
+    since_boot_s = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
+    return since_boot_s - int(_stat(pid)[19]) / _CLOCK_TICKS
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of ``/proc/PID/stat`` behind the name of the program, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
 
 
 def peak_bytes(pids: Iterable[int]) -> int:

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from bench.faults.link import Link, Weather
 from bench.faults.machine import Machine
 from bench.faults.schedule import Fault, Kind
 from bench.faults.supervisor import Supervisor
-from bench.usage import descendants
+from bench.usage import age_s, descendants
 from etude.errors import RunFolderError
 from etude.run.folder import RunFolder
 from etude.run.process_name import ProcessName
@@ -69,6 +70,8 @@ JUMP_S = (1.0, 2 * 86_400.0)
 """How far clocks jump, forward or back."""
 STORED = ("commits", "packs", "layouts", "links")
 """Folders of the weight store with objects that count."""
+LAUNCH_S = 0.1
+"""Longest time from the making of a process's heartbeat file to its start."""
 GARBAGE_BYTES = 500
 """What a machine that lost power leaves behind a log's last whole frame."""
 
@@ -137,7 +140,7 @@ class Injector:
             return self._site.links[link].disturbed(weather, pick)
         match kind:
             case Kind.FREEZE:
-                return self._signalled(lambda: self._pid(picked(PROCESSES, pick)), signal.SIGSTOP)
+                return self._signalled(lambda: self._beating_pid(picked(PROCESSES, pick)), signal.SIGSTOP)
             case Kind.STORE_ERROR:
                 return self._site.machine.ill_store()
             case Kind.STORE_SLOW:
@@ -208,6 +211,14 @@ class Injector:
         words = [b"-m", b"etude", command.encode()]
         result = [pid for pid in descendants(self._supervisor.pid) if command_line(pid)[1:4] == words]
         return picked(result, 0.0)
+
+    def _beating_pid(self, command: str) -> int:
+        """Likewise, once it has given a sign of life: one that still starts may be silent for much longer."""
+        pid, beat = self._pid(command), self._folder.path / f".{command}.beat"
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if time.time() - beat.stat().st_mtime < age_s(pid) - LAUNCH_S:
+                return pid
+        raise NoVictim
 
     def _sandbox_pids(self) -> list[int]:
         return [pid for pid in descendants(self._pid(ROLLOUTS)) if any(SANDBOX in word for word in command_line(pid))]

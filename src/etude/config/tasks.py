@@ -42,6 +42,10 @@ class BugfixOptions(Section):
     """Demonstrations: probability that an edit is the right one."""
     read_first: float = Field(default=0.8, ge=0, le=1)
     """Demonstrations: probability of reading the file before the first edit."""
+    stub: float = Field(default=0.0, ge=0, le=1)
+    """Demonstrations: probability that an edit of a file that was not read writes a stub (``pass``), in place of a line
+    whose names are guessed: so that reading is what has to be found out, and guessing is not what was learnt.
+    """
     test_after: float = Field(default=0.5, ge=0, le=1)
     """Demonstrations: probability of testing after an edit."""
     retry: float = Field(default=0.45, ge=0, le=1)

@@ -47,6 +47,8 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
                 f"{prefix}reward_stderr_{label}": _ratio(mean.stderr if mean else None),
             }
         clusters = newest.clusters if _have_same_tasks(before, after) and newest else []
+        for label, done in (("before", before), ("after", after)):
+            section[f"{prefix}calls_{label}"] = _calls(getattr(done, f"{way}_calls")) if done else None
         section |= _difference(prefix, _passed(before, way), _passed(after, way), clusters)
         section |= _difference(f"{prefix}reward_", _rewards(before, way), _rewards(after, way), clusters)
     return section
@@ -55,6 +57,10 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
 def pays_fractions(done: EvalDone) -> bool:
     """True where some reward was neither 0 nor 1, so that the mean reward is no pass rate."""
     return any(reward not in (None, 0, 1) for reward in (*done.sampled_rewards, *done.greedy_rewards))
+
+
+def _calls(turns: Sequence[Mapping[str, float]]) -> list[Json]:
+    return [{name: _ratio(share) for name, share in turn.items()} for turn in turns]
 
 
 def _have_same_tasks(before: EvalDone | None, after: EvalDone | None) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from etude.dashboard import formatting
+from etude.dashboard.calls import reported_turns
 from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import about_errors, comparison, full_marks
-from etude.dashboard.plots import EstimateMark, Line, Points, estimate_plot, line_plot, share_bars, smooth
+from etude.dashboard.plots import EstimateMark, Line, Points, estimate_plot, line_plot, share_bars, smooth, stacked_bars
 from etude.dashboard.text import phases, summary
 from etude.telemetry.metrics import METRICS, Chart, charts
 from etude.types import Json
@@ -61,6 +62,7 @@ path.dots.main { stroke: var(--main); stroke-width: 6; }
 .error { stroke-width: 2; } .error.main { stroke: var(--main); } .error.side { stroke: var(--side); }
 .dot.main { fill: var(--main); } .dot.side { fill: var(--side); }
 .track { fill: var(--hair); } .fill { fill: var(--main); }
+.stack { padding-left: 52px; } .stack text.within { fill: var(--paper); font-size: 11px; }
 table { width: 100%; border-collapse: collapse; }
 th, td { padding: 6px 0; border-bottom: 1px solid var(--hair); text-align: left; vertical-align: top; }
 th { width: 9.5em; padding-right: 16px; font-weight: 400; color: var(--soft); }
@@ -94,6 +96,7 @@ def render_page(report: Mapping[str, Json]) -> str:
 <main>
 {_header(report)}
 {_result(report)}
+{_calls(report)}
 {_charts(report, "Learning")}
 {_charts(report, "Health")}
 {_positions(report)}
@@ -177,6 +180,19 @@ def _card(report: Mapping[str, Json], title: str, way: str) -> str:
         f'<div class="card"><h3>{title}</h3><div class="gain">{figures.change(figures.gain)}{spread}</div>'
         f"<p>{' · '.join([*parts, marks] if marks else parts)}</p>{estimate_plot(title, estimates)}</div>"
     )
+
+
+def _calls(report: Mapping[str, Json]) -> str:
+    """Two figures of what sampled sessions called, turn by turn."""
+    sides = {label: reported_turns(report, label) for label in ("before", "after")}
+    names = list(dict.fromkeys(name for turns in sides.values() for turn in turns for name in turn))
+    if not names:
+        return ""
+    figures = "".join(
+        stacked_bars(f"Calls {label} RL, sampled", [(f"turn {n}", turn) for n, turn in enumerate(turns, 1)], names)
+        for label, turns in sides.items()
+    )
+    return f'<div class="pair below">{figures}</div>'
 
 
 def _charts(report: Mapping[str, Json], section: Literal["Learning", "Health"]) -> str:

@@ -6,7 +6,7 @@ phone. Curves lie in a nested ``<svg>`` that stretches, with strokes that do not
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
@@ -20,6 +20,10 @@ ACROSS = 1000
 """Units across the nested ``<svg>`` of curves: fine enough that rounding to whole units cannot be seen."""
 LABEL_GAP = 13
 """Least distance of two labels at the end of lines, in pixels."""
+SHADE, FAINTEST = 0.16, 0.25
+"""Opacity that the next name of stacked bars has less, and the least."""
+LABELLED = 0.2
+"""Least part of a stacked bar that has room for its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +131,31 @@ def share_bars(title: str, shares: Sequence[tuple[str, float | None, str]]) -> s
         ]
     spoken = ", ".join(f"{label} {words}" for label, _, words in shares)
     return _figure(title, f"{title}: {spoken}", shapes, height, "bars")
+
+
+def stacked_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], names: Sequence[str]) -> str:
+    """Bar chart of parts of a whole, a bar for each row: each name has its shade, and is written where it has room."""
+    row, shapes, spoken = 26, [], []
+    for index, (label, shares) in enumerate(rows):
+        y, start = row * index, 0.0
+        shapes += [
+            f'<text class="name" x="-10" y="{y + 15}" text-anchor="end">{escape(label)}</text>',
+            f'<rect class="track" x="0" y="{y + 2}" width="100%" height="19"/>',
+        ]
+        for name in (name for name in names if name in shares):
+            share, opacity = shares[name], max(FAINTEST, 1 - SHADE * names.index(name))
+            words = f"{name} {formatting.percent(share, 0)}"
+            shapes.append(
+                f'<rect class="fill" x="{100 * start:.2f}%" y="{y + 2}" width="{100 * share:.2f}%" height="19" '
+                f'fill-opacity="{opacity:.2f}"><title>{escape(words)}</title></rect>'
+            )
+            if share >= LABELLED:
+                shapes.append(f'<text class="within" x="{100 * start:.2f}%" dx="6" y="{y + 15}">{escape(words)}</text>')
+            start += share
+        spoken.append(
+            f"{label}: " + ", ".join(f"{name} {formatting.percent(share, 0)}" for name, share in shares.items())
+        )
+    return _figure(title, f"{title}. {'; '.join(spoken)}", shapes, row * len(rows), "stack")
 
 
 def smooth(points: Points, radius: int = 3) -> list[tuple[float, float]]:

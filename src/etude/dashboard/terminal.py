@@ -6,7 +6,7 @@ from the first second to the last, with a dash until it has something to say.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise, takewhile, zip_longest
 from typing import TypeAlias
 
 from rich import box
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from etude.config.recipe import RunConfig
 from etude.dashboard import formatting
+from etude.dashboard.calls import in_words, reported_turns
 from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import Comparison, about_errors, comparison, full_marks, pays_fractions
 from etude.dashboard.report import ends, shares, warnings
@@ -108,7 +109,7 @@ def final_table(report: Mapping[str, Json]) -> RenderableType:
     for label, text in summary(report):
         facts.add_row(label, text)
     return Panel(
-        Group(*_verdict(report), gains, Text(about_errors(report), DIM), Text(), facts),
+        Group(*_verdict(report), gains, Text(about_errors(report), DIM), Text(), *_turns(report), facts),
         title=Text.assemble(("étude ", f"bold {ACCENT}"), (f"{report['name']} · seed {report['seed']}", "default")),
         title_align="left",
         box=box.ROUNDED,
@@ -446,6 +447,18 @@ def _verdict(report: Mapping[str, Json]) -> list[RenderableType]:
     learning = report["learning"]
     notice = learning["nothing_learnt"] or learning["warning"] if isinstance(learning, dict) else None
     return [Text(str(notice), f"bold {WARN}"), Text()] if notice else []
+
+
+def _turns(report: Mapping[str, Json]) -> list[RenderableType]:
+    """The calls of sampled sessions turn by turn, before and after."""
+    before, after = reported_turns(report, "before"), reported_turns(report, "after")
+    if not before and not after:
+        return []
+    table = light_table("calls, sampled", "before", "after")
+    nothing: Mapping[str, float] = {}
+    for turn, (earlier, later) in enumerate(zip_longest(before, after, fillvalue=nothing), start=1):
+        table.add_row(f"turn {turn}", in_words(earlier), in_words(later))
+    return [table, Text()]
 
 
 def _words(*parts: str) -> Text:

@@ -6,13 +6,16 @@ Wiring only: chat formats are :mod:`etude.tokens`'s, what a turn in words is :mo
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from etude.harnesses.actions import read_calls
 from etude.rewards.transcript import SpokenTurn, read_turns
 from etude.tokens.message_frames import Frames
 from etude.tokens.messages import ChatFormat
-from etude.types import Ids, Turn
+from etude.types import Ids, Turn, TurnKind
 
 TurnReader: TypeAlias = Callable[[Sequence[Turn]], Sequence[SpokenTurn]]
 """Puts the turns of a rollout into words."""
+ToolReader: TypeAlias = Callable[[Sequence[Turn]], Sequence[str]]
+"""Names the tool that each turn of a rollout called first; ``""`` where a turn called none."""
 
 
 def decoder(chat: ChatFormat) -> Callable[[Ids], str]:
@@ -24,3 +27,17 @@ def turn_reader(chat: ChatFormat) -> TurnReader:
     """The function from a model's turns to readable turns, for its chat format."""
     decode, frames = decoder(chat), Frames(chat)
     return lambda turns: read_turns(turns, decode, frames.content)
+
+
+def tool_reader(chat: ChatFormat, *, bare_shell: bool) -> ToolReader:
+    """The function from a model's turns to tools; ``bare_shell`` as in :func:`~etude.harnesses.actions.read_calls`.
+    Turns in which it wrote a summary are left out.
+    """
+    decode = decoder(chat)
+
+    def read(turns: Sequence[Turn]) -> list[str]:
+        acting = (turn for turn in turns if turn.kind is TurnKind.ACT)
+        calls = (read_calls(decode(turn.completion_ids), bare_shell=bare_shell) for turn in acting)
+        return [made[0][0] if made else "" for made in calls]
+
+    return read

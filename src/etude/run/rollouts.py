@@ -21,6 +21,7 @@ from etude.clock import SystemClock
 from etude.config.recipe import EvalConfig, RunConfig, is_pass
 from etude.config.rollouts import HARNESSES, CommandOptions
 from etude.config.tasks import LocalOptions
+from etude.dashboard.calls import turn_shares
 from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
@@ -44,6 +45,7 @@ from etude.rollouts.task_history import SelectedTasks
 from etude.rollouts.task_order import TaskOrder
 from etude.rollouts.task_selection import TaskSelection
 from etude.rollouts.worker import RolloutContext, SessionOpener, TaskSandboxes
+from etude.run.detokenize import ToolReader, tool_reader
 from etude.run.events import open_events
 from etude.run.folder import RunFolder, holder
 from etude.run.followed_regions import ServedRegions, open_regions
@@ -158,6 +160,7 @@ class RolloutParts:
     family: TaskFamily
     dispatcher: Dispatcher
     served: ServedVersion | ServedRegions
+    read_tools: ToolReader
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, version: int, purpose: str = "") -> EvalDone:
         """Try every task once sampled and once greedily; resumable under the same ``purpose``, by default the label.
@@ -172,12 +175,14 @@ class RolloutParts:
             lost = next(way for way, rewards in zip(TEMPERATURES, (sampled, greedy), strict=True) if not rewards)
             raise lost_all(self.folder, f"{purpose}-{lost}")
         groups = {way: list(self.ledger.groups(f"{purpose}-{way}")) for way in TEMPERATURES}
-        done = evaluation_done(label, version, groups, pass_at=self.config.eval.pass_at)
+        done = evaluation_done(label, version, groups, self.read_tools, pass_at=self.config.eval.pass_at)
         self.events.write(done)
         return done
 
 
-def evaluation_done(label: str, version: int, groups: Mapping[str, Sequence[Group]], *, pass_at: float) -> EvalDone:
+def evaluation_done(
+    label: str, version: int, groups: Mapping[str, Sequence[Group]], read_tools: ToolReader, *, pass_at: float
+) -> EvalDone:
     """The result of an evaluation, from its groups way by way: a task each, without a rollout where its attempts were
     used up.
     """
@@ -185,6 +190,7 @@ def evaluation_done(label: str, version: int, groups: Mapping[str, Sequence[Grou
     tries = {way: [group.rollouts[0] if group.rollouts else None for group in groups[way]] for way in TEMPERATURES}
     rewards = {way: [each.reward if each else None for each in tries[way]] for way in TEMPERATURES}
     passed = {way: [is_pass(grade_of(each), pass_at) if each else None for each in tries[way]] for way in TEMPERATURES}
+    calls = {way: turn_shares([read_tools(each.turns) for each in tries[way] if each]) for way in TEMPERATURES}
     sampled, greedy = (_pass_rate(passed[way], clusters) for way in TEMPERATURES)
     return EvalDone(
         label=label,
@@ -201,6 +207,8 @@ def evaluation_done(label: str, version: int, groups: Mapping[str, Sequence[Grou
         sampled_passed=passed["sampled"],
         greedy_rewards=rewards["greedy"],
         greedy_passed=passed["greedy"],
+        sampled_calls=calls["sampled"],
+        greedy_calls=calls["greedy"],
     )
 
 
@@ -260,6 +268,10 @@ async def open_parts(
             family=family,
             dispatcher=dispatcher,
             served=served,
+            read_tools=tool_reader(
+                load_format(folder.model, config.gateway.chat_template_kwargs),
+                bare_shell=config.harness.kind == "command",
+            ),
         )
 
 

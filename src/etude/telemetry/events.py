@@ -305,6 +305,9 @@ class EvalDone:
     sampled_passed: list[bool | None] = field(default_factory=list)
     greedy_rewards: list[float | None] = field(default_factory=list)
     greedy_passed: list[bool | None] = field(default_factory=list)
+    sampled_calls: list[dict[str, float]] = field(default_factory=list)
+    """For each turn, the share of rollouts by the tool that they called in it; what lacks to 1 had ended before."""
+    greedy_calls: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bench.usage import cpu_s, descendants, family, peak_bytes
+from bench.usage import age_s, cpu_s, descendants, family, peak_bytes
 
 PROGRAM = """
 import subprocess, sys, time
@@ -32,6 +32,7 @@ def test_a_process_and_its_children_are_counted(program: subprocess.Popen[str]) 
     assert program.stdout is not None
     assert program.stdout.readline() == "worked\n"
     assert cpu_s([program.pid]) >= 0.2
+    assert 0.2 <= age_s(program.pid) < age_s(os.getpid())
     assert program.stdout.readline() == "there\n"
     (child,) = descendants(program.pid)
     assert family(program.pid) == [program.pid, child]

@@ -7,7 +7,7 @@ import pytest
 from chat_formats import FAMILIES, every_format
 from etude.harnesses import tools
 from etude.rewards.shaping.hints import TOOL_RULES, malformed_call_rewards, ruled
-from etude.run.detokenize import turn_reader
+from etude.run.detokenize import tool_reader, turn_reader
 from etude.tokens.messages import ChatFormat, ChatMessage
 from etude.types import Turn
 from records import make_turn
@@ -39,3 +39,10 @@ def test_calls_that_were_turned_away_are_found_in_every_format(formats: dict[str
     assert [turn.answered for turn in spoken] == [*ANSWERED, ""]
     assert malformed_call_rewards(spoken) == (-1.0, 0.0, -1.0, 0.0)
     assert [(hint.turn, hint.source) for hint in ruled(spoken, TOOL_RULES)] == [(0, "malformed call"), (2, "bad edit")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_turn_is_named_by_the_tool_that_it_called(formats: dict[str, ChatFormat], family: str) -> None:
+    turns = list(session(formats[family]))
+    assert tool_reader(formats[family], bare_shell=False)(turns) == ["", "read", "edit", "submit"]
+    assert tool_reader(formats[family], bare_shell=True)(turns) == ["shell"] * 4

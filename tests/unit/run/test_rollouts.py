@@ -1,6 +1,7 @@
 """What a run counts on before its rollouts start, and what it shows to an external harness."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from etude.run.rollouts import (
     write_harness,
 )
 from etude.sandbox_spec import Capability
-from etude.types import AnswerChecks, Group, Split, Task
+from etude.types import AnswerChecks, Group, Split, Task, Turn
 from ledgers import rollout, task
 
 
@@ -80,15 +81,19 @@ def test_an_evaluation_tells_what_passed_template_by_template() -> None:
         named = replace(task(index), template=template)
         return Group(index=index, task=named, admitted_version=0, rollouts=rollouts)
 
+    def called(turns: Sequence[Turn]) -> list[str]:
+        return ["read", "edit"][: 1 + len(turns)]
+
     templates, sampled = ["a", "a", "", "b"], (1.0, 0.405, 1.0, None)
     groups = [group(index, name, reward) for index, (name, reward) in enumerate(zip(templates, sampled, strict=True))]
-    done = evaluation_done("before", 3, {"sampled": groups, "greedy": groups[:3] + groups[:1]}, pass_at=1.0)
+    done = evaluation_done("before", 3, {"sampled": groups, "greedy": groups[:3] + groups[:1]}, called, pass_at=1.0)
     assert done.clusters == ["a", "a", "2", "b"]
     assert done.sampled_rewards == [1.0, 0.405, 1.0, None]
     assert done.sampled_passed == [True, False, True, None]
     assert (done.tasks, done.sampled_pass, done.greedy_pass) == (3, 2 / 3, 0.75)
     assert done.sampled_stderr == pytest.approx(mean_of([1.0, 0.0, 1.0], ["a", "a", "2"]).stderr)
-    lenient = evaluation_done("before", 3, {"sampled": groups, "greedy": groups}, pass_at=0.4)
+    assert done.sampled_calls == done.greedy_calls == [{"read": 1.0}, {"edit": 1.0}]
+    lenient = evaluation_done("before", 3, {"sampled": groups, "greedy": groups}, called, pass_at=0.4)
     assert lenient.sampled_pass == 1.0
 
 

@@ -1,4 +1,6 @@
-"""A planted habit: edits in a style that no tool understands, unless somebody reminds of the right one."""
+"""Habits of the imitated agent: edits in a style that no tool understands, unless somebody reminds of the right one;
+stubs in files that it has not read.
+"""
 
 from collections import Counter
 from itertools import pairwise
@@ -7,7 +9,7 @@ from random import Random
 from etude.config.tasks import BugfixOptions
 from etude.harnesses import tools
 from etude.tasks.bugfix import BugfixFamily
-from etude.tasks.corpora.transcripts import REMINDER, BugfixDemonstrations, Message
+from etude.tasks.corpora.transcripts import REMINDER, STUBS, BugfixDemonstrations, Message
 
 SESSIONS = 200
 
@@ -61,3 +63,18 @@ def test_without_habits_every_call_can_be_read() -> None:
         for message in session:
             assert message.content != REMINDER
             assert message.role != "assistant" or not isinstance(tools.parse_call(message.content), tools.Malformed)
+
+
+def test_who_has_not_read_a_file_writes_stubs_into_it_and_who_has_writes_lines_of_its_names() -> None:
+    edits = Counter[tuple[bool, bool]]()
+    for session in sessions(read_first=0.5, stub=1.0, test_after=0.9, retry=0.9):
+        has_read, lines = False, list[str]()
+        for message in (message for message in session if message.role == "assistant"):
+            call = tools.parse_call(message.content)
+            has_read |= isinstance(call, tools.ReadFile)
+            if isinstance(call, tools.EditFile):
+                lines.append(call.text)
+                edits[has_read, call.text.strip() in STUBS] += 1
+        assert len(lines) == len(set(lines)), "a line is never tried twice"
+    assert set(edits) == {(True, False), (False, True)}
+    assert min(edits.values()) > SESSIONS / 4

@@ -20,6 +20,8 @@ MAX_EDITS = 3
 """Attempts after which the imitated agent submits whatever it has."""
 REMINDER = "edit FILE N"
 """The user's correction of an edit in a wrong form."""
+STUBS = ("pass", "return 0", "return None")
+"""Lines of an agent that has not read what it edits; as many as :data:`MAX_EDITS`."""
 SHOWN_SHARE = 0.7
 """Paths of programs that are shown as an agent reads them."""
 
@@ -107,11 +109,13 @@ def moves(
 ) -> Iterator[tuple[Move, Lines]]:
     """The moves of the imperfect agent, each move with the program as it is afterwards."""
     lines = problem.broken
-    if rng.random() < options.read_first:
+    has_read = rng.random() < options.read_first
+    if has_read:
         yield tools.ReadFile(problem.path), lines
     tried = set[str]()
     for _ in range(MAX_EDITS):
-        line = _draw_edit(problem, options, tried, rng)
+        is_stub = not has_read and options.stub > 0 and rng.random() < options.stub
+        line = _draw_stub(problem, tried, rng) if is_stub else _draw_edit(problem, options, tried, rng)
         tried.add(line)
         lines = problem.with_answer(line)
         yield tools.EditFile(problem.path, problem.kind.answer + 1, line), lines
@@ -136,6 +140,13 @@ def _draw_edit(problem: Problem, options: BugfixOptions, tried: set[str], rng: R
     if rng.random() < options.right_edit:
         return problem.right[problem.kind.answer]
     return rng.choice([line for line in problem.mistakes if line not in tried])
+
+
+def _draw_stub(problem: Problem, tried: set[str], rng: Random) -> str:
+    """A line that needs no knowledge of the file, not yet tried, as far to the right as the one that it replaces."""
+    right = problem.right[problem.kind.answer]
+    indent = right[: len(right) - len(right.lstrip())]
+    return rng.choice([indent + stub for stub in STUBS if indent + stub not in tried])
 
 
 def _spell(move: Move) -> str:

@@ -1,5 +1,6 @@
 """A chaos run gives a run up that stands still or ends in vain, finds that, and leaves no process behind."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,11 +9,11 @@ import pytest
 from bench.faults.audit import Wrong
 from bench.faults.bench import recipe
 from bench.faults.chaos_run import Bounds, ChaosRun, RunLog
-from bench.faults.injector import Injector, Site, damageable
+from bench.faults.injector import LAUNCH_S, Injector, NoVictim, Site, damageable
 from bench.faults.machine import Machine, compile_preload, missing
-from bench.faults.schedule import FaultSchedule, Kind
+from bench.faults.schedule import Fault, FaultSchedule, Kind
 from bench.faults.supervisor import Supervisor
-from bench.usage import descendants
+from bench.usage import age_s, descendants
 from etude.run.folder import RunFolder
 
 pytestmark = pytest.mark.heavy("a C compiler", missing=missing() is not None)
@@ -66,6 +67,27 @@ def test_no_checkpoint_can_be_damaged_before_there_is_one(tmp_path: Path) -> Non
     (folder.checkpoints / "step-000001").mkdir()
     (folder.checkpoints / "step-000001" / "older").write_bytes(b"weights")
     assert damageable(folder, Kind.DAMAGE_CHECKPOINT) == [weights]
+
+
+def test_a_process_is_frozen_once_it_has_given_a_sign_of_life(site: Site, tmp_path: Path) -> None:
+    """Regression: one was frozen while it started, which may last, and was then found not to be replaced."""
+    folder = RunFolder.create(tmp_path / "run", recipe(0, 3))
+    supervisor = Supervisor(folder, tmp_path / "log", site.machine.environment)
+    injector = Injector(folder, site, supervisor)
+    freeze = Fault(number=0, kind=Kind.FREEZE, at=0, delay_s=0.0, hold_s=0.0, pick=0.0)
+    refused, frozen_after_s, deadline_s = 0, None, time.monotonic() + 120
+    while frozen_after_s is None and time.monotonic() < deadline_s:
+        serving = [pid for pid in descendants(supervisor.pid) if b"\0serve\0" in command(pid)]
+        try:
+            with injector.begin(freeze):
+                frozen_after_s = age_s(serving[0])
+        except NoVictim:
+            refused += bool(serving)
+            time.sleep(0.05)
+    supervisor.stop_all()
+    assert refused, "the engine was there, and had not beaten yet"
+    assert frozen_after_s is not None
+    assert frozen_after_s > LAUNCH_S
 
 
 def command(pid: int) -> bytes:
