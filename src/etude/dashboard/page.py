@@ -62,7 +62,8 @@ path.dots.main { stroke: var(--main); stroke-width: 6; }
 .error { stroke-width: 2; } .error.main { stroke: var(--main); } .error.side { stroke: var(--side); }
 .dot.main { fill: var(--main); } .dot.side { fill: var(--side); }
 .track { fill: var(--hair); } .fill { fill: var(--main); }
-.stack { padding-left: 52px; } .stack text.within { fill: var(--paper); font-size: 11px; }
+.stack { padding-left: 52px; } .stack figcaption { margin-left: -52px; }
+.stack text { font-size: 11px; } .stack text.light { fill: var(--paper); } .stack text.dark { fill: var(--ink); }
 table { width: 100%; border-collapse: collapse; }
 th, td { padding: 6px 0; border-bottom: 1px solid var(--hair); text-align: left; vertical-align: top; }
 th { width: 9.5em; padding-right: 16px; font-weight: 400; color: var(--soft); }

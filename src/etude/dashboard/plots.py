@@ -20,8 +20,8 @@ ACROSS = 1000
 """Units across the nested ``<svg>`` of curves: fine enough that rounding to whole units cannot be seen."""
 LABEL_GAP = 13
 """Least distance of two labels at the end of lines, in pixels."""
-SHADE, FAINTEST = 0.16, 0.25
-"""Opacity that the next name of stacked bars has less, and the least."""
+SHADE, FAINTEST, DARK = 0.2, 0.35, 0.75
+"""Of stacked bars: opacity that the next name has less, the least one, and the one from which on words are light."""
 LABELLED = 0.2
 """Least part of a stacked bar that has room for its name."""
 
@@ -150,7 +150,8 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], na
                 f'fill-opacity="{opacity:.2f}"><title>{escape(words)}</title></rect>'
             )
             if share >= LABELLED:
-                shapes.append(f'<text class="within" x="{100 * start:.2f}%" dx="6" y="{y + 15}">{escape(words)}</text>')
+                ink = "light" if opacity >= DARK else "dark"
+                shapes.append(f'<text class="{ink}" x="{100 * start:.2f}%" dx="6" y="{y + 15}">{escape(words)}</text>')
             start += share
         spoken.append(
             f"{label}: " + ", ".join(f"{name} {formatting.percent(share, 0)}" for name, share in shares.items())
