@@ -1,44 +1,18 @@
 """A suite tried with models behind real HTTP, in real sandboxes: kept tries, two APIs, Harbor's tasks."""
 
-import asyncio
 import json
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from api_models import KEY, ApiModel, serving_model
+from api_models import KEY, ApiModel, behind
 from etude.cli.main import main
 from etude.dashboard.suite_results import SuiteResults, read_results
 from harbor_folders import write_folder
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-@contextmanager
-def behind(model: ApiModel) -> Iterator[str]:
-    """The URL of a model that is served by another thread."""
-    loop, started, urls = asyncio.new_event_loop(), threading.Event(), list[str]()
-    done = asyncio.Event()
-
-    async def serve() -> None:
-        async with serving_model(model) as url:
-            urls.append(url)
-            started.set()
-            await done.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
-    thread.start()
-    try:
-        assert started.wait(30)
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join()
-        loop.close()
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """A scripted policy behind OpenAI's and Anthropic's APIs over real HTTP, which counts tokens and may be busy."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import orjson
@@ -82,6 +84,29 @@ async def serving_model(model: ApiModel) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+@contextmanager
+def behind(model: ApiModel) -> Iterator[str]:
+    """The URL of a model that is served by another thread."""
+    loop, started, urls = asyncio.new_event_loop(), threading.Event(), list[str]()
+    done = asyncio.Event()
+
+    async def serve() -> None:
+        async with serving_model(model) as url:
+            urls.append(url)
+            started.set()
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert started.wait(30)
+        yield urls[0]
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join()
+        loop.close()
 
 
 def _flat(content: Any) -> str:

@@ -1,23 +1,27 @@
-"""`etude suite`: try models at a suite of tasks, compare them, and see quality against cost.
+"""`etude suite`: try models at a suite of tasks, compare them, see quality against cost; make and keep up a suite.
 
     suite, a model behind a URL or of a run ──run──▶ results.json ──compare, report──▶ tables, a page
 
 Owns options and what is printed. Tries are :mod:`etude.run.suite`'s, figures :mod:`etude.dashboard.evaluation`'s.
 """
 
+import asyncio
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from etude.cli.commands.build_suite import SuiteBuild, build, counted, fetch, in_use, refresh, today, traces_in
 from etude.cli.commands.eval import progress_bar
+from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
 from etude.cli.commands.show import console
 from etude.cli.options import Json, Overrides, group
 from etude.config.loading import is_recipe, read_tree
+from etude.config.tasks import MachineKind
 from etude.dashboard.evaluation import TokenPrices, comparison_table, differences, evaluation_table, figures
 from etude.dashboard.suite_report import report_page, report_rows, report_table
 from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results
@@ -25,6 +29,9 @@ from etude.errors import ConfigError
 from etude.gateway.upstream.calls import Api, Upstream
 from etude.run.suite import Suite, TryLimits, open_suite, try_config, try_model, try_version
 from etude.run.working_folder import open_run_folder
+from etude.taskgen.history.records import read_records
+from etude.taskgen.preparation import Settings
+from etude.tasks.suites import suite_of
 
 DEFAULT_HARNESS = "shell"
 """Harness of a model that was not made for étude's own tools."""
@@ -34,6 +41,8 @@ KEY_VARIABLES: dict[str, str] = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHR
 SuitePath: TypeAlias = Annotated[
     Path, typer.Argument(metavar="SUITE", help="A suite's folder, tasks in Harbor's format, or a recipe.")
 ]
+SuiteFolder: TypeAlias = Annotated[Path, typer.Argument(metavar="SUITE", help="A suite's folder.")]
+Sandbox: TypeAlias = Annotated[MachineKind, typer.Option(help="Where commands run.")]
 Results: TypeAlias = Annotated[Path, typer.Argument(help=f"A folder that `run --out` made, or its {RESULTS_FILE}.")]
 Prices: TypeAlias = Annotated[
     tuple[float, float, float] | None,
@@ -135,6 +144,87 @@ def report_command(
         console().print(report_table(rows))
         if html is not None:
             console().print(f"\n{html}")
+
+
+@app.command("build")
+def build_command(
+    repositories: Annotated[list[str], typer.Argument(help="Folders of git repositories, or pypi:NAME.")],
+    *,
+    out: Annotated[Path, typer.Option(metavar="SUITE", help="Folder of the suite; a second build goes on in it.")],
+    name: Annotated[str, typer.Option(help="Name of a new suite (default: its folder's).")] = "",
+    changes: Annotated[int, typer.Option(metavar="N", help="Newest changes of each history that are tried.")] = 200,
+    licence: Annotated[str, typer.Option(help="Licences of what is in it.")] = "",
+    base: Annotated[str, typer.Option(help="Stored base system (default: the sandboxes' own).")] = "",
+    before: Annotated[str, typer.Option(metavar="DATE", help="Install nothing that was published later.")] = "",
+    sandbox: Sandbox = "ns",
+    sandbox_url: SandboxUrl = "",
+) -> None:
+    """Make a suite of histories: commits or releases that changed source and tests, each proved by running these."""
+    settings = Settings(base=base, before=before)
+    options = SuiteBuild(
+        references=repositories, out=out, name=name, changes=changes, licence=licence, settings=settings
+    )
+
+    async def work() -> None:
+        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
+            OUT.out(counted(await build(options, provider, say=log)))
+
+    asyncio.run(work())
+
+
+@app.command("fetch")
+def fetch_command(suite: SuiteFolder, *, sandbox: Sandbox = "ns", sandbox_url: SandboxUrl = "") -> None:
+    """Make the tasks of a suite that has only records of them: trees and tests come from where they are published."""
+
+    async def work() -> None:
+        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
+            OUT.out(f"{await fetch(suite, provider, say=log)} tasks made in {suite}")
+
+    asyncio.run(work())
+
+
+@app.command("contamination")
+def contamination_command(
+    suite: SuiteFolder,
+    texts: Annotated[Path, typer.Argument(help="A folder of training texts.")],
+    *,
+    as_json: Json = False,
+) -> int:
+    """Look for a suite in training texts: its canary, and runs of 13 words of its tasks. Exit status 1 if found."""
+    traces = traces_in(suite, texts)
+    if as_json:
+        _print_json(asdict(traces))
+    else:
+        for file in traces.canary_in:
+            OUT.out(f"{file} has the suite's canary")
+        for each in traces.tasks:
+            OUT.out(f"{each.task_id} {each.share:.1%} of its words in a row, most in {each.file}")
+        OUT.out(f"{len(traces.tasks)} tasks with traces in {traces.files} files")
+    return 1 if traces.canary_in or traces.tasks else 0
+
+
+@app.command("refresh")
+def refresh_command(
+    suite: SuiteFolder,
+    *,
+    results: Annotated[
+        list[Path], typer.Option(help="Results of models; give the option once for each.", default_factory=list)
+    ],
+    texts: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Training texts that tasks may be in.")] = None,
+    max_share: Annotated[float, typer.Option(help="Share of a task's words in a row that may be in them.")] = 0.2,
+    changes: Annotated[int, typer.Option(metavar="N", help="Newest changes that are tried; 0: none.")] = 0,
+    sandbox: Sandbox = "ns",
+    sandbox_url: SandboxUrl = "",
+) -> None:
+    """Take new changes in; retire tasks that are solved always, never, or have leaked, with the date and the reason."""
+    if changes:
+        sources = list(dict.fromkeys(record.source for record in read_records(suite)))
+        build_command(sources, out=suite, changes=changes, sandbox=sandbox, sandbox_url=sandbox_url)
+    traces = None if texts is None else traces_in(suite, texts)
+    read = [read_results(place) for place in results]
+    for task_id, each in refresh(suite, read, traces, max_share=max_share, day=today()).items():
+        OUT.out(f"{task_id} retired: {each.reason}")
+    OUT.out(f"{suite_of(suite).name} {suite_of(suite).version}: {counted(in_use(suite))}")
 
 
 def harness_section(given: str) -> dict[str, Any]:
