@@ -82,20 +82,28 @@ footer { margin-top: 48px; padding-top: 12px; border-top: 1px solid var(--hair);
 """
 
 
-def render_page(report: Mapping[str, Json]) -> str:
-    """The whole page, for ``report.html``."""
-    name = escape(str(report["name"]))
+def html_page(title: str, body: str) -> str:
+    """A whole page around the parts of its ``<main>``."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} · étude</title>
+<title>{escape(title)} · étude</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <main>
-{_header(report)}
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def render_page(report: Mapping[str, Json]) -> str:
+    """The whole page, for ``report.html``."""
+    body = f"""{_header(report)}
 {_result(report)}
 {_calls(report)}
 {_charts(report, "Learning")}
@@ -109,11 +117,8 @@ def render_page(report: Mapping[str, Json]) -> str:
 <h2>Everything</h2>
 {_table(summary(report))}
 <details><summary>Configuration</summary>{_config(report)}</details>
-{_footer(report)}
-</main>
-</body>
-</html>
-"""
+{_footer(report)}"""
+    return html_page(str(report["name"]), body)
 
 
 def _header(report: Mapping[str, Json]) -> str:

@@ -116,7 +116,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     if "mounts" in options:
         options["mounts"] = [_absolute(folder) for folder in options["mounts"]]
     for suite in tree["release"]["suites"]:
-        suite["recipe"] = _absolute(suite["recipe"])
+        suite |= {name: _absolute(suite[name]) for name in ("recipe", "folder")}
     return parse_config(tree, source="run.toml")
 
 
