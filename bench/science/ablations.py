@@ -1,0 +1,289 @@
+"""The ablations of `bench science`: arms as changes of the laboratory's recipe, and what others have published.
+
+An :class:`Ablation` is a row of :data:`ABLATIONS`: adding one is adding a row. An arm names the keys of the recipe that
+it changes; what those mean is the product's. A claim is somebody else's sentence as a comparison of two arms, so that
+our measurement agrees with it, contradicts it or does not show it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+Figure: TypeAlias = Literal["sampled", "greedy", "tokens", "gain"]
+"""A figure of a trial's end: held-out pass rates, mean length of an answer, sampled pass rate less the start's."""
+DEFAULT = "default"
+"""The arm that changes nothing: the laboratory's recipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    changes: tuple[str, ...] = ()
+    """``SECTION.KEY=VALUE``, of reinforcement learning."""
+    start: tuple[str, ...] = ()
+    """Likewise, of mid-training and the model."""
+    seeds: int = 3
+    """Seeds on which it is trained."""
+    router_noise: float = 0.0
+    """Noise of the engine's routers, as a share of their spread."""
+    line: str = ""
+    """The line of the plot that it is a point of; empty: a line of its own, over steps."""
+    x: float = 0.0
+    """Its place on that line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What is published, as a comparison: ``arm`` has more of ``figure`` than ``than``, or less."""
+
+    arm: str
+    than: str
+    figure: Figure = "sampled"
+    expected: Literal["more", "less", "alike"] = "more"
+    """``alike``: within :data:`ALIKE`."""
+
+
+ALIKE = 0.02
+"""Difference of pass rates, as a share of the tasks, that is none: two points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """One question, and the arms that answer it."""
+
+    title: str
+    question: str
+    published: str
+    """What others report, and where."""
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...]
+    axis: str = "steps"
+    """What lies across the plot."""
+    figure: Figure = "sampled"
+    """What lies up, of arms that are points of a line."""
+
+    def arm(self, name: str) -> Arm:
+        """The arm of a name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+
+STALENESSES = (1, 4, 8, 16)
+CORRECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "none": ("loss.correction=none",),
+        "TIS": ("loss.correction=tis",),
+        "IcePop": ("loss.correction=icepop",),
+        "CISPO": ("loss.kind=cispo", "loss.baseline=mean"),
+    }
+)
+"""Correction → keys. CISPO keeps the baseline of the others, so that its weight is all that differs."""
+FRESH = "fresh"
+JUDGED = ("TIS, 1 old", "TIS, 4 old")
+"""Arms of the default correction, of which the goal of staleness is judged."""
+JUDGED_SEEDS = 10
+"""Seeds of these and of what they are compared with: three cannot show that two points are not lost."""
+
+
+def _stale(correction: str, staleness: int) -> Arm:
+    name = f"{correction}, {staleness} old"
+    return Arm(
+        name=name,
+        changes=(*CORRECTIONS[correction], f"rollouts.max_staleness={staleness}"),
+        seeds=JUDGED_SEEDS if name in JUDGED else 3,
+        line=correction,
+        x=staleness,
+    )
+
+
+STALENESS = Ablation(
+    title="Importance correction under staleness",
+    question="Every token was sampled by weights that are exactly so many steps old. Which weight keeps that harmless, "
+    "and how old may they be until learning breaks?",
+    published="AReaL ([2505.24298](https://arxiv.org/abs/2505.24298), section 5.4): plain PPO is worse at any "
+    "staleness, decoupled PPO loses next to nothing with up to 8 versions. MiniMax-M1 "
+    "([2506.13585](https://arxiv.org/abs/2506.13585), section 3.1) has CISPO ahead of clips. VCPO "
+    "([2602.17616](https://arxiv.org/abs/2602.17616)) sees heavy-tailed ratios make the gradient noisy and training "
+    "collapse where asynchrony is high.",
+    arms=(
+        Arm(name=FRESH, seeds=JUDGED_SEEDS),
+        *(_stale(correction, staleness) for correction in CORRECTIONS for staleness in STALENESSES),
+    ),
+    claims=(
+        Claim(arm="TIS, 1 old", than=FRESH, expected="alike"),
+        Claim(arm="TIS, 4 old", than=FRESH, expected="alike"),
+        Claim(arm="none, 4 old", than=FRESH, expected="less"),
+        Claim(arm="TIS, 8 old", than="none, 8 old"),
+        Claim(arm="CISPO, 8 old", than="none, 8 old"),
+        Claim(arm="TIS, 16 old", than=FRESH, expected="less"),
+    ),
+    axis="staleness, in versions",
+)
+NORMALISATION = Ablation(
+    title="Standard deviation and length in the advantage",
+    question="Advantages divided by their group's deviation, losses averaged within each answer first, both (GRPO), "
+    "and neither.",
+    published="Dr. GRPO ([2503.20783](https://arxiv.org/abs/2503.20783), section 3) has both as biases: the deviation "
+    "weighs easy and hard prompts up, 1/|o| makes wrong answers grow longer; without them pass rates are as good and "
+    "answers shorter. Composer 2 ([2603.24477](https://arxiv.org/abs/2603.24477), section 4.1) drops both.",
+    arms=(
+        Arm(name=DEFAULT),
+        Arm(name="deviation", changes=("loss.baseline=mean_std",)),
+        Arm(name="length", changes=("loss.aggregation=seq_mean_token_mean",)),
+        Arm(name="both", changes=("loss.baseline=mean_std", "loss.aggregation=seq_mean_token_mean")),
+    ),
+    claims=(
+        Claim(arm="both", than=DEFAULT, expected="alike"),
+        Claim(arm="length", than=DEFAULT, figure="tokens"),
+        Claim(arm="deviation", than=DEFAULT, expected="alike"),
+    ),
+)
+GROUP_SIZES = (4, 16, 32, 64)
+GROUPS = Ablation(
+    title="Group size at equal rollouts",
+    question="Sixty-four rollouts a step as sixteen groups of four, … or as one group of sixty-four.",
+    published="ScaleRL ([2510.13786](https://arxiv.org/abs/2510.13786), section 5) splits a fixed batch into 8 to 32 "
+    "generations a prompt and finds the curves nearly the same.",
+    arms=(
+        *(
+            Arm(name=f"groups of {size}", changes=_grouped, line="policy gradient", x=size)
+            for size, _grouped in (
+                (size, (f"rollouts.group_size={size}", f"rollouts.groups_per_step={64 // size}"))
+                for size in GROUP_SIZES
+            )
+        ),
+        Arm(name=DEFAULT, line="policy gradient", x=8),
+    ),
+    claims=(
+        Claim(arm="groups of 4", than=DEFAULT, expected="alike"),
+        Claim(arm="groups of 16", than=DEFAULT, expected="alike"),
+        Claim(arm="groups of 32", than=DEFAULT, expected="alike"),
+    ),
+    axis="rollouts of a group",
+)
+KL = Ablation(
+    title="k1 in the reward against k3 in the loss",
+    question="The policy is held to its start by the same coefficient, in the reward of whole rollouts or in the loss.",
+    published="Composer 2 (section 4.1, figure 4) takes k1, since k3's variance explodes once policies differ. *A "
+    "Comedy of Estimators* ([2512.21852](https://arxiv.org/abs/2512.21852)): the gradient is right with k1 in the "
+    "reward and biased with k3 in the loss; unbiased ones do better in and out of domain.",
+    arms=(
+        Arm(name=DEFAULT),
+        Arm(name="k1 in the reward", changes=("loss.reference_beta=0.03",)),
+        Arm(name="k3 in the loss", changes=("loss.kl_coef=0.03", "loss.kl_estimator=k3")),
+    ),
+    claims=(Claim(arm="k1 in the reward", than="k3 in the loss"),),
+)
+EPOCHS = (2, 4, 8, 16)
+PROMPTS = Ablation(
+    title="Prompts once against epochs",
+    question="The same number of rollouts of prompts that each come once, or come again up to sixteen times.",
+    published="Composer 2 (section 4.1) never trains on a prompt twice. *Reasoning with 1-shot RLVR* "
+    "([2504.20571](https://arxiv.org/abs/2504.20571)) learns most of what there is from one prompt, over and over.",
+    arms=(
+        Arm(name=DEFAULT, line="fresh rollouts", x=1),
+        *(
+            Arm(
+                name=f"{epochs} epochs",
+                changes=(f"tasks.options.prompts={320 // epochs}",),
+                line="fresh rollouts",
+                x=epochs,
+            )
+            for epochs in EPOCHS
+        ),
+    ),
+    claims=(
+        Claim(arm="2 epochs", than=DEFAULT, expected="alike"),
+        Claim(arm="16 epochs", than=DEFAULT, expected="less"),
+    ),
+    axis="epochs",
+)
+BUDGETS = (120_000, 150_000, 300_000)
+MIDTRAINING = Ablation(
+    title="Mid-training tokens against the gain of RL",
+    question="The same RL from starts of ever longer mid-training: does their held-out cross-entropy say how far RL "
+    "gets?",
+    published="Composer 2 (section 3.1, figure 2): of three budgets of continued pretraining, lower loss goes with "
+    "higher reward after RL.",
+    arms=(
+        *(
+            Arm(
+                name=f"{tokens // 1000},000 tokens",
+                start=(f"midtrain.tokens={tokens}",),
+                line="after RL",
+                x=tokens / 1000,
+            )
+            for tokens in BUDGETS
+        ),
+        Arm(name=DEFAULT, line="after RL", x=200),
+    ),
+    claims=(
+        Claim(arm=DEFAULT, than="120,000 tokens"),
+        Claim(arm=DEFAULT, than="150,000 tokens"),
+        Claim(arm="300,000 tokens", than=DEFAULT),
+    ),
+    axis="thousand tokens of mid-training",
+)
+WEIGHTS = (0.02, 0.05, 0.1)
+EFFORT = Ablation(
+    title="What an effort penalty buys",
+    question="Each sampled token costs so much of the reward, concavely: shorter answers, at which price?",
+    published="Composer 2 (section 4.2) has such a penalty so that easy requests are answered quickly and hard ones "
+    "are thought about; it publishes no trade.",
+    arms=(
+        Arm(name=DEFAULT),
+        *(
+            Arm(name=f"weight {weight:g}", changes=(f"effort.weight={weight}", "effort.prices.final_tokens=1.0"))
+            for weight in WEIGHTS
+        ),
+    ),
+    claims=(
+        Claim(arm="weight 0.02", than=DEFAULT, figure="tokens", expected="less"),
+        Claim(arm="weight 0.02", than=DEFAULT, expected="alike"),
+        Claim(arm="weight 0.1", than=DEFAULT, figure="tokens", expected="less"),
+        Claim(arm="weight 0.1", than=DEFAULT, expected="less"),
+    ),
+)
+DEEPER = ("model.shape.layers=4", "midtrain.tokens=200_000")
+BFLOAT16 = ("numerics.dtype=bfloat16", "numerics.arithmetic=fast")
+NOISE = 0.3
+REPLAY = Ablation(
+    title="Router replay on a deeper mixture of experts",
+    question="Four sparse layers in bfloat16; the engine's routers are off by noise, so that it sends tokens to other "
+    "experts than the trainer would.",
+    published="R3 ([2510.11370](https://arxiv.org/abs/2510.11370), sections 3 and 5): routes that differ between "
+    "engine and trainer make RL of MoE models collapse, replayed ones do not. Composer 2 (section 5) replays with a "
+    "plausibility filter.",
+    arms=(
+        Arm(name="same routers", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off")),
+        Arm(name="noise, no replay", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off"), router_noise=NOISE),
+        Arm(name="noise, replay", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=completion"), router_noise=NOISE),
+        Arm(
+            name="noise, full replay",
+            start=DEEPER,
+            changes=(*BFLOAT16, "numerics.replay=full", "numerics.replay_floor=0.0"),
+            router_noise=NOISE,
+        ),
+    ),
+    claims=(
+        Claim(arm="noise, no replay", than="same routers", expected="less"),
+        Claim(arm="noise, replay", than="noise, no replay"),
+        Claim(arm="noise, full replay", than="noise, no replay"),
+    ),
+)
+
+ABLATIONS: Mapping[str, Ablation] = MappingProxyType(
+    {
+        "staleness": STALENESS,
+        "normalisation": NORMALISATION,
+        "group-size": GROUPS,
+        "kl": KL,
+        "epochs": PROMPTS,
+        "mid-training": MIDTRAINING,
+        "effort": EFFORT,
+        "replay": REPLAY,
+    }
+)
+"""Name on the command line → the ablation."""
