@@ -60,14 +60,10 @@ class Ablation:
     """What others report, and where."""
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...]
+    reading: str = ""
+    """What came of it, in words; the figures are the bench's."""
     axis: str = "steps"
     """What lies across the plot."""
-    figure: Figure = "sampled"
-    """What lies up, of arms that are points of a line."""
-
-    def arm(self, name: str) -> Arm:
-        """The arm of a name."""
-        return next(arm for arm in self.arms if arm.name == name)
 
 
 STALENESSES = (1, 4, 8, 16)
@@ -105,8 +101,9 @@ STALENESS = Ablation(
     published="AReaL ([2505.24298](https://arxiv.org/abs/2505.24298), section 5.4): plain PPO is worse at any "
     "staleness, decoupled PPO loses next to nothing with up to 8 versions. MiniMax-M1 "
     "([2506.13585](https://arxiv.org/abs/2506.13585), section 3.1) has CISPO ahead of clips. VCPO "
-    "([2602.17616](https://arxiv.org/abs/2602.17616)) sees heavy-tailed ratios make the gradient noisy and training "
-    "collapse where asynchrony is high.",
+    "([2602.17616](https://arxiv.org/abs/2602.17616)) sees heavy-tailed ratios make gradients noisy and training "
+    "collapse where asynchrony is high; M2PO ([2510.01161](https://arxiv.org/abs/2510.01161)) prosperity before a "
+    "collapse where ratios are not bounded, and no loss at 256 versions where they are.",
     arms=(
         Arm(name=FRESH, seeds=JUDGED_SEEDS),
         *(_stale(correction, staleness) for correction in CORRECTIONS for staleness in STALENESSES),
@@ -246,6 +243,19 @@ EFFORT = Ablation(
         Claim(arm="weight 0.1", than=DEFAULT, expected="less"),
     ),
 )
+FORMATS = ("fp8", "mxfp8", "nvfp4")
+QUANTISED = Ablation(
+    title="Experts in 8 and 4 bits against bfloat16",
+    question="Inputs and weights of experts are rounded to 8 or 4 bits in every forward pass, of engine and trainer "
+    "alike; gradients pass straight through.",
+    published="Composer 2 trains with NVFP4 forward passes. With a scale per tensor in place of one per token, or fast "
+    "division, training diverged.",
+    arms=(
+        Arm(name="bfloat16", changes=("numerics.dtype=bfloat16",)),
+        *(Arm(name=form, changes=("numerics.dtype=bfloat16", f"numerics.experts={form}")) for form in FORMATS),
+    ),
+    claims=tuple(Claim(arm=form, than="bfloat16", expected="alike") for form in FORMATS),
+)
 DEEPER = ("model.shape.layers=4", "midtrain.tokens=200_000")
 BFLOAT16 = ("numerics.dtype=bfloat16", "numerics.arithmetic=fast")
 NOISE = 0.3
@@ -283,7 +293,41 @@ ABLATIONS: Mapping[str, Ablation] = MappingProxyType(
         "epochs": PROMPTS,
         "mid-training": MIDTRAINING,
         "effort": EFFORT,
+        "formats": QUANTISED,
         "replay": REPLAY,
     }
 )
 """Name on the command line → the ablation."""
+ELSEWHERE = (
+    (
+        "Asynchronous against synchronous, to the same quality",
+        "AReaL (2505.24298): up to 2.8 times as fast to the same pass rate",
+        "`python -m bench loop`, `loop --quality`",
+        "[training.md](training.md)",
+    ),
+    (
+        "Experts in FP8, MXFP8, NVFP4 against bfloat16",
+        "Composer 2 (2603.24477): RL with NVFP4 forward passes",
+        "`python -m bench quantised`",
+        "[numerics.md](numerics.md)",
+    ),
+    (
+        "Summaries trained, masked, none, room for all",
+        "Cursor, [self-summarization](https://cursor.com/blog/self-summarization): trained summaries halve errors",
+        "`python -m bench summaries`",
+        "[summaries.md](summaries.md)",
+    ),
+    (
+        "A hint on one turn against the reward alone",
+        "Composer 2.5, [post](https://cursor.com/blog/composer-2-5): textual feedback corrects single turns",
+        "`python -m bench hints`",
+        "[hints.md](hints.md)",
+    ),
+    (
+        "How much mismatch router replay removes",
+        "R3 (2510.11370), Composer 2, section 5",
+        "`python -m bench numerics`",
+        "[numerics.md](numerics.md)",
+    ),
+)
+"""Question, what is published, bench and document of ablations that take whole runs."""

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.numerics.model import CACHE
 from bench.report import Goal, envelope, heading, so_far
 from bench.science.ablations import ABLATIONS, ALIKE, FRESH, JUDGED, Arm, Claim, Figure
 from bench.science.laboratory import Measurement, TrialCurve, learn
@@ -66,7 +67,7 @@ class Trial:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Name the options of the command line."""
-    parser.add_argument("--name", required=True, metavar="NAME", help=f"the ablation: {', '.join(ABLATIONS)}")
+    parser.add_argument("--name", default="staleness", metavar="NAME", help=f"the ablation: {', '.join(ABLATIONS)}")
     parser.add_argument("--seeds", type=int, help="how many of every arm (default: 3, more where a goal is judged)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench-science"), help="keeps the trials; goes on")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override the recipe")
@@ -77,8 +78,11 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
     return bench_science(options.name, options.out, seeds=options.seeds, overrides=options.set)
 
 
-def bench_science(name: str, out: Path, *, seeds: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Json]:
-    """Run what is left of an ablation's trials and return the bench object. Trials are kept in ``out``.
+def bench_science(
+    name: str, out: Path, cache: Path = CACHE, *, seeds: int | None = None, overrides: Sequence[str] = ()
+) -> dict[str, Json]:
+    """Run what is left of an ablation's trials and return the bench object. Trials are kept in ``out``, their starts in
+    ``cache``.
 
     Raises :class:`~etude.errors.UserError` for an ablation that there is not.
     """
@@ -92,7 +96,7 @@ def bench_science(name: str, out: Path, *, seeds: int | None = None, overrides: 
     trials: list[Trial] = []
     with so_far() as measured:
         for number, (arm, seed) in enumerate(planned, start=1):
-            trials.append(_trial(arm, seed, out, overrides))
+            trials.append(_trial(arm, seed, out, cache, overrides))
             _say(f"{number} of {len(planned)}: {arm.name}, seed {seed}: {trials[-1].end.sampled:.3f}")
     figures: dict[str, Json] = {
         "name": name,
@@ -124,11 +128,11 @@ def table(result: dict[str, Json]) -> str:
     return page(result, trials, draw("what is published", results_of(result, "claims"), claims))
 
 
-def _trial(arm: Arm, seed: int, out: Path, overrides: Sequence[str]) -> Trial:
+def _trial(arm: Arm, seed: int, out: Path, cache: Path, overrides: Sequence[str]) -> Trial:
     """Train, or read what is there."""
     start_keys = [*overrides, f"seed={seed}", *arm.start]
     start_config, config = load_recipe(RECIPE, start_keys), load_recipe(RECIPE, [*start_keys, *arm.changes])
-    start = prepared_start(start_config)
+    start = prepared_start(start_config, cache)
     decides = json.dumps([config.model_dump(mode="json"), digest_of(start_config), arm.router_noise], sort_keys=True)
     file = out / f"{hashlib.sha256(decides.encode()).hexdigest()[:16]}.json"
     if not file.exists():

@@ -99,11 +99,11 @@ class TrialCurve:
 
 def learn(config: RunConfig, start: Path, *, router_noise: float = 0.0) -> TrialCurve:
     """Train the model in ``start`` as the recipe says, measuring every ``eval.every_steps`` steps and at both ends."""
-    return asyncio.run(_Laboratory(resolve(config), start, router_noise).learn())
+    return asyncio.run(Laboratory(resolve(config), start, router_noise).learn())
 
 
 @final
-class _Laboratory:
+class Laboratory:
     """A run of a resolved recipe."""
 
     def __init__(self, config: RunConfig, start: Path, router_noise: float) -> None:
@@ -124,23 +124,23 @@ class _Laboratory:
         self._publish(0)
         self._reference = self._open_reference(spec)
         self._penalties = Penalties(config, self._reference if config.loss.reference_beta else None)
-        self._sampler = _Sampler(config, start, router_noise)
+        self.sampler = Sampler(config, start, router_noise)
+        """The engine's side."""
 
     async def learn(self) -> TrialCurve:
         """Take all steps."""
         started_s = time.monotonic()
         heldout, rewards, masked = [], [], []
         entropy, k3, steps = 0.0, 0.0, self._config.trainer.steps
-        async with background_task(self._sampler.engine.run()):
+        async with background_task(self.sampler.engine.run()):
             heldout.append(await self._measure(0))
             for step in range(1, steps + 1):
-                groups = await self._groups(step)
+                groups = await self.groups(step)
                 k3 = self._mismatch(groups) if step == steps else k3
-                metrics = self._train(step, groups)
+                metrics = self.train(step, groups)
                 rewards.append(float(np.mean([rollout.reward for group in groups for rollout in group.rollouts])))
                 masked.append(metrics.get("masked_share", 0.0))
                 entropy = metrics.get("entropy", entropy)
-                self._publish(step)
                 if step == steps or step % (self._config.eval.every_steps or steps) == 0:
                     heldout.append(await self._measure(step))
         return TrialCurve(
@@ -166,15 +166,15 @@ class _Laboratory:
         (_, state), numerics = self._published[0], self._config.numerics
         return Reference.alone(training_model(spec, numerics, "cpu"), decoded_state(state, numerics), numerics)
 
-    async def _groups(self, step: int) -> list[Group]:
+    async def groups(self, step: int) -> list[Group]:
         """The groups of a step, sampled by the oldest version that is remembered."""
         published = self._published[0]
-        await self._sampler.serve(published)
+        await self.sampler.serve(published)
         count, size = self._config.rollouts.groups_per_step, self._config.rollouts.group_size
         first = (step - 1) * count
         tasks = [self._task(first + place) for place in range(count)]
         questions = [(task, (step, place, slot)) for place, task in enumerate(tasks) for slot in range(size)]
-        rollouts = await self._sampler.rollouts(questions)
+        rollouts = await self.sampler.rollouts(questions)
         return [
             Group(
                 index=first + place,
@@ -196,21 +196,24 @@ class _Laboratory:
         trajectories = [trajectory for rollout in rollouts for trajectory in build_trajectories(rollout, 0.0)]
         return self._probe.measure(trajectories, max_tokens=self._config.trainer.microbatch_tokens).total.k3
 
-    def _train(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Take an optimiser step."""
+    def train(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """Take an optimiser step, and remember the weights that it ends with."""
         batch = batch_of(step, groups, self._penalties.of(groups), self._config)
         trajectories = scored(batch, self._config, self._probe, self._reference)
         lengths = [len(trajectory.token_ids) for trajectory in trajectories]
         (passes,) = pack(lengths, max_tokens=self._config.trainer.microbatch_tokens, ranks=1, cost=self._cost)
-        return self._trainer.step(step, [[trajectories[i] for i in one] for one in passes], totals_of(batch))
+        microbatches = [[trajectories[index] for index in one] for one in passes]
+        metrics = self._trainer.step(step, microbatches, totals_of(batch))
+        self._publish(step)
+        return metrics
 
     async def _measure(self, step: int) -> Measurement:
         """The newest version on held-out tasks, with the same random numbers at every step."""
-        await self._sampler.serve(self._published[-1])
+        await self.sampler.serve(self._published[-1])
         tasks = [self._family.task(Split.HELDOUT, index) for index in range(self._config.eval.tasks)]
         questions = [(task, (HELDOUT, place, 0)) for place, task in enumerate(tasks)]
-        sampled = await self._sampler.rollouts(questions)
-        greedy = await self._sampler.rollouts(questions[::GREEDY_SHARE], temperature=0.0)
+        sampled = await self.sampler.rollouts(questions)
+        greedy = await self.sampler.rollouts(questions[::GREEDY_SHARE], temperature=0.0)
         return Measurement(
             step=step,
             sampled=_pass_rate(sampled),
@@ -220,7 +223,7 @@ class _Laboratory:
 
 
 @final
-class _Sampler:
+class Sampler:
     """An engine, and the grader of its answers."""
 
     def __init__(self, config: RunConfig, start: Path, router_noise: float) -> None:
