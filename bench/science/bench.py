@@ -19,7 +19,7 @@ import hashlib
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,6 +41,10 @@ SHORTFALL = Goal("staleness_shortfall", "at most", ALIKE)
 BROKEN = 0.5
 """A trial is broken once its rewards are below this share of the best that they were, both of ``WINDOW`` steps."""
 WINDOW = 5
+LEARNT = 0.4
+"""Largest held-out loss of a start, in nats a token, that has learnt to add."""
+MOST_SKIPPED = 4
+"""Starts that are made for each seed that is wanted, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +64,6 @@ class Trial:
 
     def figure(self, name: Figure) -> float:
         """A figure of the end."""
-        if name == "gain":
-            return self.end.sampled - self.curve.heldout[0].sampled
         return float(getattr(self.end, name))
 
 
@@ -79,33 +81,64 @@ def run(options: argparse.Namespace) -> dict[str, Json]:
 
 
 def bench_science(
-    name: str, out: Path, cache: Path = CACHE, *, seeds: int | None = None, overrides: Sequence[str] = ()
+    name: str,
+    out: Path,
+    cache: Path = CACHE,
+    *,
+    seeds: int | None = None,
+    learnt: float = LEARNT,
+    overrides: Sequence[str] = (),
 ) -> dict[str, Json]:
     """Run what is left of an ablation's trials and return the bench object. Trials are kept in ``out``, their starts in
     ``cache``.
 
-    Raises :class:`~etude.errors.UserError` for an ablation that there is not.
+    Raises :class:`~etude.errors.UserError` for an ablation that there is not, and as :func:`usable_seeds` does.
     """
     if name not in ABLATIONS:
         raise UserError(f"bench science: no ablation {name!r}; there are {', '.join(ABLATIONS)}")
     if seeds is not None and seeds < 1:
         raise UserError(f"bench science: --seeds {seeds} measures nothing: ask for 1 or more")
     ablation = ABLATIONS[name]
-    planned = [(arm, seed) for arm in ablation.arms for seed in range(seeds or arm.seeds)]
-    planned.sort(key=lambda one: one[1])  # whole seeds first: an interrupted call has pairs
     trials: list[Trial] = []
+    skipped: list[int] = []
     with so_far() as measured:
-        for number, (arm, seed) in enumerate(planned, start=1):
-            trials.append(_trial(arm, seed, out, cache, overrides))
-            _say(f"{number} of {len(planned)}: {arm.name}, seed {seed}: {trials[-1].end.sampled:.3f}")
+        most = max(seeds or arm.seeds for arm in ablation.arms)
+        keys = [*overrides, *ablation.arms[0].start]
+        for place, seed in enumerate(usable_seeds(most, keys, cache, learnt, skipped)):
+            for arm in ablation.arms:
+                if place < (seeds or arm.seeds):
+                    trials.append(_trial(arm, seed, out, cache, overrides))
+                    _say(f"{arm.name}, seed {seed}: {trials[-1].end.sampled:.3f}")
     figures: dict[str, Json] = {
         "name": name,
+        "skipped_seeds": [*skipped],
         "results": [_row(trial) for trial in trials],
         "claims": [_judged(claim, trials) for claim in ablation.claims],
         "goals": _goals(name, trials),
     }
     seconds = sum(trial.curve.seconds for trial in trials)
     return envelope("science", seconds, figures, interrupted=measured.interrupted)
+
+
+def usable_seeds(count: int, keys: Sequence[str], cache: Path, learnt: float, skipped: list[int]) -> Iterator[int]:
+    """The first ``count`` seeds whose start has learnt to add: its loss is at most ``learnt``. Others are ``skipped``:
+    from a start at chance every arm ends at chance, and none would seem to cost anything.
+
+    Raises :class:`~etude.errors.UserError` where hardly any start has.
+    """
+    found = 0
+    for seed in range(MOST_SKIPPED * count):
+        start = prepared_start(load_recipe(RECIPE, [*keys, f"seed={seed}"]), cache)
+        if start.loss > learnt:
+            skipped.append(seed)
+            _say(f"seed {seed} is left out: its start's loss is {start.loss:.3f}, above {learnt:g}")
+            continue
+        yield seed
+        found += 1
+        if found == count:
+            return
+    raise UserError(f"bench science: of {MOST_SKIPPED * count} starts {found} have a loss of at most {learnt:g}: train "
+                    f"them longer, such as --set midtrain.tokens=400_000")  # fmt: skip
 
 
 def table(result: dict[str, Json]) -> str:
@@ -161,7 +194,6 @@ def _row(trial: Trial) -> dict[str, Json]:
         "before": round(curve.heldout[0].sampled, 4),
         "sampled": round(end.sampled, 4),
         "greedy": round(end.greedy, 4),
-        "gain": round(trial.figure("gain"), 4),
         "tokens": round(end.tokens, 2),
         "entropy": round(curve.entropy, 3),
         "masked": round(curve.masked, 4),
@@ -200,9 +232,7 @@ def _judged(claim: Claim, trials: Sequence[Trial]) -> dict[str, Json]:
     """A claim beside the paired difference over seeds."""
     measured = differences(trials, claim.arm, claim.than, claim.figure)
     judged: dict[str, Json] = {
-        "claim": f"{claim.figure} of {claim.arm!r}: {claim.expected} than {claim.than!r}".replace(
-            "alike than", "as of"
-        ),
+        "claim": claim.text,
         "seeds": len(measured),
         "difference": round(statistics.fmean(measured), 4) if measured else None,
     }

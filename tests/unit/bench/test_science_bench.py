@@ -2,14 +2,15 @@
 
 import asyncio
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 
-from bench.science.ablations import ABLATIONS, Arm, Claim
-from bench.science.bench import RECIPE, Trial, bench_science, broken_at, differences, verdict
+from bench.science.ablations import ABLATIONS, ROLLOUTS, Arm, Claim
+from bench.science.bench import RECIPE, Trial, bench_science, broken_at, differences, usable_seeds, verdict
 from bench.science.laboratory import ROUTER, Laboratory, Measurement, TrialCurve, learn, perturbed
 from bench.science.running_sums import ADDENDS, BASE, EQUALS, RunningSums
 from bench.science.starts import Start, prepared_start
@@ -130,7 +131,7 @@ def test_every_arm_is_a_recipe_and_every_claim_is_of_arms(name: str) -> None:
 
 def test_groups_of_every_size_have_as_many_rollouts_a_step() -> None:
     counts = {load_recipe(RECIPE, arm.changes).rollouts.rollouts_per_step for arm in ABLATIONS["group-size"].arms}
-    assert len(counts) == 1
+    assert counts == {ROLLOUTS}
 
 
 def trial(arm: str, seed: int, sampled: float) -> Trial:
@@ -143,7 +144,7 @@ def trial(arm: str, seed: int, sampled: float) -> Trial:
 def test_differences_are_of_the_same_seed() -> None:
     trials = [trial("a", 0, 0.75), trial("b", 0, 0.5), trial("a", 1, 0.5), trial("b", 1, 0.75), trial("b", 2, 0.1)]
     assert differences(trials, "a", "b", "sampled") == [0.25, -0.25]
-    assert differences(trials, "a", "b", "gain") == [0.25, -0.25]
+    assert differences(trials, "a", "b", "tokens") == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,15 @@ def test_a_trial_is_broken_once_its_rewards_have_halved() -> None:
     assert broken_at([0.1] * 5 + [0.8] * 20) is None
 
 
+def test_seeds_whose_start_has_learnt_nothing_are_left_out(tmp_path: Path) -> None:
+    skipped: list[int] = []
+    assert [*usable_seeds(2, SMALL, tmp_path, inf, skipped)] == [0, 1]
+    assert skipped == []
+    with pytest.raises(UserError, match=r"of 4 starts 0 have a loss of at most 0\.1"):
+        next(usable_seeds(1, SMALL, tmp_path, 0.1, skipped))
+    assert skipped == [0, 1, 2, 3]
+
+
 def test_an_ablation_that_there_is_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no ablation 'stale'; there are staleness"):
         bench_science("stale", tmp_path)
@@ -177,7 +187,8 @@ def test_an_ablation_that_there_is_not_is_refused(tmp_path: Path) -> None:
 def test_a_bench_goes_on_where_it_stopped(tmp_path: Path) -> None:
     def results() -> Json:
         changes = (*SMALL, "trainer.steps=1")
-        return bench_science("normalisation", tmp_path, tmp_path / "starts", seeds=2, overrides=changes)["results"]
+        starts = tmp_path / "starts"
+        return bench_science("normalisation", tmp_path, starts, seeds=2, learnt=inf, overrides=changes)["results"]
 
     once = results()
     files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.json")}
