@@ -79,9 +79,17 @@ class FrontierDot:
 
 
 def line_plot(
-    title: str, lines: Sequence[Line], *, height: int = 150, log: bool = False, bound: tuple[float, str] | None = None
+    title: str,
+    lines: Sequence[Line],
+    *,
+    height: int = 150,
+    log: bool = False,
+    bound: tuple[float, str] | None = None,
+    axis: str = "steps",
 ) -> str:
-    """Line plot over steps; empty where no line has a point. ``bound`` is a labelled threshold line."""
+    """Line plot over steps, or what ``axis`` says; empty where no line has a point. ``bound`` is a labelled threshold
+    line.
+    """
     drawn = [line for line in lines if line.points]
     if not drawn:
         return ""
@@ -105,7 +113,7 @@ def line_plot(
     spoken = "; ".join(
         f"{line.label or title} from {line.points[0][1]:.3g} to {line.points[-1][1]:.3g}" for line in drawn
     )
-    return _figure(title, f"{title} over steps {first:g} to {last:g}: {spoken}", shapes, height, "plot")
+    return _figure(title, f"{title} over {axis} {first:g} to {last:g}: {spoken}", shapes, height, "plot")
 
 
 def estimate_plot(title: str, estimates: Sequence[EstimateMark]) -> str:
