@@ -23,7 +23,7 @@ MARGIN = 1.6
 LABEL_GAP = 13
 """Least distance of two labels at the end of lines, in pixels."""
 SHADE, FAINTEST, DARK = 0.2, 0.35, 0.75
-"""Of stacked bars: opacity that the next name has less, the least one, and the one from which on words are light."""
+"""Opacity in stacked bars: the step from name to name, the least one, and the one from which on words are light."""
 LABELLED = 0.2
 """Least part of a stacked bar that has room for its name."""
 
