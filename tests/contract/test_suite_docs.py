@@ -65,7 +65,7 @@ def test_its_tables_of_toml_are_valid() -> None:
     assert suite.keys() == SuiteFile.model_fields.keys()
     assert SuiteFile.model_validate({**suite, "tasks": {**suite["tasks"], "folder": "."}}).name == "mine"
     release["release"]["every_steps"] = 10
-    assert parse_config(release, source="docs").release.suites[0].folder == "suites/mine"
+    assert parse_config(release, source="docs").release.suites[0].recipe == "suites/mine"
 
 
 def test_every_option_of_the_table_exists(capsys: pytest.CaptureFixture[str]) -> None:
