@@ -9,8 +9,17 @@ import pytest
 
 from api_models import KEY, ApiModel, behind
 from etude.cli.main import main
+from etude.config.loading import default_recipe
+from etude.config.release import SuiteConfig
 from etude.dashboard.suite_results import SuiteResults, read_results
+from etude.run.evaluate import EvalRequest, identified, read_evaluation
+from etude.run.folder import RunFolder
+from etude.run.phases import publish_start
+from etude.run.resolve import resolve
+from etude.run.store_outages import StoreOutages
+from etude.telemetry.log import EventLog
 from harbor_folders import write_folder
+from tiny_runs import make_tiny_start
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -121,3 +130,26 @@ def test_a_folder_of_harbor_tasks_runs_as_a_suite(
     assert main(["suite", "compare", str(tmp_path / api), str(tmp_path / api), "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)
     assert compared["difference"]["sampled"]["sign_test"]["ties"] == 2
+
+
+def test_weights_of_a_run_are_tried_with_its_own_harness(
+    bugs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = make_tiny_start(tmp_path / "start")
+    devices = ["engine.device=cpu", "trainer.device=cpu"]
+    settings = [f"model.checkpoint={checkpoint}", "midtrain.tokens=0", "harness.options.max_turns=2", *devices]
+    folder = RunFolder.create(tmp_path / "run", resolve(default_recipe(settings)))
+    with EventLog(folder.events, "trainer") as events:
+        publish_start(folder, checkpoint, events, StoreOutages("store", 60.0))
+    command = ["suite", "run", str(bugs), "--run", f"{folder.path}:0", "--tasks", "3", "--out", str(tmp_path / "out")]
+    assert main(command) == 0
+    results = read_results(tmp_path / "out")
+    assert (results.model, results.api, results.harness) == ("run v0", "etude", "coding")
+    assert len(results.tries) == 3
+    assert all(1 <= each.measures["calls"] <= 2 and each.measures["sampled_tokens"] >= 1 for each in results.tries)
+    gate = SuiteConfig(name="bugs-1", recipe=str(bugs), count=3)
+    request = EvalRequest(version=0, tasks=3, greedy=False, suite=gate)
+    tries = read_evaluation(folder, request, 0, identified(folder, 0)[1]).tries["sampled"]
+    assert [each and each.task_id for each in tries[0]] == list(results.tasks)  # what a release gate would find there
+    assert main([*command, "--set", "seed=1"]) == 2
+    assert "--set would have no effect with --run" in capsys.readouterr().err

@@ -113,7 +113,7 @@ def load_suite(folder: Path) -> SuiteFile:
     tasks = tree.get("tasks")
     if isinstance(tasks, dict):
         if tasks.get("family") in IN_FOLDERS:
-            tasks["folder"] = str(folder / str(tasks.get("folder", "")))
+            tasks.setdefault("folder", ".")
         change_data(tree, lambda _, path: str(folder / path))
     _change_names(tree, lambda name: plugins.absolute(name, folder))
     return _parse(tree, SuiteFile, source=str(file))

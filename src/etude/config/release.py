@@ -26,23 +26,14 @@ class SuiteConfig(Section):
 
     name: str = Field(pattern=r"^[a-z0-9-]+$")
     """Name of the suite, in evidence and in names of files."""
-    recipe: str = ""
-    """A recipe whose ``[tasks]`` are tried, on their held-out side, with this run's harness."""
-    folder: str = ""
-    """A suite in its place (``docs/suites.md``), likewise with this run's harness, in the sandboxes that it names."""
+    recipe: str = Field(min_length=1)
+    """A recipe whose ``[tasks]`` are tried, on their held-out side, with this run's harness; or the folder of a suite
+    (``docs/suites.md``), in the sandboxes that it names.
+    """
     count: int = Field(default=64, ge=2)
     """Tasks of it."""
     margin: float = Field(default=0.05, ge=0)
     """Amount by which the mean reward may be below the released version's (non-inferiority)."""
-
-    @model_validator(mode="after")
-    def _named(self) -> Self:
-        if bool(self.recipe) == bool(self.folder):
-            raise ValueError(
-                f"release.suites: the suite {self.name!r} has recipe = {self.recipe!r} and folder = {self.folder!r}: "
-                f"name one of them"
-            )
-        return self
 
 
 class ReleaseConfig(Section):

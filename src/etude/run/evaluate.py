@@ -34,7 +34,7 @@ from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
-from etude.tasks.suites import task_config
+from etude.tasks.suites import is_suite, task_config
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
 from etude.types import Disposition, Group, Rollout, Task, TurnKind
@@ -111,7 +111,8 @@ def sections_of(suite: SuiteConfig) -> tuple[TaskConfig, SandboxConfig | None]:
 
     Raises :class:`~etude.errors.ConfigError`.
     """
-    return task_config(Path(suite.folder)) if suite.folder else (load_recipe(Path(suite.recipe)).tasks, None)
+    place = Path(suite.recipe)
+    return task_config(place) if is_suite(place) else (load_recipe(place).tasks, None)
 
 
 def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:

@@ -116,7 +116,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     if "mounts" in options:
         options["mounts"] = [_absolute(folder) for folder in options["mounts"]]
     for suite in tree["release"]["suites"]:
-        suite |= {name: _absolute(suite[name]) for name in ("recipe", "folder")}
+        suite["recipe"] = _absolute(suite["recipe"])
     return parse_config(tree, source="run.toml")
 
 

@@ -76,6 +76,13 @@ def test_the_folder_of_the_tasks_is_the_suites_own(tmp_path: Path) -> None:
     assert open_tasks(folder).size(Split.HELDOUT) == 1
 
 
+def test_a_relative_path_is_taken_from_where_the_command_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "s" / "a")
+    write_suite(tmp_path / "s", 'name = "s"\n[tasks]\nfamily = "harbor"\n')
+    monkeypatch.chdir(tmp_path)
+    assert open_tasks(Path("s")).size(Split.HELDOUT) == 1
+
+
 def test_what_is_no_suite_is_named(tmp_path: Path) -> None:
     assert not is_suite(tmp_path)
     with pytest.raises(ConfigError, match=r"expected a folder with suite\.toml"):
