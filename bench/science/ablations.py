@@ -135,6 +135,12 @@ STALENESS = Ablation(
         Claim(arm="CISPO, 8 old", than="none, 8 old"),
         Claim(arm="TIS, 16 old", than=FRESH, expected="less", ours=True),
     ),
+    reading="Old rollouts cost, but five seeds cannot say how much: the two points of the goal are neither shown nor "
+    "refuted. Four versions cost some points on the mean, eight and sixteen many: without a correction even greedy "
+    "answers, all of them right on policy, go wrong on every seed. No correction is ahead for sure. IcePop lost least "
+    "at sixteen versions and CISPO most, and seeds differ by more than that: with steps this large (Muon at 3e-3) a "
+    "run now and then falls into a policy that gets some sums wrong and stays there, with rollouts one version old as "
+    "well as four. Some twenty seeds would make the intervals a third as wide.",
     axis="staleness, in versions",
 )
 NORMALISATION = Ablation(
@@ -321,7 +327,7 @@ ELSEWHERE = (
         "Experts in FP8, MXFP8, NVFP4 against bfloat16",
         "Composer 2 (2603.24477): RL with NVFP4 forward passes",
         "`python -m bench quantised`",
-        "[numerics.md](numerics.md)",
+        "nowhere yet: no figures are committed",
     ),
     (
         "Summaries trained, masked, none, room for all",

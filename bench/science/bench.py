@@ -126,7 +126,7 @@ def usable_seeds(count: int, keys: Sequence[str], cache: Path, learnt: float, sk
 
     Raises :class:`~etude.errors.UserError` where hardly any start has.
     """
-    found = 0
+    usable = 0
     for seed in range(MOST_SKIPPED * count):
         start = prepared_start(load_recipe(RECIPE, [*keys, f"seed={seed}"]), cache)
         if start.loss > learnt:
@@ -134,11 +134,13 @@ def usable_seeds(count: int, keys: Sequence[str], cache: Path, learnt: float, sk
             _say(f"seed {seed} is left out: its start's loss is {start.loss:.3f}, above {learnt:g}")
             continue
         yield seed
-        found += 1
-        if found == count:
+        usable += 1
+        if usable == count:
             return
-    raise UserError(f"bench science: of {MOST_SKIPPED * count} starts {found} have a loss of at most {learnt:g}: train "
-                    f"them longer, such as --set midtrain.tokens=400_000")  # fmt: skip
+    raise UserError(
+        f"bench science: of {MOST_SKIPPED * count} starts {usable} have a loss of at most {learnt:g}: train them "
+        f"longer, such as --set midtrain.tokens=400_000"
+    )
 
 
 def table(result: dict[str, Json]) -> str:

@@ -9,6 +9,7 @@ holds the page to the files.
 import json
 import statistics
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -50,16 +51,18 @@ One start in some does not learn to add in the tokens that it gets. From there e
 would seem to cost anything, so seeds whose start has a held-out loss above 0.4 nats a token are left out and named. The
 rule was made after two such seeds had been seen, and counts for all ablations.
 
-Of arms the means over seeds are shown: the start's cross-entropy in nats a token and its pass rate; after RL the pass
-rates, sampled and greedy, tokens of an answer, entropy in nats a token, the mismatch k3 of trainer and engine on the
-same weights; and on how many seeds learning broke (rewards fell below half of their best, both over five steps).
+Of arms the means over the seeds that all of them have are shown: the start's cross-entropy in nats a token and its pass
+rate; after RL the pass rates, sampled and greedy, tokens of an answer, entropy in nats a token, the mismatch k3 of
+trainer and engine on the same weights; and on how many seeds learning broke (rewards fell below half of their best,
+both over five steps).
 """
 
 
 def render(results: Mapping[str, Mapping[str, Json]]) -> dict[str, str]:
     """The files of the page, by their paths in the folder of documents, out of bench objects by their names."""
     measured = {name: ablation for name, ablation in ABLATIONS.items() if name in results}
-    parts = [HEAD, *(_section(name, ablation, results[name]) for name, ablation in measured.items()), _elsewhere()]
+    sections = [_section(name, ablation, results[name]) for name, ablation in measured.items()]
+    parts = [HEAD, *sections, *_unmeasured(results), _elsewhere()]
     files = {f"science/{name}.svg": plot(ablation, results[name]) for name, ablation in measured.items()}
     return {"science.md": "\n".join(parts), **files}
 
@@ -71,7 +74,7 @@ def committed() -> dict[str, dict[str, Json]]:
 
 def plot(ablation: Ablation, result: Mapping[str, Json]) -> str:
     """An SVG file: the mean over seeds, of arms that are points of a line across ``axis``, of all others over steps."""
-    rows = results_of(result)
+    rows = _shared(results_of(result))
     points: dict[str, list[tuple[float, float]]] = {}
     lines: list[tuple[str, Points]] = []
     for arm in ablation.arms:
@@ -123,12 +126,12 @@ def _section(name: str, ablation: Ablation, result: Mapping[str, Json]) -> str:
         *_table(("claim", "difference", "interval", "seeds", "verdict"), map(_claim, results_of(result, "claims"))),
         "",
         *_table(
-            ("arm", "seeds", "loss of the start", "before", "sampled", "greedy", "tokens", "entropy", "k3", "broke"),
-            _arms(ablation.arms, results_of(result)),
+            ("arm", "loss of the start", "before", "sampled", "greedy", "tokens", "entropy", "k3", "broke"),
+            _arms(ablation.arms, _shared(results_of(result))),
         ),
         "",
         *_goals(result),
-        f"{_steps(result)} steps; {_skipped(result)}{_machine(result)}; {result['date']}, commit {result['commit']}.",
+        f"{_steps(result)} steps; {_skipped(result)}{_machine(result)}.",
     ]
     return "\n".join(lines)
 
@@ -149,14 +152,13 @@ def _claim(row: Row) -> tuple[str, ...]:
 
 
 def _arms(arms: Sequence[Arm], rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Means over the seeds of each arm."""
+    """Means over the seeds that all arms have."""
     for arm in arms:
         if own := _rows_of(arm, rows):
             mean = {name: statistics.fmean(_number(row, name) for row in own) for name in AVERAGED}
             broke = sum(row["broken_at"] is not None for row in own)
             yield (
                 arm.name,
-                str(len(own)),
                 *(f"{mean[name]:.3f}" for name in ("start_loss", "before", "sampled", "greedy")),
                 f"{mean['tokens']:.1f}",
                 f"{mean['entropy']:.2f}",
@@ -181,6 +183,15 @@ def _goals(result: Mapping[str, Json]) -> Iterator[str]:
         yield f"Goal, {name}: {goal['sense']} {goal['goal']}; {_signed(goal['value'])}, interval {shown}: **{met}**.\n"
 
 
+def _unmeasured(results: Mapping[str, object]) -> Iterator[str]:
+    """Ablations that the bench has and nobody has run yet."""
+    missing = [f"{ablation.title} (`--name {name}`)" for name, ablation in ABLATIONS.items() if name not in results]
+    if missing:
+        yield "\n## Not measured yet\n\n" + _wrapped(
+            f"The bench has them, and no results are committed: {'; '.join(missing)}."
+        )
+
+
 def _elsewhere() -> str:
     """Ablations that other benches measure, as whole runs."""
     lines = ["\n## Measured as whole runs\n", "What a laboratory of one process cannot show, other benches do.\n"]
@@ -191,6 +202,13 @@ def _elsewhere() -> str:
 def _table(columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> list[str]:
     head = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return [*head, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _shared(rows: Sequence[Row]) -> list[Row]:
+    """The rows of those seeds on which every arm was trained: means of others could not be compared."""
+    arms = {str(row["contestant"]) for row in rows}
+    counts = Counter(str(row["seed"]) for row in rows)
+    return [row for row in rows if counts[str(row["seed"])] == len(arms)]
 
 
 def _rows_of(arm: Arm, rows: Sequence[Row]) -> list[Row]:
@@ -219,9 +237,11 @@ def _skipped(result: Mapping[str, Json]) -> str:
 
 
 def _machine(result: Mapping[str, Json]) -> str:
+    """Where, when and of what it was measured."""
     machine = result["machine"]
     assert isinstance(machine, dict)
-    return f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"
+    where = f"{machine['processor']}, {machine['cores']} cores, torch {machine['torch']}"
+    return f"{where}; {str(result['date'])[:10]}, commit {result['commit']}"
 
 
 def main() -> None:
