@@ -12,7 +12,18 @@ from etude.dashboard import formatting
 from etude.dashboard.calls import reported_turns
 from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import about_errors, comparison, full_marks
-from etude.dashboard.plots import EstimateMark, Line, Points, estimate_plot, line_plot, share_bars, smooth, stacked_bars
+from etude.dashboard.plots import (
+    HEIGHT,
+    TALL,
+    EstimateMark,
+    Line,
+    Points,
+    estimate_plot,
+    line_plot,
+    share_bars,
+    smooth,
+    stacked_bars,
+)
 from etude.dashboard.text import phases, summary
 from etude.telemetry.metrics import METRICS, Chart, charts
 from etude.types import Json
@@ -223,10 +234,8 @@ def _chart(report: Mapping[str, Json], chart: Chart, names: Sequence[str]) -> st
         newest = formatting.write_metric(METRICS[name], points[-1][1]) if points else ""
         lines.append(Line(points=points, label=METRICS[name].label or newest, style=style))
     bound = number_at(report, chart.bound) if chart.bound else None
-    height = {"height": 220} if chart.wide else {}
-    return line_plot(
-        chart.title, lines, log=chart.log, bound=None if bound is None else (bound, chart.bound_label), **height
-    )
+    height, marked = (TALL if chart.wide else HEIGHT), None if bound is None else (bound, chart.bound_label)
+    return line_plot(chart.title, lines, height=height, log=chart.log, bound=marked)
 
 
 def _midtrain(report: Mapping[str, Json]) -> str:

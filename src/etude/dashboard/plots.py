@@ -20,6 +20,8 @@ ACROSS = 1000
 """Units across the nested ``<svg>`` of curves: fine enough that rounding to whole units cannot be seen."""
 MARGIN = 1.6
 """Factor by which the scale of a frontier is wider than its dots, to each side."""
+HEIGHT, TALL = 150, 220
+"""Pixels of a plot's lines, and of one as wide as the page."""
 LABEL_GAP = 13
 """Least distance of two labels at the end of lines, in pixels."""
 SHADE, FAINTEST, DARK = 0.2, 0.35, 0.75
@@ -82,7 +84,7 @@ def line_plot(
     title: str,
     lines: Sequence[Line],
     *,
-    height: int = 150,
+    height: int = HEIGHT,
     log: bool = False,
     bound: tuple[float, str] | None = None,
     axis: str = "steps",
