@@ -37,6 +37,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "selection.bench",
             "steps and rollouts to one pass rate, with tasks chosen and groups sampled again",
         ),
+        "science": ("science.bench", "the ablations that papers report, seed by seed, in one small laboratory"),
         "gateway": ("gateway.bench", "calls per second and what each costs, beside LiteLLM's proxy and a bare one"),
         "sandbox": ("sandbox.bench", "starting sandboxes, how many live, beside bubblewrap, crun, podman, gVisor"),
         "grading": ("grading.bench", "attacks on graders, and honest solutions: what is accepted"),

@@ -40,6 +40,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "train": ("processes", "One process of a run: the trainer, or one node of it."),
         "release": ("release", "See, approve, propose and take back the versions that users meet."),
         "eval": ("eval", "Try a weight version of a run on the held-out tasks, or compare two."),
+        "suite": ("suite", "Try any model at a suite of tasks, compare models, see quality against cost."),
         "show": ("show", "Read the rollouts of a run: an overview, a list, a group, one of them."),
         "ui": ("ui", "Look at runs in a browser: curves, rollouts, weights, users, as they go on."),
         "play": ("play", "Watch the agent of a run play a held-out task, turn by turn, to the verdict."),

@@ -1,4 +1,4 @@
-"""Recipes and fleets from files, and back; all faults of one are told at once: the key, the value, the fix."""
+"""Recipes, fleets and suites from files, and back; all faults of one are told at once: the key, the value, the fix."""
 
 import json
 import tomllib
@@ -17,9 +17,11 @@ from etude.config.log import spell_out
 from etude.config.recipe import RunConfig
 from etude.config.renamed import renamed, without_emptied
 from etude.config.section import Section
+from etude.config.suite import SUITE_FILE, SuiteFile
+from etude.config.tasks import IN_FOLDERS
 from etude.errors import ConfigError
 
-Whole = TypeVar("Whole", RunConfig, FleetConfig)
+Whole = TypeVar("Whole", RunConfig, FleetConfig, SuiteFile)
 
 FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
 """Paths of tables whose texts may lie in files beside the recipe."""
@@ -66,7 +68,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
         raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it{meant}")
     tree = _read_toml(file)
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     for table in FILE_TABLES:
         _read_files(tree, table, file)
     if isinstance(log := tree.get("log"), dict) and "to" in log:
@@ -80,7 +82,7 @@ def default_recipe(overrides: Sequence[str] = ()) -> RunConfig:
     """The defaults with ``section.key=value`` overrides. Raises like :func:`load_recipe`."""
     tree: dict[str, Any] = {}
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return parse_config(tree, source="--set")
 
 
@@ -97,6 +99,24 @@ def load_fleet(path: Path) -> FleetConfig:
     if isinstance(tree.get("launcher"), str):
         tree["launcher"] = plugins.absolute(tree["launcher"], path.parent)
     return _parse(tree, FleetConfig, source=str(path))
+
+
+def load_suite(folder: Path) -> SuiteFile:
+    """Read the ``suite.toml`` of a folder, whose tasks lie in that folder unless it names another one.
+
+    Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
+    """
+    file = folder / SUITE_FILE
+    if not file.is_file():
+        raise ConfigError(f"no suite at {str(folder)!r}: expected a folder with {SUITE_FILE} in it")
+    tree = _read_toml(file)
+    tasks = tree.get("tasks")
+    if isinstance(tasks, dict):
+        if tasks.get("family") in IN_FOLDERS:
+            tasks.setdefault("folder", ".")
+        change_data(tree, lambda _, path: str(folder / path))
+    _change_names(tree, lambda name: plugins.absolute(name, folder))
+    return _parse(tree, SuiteFile, source=str(file))
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -160,7 +180,8 @@ def _read_files(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> N
                 raise ConfigError(f"{recipe}: {key} = {text!r} cannot be read: {error}") from error
 
 
-def _apply_override(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Apply ``section.key=value`` to a tree, which is changed. Raises :class:`~etude.errors.ConfigError`."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {override!r}: expected section.key=value")

@@ -241,7 +241,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _answerable(self) -> Self:
-        if self.tasks.family in ASKING and self.harness.kind == "command":
+        if self.tasks.family in ASKING and self.harness.kind in ("command", "shell"):
             raise ValueError(
                 f"tasks.family = {self.tasks.family!r} asks for an answer, which harness.kind = {self.harness.kind!r} "
                 f"has no way to give: leave harness.kind out"

@@ -27,7 +27,9 @@ class SuiteConfig(Section):
     name: str = Field(pattern=r"^[a-z0-9-]+$")
     """Name of the suite, in evidence and in names of files."""
     recipe: str = Field(min_length=1)
-    """A recipe whose ``[tasks]`` are tried, on their held-out side, with this run's harness."""
+    """A recipe whose ``[tasks]`` are tried, on their held-out side, with this run's harness; or the folder of a suite
+    (``docs/suites.md``), in the sandboxes that it names.
+    """
     count: int = Field(default=64, ge=2)
     """Tasks of it."""
     margin: float = Field(default=0.05, ge=0)

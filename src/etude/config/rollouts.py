@@ -107,6 +107,19 @@ class SingleTurnOptions(Section):
     """System message before each prompt; empty: none."""
 
 
+class ShellOptions(Section):
+    """An agent whose one tool is a shell: for any model that can write one."""
+
+    max_turns: int = Field(default=40, ge=1, le=4096)
+    """Model calls per rollout."""
+    max_tokens_per_turn: int = Field(default=2048, ge=16)
+    """Sampled tokens per model call."""
+    turn_timeout_s: float = Field(default=600.0, gt=0)
+    """Deadline of one model call, retries included."""
+    command_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that one command may run; then it is stopped, and the model is told."""
+
+
 class VerifiersHarnessOptions(Section):
     """The agent of a ``verifiers`` environment."""
 
@@ -138,6 +151,7 @@ HARNESSES = Registry(
         "verifiers": "etude.tasks.verifiers.harness:VerifiersHarness",
         "openenv": "etude.tasks.openenv:OpenEnvHarness",
         "single_turn": "etude.harnesses.single_turn:SingleTurnHarness.open",
+        "shell": "etude.harnesses.shell:ShellHarness.open",
     },
 )
 """Harnesses by name: each is called with its options and a :class:`~etude.harnesses.completions.HarnessContext`."""
@@ -148,6 +162,7 @@ HARNESS_OPTIONS = OptionsOf(
         "coding": CodingOptions,
         "command": CommandOptions,
         "single_turn": SingleTurnOptions,
+        "shell": ShellOptions,
         "verifiers": VerifiersHarnessOptions,
         "openenv": OpenEnvHarnessOptions,
     },
@@ -159,7 +174,8 @@ class HarnessConfig(Section):
     """``[harness]``: who drives the model."""
 
     kind: Annotated[str, AfterValidator(HARNESSES)] = "coding"
-    """The built-in coding agent; any program that talks to a model over HTTP; a single call, whose reply is the answer;
+    """The built-in coding agent; an agent whose one tool is a shell, for models that were not made for the first; any
+    program that talks to a model over HTTP; a single call, whose reply is the answer;
     ``verifiers`` and ``openenv`` are those of the families of that name, and the default there. Or a harness of your
     own (``docs/extending.md``).
     """

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, mode
 from etude.config.plugins import Registry
 from etude.config.section import JsonTable, OptionsOf, Section
 
-IN_FOLDERS = ("repository", "harbor")
+IN_FOLDERS = ("repository", "harbor", "suite")
 """Families whose tasks lie in a folder."""
 FOLDER_OPTIONAL = ("verifiers",)
 """Families that look into a folder where one is named."""
@@ -22,6 +22,7 @@ ASKING = ("dataset", "lookup", "nextedit", "summaries")
 OF_ONE_ANSWER = {
     "dataset": "a single right answer",
     "harbor": "Harbor's verifiers",
+    "suite": "a suite, which is measured with and never trained on",
     "lookup": "a single right answer",
     "nextedit": "a single right line",
     "summaries": "a single right line",
@@ -182,6 +183,7 @@ FAMILIES = Registry(
         "verifiers": "etude.tasks.verifiers.family:VerifiersTasks",
         "openenv": "etude.tasks.openenv:OpenEnvTasks",
         "dataset": "etude.tasks.datasets.family:DatasetTasks.open",
+        "suite": "etude.tasks.suites:SuiteTasks.open",
     },
 )
 """Families by name: each is called with its options and a :class:`~etude.protocols.FamilyContext`."""
@@ -274,12 +276,12 @@ class TaskConfig(Section):
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
     PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
     library to be continued; functions of it to be summarised in a line; prompts with right answers out of a data set;
-    other people's environments: of the ``verifiers`` package, or behind a server with OpenEnv's protocol. Or a family
-    of your own (``docs/extending.md``).
+    other people's environments: of the ``verifiers`` package, or behind a server with OpenEnv's protocol; a suite
+    (``docs/suites.md``), all of it held out. Or a family of your own (``docs/extending.md``).
     """
     folder: str = ""
-    """Folder with the tasks of a ``repository`` or ``harbor`` family, or of one of your own; of ``verifiers``, with
-    environments that are not installed.
+    """Folder with the tasks of a ``repository``, ``harbor`` or ``suite`` family, or of one of your own; of
+    ``verifiers``, with environments that are not installed.
     """
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
     """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""
@@ -324,6 +326,8 @@ class TaskConfig(Section):
             self.refuse_idle("tasks", ["epochs"], f"{why}, which lets a task come as often as it is worth it")
         if isinstance(self.options, DatasetOptions) and self.options.heldout_path:
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.options.heldout_path, which says what is held out")
+        if self.family == "suite":
+            self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'suite', all of which is held out")
         if self.family == "nextedit":  # eval.heldout_every says it of texts
             self.refuse_idle("tasks", ["heldout_every"], "with tasks.family = 'nextedit'")
         return self

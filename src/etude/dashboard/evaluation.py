@@ -7,7 +7,7 @@ infrastructure kept from being tried is missing: it is counted, and no figure ta
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Literal, TypeAlias
@@ -49,6 +49,8 @@ class Try:
     turns: int
     summaries: int
     seconds: float
+    amounts: Mapping[str, float] = field(default_factory=dict)
+    """Other measurements of its harness or of the API that its model is behind; those that are unknown are absent."""
     is_cheat: bool = False
     """True if it looks like cheating."""
 
@@ -83,6 +85,10 @@ class Evaluation:
     """Time that its engine was busy for it."""
     parts: tuple[str, ...] = ()
     """Those of :attr:`Try.parts` that figures are made of."""
+    amounts: tuple[str, ...] = ()
+    """Those of :attr:`Try.amounts` likewise."""
+    label: str = ""
+    """Name beside that of the run; empty: of its weight version."""
 
     @property
     def tasks(self) -> int:
@@ -121,6 +127,7 @@ def figures(evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
     return {
         "run": evaluation.run,
         "version": evaluation.version,
+        "label": evaluation.label or f"v{evaluation.version}",
         "digest": evaluation.digest,
         "tasks": evaluation.tasks,
         "pass_at": measure.pass_at,
@@ -138,7 +145,12 @@ def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict
     for way in before.tries.keys() & after.tries.keys():
         pairs = _pairs(before.tries[way], after.tries[way])
         parts = [name for name in before.parts if name in after.parts]
-        ways[way] = _difference(way, pairs, measure) | {"parts": _part_differences(pairs, parts)}
+        amounts = [name for name in before.amounts if name in after.amounts]
+        ways[way] = {
+            **_difference(way, pairs, measure),
+            **_amount_differences(pairs, amounts),
+            "parts": _part_differences(pairs, parts),
+        }
     if not ways:
         raise ConfigError("the two were not evaluated in the same way: there is nothing to compare")
     return {way: ways[way] for way in sorted(ways, reverse=True)}
@@ -165,6 +177,7 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         "parts": _mean_parts(tried, evaluation.parts),
         "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
         **{name: _amount(tried, effort) for name, effort in EFFORTS.items()},
+        **_mean_amounts(tried, evaluation.amounts),
     }
     if measure.prices is not None:
         figures_of_way["cost"] = _amount(tried, measure.prices.of)
@@ -173,6 +186,16 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
 
 def _amount(tasks: Sequence[Sequence[Try]], value: Callable[[Try], float]) -> dict[str, Json]:
     return asdict(mean_amount([_mean(tries, value) for tries in tasks], _clusters(tasks)))
+
+
+def _mean_amounts(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
+    """Each of the other amounts over the tries that have it; one that none has is absent."""
+    by_name: dict[str, Json] = {}
+    for name in names:
+        with_amount = [tries for tries in (_measured(name, tries) for tries in tasks) if tries]
+        if with_amount:
+            by_name[name] = _amount(with_amount, _named_amount(name))
+    return by_name
 
 
 def _clusters(tasks: Sequence[Sequence[Try]]) -> list[str]:
@@ -244,6 +267,17 @@ def _part_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Seque
     return changes
 
 
+def _amount_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Sequence[str]) -> dict[str, Json]:
+    """Each of the other amounts likewise."""
+    changes: dict[str, Json] = {}
+    for name in names:
+        with_amount = [(_measured(name, before), _measured(name, after)) for before, after in pairs]
+        both = [pair for pair in with_amount if all(pair)]
+        if both:
+            changes[name] = asdict(_paired(both, partial(_mean, value=_named_amount(name))))
+    return changes
+
+
 def _pass_differences(
     pairs: Sequence[tuple[list[Try], list[Try]]], ks: Sequence[int], measure: Measure
 ) -> dict[str, Json]:
@@ -273,6 +307,14 @@ def _mean(tries: Sequence[Try], value: Callable[[Try], float]) -> float:
 
 def _having(name: str, tries: Sequence[Try]) -> list[Try]:
     return [attempt for attempt in tries if name in attempt.parts]
+
+
+def _measured(name: str, tries: Sequence[Try]) -> list[Try]:
+    return [attempt for attempt in tries if name in attempt.amounts]
+
+
+def _named_amount(name: str) -> Callable[[Try], float]:
+    return lambda attempt: attempt.amounts[name]
 
 
 def _part(name: str) -> Callable[[Try], float]:
@@ -308,9 +350,7 @@ def comparison_table(
     """Text table of two versions on the tasks that both tried, and their difference."""
     parts: list[RenderableType] = [_title([before, after])]
     for way in _ways(differences):
-        table = _table(
-            _tries(after, way), f"v{before['version']}", f"v{after['version']}", "difference", "95 % interval"
-        )
+        table = _table(_tries(after, way), str(before["label"]), str(after["label"]), "difference", "95 % interval")
         for label, path, written, changed in _rows(after, way):
             value, low, high = (number_at(differences, f"{path}.{name}") for name in ("value", "low", "high"))
             is_clear = value is not None and low is not None and high is not None and low * high > 0
@@ -327,9 +367,9 @@ def comparison_table(
 
 def _title(versions: list[Mapping[str, Json]]) -> RenderableType:
     first, last = versions[0], versions[-1]
-    names = [f"{version['run']} v{version['version']}" for version in versions]
+    names = [f"{version['run']} {version['label']}" for version in versions]
     if len(names) > 1 and first["run"] == last["run"]:
-        names[1] = f"v{last['version']}"
+        names[1] = str(last["label"])
     text = Text(" → ".join(names), f"bold {ACCENT}")
     passes = f"graded {number_at(last, 'pass_at'):g} or better passes"
     return text.append(f" · {count(number_at(last, 'tasks'))} held-out tasks · {passes}", DIM)
@@ -364,8 +404,8 @@ def _rows(figures: Mapping[str, Json], way: str) -> Iterator[tuple[str, str, Not
     assert isinstance(parts, dict)
     for name in parts:
         yield f"  {name}", f"{way}.parts.{name}", partial(decimal, digits=3), partial(signed, digits=3)
-    for name in ("sampled_tokens", "new_tokens", "prompt_tokens", "turns", "seconds", "summaries", "cost"):
-        if name in section and (name != "summaries" or number_at(figures, f"{way}.{name}.value")):
+    for name in LABELS:
+        if name in section and (name not in IF_ANY or number_at(figures, f"{way}.{name}.value")):
             yield LABELS[name], f"{way}.{name}", _number, _signed_number
 
 
@@ -375,10 +415,17 @@ LABELS: Mapping[str, str] = {
     "prompt_tokens": "tokens prompted",
     "turns": "turns",
     "seconds": "seconds",
+    "call_s": "seconds per call",
+    "tool_errors": "tool errors",
+    "refused_calls": "calls refused",
     "summaries": "summaries",
     "cost": "cost",
 }
-"""Figure of a try → its row."""
+"""Figure of a try → its row, in the order of rows."""
+
+
+IF_ANY = ("summaries", "refused_calls")
+"""Figures that are left out where there was none of it."""
 
 
 def _test(differences: Mapping[str, Json], way: str) -> RenderableType:
@@ -399,7 +446,7 @@ def _footnotes(figures: Mapping[str, Json]) -> Iterator[RenderableType]:
     yield Text(f"intervals over {count(templates)} templates: {'; '.join(methods)}", DIM)
     yield Text("tokens, turns, seconds and cost are per try; tokens read leave out what an earlier turn had", DIM)
     busy_s = number_at(figures, "engine_seconds")
-    if busy_s is not None:
+    if busy_s:
         yield Text(f"engine busy {decimal(busy_s, 1)} s for all tries that were ever made of this version", DIM)
 
 

@@ -12,7 +12,18 @@ from etude.dashboard import formatting
 from etude.dashboard.calls import reported_turns
 from etude.dashboard.formatting import number_at
 from etude.dashboard.heldout import about_errors, comparison, full_marks
-from etude.dashboard.plots import EstimateMark, Line, Points, estimate_plot, line_plot, share_bars, smooth, stacked_bars
+from etude.dashboard.plots import (
+    HEIGHT,
+    TALL,
+    EstimateMark,
+    Line,
+    Points,
+    estimate_plot,
+    line_plot,
+    share_bars,
+    smooth,
+    stacked_bars,
+)
 from etude.dashboard.text import phases, summary
 from etude.telemetry.metrics import METRICS, Chart, charts
 from etude.types import Json
@@ -82,20 +93,28 @@ footer { margin-top: 48px; padding-top: 12px; border-top: 1px solid var(--hair);
 """
 
 
-def render_page(report: Mapping[str, Json]) -> str:
-    """The whole page, for ``report.html``."""
-    name = escape(str(report["name"]))
+def html_page(title: str, body: str) -> str:
+    """A whole page around the parts of its ``<main>``."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{name} · étude</title>
+<title>{escape(title)} · étude</title>
 <style>{STYLE}</style>
 </head>
 <body>
 <main>
-{_header(report)}
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def render_page(report: Mapping[str, Json]) -> str:
+    """The whole page, for ``report.html``."""
+    body = f"""{_header(report)}
 {_result(report)}
 {_calls(report)}
 {_charts(report, "Learning")}
@@ -109,11 +128,8 @@ def render_page(report: Mapping[str, Json]) -> str:
 <h2>Everything</h2>
 {_table(summary(report))}
 <details><summary>Configuration</summary>{_config(report)}</details>
-{_footer(report)}
-</main>
-</body>
-</html>
-"""
+{_footer(report)}"""
+    return html_page(str(report["name"]), body)
 
 
 def _header(report: Mapping[str, Json]) -> str:
@@ -218,10 +234,8 @@ def _chart(report: Mapping[str, Json], chart: Chart, names: Sequence[str]) -> st
         newest = formatting.write_metric(METRICS[name], points[-1][1]) if points else ""
         lines.append(Line(points=points, label=METRICS[name].label or newest, style=style))
     bound = number_at(report, chart.bound) if chart.bound else None
-    height = {"height": 220} if chart.wide else {}
-    return line_plot(
-        chart.title, lines, log=chart.log, bound=None if bound is None else (bound, chart.bound_label), **height
-    )
+    height, marked = (TALL if chart.wide else HEIGHT), None if bound is None else (bound, chart.bound_label)
+    return line_plot(chart.title, lines, height=height, log=chart.log, bound=marked)
 
 
 def _midtrain(report: Mapping[str, Json]) -> str:

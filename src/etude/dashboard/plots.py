@@ -18,6 +18,10 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 
 ACROSS = 1000
 """Units across the nested ``<svg>`` of curves: fine enough that rounding to whole units cannot be seen."""
+MARGIN = 1.6
+"""Factor by which the scale of a frontier is wider than its dots, to each side."""
+HEIGHT, TALL = 150, 220
+"""Pixels of a plot's lines, and of one as wide as the page."""
 LABEL_GAP = 13
 """Least distance of two labels at the end of lines, in pixels."""
 SHADE, FAINTEST, DARK = 0.2, 0.35, 0.75
@@ -64,10 +68,30 @@ class EstimateMark:
     style: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierDot:
+    """A measured share with its interval, and what it took."""
+
+    label: str
+    amount: float
+    """Cost, tokens or seconds; above 0."""
+    share: float
+    low: float
+    high: float
+
+
 def line_plot(
-    title: str, lines: Sequence[Line], *, height: int = 150, log: bool = False, bound: tuple[float, str] | None = None
+    title: str,
+    lines: Sequence[Line],
+    *,
+    height: int = HEIGHT,
+    log: bool = False,
+    bound: tuple[float, str] | None = None,
+    axis: str = "steps",
 ) -> str:
-    """Line plot over steps; empty where no line has a point. ``bound`` is a labelled threshold line."""
+    """Line plot over steps, or what ``axis`` says; empty where no line has a point. ``bound`` is a labelled threshold
+    line.
+    """
     drawn = [line for line in lines if line.points]
     if not drawn:
         return ""
@@ -91,7 +115,7 @@ def line_plot(
     spoken = "; ".join(
         f"{line.label or title} from {line.points[0][1]:.3g} to {line.points[-1][1]:.3g}" for line in drawn
     )
-    return _figure(title, f"{title} over steps {first:g} to {last:g}: {spoken}", shapes, height, "plot")
+    return _figure(title, f"{title} over {axis} {first:g} to {last:g}: {spoken}", shapes, height, "plot")
 
 
 def estimate_plot(title: str, estimates: Sequence[EstimateMark]) -> str:
@@ -157,6 +181,46 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]], na
             f"{label}: " + ", ".join(f"{name} {formatting.percent(share, 0)}" for name, share in shares.items())
         )
     return _figure(title, f"{title}. {'; '.join(spoken)}", shapes, row * len(rows), "stack")
+
+
+def frontier_plot(title: str, dots: Sequence[FrontierDot], *, height: int = 260) -> str:
+    """Shares up over amounts across, on a logarithmic scale: less to the left is better, and a line joins those that no
+    other one beats in both. Empty without a dot.
+    """
+    placed = [dot for dot in dots if dot.amount > 0]
+    if not placed:
+        return ""
+    scale = _linear_scale([0.0, 1.0], height)
+    low, high = min(dot.amount for dot in placed), max(dot.amount for dot in placed)
+    low, high = low / MARGIN, high * MARGIN
+
+    def across(amount: float) -> float:
+        return math.log(amount / low) / math.log(high / low)
+
+    best = frontier(placed)
+    shapes = [_tick(scale(tick), formatting.percent(tick, 0)) for tick in scale.ticks]
+    shapes += [
+        f'<text class="tick" x="{100 * across(amount):.2f}%" y="{height + 18}" text-anchor="middle">{amount:.3g}</text>'
+        for amount in sorted({dot.amount for dot in placed})
+    ]
+    shapes.append(_curve(Line(points=[(dot.amount, dot.share) for dot in best], label="", style="main"), across, scale))
+    for dot in placed:
+        x, style = f"{100 * across(dot.amount):.2f}%", "main" if dot in best else "side"
+        y, top, bottom = (scale(min(1.0, max(0.0, share))) for share in (dot.share, dot.high, dot.low))
+        shapes.append(f'<line class="error {style}" x1="{x}" x2="{x}" y1="{top:.1f}" y2="{bottom:.1f}"/>')
+        shapes.append(f'<circle class="dot {style}" cx="{x}" cy="{y:.1f}" r="5"/>')
+        shapes.append(f'<text class="name" x="{x}" dx="9" y="{y - 7:.1f}">{escape(dot.label)}</text>')
+    spoken = "; ".join(f"{dot.label} {formatting.percent(dot.share)} at {dot.amount:.3g}" for dot in placed)
+    return _figure(title, f"{title}: {spoken}", shapes, height, "plot")
+
+
+def frontier(dots: Sequence[FrontierDot]) -> list[FrontierDot]:
+    """The dots of which no other has a larger share for the same amount or less, by amount."""
+    best: list[FrontierDot] = []
+    for dot in sorted(dots, key=lambda dot: (dot.amount, -dot.share)):
+        if not best or dot.share > best[-1].share:
+            best.append(dot)
+    return best
 
 
 def smooth(points: Points, radius: int = 3) -> list[tuple[float, float]]:

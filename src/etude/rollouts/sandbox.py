@@ -29,6 +29,7 @@ from etude.config.rollouts import (
     HarnessConfig,
     OpenEnvHarnessOptions,
     RolloutConfig,
+    ShellOptions,
     SingleTurnOptions,
     VerifiersHarnessOptions,
 )
@@ -81,6 +82,8 @@ def _longest_silence_s(config: RolloutConfig, harness: HarnessConfig | None) -> 
     """
     match None if harness is None else harness.options:
         case CodingOptions() as options:
+            return (options.max_turns + 1) * options.turn_timeout_s
+        case ShellOptions() as options:
             return (options.max_turns + 1) * options.turn_timeout_s
         case SingleTurnOptions() as options:
             return 2 * options.turn_timeout_s

@@ -21,6 +21,7 @@ from pathlib import Path
 from etude.aio import background_task, gather_or_cancel
 from etude.config.loading import load_recipe
 from etude.config.release import SuiteConfig
+from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, InfrastructureError, RunFolderError
 from etude.ledger.archive import Archive, RolloutOutcome
@@ -33,6 +34,7 @@ from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
+from etude.tasks.suites import is_suite, task_config
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
 from etude.types import Disposition, Group, Rollout, Task, TurnKind
@@ -94,14 +96,23 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
-        tasks = None if request.suite is None else load_recipe(Path(request.suite.recipe)).tasks
+        tasks, sandboxes = (None, None) if request.suite is None else sections_of(request.suite)
         try:
-            with serving_version(folder, version, ledger=ledger, tasks=tasks) as served:
-                watch = _Watch(ledger, labels, number, progress)
+            with serving_version(folder, version, ledger=ledger, tasks=tasks, sandboxes=sandboxes) as served:
+                watch = TryCount(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
             _keep(copies, ledger)
     return read_evaluation(folder, request, version, digest)
+
+
+def sections_of(suite: SuiteConfig) -> tuple[TaskConfig, SandboxConfig | None]:
+    """``[tasks]`` of a suite, and its ``[sandboxes]`` where they are not the run's own.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    place = Path(suite.recipe)
+    return task_config(place) if is_suite(place) else (load_recipe(place).tasks, None)
 
 
 def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:
@@ -168,7 +179,7 @@ def _is_done(ledger: Path, labels: Sequence[str], tasks: int) -> bool:
         return not any(missing(archive, label, tasks) for label in labels)
 
 
-async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: "_Watch") -> None:
+async def _evaluate(served: ServedRun, request: EvalRequest, tasks: int, watch: "TryCount") -> None:
     """Measure while looking after engine and gateway; raises when one of them cannot be kept alive."""
     async with background_task(_measure(served, request, tasks)) as tried:
         while not tried.done():
@@ -246,7 +257,7 @@ def _note_engine_time(parts: RolloutParts, served: ServedRun) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Watch:
+class TryCount:
     """Tells the caller how far an evaluation is."""
 
     ledger: Path
@@ -270,16 +281,22 @@ def missing(archive: Archive, label: str, tasks: int) -> list[int]:
 
 def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:
     """One attempt per task of a pass, from whichever round has it."""
-    attempts: list[Try | None] = [None] * tasks
+    graded = graded_groups(archive, label, tasks)
+    return [None if group is None else _try(group.task, group.rollouts[0]) for group in graded]
+
+
+def graded_groups(archive: Archive, label: str, tasks: int) -> list[Group | None]:
+    """The group of each task of a pass in which it has an attempt, from whichever round has it."""
+    graded: list[Group | None] = [None] * tasks
     for name in rounds(label):
-        due = [index for index, attempt in enumerate(attempts) if attempt is None]
+        due = [index for index, group in enumerate(graded) if group is None]
         admitted = archive.admitted(name)
         if not due or not admitted:
-            return attempts
+            return graded
         for position, index in enumerate(due[:admitted]):
             group = archive.group(name, position)
             if group.rollouts:
-                attempts[index] = _try(group.task, group.rollouts[0])
+                graded[index] = group
     raise AssertionError("rounds never end")
 
 

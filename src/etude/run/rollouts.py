@@ -26,6 +26,7 @@ from etude.dashboard.statistics import Estimate, mean_of
 from etude.errors import ConfigError, EngineUnavailable, UserError
 from etude.harnesses.command import CommandHarness
 from etude.harnesses.completions import HarnessContext
+from etude.harnesses.shell import ShellHarness
 from etude.harnesses.single_turn import SingleTurnHarness
 from etude.ledger.archive import RolloutOutcome, Search
 from etude.ledger.heartbeat import leased
@@ -466,7 +467,7 @@ async def open_stage(
     context = HarnessContext(http=http, tasks=config.tasks, on_close=stack.push_async_callback)
     options, harness, answers = config.sandboxes.options, make_harness(config, context), AnswerGrader()
     stack.push_async_callback(answers.close)
-    if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness):
+    if isinstance(options, LocalOptions) and not isinstance(harness, CommandHarness | ShellHarness):
         local = LocalSandboxes(workers=options.workers)
         stack.push_async_callback(local.close)
         if not isinstance(harness, SingleTurnHarness):  # which runs nothing
@@ -478,7 +479,7 @@ async def open_stage(
         return plain, graders, harness
     sandboxes = config.sandboxes
     if sandboxes.kind == "local":
-        sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a program of other people's needs a machine around it
+        sandboxes = sandboxes.model_copy(update={"kind": "ns"})  # a shell, or other people's program, needs a machine
     external = config.harness.options
     beside = mounts_beside(folder, external) if isinstance(external, CommandOptions) else {}
     provider, images = open_provider(sandboxes, base_store(sandboxes)), image_store(sandboxes, config.tasks)

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 from etude.config.recipe import LedgerConfig
 from etude.config.release import ReleaseConfig
-from etude.config.tasks import TaskConfig
+from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import InfrastructureError
 from etude.run.fleet_plan import process_spec
 from etude.run.folder import RunFolder
@@ -47,14 +47,18 @@ class ServedRun:
 
 @contextlib.contextmanager
 def serving_version(
-    folder: RunFolder, version: int | None = None, *, ledger: Path | None = None, tasks: TaskConfig | None = None
+    folder: RunFolder,
+    version: int | None = None,
+    *,
+    ledger: Path | None = None,
+    tasks: TaskConfig | None = None,
+    sandboxes: SandboxConfig | None = None,
 ) -> Iterator[ServedRun]:
     """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
     context is open.
 
-    What happens is recorded in ``ledger``, which stays; without one it is forgotten. ``tasks`` are others than the
-    run's. Engine and gateway may still be
-    starting: see :func:`wait_until_ready`.
+    What happens is recorded in ``ledger``, which stays; without one it is forgotten. ``tasks`` and
+    ``sandboxes`` are others than the run's. Engine and gateway may still be starting: see :func:`wait_until_ready`.
     """
     pulled, recipe = pull(open_log(folder), version), folder.config()
     config = recipe.model_copy(
@@ -64,6 +68,7 @@ def serving_version(
             "gateway": recipe.gateway.model_copy(update={"replicas": 1, "port": 0}),
             "release": ReleaseConfig(),  # it serves what is measured, to nobody else
             **({} if tasks is None else {"tasks": tasks}),
+            **({} if sandboxes is None else {"sandboxes": sandboxes}),
         }
     )
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:

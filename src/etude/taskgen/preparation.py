@@ -92,10 +92,7 @@ class Preparation:
         :class:`~etude.errors.SandboxError`.
         """
         variables = environment(project)
-        with_project = scratch / "pristine"
-        await asyncio.to_thread(copy_clean, tree, with_project / WORKDIR.strip("/"), {})
-        private = ImageStore(scratch / "private")
-        pristine = private.layer(await asyncio.to_thread(private.add_layer, with_project))
+        pristine = await self._pristine(tree, scratch)
         installed, first = await self._installed(project, texts, scratch, pristine, say)
         digest = await asyncio.to_thread(self._store.add_layer, installed)
         image = Image(base=self._settings.base, layers=(self._store.layer(digest), pristine), environment=variables)
@@ -116,6 +113,19 @@ class Preparation:
             environment=variables,
             seed=self._settings.seed,
         )
+
+    async def site(self, tree: Path, project: Project, texts: Mapping[str, str], scratch: Path, *, say: Say) -> str:
+        """Install what a project and its tests need; returns the digest of the layer. Raises like :meth:`bench`."""
+        pristine = await self._pristine(tree, scratch)
+        installed, _ = await self._installed(project, texts, scratch, pristine, say)
+        return await asyncio.to_thread(self._store.add_layer, installed)
+
+    async def _pristine(self, tree: Path, scratch: Path) -> Path:
+        """The layer of the unchanged package, in a store that is thrown away."""
+        with_project = scratch / "pristine"
+        await asyncio.to_thread(copy_clean, tree, with_project / WORKDIR.strip("/"), {})
+        private = ImageStore(scratch / "private")
+        return private.layer(await asyncio.to_thread(private.add_layer, with_project))
 
     async def _installed(
         self, project: Project, texts: Mapping[str, str], scratch: Path, pristine: Path, say: Say

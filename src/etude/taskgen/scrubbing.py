@@ -143,6 +143,15 @@ def git(tree: Path, *arguments: str) -> str:
     return _git(tree, arguments, {"GIT_DIR": str(place / GIT), "GIT_WORK_TREE": str(place)}, GIT_TIMEOUT_S)
 
 
+def read_repository(repository: Path, *arguments: str) -> str:
+    """Run a reading command of git on somebody's repository, bare or not, and return what it printed.
+
+    Raises :class:`~etude.taskgen.failures.SourceError`.
+    """
+    place = repository.absolute()
+    return _git(place, arguments, {"GIT_DIR": str(place / GIT if (place / GIT).exists() else place)}, GIT_TIMEOUT_S)
+
+
 def clone(url: str, target: Path, *, timeout_s: float) -> None:
     """Clone the newest commit at ``url`` into the new folder ``target``, without hooks and this machine's settings.
 

@@ -67,6 +67,9 @@ class Rejection(StrEnum):
     TOO_LARGE = "too_large", "its hidden test files are too large"
     FLAKY = "flaky", "the broken package passes sometimes"
     UNSOLVED = "unsolved", "the right answer does not pass every time"
+    UNTESTED = "untested", "the change has no source, or no test that is there before and after could tell"
+    VAGUE = "vague", "nothing says in a line what the change is for"
+    TOO_WIDE = "too_wide", "the change has too many lines to be one task"
     FAILED = "failed", "the sandbox failed; tried again by the next build"
 
 

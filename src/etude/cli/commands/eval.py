@@ -128,12 +128,12 @@ def parse_against(text: str, folder: RunFolder) -> tuple[RunFolder, int | None]:
 
 def _tried(folder: RunFolder, request: EvalRequest) -> Evaluation:
     version = "the newest version" if request.version is None else f"v{request.version}"
-    with _progress(f"{folder.path.name} {version}") as progress:
+    with progress_bar(f"{folder.path.name} {version}") as progress:
         return evaluate(folder, request, progress)
 
 
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[Progress]:
+def progress_bar(title: str) -> Iterator[Progress]:
     """A bar on a terminal while the context is open, beside what is printed; nothing elsewhere."""
     out = Console(stderr=True)
     columns = (

@@ -3,10 +3,8 @@
 import asyncio
 import base64
 import json
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from etude.taskgen.validator import CandidateValidator, PreparedRepository
 from etude.taskgen.verdicts import Rejection
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.types import Split, Task, TestChecks
+from pytest_wheels import make_wheels
 
 MODULE = '''"""Small sums."""
 
@@ -83,25 +82,11 @@ def test_tally(): t = Tally(); assert [t.add("a"), t.add("a"), t.add("b")] == [1
 def test_arithmetic(n): assert n + 1 > n
 def test_flaky(tmp_path_factory): assert random.Random(hash("x")).random() < 0.5
 """
-WHEELS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments")
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wheels of what pytest needs, made from this environment's files: no index is asked."""
-    folder = tmp_path_factory.mktemp("wheels")
-    folder.chmod(0o755)  # whoever is root in a sandbox is nobody here
-    for name in WHEELS:
-        installed = distribution(name)
-        files = [file for file in installed.files or () if ".." not in file.parts and file.suffix != ".pyc"]
-        version = installed.version
-        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
-            for file in files:
-                if file.name not in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
-                    wheel.write(file.locate(), str(file))
-            (record,) = [file for file in files if file.name == "RECORD"]
-            wheel.writestr(str(record), "".join(f"{file},,\n" for file in files))
-    return folder
+    return make_wheels(tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,351 @@
+"""The ablations of `bench science`: arms as changes of the laboratory's recipe, and what others have published.
+
+An :class:`Ablation` is a row of :data:`ABLATIONS`: adding one is adding a row. An arm names the keys of the recipe that
+it changes; what those mean is the product's. A claim is somebody else's sentence as a comparison of two arms, so that
+our measurement agrees with it, contradicts it or does not show it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+Figure: TypeAlias = Literal["sampled", "tokens"]
+"""A figure of a trial's end on held-out tasks: pass rate at temperature 1, mean length of an answer."""
+Expected: TypeAlias = Literal["more", "less", "alike"]
+"""How two arms compare; ``alike``: within :data:`ALIKE`."""
+WORDS: Mapping[tuple[Figure, Expected], str] = MappingProxyType(
+    {
+        ("sampled", "more"): "a higher pass rate than",
+        ("sampled", "less"): "a lower pass rate than",
+        ("sampled", "alike"): "the same pass rate as",
+        ("tokens", "more"): "longer answers than",
+        ("tokens", "less"): "shorter answers than",
+    }
+)
+"""How a comparison is said."""
+DEFAULT = "default"
+"""The arm that changes nothing: the laboratory's recipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    changes: tuple[str, ...] = ()
+    """``SECTION.KEY=VALUE``, of reinforcement learning."""
+    start: tuple[str, ...] = ()
+    """Likewise, of mid-training and the model."""
+    seeds: int = 3
+    """Seeds on which it is trained."""
+    router_noise: float = 0.0
+    """Noise of the engine's routers, as a share of their spread."""
+    line: str = ""
+    """The line of the plot that it is a point of; empty: a line of its own, over steps."""
+    x: float = 0.0
+    """Its place on that line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What is published, or guessed, as a comparison of two arms."""
+
+    arm: str
+    than: str
+    figure: Figure = "sampled"
+    expected: Expected = "more"
+    ours: bool = False
+    """True for a guess of our own, where nothing is published."""
+
+    @property
+    def text(self) -> str:
+        """The claim in words."""
+        words = f"{self.arm}: {WORDS[self.figure, self.expected]} {self.than}"
+        return f"{words} (our guess)" if self.ours else words
+
+
+ALIKE = 0.02
+"""Difference of pass rates, as a share of the tasks, that is none: two points."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ablation:
+    """One question, and the arms that answer it, on seeds for which the first arm's start has learnt something."""
+
+    title: str
+    question: str
+    published: str
+    """What others report, and where."""
+    arms: tuple[Arm, ...]
+    claims: tuple[Claim, ...]
+    reading: str = ""
+    """What came of it, in words; the figures are the bench's."""
+    axis: str = "steps"
+    """What lies across the plot."""
+
+
+STALENESSES = (1, 4, 8, 16)
+CORRECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "none": ("loss.correction=none",),
+        "TIS": ("loss.correction=tis",),
+        "IcePop": ("loss.correction=icepop",),
+        "CISPO": ("loss.kind=cispo", "loss.baseline=mean"),
+    }
+)
+"""Correction → keys. CISPO keeps the baseline of the others, so that its weight is all that differs."""
+FRESH = "fresh"
+JUDGED = ("TIS, 1 old", "TIS, 4 old")
+"""Arms of the default correction, of which the goal of staleness is judged."""
+JUDGED_SEEDS = 5
+"""Seeds of these and of what they are compared with: three cannot show that two points are not lost."""
+
+
+def _stale(correction: str, staleness: int) -> Arm:
+    name = f"{correction}, {staleness} old"
+    return Arm(
+        name=name,
+        changes=(*CORRECTIONS[correction], f"rollouts.max_staleness={staleness}"),
+        seeds=JUDGED_SEEDS if name in JUDGED else 3,
+        line=correction,
+        x=staleness,
+    )
+
+
+STALENESS = Ablation(
+    title="Importance correction under staleness",
+    question="Every token was sampled by weights that are exactly so many steps old. Which weight keeps that harmless, "
+    "and how old may they be until learning breaks?",
+    published="AReaL ([2505.24298](https://arxiv.org/abs/2505.24298), section 5.4): plain PPO is worse at any "
+    "staleness, decoupled PPO loses next to nothing with up to 8 versions. MiniMax-M1 "
+    "([2506.13585](https://arxiv.org/abs/2506.13585), section 3.1) has CISPO ahead of clips. VCPO "
+    "([2602.17616](https://arxiv.org/abs/2602.17616)) sees heavy-tailed ratios make gradients noisy and training "
+    "collapse where asynchrony is high; M2PO ([2510.01161](https://arxiv.org/abs/2510.01161)) prosperity before a "
+    "collapse where ratios are not bounded, and no loss at 256 versions where they are.",
+    arms=(
+        Arm(name=FRESH, seeds=JUDGED_SEEDS),
+        *(_stale(correction, staleness) for correction in CORRECTIONS for staleness in STALENESSES),
+    ),
+    claims=(
+        Claim(arm="TIS, 1 old", than=FRESH, expected="alike"),
+        Claim(arm="TIS, 4 old", than=FRESH, expected="alike"),
+        Claim(arm="none, 4 old", than=FRESH, expected="less"),
+        Claim(arm="TIS, 8 old", than="none, 8 old"),
+        Claim(arm="CISPO, 8 old", than="none, 8 old"),
+        Claim(arm="TIS, 16 old", than=FRESH, expected="less", ours=True),
+    ),
+    reading="Old rollouts cost, but five seeds cannot say how much: the two points of the goal are neither shown nor "
+    "refuted. Four versions cost some points on the mean, eight and sixteen many: without a correction even greedy "
+    "answers, all of them right on policy, go wrong on every seed. No correction is ahead for sure. IcePop lost least "
+    "at sixteen versions and CISPO most, and seeds differ by more than that: with steps this large (Muon at 3e-3) a "
+    "run now and then falls into a policy that gets some sums wrong and stays there, with rollouts one version old as "
+    "well as four. Some twenty seeds would make the intervals a third as wide.",
+    axis="staleness, in versions",
+)
+NORMALISATION = Ablation(
+    title="Standard deviation and length in the advantage",
+    question="Advantages divided by their group's deviation, losses averaged within each answer first, both (GRPO), "
+    "and neither.",
+    published="Dr. GRPO ([2503.20783](https://arxiv.org/abs/2503.20783), section 3) has both as biases: the deviation "
+    "weighs easy and hard prompts up, 1/|o| makes wrong answers grow longer; without them pass rates are as good and "
+    "answers shorter. Composer 2 ([2603.24477](https://arxiv.org/abs/2603.24477), section 4.1) drops both.",
+    arms=(
+        Arm(name=DEFAULT),
+        Arm(name="deviation", changes=("loss.baseline=mean_std",)),
+        Arm(name="length", changes=("loss.aggregation=seq_mean_token_mean",)),
+        Arm(name="both", changes=("loss.baseline=mean_std", "loss.aggregation=seq_mean_token_mean")),
+    ),
+    claims=(
+        Claim(arm="both", than=DEFAULT, expected="alike"),
+        Claim(arm="length", than=DEFAULT, figure="tokens"),
+        Claim(arm="deviation", than=DEFAULT, expected="alike"),
+    ),
+)
+ROLLOUTS = 64
+"""Rollouts of a step."""
+
+
+def _groups_of(size: int) -> Arm:
+    changes = (f"rollouts.group_size={size}", f"rollouts.groups_per_step={ROLLOUTS // size}")
+    return Arm(name=f"groups of {size}", changes=changes, line="policy gradient", x=size)
+
+
+GROUPS = Ablation(
+    title="Group size at equal rollouts",
+    question="Sixty-four rollouts a step as sixteen groups of four, eight of eight (the default), four of sixteen, or "
+    "one of sixty-four.",
+    published="ScaleRL ([2510.13786](https://arxiv.org/abs/2510.13786), section 5) splits a fixed batch into 8 to 32 "
+    "generations a prompt and finds the curves nearly the same.",
+    arms=(Arm(name=DEFAULT, line="policy gradient", x=8), *map(_groups_of, (4, 16, 64))),
+    claims=(
+        Claim(arm="groups of 16", than=DEFAULT, expected="alike"),
+        Claim(arm="groups of 4", than=DEFAULT, expected="alike", ours=True),
+        Claim(arm="groups of 64", than=DEFAULT, expected="less", ours=True),
+    ),
+    axis="rollouts of a group",
+)
+KL = Ablation(
+    title="k1 in the reward against k3 in the loss",
+    question="The policy is held to its start by the same coefficient, in the reward of whole rollouts or in the loss.",
+    published="Composer 2 (section 4.1, figure 4) takes k1, since k3's variance explodes once policies differ. *A "
+    "Comedy of Estimators* ([2512.21852](https://arxiv.org/abs/2512.21852)): the gradient is right with k1 in the "
+    "reward and biased with k3 in the loss; unbiased ones do better in and out of domain.",
+    arms=(
+        Arm(name=DEFAULT),
+        Arm(name="k1 in the reward", changes=("loss.reference_beta=0.03",)),
+        Arm(name="k3 in the loss", changes=("loss.kl_coef=0.03", "loss.kl_estimator=k3")),
+    ),
+    claims=(Claim(arm="k1 in the reward", than="k3 in the loss"),),
+)
+EPOCHS = (2, 4, 16)
+PROMPTS = Ablation(
+    title="Prompts once against epochs",
+    question="The same number of rollouts of prompts that each come once, or come again up to sixteen times.",
+    published="Composer 2 (section 4.1) never trains on a prompt twice. *Reasoning with 1-shot RLVR* "
+    "([2504.20571](https://arxiv.org/abs/2504.20571)) learns most of what there is from one prompt, over and over.",
+    arms=(
+        Arm(name=DEFAULT, line="fresh rollouts", x=1),
+        *(
+            Arm(
+                name=f"{epochs} epochs",
+                changes=(f"tasks.options.prompts={320 // epochs}",),
+                line="fresh rollouts",
+                x=epochs,
+            )
+            for epochs in EPOCHS
+        ),
+    ),
+    claims=(
+        Claim(arm="16 epochs", than=DEFAULT, expected="alike"),
+        Claim(arm="2 epochs", than=DEFAULT, expected="alike", ours=True),
+    ),
+    axis="epochs",
+)
+BUDGETS = (120_000, 150_000, 300_000)
+MIDTRAINING = Ablation(
+    title="Mid-training tokens against the gain of RL",
+    question="The same RL from starts of ever longer mid-training: does their held-out cross-entropy say how far RL "
+    "gets?",
+    published="Composer 2 (section 3.1, figure 2): of three budgets of continued pretraining, lower loss goes with "
+    "higher reward after RL.",
+    arms=(
+        Arm(name=DEFAULT, line="after RL", x=200),
+        *(
+            Arm(
+                name=f"{tokens // 1000},000 tokens",
+                start=(f"midtrain.tokens={tokens}",),
+                line="after RL",
+                x=tokens / 1000,
+            )
+            for tokens in BUDGETS
+        ),
+    ),
+    claims=(
+        Claim(arm=DEFAULT, than="120,000 tokens"),
+        Claim(arm=DEFAULT, than="150,000 tokens"),
+        Claim(arm="300,000 tokens", than=DEFAULT),
+    ),
+    axis="thousand tokens of mid-training",
+)
+WEIGHTS = (0.02, 0.1)
+EFFORT = Ablation(
+    title="What an effort penalty buys",
+    question="Each sampled token costs so much of the reward, concavely: shorter answers, at which price?",
+    published="Composer 2 (section 4.2) has such a penalty so that easy requests are answered quickly and hard ones "
+    "are thought about; it publishes no trade.",
+    arms=(
+        Arm(name=DEFAULT),
+        *(
+            Arm(name=f"weight {weight:g}", changes=(f"effort.weight={weight}", "effort.prices.final_tokens=1.0"))
+            for weight in WEIGHTS
+        ),
+    ),
+    claims=(
+        Claim(arm="weight 0.02", than=DEFAULT, figure="tokens", expected="less"),
+        Claim(arm="weight 0.1", than=DEFAULT, figure="tokens", expected="less"),
+        Claim(arm="weight 0.02", than=DEFAULT, expected="alike", ours=True),
+        Claim(arm="weight 0.1", than=DEFAULT, expected="less", ours=True),
+    ),
+)
+FORMATS = ("fp8", "nvfp4")
+QUANTISED = Ablation(
+    title="Experts in 8 and 4 bits against bfloat16",
+    question="Inputs and weights of experts are rounded to 8 or 4 bits in every forward pass, of engine and trainer "
+    "alike; gradients pass straight through.",
+    published="Composer 2 trains with NVFP4 forward passes. With a scale per tensor in place of one per token, or fast "
+    "division, training diverged.",
+    arms=(
+        Arm(name="bfloat16", changes=("numerics.dtype=bfloat16",)),
+        *(Arm(name=form, changes=("numerics.dtype=bfloat16", f"numerics.experts={form}")) for form in FORMATS),
+    ),
+    claims=tuple(Claim(arm=form, than="bfloat16", expected="alike") for form in FORMATS),
+)
+DEEPER = ("model.shape.layers=4", "midtrain.tokens=200_000")
+BFLOAT16 = ("numerics.dtype=bfloat16", "numerics.arithmetic=fast")
+NOISE = 0.3
+REPLAY = Ablation(
+    title="Router replay on a deeper mixture of experts",
+    question="Four sparse layers in bfloat16; the engine's routers are off by noise, so that it sends tokens to other "
+    "experts than the trainer would.",
+    published="R3 ([2510.11370](https://arxiv.org/abs/2510.11370), sections 3 and 5): routes that differ between "
+    "engine and trainer make RL of MoE models collapse, replayed ones do not. Composer 2 (section 5) replays with a "
+    "plausibility filter.",
+    arms=(
+        Arm(name="same routers", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off")),
+        Arm(name="noise, no replay", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=off"), router_noise=NOISE),
+        Arm(name="noise, replay", start=DEEPER, changes=(*BFLOAT16, "numerics.replay=completion"), router_noise=NOISE),
+    ),
+    claims=(
+        Claim(arm="noise, no replay", than="same routers", expected="less"),
+        Claim(arm="noise, replay", than="noise, no replay"),
+    ),
+)
+
+ABLATIONS: Mapping[str, Ablation] = MappingProxyType(
+    {
+        "staleness": STALENESS,
+        "normalisation": NORMALISATION,
+        "group-size": GROUPS,
+        "kl": KL,
+        "epochs": PROMPTS,
+        "mid-training": MIDTRAINING,
+        "effort": EFFORT,
+        "formats": QUANTISED,
+        "replay": REPLAY,
+    }
+)
+"""Name on the command line → the ablation."""
+ELSEWHERE = (
+    (
+        "Asynchronous against synchronous, to the same quality",
+        "AReaL (2505.24298): up to 2.8 times as fast to the same pass rate",
+        "`python -m bench loop`, `loop --quality`",
+        "[training.md](training.md)",
+    ),
+    (
+        "Experts in FP8, MXFP8, NVFP4 against bfloat16",
+        "Composer 2 (2603.24477): RL with NVFP4 forward passes",
+        "`python -m bench quantised`",
+        "nowhere yet: no figures are committed",
+    ),
+    (
+        "Summaries trained, masked, none, room for all",
+        "Cursor, [self-summarization](https://cursor.com/blog/self-summarization): trained summaries halve errors",
+        "`python -m bench summaries`",
+        "[summaries.md](summaries.md)",
+    ),
+    (
+        "A hint on one turn against the reward alone",
+        "Composer 2.5, [post](https://cursor.com/blog/composer-2-5): textual feedback corrects single turns",
+        "`python -m bench hints`",
+        "[hints.md](hints.md)",
+    ),
+    (
+        "How much mismatch router replay removes",
+        "R3 (2510.11370), Composer 2, section 5",
+        "`python -m bench numerics`",
+        "[numerics.md](numerics.md)",
+    ),
+)
+"""Question, what is published, bench and document of ablations that take whole runs."""

@@ -1,0 +1,250 @@
+"""`etude suite build|fetch|refresh|contamination`: a suite out of histories, and its upkeep.
+
+    histories ──build──▶ suite.toml, records.jsonl, tasks, images        records ──fetch──▶ tasks, images
+    results, training texts ──refresh──▶ retired.json, difficulties, a new version
+
+Wiring only: what a task is and which changes become one is :mod:`etude.taskgen.history`'s. A build that is interrupted
+goes on from its log.
+"""
+
+import asyncio
+import datetime
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+
+import tomli_w
+
+from etude.config.suite import SUITE_FILE
+from etude.dashboard.suite_results import SuiteResults
+from etude.errors import ConfigError
+from etude.protocols import SandboxProvider
+from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.sandboxes.images.store import ImageStore
+from etude.taskgen.history.contamination import Traces, find_traces
+from etude.taskgen.history.records import HistoryRecord, read_records, write_records
+from etude.taskgen.history.retirement import difficulty_of, gather_tries, reason_to_retire
+from etude.taskgen.history.sources import Change, History, open_history
+from etude.taskgen.history.validator import ChangeValidator, add_image, read_change, task_of
+from etude.taskgen.preparation import Preparation, Settings
+from etude.taskgen.projects import read_project
+from etude.taskgen.sources import read_texts
+from etude.taskgen.verdicts import Rejection
+from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
+from etude.tasks.suites import Retirement, read_retired, suite_of, write_retired
+from etude.types import Split, TestChecks
+
+IMAGES = "images"
+WORKERS = 2
+"""Changes that are tried at a time."""
+IGNORED = f"{IMAGES}/\n*/tasks/\n*/answers/\n"
+"""``.gitignore`` of a suite: what `etude suite fetch` makes again."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteBuild:
+    """Options of `etude suite build`."""
+
+    references: Sequence[str]
+    """Folders of git repositories, or ``pypi:NAME``."""
+    out: Path
+    name: str = ""
+    """Name of a new suite; empty: that of its folder."""
+    changes: int = 200
+    """Newest changes of each history that are tried."""
+    licence: str = ""
+    settings: Settings = field(default_factory=Settings)
+
+
+async def build(options: SuiteBuild, provider: SandboxProvider, *, say: Say) -> list[HistoryRecord]:
+    """Make tasks of the changes of some histories, and return all records of the suite.
+
+    Raises :class:`~etude.taskgen.failures.RepositoryError` for a history of which nothing can be installed.
+    """
+    options.out.mkdir(parents=True, exist_ok=True)
+    _write_suite_file(options)
+    canary = suite_of(options.out).canary
+    store = ImageStore(options.out / IMAGES)
+    for reference in options.references:
+        history = open_history(reference)
+        changes = await asyncio.to_thread(history.changes, options.changes)
+        if not changes:
+            raise ConfigError(f"{reference!r} has no change: a history needs two commits, or two releases")
+        site, folder = await _prepare(history, changes[0], store, options, provider, say)
+        validator = ChangeValidator(
+            history, provider, store, folder, site=site, guarded=HiddenTestGrader(provider, store).guarded
+        )
+        await _try_changes(validator, changes, folder, options.out, canary, say)
+    return read_records(options.out)
+
+
+async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
+    """Make the tasks of a suite again out of its records; returns how many were made.
+
+    Raises :class:`~etude.errors.DamagedError` for a history that has other files than when a task was validated.
+    """
+    store, made = ImageStore(folder / IMAGES), 0
+    records = sorted(read_records(folder), key=lambda each: (each.source, each.before, each.after))
+    for source, of_source in groupby(records, key=lambda each: each.source):
+        history, site = open_history(source), ""
+        for (before, after), group in groupby(of_source, key=lambda each: (each.before, each.after)):
+            missing = [
+                each for each in group if not (folder / each.package / "tasks" / f"{each.task_id}.json").exists()
+            ]
+            if not missing:
+                continue
+            change = Change(before=before, after=after, subject=missing[0].prompt, day=missing[0].day)
+            if not site:
+                options = SuiteBuild(references=[source], out=folder)
+                newest = (await asyncio.to_thread(history.changes, 1))[0]
+                site, _ = await _prepare(history, newest, store, options, provider, say)
+            with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
+                trees = await asyncio.to_thread(read_change, history, change, Path(scratch))
+                image = await asyncio.to_thread(add_image, trees, store, site)
+                package = PackageFolder(folder / missing[0].package)
+                for record in missing:
+                    answer = {path: text for path, text in trees.answer.items() if text is not None}
+                    package.add(task_of(record, trees, image), answer)
+                    made += 1
+            say(f"{source} {before}..{after}: {len(missing)} tasks")
+    return made
+
+
+def refresh(
+    folder: Path, results: Sequence[SuiteResults], traces: Traces | None, *, max_share: float, day: str
+) -> dict[str, Retirement]:
+    """Retire the tasks that tell nothing any more, set the difficulty of the others, and give the suite a new version
+    where any was retired; returns which.
+    """
+    tries: dict[str, list[bool]] = {}
+    for each in (attempt for one in results for attempt in one.tries):
+        tries.setdefault(each.task_id, []).append(each.passed)
+    made, shares = gather_tries(tries), {each.task_id: each.share for each in (traces.tasks if traces else ())}
+    records, retired = read_records(folder), read_retired(folder)
+    ids = [record.task_id for record in records] or sorted({*made, *shares})
+    reasons = {task_id: reason_to_retire(made.get(task_id), shares.get(task_id, 0.0), max_share) for task_id in ids}
+    now = {
+        task_id: Retirement(date=day, reason=reason)
+        for task_id, reason in reasons.items()
+        if reason and task_id not in retired
+    }
+    after = [replace(each, difficulty=difficulty_of(made.get(each.task_id), each.difficulty)) for each in records]
+    if records and after != records:
+        write_records(folder, after)
+    if now:
+        write_retired(folder, retired | now)
+        set_version(folder, day.replace("-", "."))
+    return now
+
+
+def in_use(folder: Path) -> list[HistoryRecord]:
+    """The records of a suite's tasks that are not retired."""
+    retired = read_retired(folder)
+    return [record for record in read_records(folder) if record.task_id not in retired]
+
+
+def today() -> str:
+    """The day, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def set_version(folder: Path, version: str) -> None:
+    """Write another version into ``suite.toml``, and nothing else."""
+    file = folder / SUITE_FILE
+    lines = [
+        f'version = "{version}"' if line.startswith("version =") else line
+        for line in file.read_text(encoding="utf-8").splitlines()
+    ]
+    file.write_text("\n".join([*lines, ""]), encoding="utf-8")
+
+
+def traces_in(folder: Path, texts: Path) -> Traces:
+    """Traces of a suite of repository tasks in a folder of texts: of prompts, hidden tests and answers.
+
+    Raises :class:`~etude.errors.ConfigError` for a folder that is not there.
+    """
+    if not texts.is_dir():
+        raise ConfigError(f"no folder of texts at {str(texts)!r}")
+    family = RepositoryTasks(folder)
+    text_of: dict[str, str] = {}
+    for task in (task for side in Split for task in family.tasks(side)):
+        assert isinstance(task.checks, TestChecks)
+        answer = family.answer(task)
+        text_of[task.task_id] = "\n".join((task.prompt, *task.checks.files.values(), *answer.values()))
+    return find_traces(text_of, suite_of(folder).canary, texts)
+
+
+def counted(records: Iterable[HistoryRecord]) -> str:
+    """Some records in a line: tasks, behaviours, packages, difficulties."""
+    every = list(records)
+    levels = Counter(each.difficulty for each in every)
+    return (
+        f"{len(every)} tasks, {len({each.template for each in every})} behaviours of "
+        f"{len({each.package for each in every})} packages: "
+        + ", ".join(f"{levels[level]} {level}" for level in ("easy", "medium", "hard"))
+    )
+
+
+async def _prepare(
+    history: History, newest: Change, store: ImageStore, options: SuiteBuild, provider: SandboxProvider, say: Say
+) -> tuple[str, PackageFolder]:
+    """The layer with what a history's newest tree needs, and the folder of its package."""
+    with tempfile.TemporaryDirectory(prefix="etude-build-", ignore_cleanup_errors=True) as name:
+        scratch = Path(name)
+        tree = await asyncio.to_thread(history.tree, newest.after, scratch / "source")
+        texts = await asyncio.to_thread(read_texts, tree)
+        project = read_project(texts)
+        folder = PackageFolder(options.out / project.name)
+        preparation = Preparation(provider, store, folder, options.settings)
+        return await preparation.site(tree, project, texts, scratch, say=say), folder
+
+
+async def _try_changes(
+    validator: ChangeValidator, changes: Sequence[Change], folder: PackageFolder, out: Path, canary: str, say: Say
+) -> None:
+    """Try the changes that have no verdict yet, two at a time."""
+    done = {verdict.candidate_id for verdict in folder.verdicts() if verdict.outcome != Rejection.FAILED}
+    waiting = [change for change in reversed(changes) if f"{change.before}..{change.after}" not in done]
+
+    async def work() -> None:
+        while waiting:
+            change = waiting.pop()
+            verdicts, records = await validator.validate(change)
+            if records:
+                marked = [replace(record, canary=canary) for record in records]
+                write_records(out, [*read_records(out), *marked])
+            for verdict in verdicts:  # behind the records: a change with verdicts is not tried again
+                folder.record(verdict)
+                say(f"{len(waiting)} wait · {verdict.candidate_id[-24:]} {verdict.path or verdict.target}: "
+                    f"{verdict.outcome} {verdict.detail[:120]}".rstrip())  # fmt: skip
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(WORKERS):
+            group.create_task(work())
+
+
+def _write_suite_file(options: SuiteBuild) -> None:
+    """Write ``suite.toml`` where there is none."""
+    file = options.out / SUITE_FILE
+    if file.exists():
+        return
+    suite = {
+        "name": options.name or options.out.resolve().name,
+        "version": today().replace("-", "."),
+        "description": f"Changes in the history of {', '.join(map(_short, options.references))}.",
+        "licence": options.licence,
+        "canary": f"etude-canary-{uuid.uuid4()}",
+        "tasks": {"family": "repository", "options": {"unprobed": True}},
+    }
+    file.write_text(tomli_w.dumps(suite), encoding="utf-8")
+    (options.out / ".gitignore").write_text(IGNORED, encoding="utf-8")
+    suite_of(options.out)  # its name and the like are fit for one
+
+
+def _short(reference: str) -> str:
+    return reference if reference.startswith("pypi:") else Path(reference).resolve().name

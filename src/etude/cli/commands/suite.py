@@ -1,0 +1,280 @@
+"""`etude suite`: try models at a suite of tasks, compare them, see quality against cost; make and keep up a suite.
+
+    suite, a model behind a URL or of a run ──run──▶ results.json ──compare, report──▶ tables, a page
+
+Owns options and what is printed. Tries are :mod:`etude.run.suite`'s, figures :mod:`etude.dashboard.evaluation`'s.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from etude.cli.commands.build_suite import SuiteBuild, build, counted, fetch, in_use, refresh, today, traces_in
+from etude.cli.commands.eval import progress_bar
+from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
+from etude.cli.commands.show import console
+from etude.cli.options import Json, Overrides, group
+from etude.config.loading import is_recipe, read_tree
+from etude.config.tasks import MachineKind
+from etude.dashboard.evaluation import TokenPrices, comparison_table, differences, evaluation_table, figures
+from etude.dashboard.suite_report import report_page, report_rows, report_table
+from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results
+from etude.errors import ConfigError
+from etude.gateway.upstream.calls import Api, Upstream
+from etude.run.suite import Suite, TryLimits, open_suite, try_config, try_model, try_version
+from etude.run.working_folder import open_run_folder
+from etude.taskgen.history.records import read_records
+from etude.taskgen.preparation import Settings
+from etude.tasks.suites import suite_of
+
+DEFAULT_HARNESS = "shell"
+"""Harness of a model that was not made for étude's own tools."""
+KEY_VARIABLES: dict[str, str] = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY"}
+"""API → the variable in which its own clients look for a key."""
+
+SuitePath: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="SUITE", help="A suite's folder, tasks in Harbor's format, or a recipe.")
+]
+SuiteFolder: TypeAlias = Annotated[Path, typer.Argument(metavar="SUITE", help="A suite's folder.")]
+Sandbox: TypeAlias = Annotated[MachineKind, typer.Option(help="Where commands run.")]
+Results: TypeAlias = Annotated[Path, typer.Argument(help=f"A folder that `run --out` made, or its {RESULTS_FILE}.")]
+Prices: TypeAlias = Annotated[
+    tuple[float, float, float] | None,
+    typer.Option(
+        metavar="READ CACHED SAMPLED",
+        help="Prices of a million tokens: prompt tokens, those that the API had cached, sampled ones.",
+    ),
+]
+
+app = group()
+
+
+@app.command("run")
+def run_command(
+    suite: SuitePath,
+    *,
+    out: Annotated[Path, typer.Option(metavar="RESULTS", help="Folder of the results; a second run goes on in it.")],
+    overrides: Overrides,
+    model: Annotated[str, typer.Option(metavar="NAME", help="Name of the model, as its API has it.")] = "",
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Base URL of an API, such as https://api.openai.com/v1.")
+    ] = "",
+    api: Annotated[Api, typer.Option(help="The API that is spoken there.")] = "openai",
+    key_env: Annotated[
+        str, typer.Option(metavar="VAR", help="Variable with the key (default: the one of the API's own clients).")
+    ] = "",
+    extra: Annotated[str, typer.Option(metavar="JSON", help="Fields of every request; null takes one out.")] = "{}",
+    run: Annotated[
+        str, typer.Option(metavar="RUN[:VERSION]", help="Weights of a run in place of a URL, with the run's harness.")
+    ] = "",
+    harness: Annotated[
+        str, typer.Option(metavar="KIND|RECIPE", help="A kind of harness, or a recipe whose [harness] is taken.")
+    ] = DEFAULT_HARNESS,
+    passes: Annotated[int, typer.Option(metavar="K", help="Tries of each task.")] = 1,
+    tasks: Annotated[int | None, typer.Option(metavar="N", help="The first N tasks (default: all).")] = None,
+    temperature: Annotated[float, typer.Option(help="Temperature of sampling.")] = 1.0,
+    concurrency: Annotated[int, typer.Option(help="Tries at a time.")] = 4,
+    pass_at: Annotated[float, typer.Option(metavar="X", help="Graded X or better, a try passes.")] = 1.0,
+    prices: Prices = None,
+    as_json: Json = False,
+) -> None:
+    """Try a model at a suite, and keep every try; what was tried before is not tried again."""
+    limits = TryLimits(
+        passes=passes,
+        tasks=tasks,
+        temperature=temperature,
+        concurrency=concurrency,
+        pass_at=pass_at,
+        prices=read_prices(prices),
+    )
+    if bool(run) == bool(url or model):
+        raise ConfigError("try what? give --url and --model of an API, or --run of a run")
+    opened = open_suite(suite)
+    if run:
+        results = _try_run(opened, run, limits, out, overrides)
+    else:
+        upstream = Upstream(url=url, model=model, api=api, key=_key(key_env, api), extra=_json_object(extra))
+        config = try_config(opened, harness_section(harness), limits, overrides)
+        with progress_bar(f"{opened.name} · {model}") as progress:
+            results = try_model(opened, config, upstream, limits, out, progress)
+    if as_json:
+        _print_json(results.to_json())
+    else:
+        console().print(evaluation_table(figures(results.evaluation(), results.measure())))
+        console().print(f"\n{len(results.tries)} tries, {len(results.missing())} missing: {out / RESULTS_FILE}")
+
+
+@app.command("compare")
+def compare_command(before: Results, after: Results, *, prices: Prices = None, as_json: Json = False) -> None:
+    """Compare two results of a suite, over the tasks of both: paired differences with intervals."""
+    first, second = (_priced(read_results(place), prices) for place in (before, after))
+    common, measure = common_tasks(first, second), first.measure(sorted({1, min(first.passes, second.passes)}))
+    if second.pass_at != first.pass_at:
+        raise ConfigError(f"a try of one passes at {first.pass_at:g}, of the other at {second.pass_at:g}: --pass-at")
+    tries = first.evaluation(common), second.evaluation(common)
+    before_figures, after_figures = (figures(each, measure) for each in tries)
+    gained = differences(tries[0], tries[1], measure)
+    if as_json:
+        _print_json({"tasks": common, "before": before_figures, "after": after_figures, "difference": gained})
+    else:
+        console().print(comparison_table(before_figures, after_figures, gained))
+
+
+@app.command("report")
+def report_command(
+    results: Annotated[list[Path], typer.Argument(help="Folders that `run --out` made, or their files.")],
+    *,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots.")] = None,
+    prices: Prices = None,
+    as_json: Json = False,
+) -> None:
+    """Put results of a suite side by side: a table, and a page with quality against cost, tokens and time."""
+    rows = report_rows([_priced(read_results(place), prices) for place in results])
+    if html is not None:
+        html.write_text(report_page(rows), encoding="utf-8")
+    if as_json:
+        _print_json({"rows": [{"results": row.results.title, "figures": row.figures} for row in rows]})
+    else:
+        console().print(report_table(rows))
+        if html is not None:
+            console().print(f"\n{html}")
+
+
+@app.command("build")
+def build_command(
+    repositories: Annotated[list[str], typer.Argument(help="Folders of git repositories, or pypi:NAME.")],
+    *,
+    out: Annotated[Path, typer.Option(metavar="SUITE", help="Folder of the suite; a second build goes on in it.")],
+    name: Annotated[str, typer.Option(help="Name of a new suite (default: its folder's).")] = "",
+    changes: Annotated[int, typer.Option(metavar="N", help="Newest changes of each history that are tried.")] = 200,
+    licence: Annotated[str, typer.Option(help="Licences of what is in it.")] = "",
+    base: Annotated[str, typer.Option(help="Stored base system (default: the sandboxes' own).")] = "",
+    before: Annotated[str, typer.Option(metavar="DATE", help="Install nothing that was published later.")] = "",
+    sandbox: Sandbox = "ns",
+    sandbox_url: SandboxUrl = "",
+) -> None:
+    """Make a suite of histories: commits or releases that changed source and tests, each proved by running these."""
+    settings = Settings(base=base, before=before)
+    options = SuiteBuild(
+        references=repositories, out=out, name=name, changes=changes, licence=licence, settings=settings
+    )
+
+    async def work() -> None:
+        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
+            OUT.out(counted(await build(options, provider, say=log)))
+
+    asyncio.run(work())
+
+
+@app.command("fetch")
+def fetch_command(suite: SuiteFolder, *, sandbox: Sandbox = "ns", sandbox_url: SandboxUrl = "") -> None:
+    """Make the tasks of a suite that has only records of them: trees and tests come from where they are published."""
+
+    async def work() -> None:
+        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
+            OUT.out(f"{await fetch(suite, provider, say=log)} tasks made in {suite}")
+
+    asyncio.run(work())
+
+
+@app.command("contamination")
+def contamination_command(
+    suite: SuiteFolder,
+    texts: Annotated[Path, typer.Argument(help="A folder of training texts.")],
+    *,
+    as_json: Json = False,
+) -> int:
+    """Look for a suite in training texts: its canary, and runs of 13 words of its tasks. Exit status 1 if found."""
+    traces = traces_in(suite, texts)
+    if as_json:
+        _print_json(asdict(traces))
+    else:
+        for file in traces.canary_in:
+            OUT.out(f"{file} has the suite's canary")
+        for each in traces.tasks:
+            OUT.out(f"{each.task_id} {each.share:.1%} of its words in a row, most in {each.file}")
+        OUT.out(f"{len(traces.tasks)} tasks with traces in {traces.files} files")
+    return 1 if traces.canary_in or traces.tasks else 0
+
+
+@app.command("refresh")
+def refresh_command(
+    suite: SuiteFolder,
+    *,
+    results: Annotated[
+        list[Path], typer.Option(help="Results of models; give the option once for each.", default_factory=list)
+    ],
+    texts: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Training texts that tasks may be in.")] = None,
+    max_share: Annotated[float, typer.Option(help="Share of a task's words in a row that may be in them.")] = 0.2,
+    changes: Annotated[int, typer.Option(metavar="N", help="Newest changes that are tried; 0: none.")] = 0,
+    sandbox: Sandbox = "ns",
+    sandbox_url: SandboxUrl = "",
+) -> None:
+    """Take new changes in; retire tasks that are solved always, never, or have leaked, with the date and the reason."""
+    if changes:
+        sources = list(dict.fromkeys(record.source for record in read_records(suite)))
+        build_command(sources, out=suite, changes=changes, sandbox=sandbox, sandbox_url=sandbox_url)
+    traces = None if texts is None else traces_in(suite, texts)
+    read = [read_results(place) for place in results]
+    for task_id, each in refresh(suite, read, traces, max_share=max_share, day=today()).items():
+        OUT.out(f"{task_id} retired: {each.reason}")
+    OUT.out(f"{suite_of(suite).name} {suite_of(suite).version}: {counted(in_use(suite))}")
+
+
+def harness_section(given: str) -> dict[str, Any]:
+    """``[harness]`` by a kind's name or out of a recipe. Raises :class:`~etude.errors.ConfigError`."""
+    if not is_recipe(Path(given)):
+        return {"kind": given}
+    tree, file = read_tree(Path(given))
+    section = tree.get("harness")
+    if not isinstance(section, dict):
+        raise ConfigError(f"--harness {given!r}: {file} has no [harness]: name a kind, such as {DEFAULT_HARNESS!r}")
+    return section
+
+
+def read_prices(prices: tuple[float, float, float] | None) -> TokenPrices | None:
+    """The prices of ``--prices``."""
+    return prices and TokenPrices(new=prices[0], cached=prices[1], sampled=prices[2])
+
+
+def _try_run(suite: Suite, run: str, limits: TryLimits, out: Path, overrides: list[str]) -> SuiteResults:
+    """Try weights of a run. Raises :class:`~etude.errors.ConfigError` for options that would have no effect."""
+    if overrides:
+        raise ConfigError("--set would have no effect with --run, which has a recipe of its own: leave it out")
+    path, colon, version = run.rpartition(":")
+    if not colon or not version.isdigit():
+        path, version = run, ""
+    folder = open_run_folder(path)
+    with progress_bar(f"{suite.name} · {folder.path.name}") as progress:
+        return try_version(suite, folder, int(version) if version else None, limits, out, progress)
+
+
+def _key(variable: str, api: Api) -> str:
+    """The key in a variable, which must be there where it is named. Raises :class:`~etude.errors.ConfigError`."""
+    if variable and not os.environ.get(variable):
+        raise ConfigError(f"--key-env {variable}: the variable is not set; export it, or name another one")
+    return os.environ.get(variable or KEY_VARIABLES[api], "")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra {text!r} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f'--extra {text!r}: expected an object, such as {{"reasoning_effort": "low"}}')
+    return fields
+
+
+def _priced(results: SuiteResults, prices: tuple[float, float, float] | None) -> SuiteResults:
+    return results if prices is None else replace(results, prices=read_prices(prices))
+
+
+def _print_json(tree: object) -> None:
+    sys.stdout.write(json.dumps(tree, indent=2) + "\n")

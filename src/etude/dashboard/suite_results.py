@@ -1,0 +1,198 @@
+"""Results of a suite: every try of a model at its tasks, as JSON that other programs read (docs/suites.md).
+
+    tries ──▶ results.json ──▶ figures of one model          two of them ──▶ differences, over the tasks of both
+
+Owns the form of the file. Figures are :mod:`etude.dashboard.evaluation`'s, over the tasks that are compared.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from etude.config.recipe import is_pass
+from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, Try, figures
+from etude.errors import ConfigError
+from etude.types import Json
+
+SCHEMA = "etude-suite-results/1"
+RESULTS_FILE = "results.json"
+"""Name of the file in a folder of results."""
+AMOUNTS = ("call_s", "tool_errors", "refused_calls", "cost")
+"""Amounts of a try beside tokens, calls and seconds, of which figures are made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteTry:
+    """One try of a model at a task."""
+
+    task_id: str
+    template: str
+    number: int
+    """Its pass over the suite, from 0."""
+    reward: float
+    graded: float
+    """The grader's word; 0 for a cheat."""
+    passed: bool
+    reason: str
+    """Reason for which the harness ended."""
+    seconds: float
+    measures: Mapping[str, float]
+    """``calls``, ``prompt_tokens``, ``cached_tokens``, ``sampled_tokens``, ``model_s``, and what else was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteResults:
+    """All tries of one model at a suite, with one harness."""
+
+    suite: str
+    version: str
+    digest: str
+    """SHA-256 over the tasks (:func:`~etude.tasks.suites.digest_of_tasks`)."""
+    model: str
+    url: str
+    """URL of the API, or the run that the weights are of."""
+    api: str
+    """``openai``, ``anthropic``; of a run's weights ``etude``."""
+    harness: str
+    date: str
+    """Day of the first try, ISO 8601."""
+    etude: str
+    """Version of étude."""
+    temperature: float
+    passes: int
+    pass_at: float
+    tasks: Mapping[str, str]
+    """Id of each task that was to be tried, in order → its template."""
+    tries: tuple[SuiteTry, ...]
+    prices: TokenPrices | None = None
+
+    @property
+    def title(self) -> str:
+        """Model and harness, in a line."""
+        return f"{self.model} · {self.harness}"
+
+    def missing(self) -> list[dict[str, Json]]:
+        """Tries that infrastructure prevented."""
+        made = {(each.task_id, each.number) for each in self.tries}
+        return [
+            {"task_id": task_id, "number": number}
+            for number in range(self.passes)
+            for task_id in self.tasks
+            if (task_id, number) not in made
+        ]
+
+    def measure(self, ks: Sequence[int] = ()) -> Measure:
+        """The rules of its figures: pass@1 and pass@passes unless others are asked for."""
+        return Measure(pass_at=self.pass_at, ks=tuple(ks) or tuple(sorted({1, self.passes})))
+
+    def evaluation(self, task_ids: Sequence[str] | None = None) -> Evaluation:
+        """The tries at some tasks, by default all, in the order in which they are named."""
+        ids = list(self.tasks) if task_ids is None else list(task_ids)
+        by_place = {(each.number, each.task_id): each for each in self.tries}
+        passes = tuple(
+            tuple(_evaluated(by_place.get((number, task_id)), self.prices) for task_id in ids)
+            for number in range(self.passes)
+        )
+        return Evaluation(
+            run=self.suite,
+            version=0,
+            digest=self.digest,
+            tries={"sampled": passes},
+            engine_s=0.0,  # which is known of engines of ours alone
+            amounts=AMOUNTS,
+            label=self.title,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole as JSON, figures and missing tries included."""
+        tree = asdict(self)
+        tree["tries"] = [asdict(each) for each in self.tries]
+        shown = figures(self.evaluation(), self.measure()) if self.tries else None
+        return {"schema": SCHEMA, **tree, "missing": self.missing(), "figures": shown}
+
+
+def write_results(results: SuiteResults, folder: Path) -> Path:
+    """Write ``results.json`` into a folder, whole or not at all; returns its path."""
+    file = folder / RESULTS_FILE
+    partial = file.with_name(f".{RESULTS_FILE}.part")
+    partial.write_text(json.dumps(results.to_json(), indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+    return file
+
+
+def read_results(place: Path) -> SuiteResults:
+    """Read a file of results, or the one in a folder. Raises :class:`~etude.errors.ConfigError`."""
+    file = place / RESULTS_FILE if place.is_dir() else place
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        if tree["schema"] != SCHEMA:
+            raise ConfigError(f"{file} has the schema {tree['schema']!r}, expected {SCHEMA!r}: measure again")
+        prices = tree["prices"]
+        tree = {name: value for name, value in tree.items() if name not in ("schema", "missing", "figures")}
+        tree["tries"] = tuple(SuiteTry(**each) for each in tree["tries"])
+        return SuiteResults(**(tree | {"prices": prices and TokenPrices(**prices)}))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"no results at {str(place)!r}: expected a folder that `etude suite run --out` made"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is no file of results: {type(error).__name__}: {error}") from error
+
+
+def common_tasks(first: SuiteResults, second: SuiteResults) -> list[str]:
+    """The tasks that two results share, in order. Raises :class:`~etude.errors.ConfigError` where there are none."""
+    if first.suite != second.suite:
+        raise ConfigError(f"one is of the suite {first.suite!r} and the other of {second.suite!r}: nothing is paired")
+    common = [task_id for task_id in first.tasks if task_id in second.tasks]
+    if not common:
+        raise ConfigError(f"the two results of {first.suite!r} have no task in common: measure one of them again")
+    return common
+
+
+def _evaluated(one: SuiteTry | None, prices: TokenPrices | None) -> Try | None:
+    """A try as evaluations have it; each model's cost is by its own prices."""
+    if one is None:
+        return None
+    measures = one.measures
+    prompt, calls = int(measures.get("prompt_tokens", 0)), measures.get("calls", 0.0)
+    amounts = {name: measures[name] for name in AMOUNTS if name in measures}
+    if calls:
+        amounts["call_s"] = measures.get("model_s", 0.0) / calls
+    attempt = Try(
+        task_id=one.task_id,
+        template=one.template,
+        reward=one.reward,
+        graded=one.graded,
+        parts={},
+        prompt_tokens=prompt,
+        new_tokens=prompt - int(measures.get("cached_tokens", 0)),
+        sampled_tokens=int(measures.get("sampled_tokens", 0)),
+        turns=int(calls),
+        summaries=int(measures.get("summaries", 0)),
+        seconds=one.seconds,
+        amounts=amounts,
+    )
+    return attempt if prices is None else replace(attempt, amounts=amounts | {"cost": prices.of(attempt)})
+
+
+def suite_try(attempt: Try, number: int, pass_at: float, reason: str = "") -> SuiteTry:
+    """An evaluation's try as one of a suite."""
+    return SuiteTry(
+        task_id=attempt.task_id,
+        template=attempt.template,
+        number=number,
+        reward=attempt.reward,
+        graded=attempt.graded,
+        passed=is_pass(attempt.graded, pass_at),
+        reason=reason,
+        seconds=attempt.seconds,
+        measures={
+            "calls": attempt.turns,
+            "prompt_tokens": attempt.prompt_tokens,
+            "cached_tokens": attempt.prompt_tokens - attempt.new_tokens,
+            "sampled_tokens": attempt.sampled_tokens,
+            "summaries": attempt.summaries,
+        },
+    )

@@ -1,0 +1,121 @@
+"""One call of somebody else's API: where it goes, and what its answer says of tokens.
+
+Owns the URL, the headers and the body of a call, and how the usage in an answer of OpenAI's or Anthropic's is read:
+whole answers, and streams of server-sent events. Nothing is sent from here (:mod:`.passthrough`). Pure.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypeAlias
+
+import orjson
+
+from etude.errors import ConfigError
+from etude.types import Json
+
+Api: TypeAlias = Literal["openai", "anthropic"]
+"""The two APIs that models are reached by."""
+ANTHROPIC_VERSION = "2023-06-01"
+"""Value of the header that Anthropic's API asks for."""
+COMPLETIONS = ("chat/completions", "completions", "responses", "messages")
+"""Paths, behind ``/v1/``, of calls that sample."""
+NO_KEY = "none"
+"""Key that is sent where there is none: servers of one's own do not look at it."""
+EVENT_DATA = b"data:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upstream:
+    """A model behind a URL."""
+
+    url: str
+    """Base URL; calls go to what is behind its ``/v1``."""
+    model: str
+    """Name by which the API knows it."""
+    api: Api = "openai"
+    key: str = field(default="", repr=False)
+    extra: Mapping[str, Json] = field(default_factory=dict)
+    """Fields of every request, over those that a harness sends; ``None`` takes a field out."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {self.url!r} is no URL of an API: expected http://… or https://…")
+        if not self.model:
+            raise ConfigError("--model is empty: name the model as its API does")
+
+    def place(self, path: str) -> str:
+        """The URL of a path behind ``/v1/``."""
+        base = self.url.rstrip("/")
+        return f"{base if base.endswith('/v1') else base + '/v1'}/{path}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every call."""
+        key = self.key or NO_KEY
+        if self.api == "anthropic":
+            return {"x-api-key": key, "anthropic-version": ANTHROPIC_VERSION}
+        return {"Authorization": f"Bearer {key}"}
+
+    def request(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A harness's body as it is sent on: of this model, with the fields of :attr:`extra`."""
+        sent = {**body, "model": self.model, **self.extra}
+        if path == "chat/completions" and body.get("stream") and self.api == "openai":
+            sent.setdefault("stream_options", {"include_usage": True})  # or a stream says nothing of tokens
+        return {name: value for name, value in sent.items() if name not in self.extra or value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenUsage:
+    """Tokens of calls, as the API counts them."""
+
+    prompt_tokens: int = 0
+    """All that was read, cached or not."""
+    cached_tokens: int = 0
+    """Those of them that the API had read before and charges less for."""
+    sampled_tokens: int = 0
+
+    def __add__(self, other: Self) -> "TokenUsage":
+        return TokenUsage(
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            sampled_tokens=self.sampled_tokens + other.sampled_tokens,
+        )
+
+
+def read_usage(answer: bytes) -> TokenUsage:
+    """The usage in a whole answer, or in all events of a stream; nothing where it says nothing."""
+    fields: dict[str, Any] = {}
+    for part in _objects(answer):
+        inner = part.get("message") or part.get(
+            "response"
+        )  # Anthropic's first event; the last one of OpenAI's responses
+        for holder in (part, inner):
+            usage = holder.get("usage") if isinstance(holder, dict) else None
+            if isinstance(usage, dict):  # later events repeat what they know better
+                fields |= {name: value for name, value in usage.items() if value is not None}
+    cached = _number(fields, "cache_read_input_tokens")
+    if "cache_read_input_tokens" in fields or "cache_creation_input_tokens" in fields:  # Anthropic counts apart
+        prompt = _number(fields, "input_tokens") + cached + _number(fields, "cache_creation_input_tokens")
+    else:
+        prompt = _number(fields, "prompt_tokens") or _number(fields, "input_tokens")
+        details = fields.get("prompt_tokens_details") or fields.get("input_tokens_details")
+        cached = _number(details, "cached_tokens") if isinstance(details, dict) else 0
+    sampled = _number(fields, "completion_tokens") or _number(fields, "output_tokens")
+    return TokenUsage(prompt_tokens=prompt, cached_tokens=cached, sampled_tokens=sampled)
+
+
+def _objects(answer: bytes) -> Iterator[dict[str, Any]]:
+    """The JSON objects of an answer: itself, or those of its events."""
+    texts = [line[len(EVENT_DATA) :] for line in answer.splitlines() if line.startswith(EVENT_DATA)] or [answer]
+    for text in texts:
+        try:
+            parsed = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            continue  # the end of a stream is no JSON
+        if isinstance(parsed, dict):
+            yield parsed
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int:
+    value = fields.get(name)
+    return value if isinstance(value, int) else 0

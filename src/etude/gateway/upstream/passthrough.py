@@ -1,0 +1,315 @@
+"""A server between harnesses and somebody else's API: it passes calls on and counts what they cost.
+
+    harness ──/s/SESSION/v1/…──▶ session's key? ──▶ Upstream, tried again while it is busy ──▶ answer, as it is
+                                                          └─▶ CallRecord: status, seconds, tokens
+
+- consumes: calls of OpenAI's and Anthropic's APIs; a chat completion for Anthropic's API is translated
+- produces: answers; a record of each call in its session; ``fault`` where no further call can succeed
+- waits for: the API, of which one call may take ``CALL_S``, and pauses between tries, together at most ``RETRY_S``
+- woken by: its answers
+- on shutdown: calls are cancelled
+
+Not the capture of training (:mod:`etude.gateway.capture`): tokens are what the API counts, and their ids are unknown.
+Implements what rollouts need of sessions, :class:`~etude.rollouts.worker.SessionOpener`: a session has a turn without
+tokens for each answered call.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
+
+import aiohttp
+import numpy as np
+import orjson
+from aiohttp import web
+
+from etude.aio import never
+from etude.backoff import Backoff
+from etude.errors import ConfigError, SessionLost, UserError
+from etude.gateway.upstream.calls import COMPLETIONS, TokenUsage, Upstream, read_usage
+from etude.gateway.upstream.translation import (
+    CONTEXT_CODE,
+    Untranslatable,
+    answer_of,
+    error_of,
+    events_of,
+    request_of,
+)
+from etude.protocols import Clock, Session
+from etude.types import Finish, Turn
+
+BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+"""Statuses that mean: later."""
+OK, UNAVAILABLE, CLIENT_CLOSED = 200, 503, 499
+REFUSED = frozenset({401, 403, 404})
+"""Statuses that no other call would fare better than: the key, or the name of the model, is wrong."""
+PAUSES = Backoff(first_s=0.5, longest_s=30.0, jitter=0.5)
+"""Between tries of one call."""
+RETRY_S = 300.0
+"""Time after which a call that finds the API busy is given up; its rollout is tried again."""
+CALL_S = 600.0
+"""Longest time of one try."""
+CONNECT_S = 15.0
+MAX_BODY_BYTES = 64 << 20
+SESSION_BYTES, KEY_BYTES = 8, 16
+QUOTED_CHARACTERS = 300
+"""Length of an API's words that are quoted."""
+JSON_TYPE, EVENTS_TYPE = "application/json", "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """One call that is over."""
+
+    status: int
+    """HTTP status that the harness was given; ``CLIENT_CLOSED``: it hung up."""
+    seconds: float
+    """From the request to the last byte, less :attr:`waited_s`."""
+    waited_s: float
+    """Tries that failed, and the pauses behind them."""
+    usage: TokenUsage = field(default_factory=TokenUsage)
+
+    @property
+    def is_answered(self) -> bool:
+        """True if the model answered."""
+        return self.status == OK
+
+
+@dataclass(slots=True, kw_only=True)
+class UpstreamSession:
+    """The calls of one rollout."""
+
+    key: str
+    calls: list[CallRecord] = field(default_factory=list)
+    under_way: int = 0
+
+    def queue_time(self) -> dict[str, float | bool]:
+        """The answer of ``GET /v1/queue_time``: whether the model's service kept a harness waiting."""
+        last = self.calls[-1] if self.calls else None
+        return {
+            "calls": self.under_way,
+            "waited_s": round(sum(call.waited_s for call in self.calls), 3),
+            "unserved": last is not None and last.status in BUSY,
+        }
+
+    def measures(self) -> dict[str, float]:
+        """Sums over the calls, by name."""
+        answered = [call for call in self.calls if call.is_answered]
+        usage = sum((call.usage for call in answered), TokenUsage())
+        return {
+            "calls": len(answered),
+            "refused_calls": len(self.calls) - len(answered),
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "sampled_tokens": usage.sampled_tokens,
+            "model_s": sum(call.seconds for call in answered),
+            "waited_s": sum(call.waited_s for call in self.calls),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _ApiAnswer:
+    """The API's answer to one try."""
+
+    status: int
+    body: bytes
+    content_type: str
+    retry_after: str | None = None
+
+
+@final
+class Passthrough:
+    """Passes the calls of sessions on to one model; ``http`` stays the caller's."""
+
+    def __init__(
+        self, upstream: Upstream, http: aiohttp.ClientSession, clock: Clock, *, retry_s: float = RETRY_S
+    ) -> None:
+        self._upstream = upstream
+        self._http = http
+        self._clock = clock
+        self._retry_s = retry_s
+        self._sessions: dict[str, UpstreamSession] = {}
+        self._has_answered = False
+        self._url = ""
+        self.fault: UserError | None = None
+        """Reason for which no call can succeed, as soon as it is known."""
+
+    def app(self) -> web.Application:
+        """Its HTTP server."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/s/{session}/v1/queue_time", self._queue_time)
+        app.router.add_get("/s/{session}/v1/models", self._models)
+        app.router.add_post("/s/{session}/v1/{path:.+}", self._call)
+        return app
+
+    def serves_at(self, url: str) -> None:
+        """Say at which URL its server listens."""
+        self._url = url
+
+    async def open(self, *, min_version: int | None = None) -> Session:
+        """Start a session; ``min_version`` says nothing of a model that has no weight versions here."""
+        session_id, key = secrets.token_hex(SESSION_BYTES), secrets.token_urlsafe(KEY_BYTES)
+        self._sessions[session_id] = UpstreamSession(key=key)
+        return Session(session_id=session_id, base_url=f"{self._url}/s/{session_id}/v1", api_key=key)
+
+    async def fork(self, session_id: str) -> tuple[Session, int]:
+        """Refused: a conversation that is not ours cannot be gone through again."""
+        raise SessionLost(f"session {session_id} is behind another API, which knows no forks")
+
+    async def close(self, session_id: str) -> tuple[Turn, ...]:
+        """End a session; a turn without tokens for each call that was answered."""
+        session = self._sessions.pop(session_id, None)
+        if session is None:
+            raise SessionLost(f"there is no session {session_id} (any more)")
+        return tuple(_empty_turn() for call in session.calls if call.is_answered)
+
+    async def discard(self, session_id: str) -> None:
+        """End a session."""
+        self._sessions.pop(session_id, None)
+
+    async def lost(self, session_id: str) -> NoReturn:
+        """Never: sessions are in this process."""
+        await never()
+
+    def session(self, session_id: str) -> UpstreamSession:
+        """An open session. Raises :class:`~etude.errors.SessionLost`."""
+        if session_id not in self._sessions:
+            raise SessionLost(f"there is no session {session_id} (any more)")
+        return self._sessions[session_id]
+
+    def _authenticated(self, request: web.Request) -> UpstreamSession | web.Response:
+        """The session whose key a request has, or the error that it is answered with."""
+        session = self._sessions.get(request.match_info["session"])
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if session is None:
+            return _api_error(404, "there is no such session (any more)", "session_not_found")
+        if not secrets.compare_digest(given, session.key):
+            return _api_error(401, "this is not the key of the session", "invalid_api_key")
+        return session
+
+    async def _queue_time(self, request: web.Request) -> web.Response:
+        session = self._authenticated(request)
+        return session if isinstance(session, web.Response) else web.json_response(session.queue_time())
+
+    async def _models(self, request: web.Request) -> web.Response:
+        session = self._authenticated(request)
+        if isinstance(session, web.Response):
+            return session
+        model = {"id": self._upstream.model, "object": "model", "type": "model", "created": 0, "owned_by": "upstream"}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _call(self, request: web.Request) -> web.StreamResponse:
+        """Pass one call on, and record it however it ends."""
+        session, path = self._authenticated(request), request.match_info["path"]
+        if isinstance(session, web.Response):
+            return session
+        try:
+            body = orjson.loads(await request.read())
+            sent_path, sent = self._translated(path, body)
+        except (orjson.JSONDecodeError, Untranslatable, LookupError, TypeError) as error:
+            return _api_error(400, f"{type(error).__name__}: {error}", "invalid_request_error")
+        session.under_way += 1
+        began_s, waited_s, status, usage = self._clock.now(), 0.0, CLIENT_CLOSED, TokenUsage()
+        try:
+            answer, waited_s = await self._answer(sent_path, sent)
+            status, usage = answer.status, read_usage(answer.body)
+        finally:
+            session.under_way -= 1
+            seconds = self._clock.now() - began_s - waited_s
+            session.calls.append(CallRecord(status=status, seconds=seconds, waited_s=waited_s, usage=usage))
+        if status != OK:
+            self._note_fault(path, answer)
+        return self._response(answer, body, is_translated=sent_path != path)
+
+    def _translated(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """The path and the body that the API is asked with. Raises :class:`Untranslatable`."""
+        if self._upstream.api == "anthropic" and path == "chat/completions":
+            return "messages", self._upstream.request("messages", request_of(body))
+        if path in COMPLETIONS and (path == "messages") != (self._upstream.api == "anthropic"):
+            raise Untranslatable(
+                f"/v1/{path}: the model is behind {self._upstream.api}'s API (--api), which has no such"
+            )
+        return path, self._upstream.request(path, body)
+
+    async def _answer(self, path: str, body: Mapping[str, Any]) -> tuple[_ApiAnswer, float]:
+        """The API's answer, and the seconds of tries that failed and of pauses; it is asked again while it is busy."""
+        began_s = self._clock.now()
+        for pause_s in PAUSES.delays():
+            tried_s = self._clock.now()
+            answer = await self._attempt(path, body)
+            if answer.status not in BUSY:
+                return answer, tried_s - began_s
+            pause_s = max(pause_s, _seconds(answer.retry_after))
+            if self._clock.now() + pause_s > began_s + self._retry_s:
+                return answer, self._clock.now() - began_s
+            await self._clock.sleep(pause_s)
+        raise AssertionError("pauses never end")
+
+    async def _attempt(self, path: str, body: Mapping[str, Any]) -> _ApiAnswer:
+        headers = {**self._upstream.headers, "Content-Type": JSON_TYPE}
+        timeout = aiohttp.ClientTimeout(total=CALL_S, connect=CONNECT_S)
+        url = self._upstream.place(path)
+        try:
+            async with self._http.post(url, data=orjson.dumps(body), headers=headers, timeout=timeout) as response:
+                kind, retry_after = response.content_type, response.headers.get("Retry-After")
+                return _ApiAnswer(response.status, await response.read(), kind, retry_after)
+        except (aiohttp.ClientError, OSError) as error:  # a missed deadline is an OSError
+            words = {"error": {"message": f"{url}: {type(error).__name__}: {error}", "code": "upstream_unavailable"}}
+            return _ApiAnswer(UNAVAILABLE, orjson.dumps(words), JSON_TYPE)
+
+    def _note_fault(self, path: str, answer: _ApiAnswer) -> None:
+        """Remember an answer that every other call would get, too: then it is of no use to go on.
+
+        A request that is refused for what it says is one of them as long as none was ever answered.
+        """
+        always = answer.status in REFUSED or (400 <= answer.status < 500 and not self._has_answered)
+        if always and path in COMPLETIONS and answer.status not in BUSY and self.fault is None:
+            error = error_of(answer.body)["error"]
+            assert isinstance(error, dict)
+            if error["code"] != CONTEXT_CODE:
+                self.fault = ConfigError(
+                    f"{self._upstream.place(path)} answers {answer.status} for the model {self._upstream.model!r}: "
+                    f"{str(error['message'])[:QUOTED_CHARACTERS]}; correct --url, --model, --key-env, or --extra"
+                )
+
+    def _response(self, answer: _ApiAnswer, body: Mapping[str, Any], *, is_translated: bool) -> web.Response:
+        """The harness's answer. A stream is handed on when it is whole: nobody looks on."""
+        if answer.status != OK:
+            words = (
+                orjson.dumps(error_of(answer.body)) if self._upstream.api == "openai" or is_translated else answer.body
+            )
+            return web.Response(status=answer.status, body=words, content_type=JSON_TYPE)
+        self._has_answered = True
+        if not is_translated:
+            return web.Response(body=answer.body, content_type=answer.content_type)
+        completion = answer_of(orjson.loads(answer.body))
+        if body.get("stream"):
+            return web.Response(body=events_of(completion), content_type=EVENTS_TYPE)
+        return web.Response(body=orjson.dumps(completion), content_type=JSON_TYPE)
+
+
+def _empty_turn() -> Turn:
+    """A turn whose tokens nobody knows."""
+    nothing = np.zeros(0, np.int32)
+    return Turn(
+        prompt_ids=nothing,
+        completion_ids=nothing,
+        logprobs=np.zeros(0, np.float32),
+        versions=nothing,
+        finish=Finish.STOP,
+    )
+
+
+def _api_error(status: int, message: str, code: str) -> web.Response:
+    """An error of ours, in OpenAI's form."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+    return web.json_response({"error": error}, status=status)
+
+
+def _seconds(retry_after: str | None) -> float:
+    """The header's value if it is a number of seconds."""
+    try:
+        return max(0.0, float(retry_after or 0.0))
+    except ValueError:
+        return 0.0

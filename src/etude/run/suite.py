@@ -1,0 +1,393 @@
+"""`etude suite run`: try any model behind a URL at the tasks of a suite, and keep every try.
+
+    suite ──▶ its tasks ──▶ OUT/tries.db: what is missing? ──▶ sandboxes, harness ──▶ passthrough ──▶ the model's API
+                                  ▲                                                       │ tokens, seconds
+                                  └──────────── graded tries, with what they cost ◀───────┘   ──▶ OUT/results.json
+
+Tries are slots of a ledger as in `etude eval`: each pass is a purpose in it, so whatever was tried is not tried again,
+and a machine's or an API's trouble is tried again and never a reward of zero. Weights of a run go the way of
+`etude eval` (:func:`try_version`). Owns the wiring and what is in the results.
+"""
+
+import asyncio
+import contextlib
+import datetime
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import final
+
+import aiohttp
+
+from etude.aio import background_task
+from etude.clock import SystemClock
+from etude.config.loading import apply_override, is_recipe, load_recipe, parse_config
+from etude.config.recipe import LedgerConfig, RunConfig, is_pass
+from etude.config.release import SuiteConfig
+from etude.config.suite import SUITE_FILE
+from etude.config.tasks import SandboxConfig, TaskConfig
+from etude.dashboard.evaluation import TokenPrices
+from etude.dashboard.suite_results import SuiteResults, SuiteTry, suite_try, write_results
+from etude.errors import AgentFault, ConfigError, OutOfTime, UserError
+from etude.gateway.upstream.calls import Upstream
+from etude.gateway.upstream.passthrough import Passthrough
+from etude.ledger.archive import Archive, RolloutOutcome, Search
+from etude.ledger.heartbeat import leased
+from etude.ledger.ledger import Ledger, TaskDraw
+from etude.protocols import Harness, HarnessResult, Sandbox, Session, TaskFamily
+from etude.rewards.score import grade_of
+from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.sandbox import RolloutLimits
+from etude.rollouts.worker import RolloutContext
+from etude.run.endpoints import HOST
+from etude.run.evaluate import EvalRequest, Progress, TryAll, TryCount, evaluate, graded_groups, one_pass
+from etude.run.folder import RunFolder
+from etude.run.rollouts import heldout_tasks, open_stage
+from etude.run.serving import listening
+from etude.run.task_families import open_family
+from etude.run.task_sandboxes import image_store
+from etude.sockets import alert_connector
+from etude.tasks.harbor.family import read_tasks
+from etude.tasks.harbor.images import build_images
+from etude.tasks.suites import FAMILY, HARBOR, digest_of_tasks, is_suite, suite_of, task_config
+from etude.telemetry.log import EventLog
+from etude.types import Rollout, Split, Task
+
+TRIES_FILE = "tries.db"
+"""File of a folder of results: the ledger of tries."""
+IDENTITY = "suite-identity"
+"""The fact of that ledger which says what was tried, and how."""
+POLL_S = 0.3
+"""Interval at which it is looked whether the API refuses all calls, and how far the tries are."""
+ENDLESS_TASKS = 256
+"""Tasks of a family that has no end, unless another number is asked for."""
+COMMANDS_S = 600.0
+"""Time that an agent's commands may take together, unless ``--set rollouts.timeout_s`` says otherwise."""
+OUTAGE_S = 900.0
+"""Time in which no try may succeed before it is given up."""
+ETUDE_API = "etude"
+"""API of weights of a run, in results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """A suite, as it is tried."""
+
+    place: Path
+    """Path of its folder, or of a recipe."""
+    name: str
+    version: str
+    tasks: TaskConfig
+    sandboxes: SandboxConfig
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TryLimits:
+    """Extent of the tries of a suite, and the rules by which they count."""
+
+    passes: int = 1
+    tasks: int | None = None
+    """``None``: all."""
+    temperature: float = 1.0
+    concurrency: int = 4
+    """Tries at a time."""
+    pass_at: float = 1.0
+    prices: TokenPrices | None = None
+
+    def __post_init__(self) -> None:
+        numbers = {"--passes": self.passes, "--tasks": self.tasks, "--concurrency": self.concurrency}
+        for option, number in numbers.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"{option} {number}: expected 1 or more")
+
+    def labels(self) -> list[str]:
+        """The purposes of the passes in the ledger of tries."""
+        return [f"sampled-{number}" for number in range(self.passes)]
+
+
+def open_suite(place: Path) -> Suite:
+    """A suite's folder, a bare folder of Harbor's tasks, or the held-out tasks of a recipe.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    if is_suite(place):
+        file, (tasks, sandboxes) = suite_of(place), task_config(place)
+        return Suite(place=place, name=file.name, version=file.version, tasks=tasks, sandboxes=sandboxes)
+    if is_recipe(place):
+        recipe = load_recipe(place)
+        tasks, sandboxes = recipe.tasks, recipe.sandboxes
+        return Suite(place=place, name=recipe.name, version="1", tasks=tasks, sandboxes=sandboxes, seed=recipe.seed)
+    raise ConfigError(
+        f"{str(place)!r} is no suite: expected a folder with {SUITE_FILE}, one of tasks in Harbor's format, or a recipe"
+    )
+
+
+def try_config(suite: Suite, harness: dict[str, object], limits: TryLimits, overrides: Sequence[str] = ()) -> RunConfig:
+    """The recipe by which a suite is tried; ``harness`` is its ``[harness]``, ``overrides`` those of ``--set``.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    tree: dict[str, object] = {
+        "name": suite.name,
+        "seed": suite.seed,
+        "tasks": suite.tasks.model_dump(mode="json", exclude_defaults=True),
+        "sandboxes": suite.sandboxes.model_dump(mode="json", exclude_defaults=True),
+        "harness": harness,
+        "rollouts": {"timeout_s": COMMANDS_S, "max_outage_s": OUTAGE_S},
+    }
+    for override in overrides:
+        apply_override(tree, override)
+    config = parse_config(tree, source=" --set ".join(["etude suite run", *overrides]))
+    return config.model_copy(
+        update={"rollouts": config.rollouts.model_copy(update={"concurrency": limits.concurrency})}
+    )
+
+
+def try_model(
+    suite: Suite,
+    config: RunConfig,
+    upstream: Upstream,
+    limits: TryLimits,
+    out: Path,
+    progress: Progress = lambda ended, planned: None,
+) -> SuiteResults:
+    """Try a model behind a URL at a suite, and write ``results.json`` into the folder ``out``; what was tried there
+    before is not tried again.
+
+    Raises :class:`~etude.errors.UserError` for what cannot be tried, for a folder with tries of something else, and
+    where the API refuses every call.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    if suite.tasks.family == FAMILY and suite_of(Path(suite.tasks.folder)).tasks.family == HARBOR:
+        asyncio.run(_build_images(Path(suite_of(Path(suite.tasks.folder)).tasks.folder), config))
+    tasks = tasks_of(open_family(config), limits.tasks)
+    results = SuiteResults(
+        suite=suite.name,
+        version=suite.version,
+        digest=digest_of_tasks(tasks),
+        model=upstream.model,
+        url=upstream.url,
+        api=upstream.api,
+        harness=config.harness.kind,
+        date=_today(),
+        etude=version_of("etude"),
+        temperature=limits.temperature,
+        passes=limits.passes,
+        pass_at=limits.pass_at,
+        tasks={task.task_id: task.template for task in tasks},
+        tries=(),
+        prices=limits.prices,
+    )
+    with leased(out / TRIES_FILE, LedgerConfig(), name="suite", holder="etude suite run") as ledger:
+        date = _check_identity(ledger, config, upstream, results, out)
+        try:
+            tries = _Tries(ledger=ledger, config=config, upstream=upstream, limits=limits, tasks=tasks, out=out)
+            asyncio.run(_try_all(tries, progress))
+        finally:
+            results = replace(results, date=date, tries=tuple(_read_tries(out / TRIES_FILE, limits, len(tasks))))
+            write_results(results, out)
+    if not results.tries:
+        raise UserError(f"no try succeeded: {_last_failure(out / TRIES_FILE, limits)}; repair that and run it again")
+    return results
+
+
+def try_version(
+    suite: Suite,
+    folder: RunFolder,
+    version: int | None,
+    limits: TryLimits,
+    out: Path,
+    progress: Progress = lambda ended, planned: None,
+) -> SuiteResults:
+    """Try a weight version of a run at a suite with the run's own harness, as `etude eval` does, and write
+    ``results.json`` into the folder ``out``.
+
+    Raises :class:`~etude.errors.UserError`.
+    """
+    config = folder.config()
+    family = open_family(config.model_copy(update={"tasks": suite.tasks, "sandboxes": suite.sandboxes}))
+    tasks = tasks_of(family, limits.tasks)
+    name = re.sub(r"[^a-z0-9]+", "-", f"{suite.name}-{suite.version}".lower())
+    named = SuiteConfig(name=name, count=max(2, len(tasks)), recipe=str(suite.place))
+    request = EvalRequest(version=version, tasks=len(tasks), passes=limits.passes, greedy=False, suite=named)
+    evaluation = evaluate(folder, request, progress)
+    out.mkdir(parents=True, exist_ok=True)
+    results = SuiteResults(
+        suite=suite.name,
+        version=suite.version,
+        digest=digest_of_tasks(tasks),
+        model=f"{config.name} v{evaluation.version}",
+        url=str(folder.path),
+        api=ETUDE_API,
+        harness=config.harness.kind,
+        date=_today(),
+        etude=version_of("etude"),
+        temperature=1.0,
+        passes=limits.passes,
+        pass_at=limits.pass_at,
+        tasks={task.task_id: task.template for task in tasks},
+        tries=tuple(
+            suite_try(attempt, number, limits.pass_at)
+            for number, attempts in enumerate(evaluation.tries["sampled"])
+            for attempt in attempts
+            if attempt is not None
+        ),
+        prices=limits.prices,
+    )
+    write_results(results, out)
+    return results
+
+
+def tasks_of(family: TaskFamily, number: int | None) -> list[Task]:
+    """The first ``number`` tasks that a suite's family holds out, by default all of them."""
+    size = family.size(Split.HELDOUT)
+    return heldout_tasks(family, number or size or ENDLESS_TASKS)
+
+
+@final
+class MeteredHarness:
+    """A harness whose results say what its calls of the model cost; implements :class:`~etude.protocols.Harness`."""
+
+    def __init__(self, harness: Harness, passthrough: Passthrough) -> None:
+        self._harness = harness
+        self._passthrough = passthrough
+
+    async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
+        """The harness's result, with the measures of its session."""
+        try:
+            result = await self._harness.run(task, session, sandbox, temperature=temperature)
+        except (OutOfTime, AgentFault) as over:
+            result = HarnessResult(reason=over.REASON, counts={})
+        measures = self._passthrough.session(session.session_id).measures()
+        return replace(result, measures={**result.measures, **measures})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tries:
+    """The tries of a model at some tasks."""
+
+    ledger: Ledger
+    config: RunConfig
+    upstream: Upstream
+    limits: TryLimits
+    tasks: Sequence[Task]
+    out: Path
+
+
+async def _try_all(tries: _Tries, progress: Progress) -> None:
+    """Make those that are missing, pass by pass."""
+    ledger, config, limits, tasks, out = tries.ledger, tries.config, tries.limits, tries.tasks, tries.out
+    async with contextlib.AsyncExitStack() as stack:
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
+        passthrough = Passthrough(tries.upstream, http, SystemClock())
+        url = f"http://{HOST}:{await stack.enter_async_context(listening(passthrough.app(), 0))}"
+        passthrough.serves_at(url)
+        sandboxes, grader, harness = await open_stage(stack, config, http, folder=out, gateway_urls=[url])
+        dispatcher = Dispatcher(
+            config.rollouts,
+            ledger=ledger,
+            draw=_no_training,
+            context=RolloutContext(
+                sessions=passthrough,
+                sandboxes=sandboxes,
+                harness=MeteredHarness(harness, passthrough),
+                grader=grader,
+                clock=SystemClock(),
+                limits=RolloutLimits.of(config.rollouts, config.harness),
+                pass_at=limits.pass_at,
+            ),
+            events=stack.enter_context(EventLog(out / "events", "suite")),
+            serving_version=lambda: 0,
+        )
+        count = TryCount(out / TRIES_FILE, limits.labels(), len(tasks), progress)
+        attempt = partial(dispatcher.evaluate, temperature=limits.temperature)
+        async with background_task(_pass_by_pass(ledger, attempt, limits.labels(), tasks)) as trying:
+            while not trying.done():
+                if passthrough.fault is not None:
+                    raise passthrough.fault
+                count.look()
+                await asyncio.wait({trying}, timeout=POLL_S)
+            trying.result()
+
+
+async def _pass_by_pass(ledger: Ledger, attempt: TryAll, labels: Sequence[str], tasks: Sequence[Task]) -> None:
+    for label in labels:
+        await one_pass(ledger, attempt, label, tasks)
+
+
+def _no_training(position: int) -> TaskDraw:
+    raise AssertionError("nothing is trained on a suite")
+
+
+async def _build_images(folder: Path, config: RunConfig) -> None:
+    """Build the images that Harbor's tasks need and nobody has built; a task whose image fails is left out, which its
+    family tells.
+    """
+    await build_images(read_tasks(folder).tasks, image_store(config.sandboxes, config.tasks))
+
+
+def _check_identity(ledger: Ledger, config: RunConfig, upstream: Upstream, results: SuiteResults, out: Path) -> str:
+    """The day of the first try. Raises :class:`~etude.errors.ConfigError` where another thing was tried there."""
+    now = {
+        "suite": f"{results.suite} {results.version}",
+        "model": upstream.model,
+        "url": upstream.url,
+        "api": upstream.api,
+        "extra": dict(upstream.extra),
+        "temperature": results.temperature,
+        "harness": config.harness.model_dump(mode="json"),
+    }
+    fact = ledger.facts.get(IDENTITY)
+    if fact is None:
+        ledger.facts.set(IDENTITY, json.dumps({"date": results.date, **now}))
+        return results.date
+    before = json.loads(fact)
+    for name, value in now.items():
+        if before[name] != value:
+            raise ConfigError(
+                f"--out {str(out)!r} has tries of {name} = {before[name]!r}, and this is {value!r}: name another folder"
+            )
+    return str(before["date"])
+
+
+def _read_tries(place: Path, limits: TryLimits, tasks: int) -> Iterator[SuiteTry]:
+    """All tries in a ledger, pass by pass."""
+    with Archive.open(place) as archive:
+        for number, label in enumerate(limits.labels()):
+            for group in graded_groups(archive, label, tasks):
+                if group is not None:
+                    yield _suite_try(group.task, group.rollouts[0], number, limits.pass_at)
+
+
+def _suite_try(task: Task, rollout: Rollout, number: int, pass_at: float) -> SuiteTry:
+    graded = grade_of(rollout)
+    return SuiteTry(
+        task_id=task.task_id,
+        template=task.template,
+        number=number,
+        reward=rollout.reward or 0.0,
+        graded=graded,
+        passed=is_pass(graded, pass_at),
+        reason=rollout.reason,
+        seconds=rollout.seconds,
+        measures=dict(rollout.reward_parts),
+    )
+
+
+def _last_failure(place: Path, limits: TryLimits) -> str:
+    """Reason for which the last try failed that infrastructure prevented."""
+    with Archive.open(place) as archive:
+        for label in reversed(limits.labels()):
+            failed = archive.find(Search(purpose=label, outcome=RolloutOutcome.FAILED, limit=1))
+            if failed:
+                return failed[0].reason
+    return "none was made"
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
