@@ -201,6 +201,8 @@ KL = Ablation(
         Arm(name="k3 in the loss", changes=("loss.kl_coef=0.03", "loss.kl_estimator=k3")),
     ),
     claims=(Claim(arm="k1 in the reward", than="k3 in the loss"),),
+    reading="In the published direction and not shown: k1 in the reward costs next to nothing of the pass rate without "
+    "it, k3 in the loss as much or more on every seed, most of it on one.",
 )
 EPOCHS = (2, 4, 16)
 PROMPTS = Ablation(
