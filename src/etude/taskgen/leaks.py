@@ -21,7 +21,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -100,6 +100,12 @@ def removed_identifiers(
         gone=gone,
         modules=frozenset(PurePosixPath(path).stem for path in removed),
     )
+
+
+def without_repeated(removed_names: RemovedIdentifiers, texts: Iterable[str]) -> RemovedIdentifiers:
+    """The same without lines that stand in ``texts``, which an agent may read: idioms of a project come again."""
+    whole = "".join(map(normalised, texts))
+    return replace(removed_names, windows=tuple(window for window in removed_names.windows if window not in whole))
 
 
 def search(tree: Path, removed_names: RemovedIdentifiers, *, prefix: str = "") -> Iterator[Leak]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.taskgen.leaks import Leak, removed_identifiers, search
+from etude.taskgen.leaks import Leak, RemovedIdentifiers, removed_identifiers, search, without_repeated
 from etude.taskgen.scrubbing import commit_all, git
 
 RIGHT = '''def rotate(values, places):
@@ -156,3 +156,22 @@ def test_documents_that_changed_are_no_python() -> None:
         {"turns.py": RIGHT, "README.md": "it's (rotate"}, {"turns.py": WRONG, "README.md": ""}, []
     )
     assert removed_names.words
+
+
+def test_idioms_that_a_project_repeats_are_no_answer(tmp_path: Path) -> None:
+    """Regression: one repeated guard at the head of a function rejected whole releases."""
+    guard = (
+        "    if not isinstance(value, (int, float)):\n        raise TypeError(f'no number: {value!r}')\n"
+        "    value = float(value)\n"
+    )
+    before = {"sums.py": f"def half(value):\n{guard}    return value / 2\n"}
+    answer = f"def third(value):\n{guard}    return value / 3 if value > 0 else -value / 3\n"
+    after = {"sums.py": before["sums.py"] + "\n\n" + answer}
+    removed = removed_identifiers(after, before, ())
+    new = without_repeated(removed, before.values())
+    assert 0 < len(new.windows) < len(removed.windows)
+    (tmp_path / "sums.py").write_text(before["sums.py"])
+    lines = RemovedIdentifiers(windows=removed.windows), RemovedIdentifiers(windows=new.windows)
+    assert [bool(list(search(tmp_path, each))) for each in lines] == [True, False]
+    (tmp_path / "notes.txt").write_text(answer)
+    assert list(search(tmp_path, lines[1]))

@@ -28,7 +28,7 @@ from etude.taskgen.history.proposals import ChangedFiles, Proposal, propose
 from etude.taskgen.history.records import HistoryRecord, digest_of_texts, id_of
 from etude.taskgen.history.sources import Change, History
 from etude.taskgen.installs import environment
-from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search
+from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search, without_repeated
 from etude.taskgen.projects import Project, is_test_file, read_project
 from etude.taskgen.scrubbing import commit_all, copy_clean
 from etude.taskgen.sources import read_texts
@@ -44,6 +44,8 @@ RUN_TIMEOUT_S = 90.0
 ATTEMPTS = 2
 """Sandboxes in which a change is tried: tests come in another order and with another hash seed in each."""
 SANDBOX_TTL_S = 1800.0
+REPEATED = 0.5
+"""Share of a change's lines that may stand elsewhere in its project before it, as idioms do."""
 Guarded = Callable[[Task], Awaitable[Collection[str]]]
 """The tests of a task that a grader can guard with canaries, by node id."""
 
@@ -200,7 +202,10 @@ class ChangeValidator:
             removed = removed_identifiers(after, {path: trees.files.before.get(path) for path in sources}, ())
         except SyntaxError as error:
             return f"a module that cannot be parsed: {error}"
-        lines = RemovedIdentifiers(windows=removed.windows, digests=removed.digests)
+        new = without_repeated(removed, trees.files.before.values())
+        if len(new.windows) < (1 - REPEATED) * len(removed.windows):
+            return "most of its lines stand in the project before it"
+        lines = RemovedIdentifiers(windows=new.windows, digests=new.digests)
         *_, tree = image.layers  # dependencies have no copy of the project: see installs.without_copies
         return next((str(leak) for leak in search(tree, lines, prefix="/")), "")
 
