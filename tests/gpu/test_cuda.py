@@ -157,6 +157,7 @@ def test_decode_graphs_compute_what_plain_steps_do(model: Decoder) -> None:
     assert (graphs.token_ids == plain.token_ids).mean() > 0.8
 
 
+@pytest.mark.timeout(900)  # minutes where Triton interprets
 @torch.inference_mode()
 def test_a_graph_draws_what_a_plain_step_draws(model: Decoder) -> None:
     """The same tokens, sampling masks, routes and log-probabilities, bit for bit where all decode; also beside prompts

@@ -2,10 +2,13 @@
 
 import argparse
 
+import pytest
+
 from bench.memory import bench as memory
 from bench.roofline import bench as roofline
 
 
+@pytest.mark.timeout(900)  # a minute on free cores, several on busy ones
 def test_the_memory_of_a_step_is_what_the_plan_says() -> None:
     result = memory.run(argparse.Namespace(case=["dense, recomputed"], quick=True))
     goals = result["goals"]
