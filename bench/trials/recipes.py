@@ -121,9 +121,8 @@ def _next_seed(reports: Sequence[Mapping[str, Json]]) -> int:
 def _rerun(recipe: Path, out: Path, seed: int) -> dict[str, Json]:
     config = load_recipe(recipe, [f"seed={seed}"])
     out.mkdir(parents=True, exist_ok=True)
-    folder = finished_run(
-        out / f"{recipe.name}-s{seed}", lambda: RunFolder.create(out / f"{recipe.name}-s{seed}", config)
-    )
+    path = out / f"{recipe.name}-s{seed}"
+    folder = finished_run(path, lambda: RunFolder.create(path, config))
     return report_of(folder, config)
 
 

@@ -115,6 +115,10 @@ class Measure:
         return is_pass(attempt.graded, self.pass_at)
 
 
+NamedValues: TypeAlias = Callable[[Try], Mapping[str, float]]
+"""The values of a try that have names of their own."""
+PARTS: NamedValues = attrgetter("parts")
+AMOUNTS: NamedValues = attrgetter("amounts")
 EFFORTS: Mapping[str, Callable[[Try], float]] = {
     name: attrgetter(name)
     for name in ("prompt_tokens", "new_tokens", "sampled_tokens", "turns", "summaries", "seconds")
@@ -148,8 +152,8 @@ def differences(before: Evaluation, after: Evaluation, measure: Measure) -> dict
         amounts = [name for name in before.amounts if name in after.amounts]
         ways[way] = {
             **_difference(way, pairs, measure),
-            **_amount_differences(pairs, amounts),
-            "parts": _part_differences(pairs, parts),
+            **_named_differences(pairs, AMOUNTS, amounts),
+            "parts": _named_differences(pairs, PARTS, parts),
         }
     if not ways:
         raise ConfigError("the two were not evaluated in the same way: there is nothing to compare")
@@ -174,10 +178,10 @@ def _way(way: Way, evaluation: Evaluation, measure: Measure) -> dict[str, Json]:
         "missing": passes * len(tasks) - sum(map(len, tasks)),
         "templates": len(set(clusters)),
         "reward": asdict(mean_of([_mean(tries, _reward) for tries in tried], clusters)),
-        "parts": _mean_parts(tried, evaluation.parts),
+        "parts": _named_means(tried, PARTS, evaluation.parts, mean_of),
         "pass": {str(k): asdict(_pass(tried, k, measure)) for k in ks},
         **{name: _amount(tried, effort) for name, effort in EFFORTS.items()},
-        **_mean_amounts(tried, evaluation.amounts),
+        **_named_means(tried, AMOUNTS, evaluation.amounts, mean_amount),
     }
     if measure.prices is not None:
         figures_of_way["cost"] = _amount(tried, measure.prices.of)
@@ -188,29 +192,24 @@ def _amount(tasks: Sequence[Sequence[Try]], value: Callable[[Try], float]) -> di
     return asdict(mean_amount([_mean(tries, value) for tries in tasks], _clusters(tasks)))
 
 
-def _mean_amounts(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
-    """Each of the other amounts over the tries that have it; one that none has is absent."""
-    by_name: dict[str, Json] = {}
-    for name in names:
-        with_amount = [tries for tries in (_measured(name, tries) for tries in tasks) if tries]
-        if with_amount:
-            by_name[name] = _amount(with_amount, _named_amount(name))
-    return by_name
-
-
 def _clusters(tasks: Sequence[Sequence[Try]]) -> list[str]:
     """The template of each task; of one that has none, itself."""
     return [tries[0].template or tries[0].task_id for tries in tasks]
 
 
-def _mean_parts(tasks: Sequence[Sequence[Try]], names: Sequence[str]) -> dict[str, Json]:
-    """Each part over the tries that have it; one that none has is absent."""
-    by_part: dict[str, Json] = {}
+def _named_means(
+    tasks: Sequence[Sequence[Try]],
+    values: NamedValues,
+    names: Sequence[str],
+    mean: Callable[[Sequence[float], Sequence[str]], Estimate],
+) -> dict[str, Json]:
+    """Each of some named values over the tries that have it; one that none has is absent."""
+    means: dict[str, Json] = {}
     for name in names:
-        with_part = [tries for tries in (_having(name, tries) for tries in tasks) if tries]
-        if with_part:
-            by_part[name] = asdict(mean_of([_mean(tries, _part(name)) for tries in with_part], _clusters(with_part)))
-    return by_part
+        having = [tries for tries in (_having(values, name, tries) for tries in tasks) if tries]
+        if having:
+            means[name] = asdict(mean([_mean(tries, _named(values, name)) for tries in having], _clusters(having)))
+    return means
 
 
 def _pass(tasks: Sequence[Sequence[Try]], k: int, measure: Measure) -> Estimate:
@@ -256,25 +255,16 @@ def _paired(pairs: Sequence[tuple[list[Try], list[Try]]], value: Callable[[Seque
     return difference_of(*_sides(pairs, value), _clusters([after for _, after in pairs]))
 
 
-def _part_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Sequence[str]) -> dict[str, Json]:
-    """Each part over the tasks of which both have tries with it; one that no task has is absent."""
+def _named_differences(
+    pairs: Sequence[tuple[list[Try], list[Try]]], values: NamedValues, names: Sequence[str]
+) -> dict[str, Json]:
+    """Each of some named values over the tasks of which both have tries with it; one that no task has is absent."""
     changes: dict[str, Json] = {}
     for name in names:
-        with_part = [(_having(name, before), _having(name, after)) for before, after in pairs]
-        both = [pair for pair in with_part if all(pair)]
+        having = [(_having(values, name, before), _having(values, name, after)) for before, after in pairs]
+        both = [pair for pair in having if all(pair)]
         if both:
-            changes[name] = asdict(_paired(both, partial(_mean, value=_part(name))))
-    return changes
-
-
-def _amount_differences(pairs: Sequence[tuple[list[Try], list[Try]]], names: Sequence[str]) -> dict[str, Json]:
-    """Each of the other amounts likewise."""
-    changes: dict[str, Json] = {}
-    for name in names:
-        with_amount = [(_measured(name, before), _measured(name, after)) for before, after in pairs]
-        both = [pair for pair in with_amount if all(pair)]
-        if both:
-            changes[name] = asdict(_paired(both, partial(_mean, value=_named_amount(name))))
+            changes[name] = asdict(_paired(both, partial(_mean, value=_named(values, name))))
     return changes
 
 
@@ -305,20 +295,12 @@ def _mean(tries: Sequence[Try], value: Callable[[Try], float]) -> float:
     return sum(map(value, tries)) / len(tries)
 
 
-def _having(name: str, tries: Sequence[Try]) -> list[Try]:
-    return [attempt for attempt in tries if name in attempt.parts]
+def _having(values: NamedValues, name: str, tries: Sequence[Try]) -> list[Try]:
+    return [attempt for attempt in tries if name in values(attempt)]
 
 
-def _measured(name: str, tries: Sequence[Try]) -> list[Try]:
-    return [attempt for attempt in tries if name in attempt.amounts]
-
-
-def _named_amount(name: str) -> Callable[[Try], float]:
-    return lambda attempt: attempt.amounts[name]
-
-
-def _part(name: str) -> Callable[[Try], float]:
-    return lambda attempt: attempt.parts[name]
+def _named(values: NamedValues, name: str) -> Callable[[Try], float]:
+    return lambda attempt: values(attempt)[name]
 
 
 def _reward(attempt: Try) -> float:
