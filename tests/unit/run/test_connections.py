@@ -4,8 +4,9 @@ import asyncio
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -183,11 +184,18 @@ def test_who_reads_nothing_of_its_answers_is_given_up() -> None:
     asyncio.run(run())
 
 
-def files_open() -> int:
-    """The number that the next file would get."""
-    number = os.dup(0)
-    os.close(number)
-    return number
+@contextmanager
+def limited(room: int) -> Iterator[Connections]:
+    """``Connections`` with room for so many more files; numbers free between those of open files are taken first."""
+    highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+    taken = [os.dup(0)]
+    while taken[-1] < highest:
+        taken.append(os.dup(0))
+    try:
+        yield Connections(limit=taken[-1] + 1 + room, idle_s=ENDLESS_S)
+    finally:
+        for number in taken:
+            os.close(number)
 
 
 def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
@@ -199,8 +207,7 @@ def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
             await answer.wait()
         return web.Response(body=b"yes")
 
-    async def run() -> None:
-        connections = Connections(limit=files_open() + 60, idle_s=ENDLESS_S)
+    async def run(connections: Connections) -> None:
         async with serving(http_server(handle, max_body_bytes=9), connections) as connect:
             busy = await connect()
             busy[1].write(WHOLE.replace(b"GET", b"POST"))
@@ -216,7 +223,8 @@ def test_at_the_limit_the_longest_idle_make_room_and_the_busy_stay() -> None:
             answer.set()
             assert (await busy[0].readuntil(b"yes")).startswith(OK)
 
-    asyncio.run(run())
+    with limited(60) as connections:
+        asyncio.run(run(connections))
 
 
 ROOM = 12
@@ -231,8 +239,8 @@ def test_where_all_are_busy_a_new_connection_is_turned_away() -> None:
         await answer.wait()
         return web.Response(body=b"yes")
 
-    async def run() -> None:
-        async with serving(http_server(handle, max_body_bytes=9), Connections(limit=files_open() + ROOM)) as connect:
+    async def run(connections: Connections) -> None:
+        async with serving(http_server(handle, max_body_bytes=9), connections) as connect:
             calls = list[asyncio.Task[bytes]]()
             while not any(call.done() for call in calls):
                 calls.append(asyncio.create_task(ask(await connect())))
@@ -245,7 +253,8 @@ def test_where_all_are_busy_a_new_connection_is_turned_away() -> None:
             assert [await call for call in calls[:-1]] == [OK] * (len(calls) - 1)
             assert len(calls) > 2
 
-    asyncio.run(run())
+    with limited(ROOM) as connections:
+        asyncio.run(run(connections))
 
 
 def test_connections_leave_files_for_everything_else() -> None:

@@ -28,7 +28,7 @@ SEND_TIMEOUT_S = 30.0
 
 
 class LauncherGone(SandboxError):
-    """Error: the launcher ended before a request could be sent; another launcher may take it."""
+    """Error: the launcher ended before it answered; another launcher may be asked for what can begin anew."""
 
 
 class LauncherLink:
@@ -167,7 +167,7 @@ class LauncherLink:
         self._control.close()
         for answer in self._answers.values():
             if not answer.done():
-                answer.set_exception(SandboxError("the launcher of sandboxes has ended"))
+                answer.set_exception(LauncherGone("the launcher of sandboxes has ended"))
                 answer.exception()  # the caller may have given up
         for end in self._ends.values():
             if not end.done():

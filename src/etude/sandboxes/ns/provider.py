@@ -120,7 +120,7 @@ class NamespaceSandboxes:
                 raise unsupported(NAME, words, "it as root, or qemu")
         try:
             sandbox = await self._make(files, spec, home)
-        except LauncherGone:  # it was killed just now, and its end not noticed yet
+        except LauncherGone:  # it was killed, before this request or during it, and nothing of the sandbox is left
             sandbox = await self._make(files, spec, await self._open())
         await services_started(sandbox, spec.image)
         await started(sandbox, spec.image)

@@ -563,6 +563,21 @@ def test_a_launcher_that_was_killed_unnoticed_has_a_successor() -> None:
     assert act(kill) == "made\n"
 
 
+def test_a_launcher_that_is_killed_before_it_answers_has_a_successor() -> None:
+    async def kill(provider: NamespaceSandboxes) -> str:
+        await provider.create({})
+        launcher = provider.launcher_pid
+        assert launcher is not None
+        os.kill(launcher, signal.SIGSTOP)  # it is sent the request, and reads nothing
+        making = asyncio.create_task(provider.create({}))
+        await asyncio.wait({making}, timeout=0.1)
+        assert not making.done()
+        os.kill(launcher, signal.SIGKILL)
+        return (await (await making).exec(["echo", "made"], timeout_s=TIMEOUT_S)).stdout
+
+    assert act(kill) == "made\n"
+
+
 def test_a_sandbox_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "agent").symlink_to("/tmp")  # what an image has there is made the agent's, later than the rest
