@@ -187,7 +187,7 @@ def table(result: dict[str, Json]) -> str:
     columns = ("rate", "contestant", "seeds", "pass_at_8", *MEASURED, "pass_interval", "greedy_interval")
     cells = draw(heading(result), results_of(result, "cells"), (*columns, "half_at_step"), under="case")
     notes = [
-        f"{row['case']} {row['rate']}, {row['contestant']}, seed {row['seed']}, {label}: {'; '.join(_listed(row[f'calls_{label}']))}"
+        f"{row['case']} {row['rate']}, {row['contestant']}, seed {row['seed']}, {label}: {_joined(row[f'calls_{label}'])}"
         for row in results_of(result)
         for label in ("before", "after")
     ]
@@ -202,7 +202,7 @@ def trial_config(recipe: Path, seed: int, cell: Cell, overrides: Sequence[str] =
 
 
 def half_at(rewards: Sequence[float]) -> int | None:
-    """The first step at which the mean reward of ``WINDOW`` steps is half of the last such mean; ``None``: that is 0."""
+    """The first step at which the mean reward of ``WINDOW`` steps is half of the last one; ``None``: that is 0."""
     smooth = [statistics.fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
     if not smooth or not smooth[-1]:
         return None
@@ -273,8 +273,8 @@ def _over_seeds(trials: Sequence[Trial]) -> dict[str, Json]:
     }
 
 
-def _listed(value: Json) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
+def _joined(value: Json) -> str:
+    return "; ".join(map(str, value)) if isinstance(value, list) else ""
 
 
 def _interval(values: Sequence[float]) -> Json:
