@@ -187,9 +187,9 @@ def table(result: dict[str, Json]) -> str:
     columns = ("rate", "contestant", "seeds", "pass_at_8", *MEASURED, "pass_interval", "greedy_interval")
     cells = draw(heading(result), results_of(result, "cells"), (*columns, "half_at_step"), under="case")
     notes = [
-        f"{row['case']} {row['rate']}, {row['contestant']}, seed {row['seed']}, {label}: {_joined(row[f'calls_{label}'])}"
+        f"{row['case']} {row['rate']}, {row['contestant']}, seed {row['seed']}, {when}: {_joined(row[f'calls_{when}'])}"
         for row in results_of(result)
-        for label in ("before", "after")
+        for when in ("before", "after")
     ]
     return page(result, cells, notes=notes)
 
