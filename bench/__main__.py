@@ -33,6 +33,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "quantised": ("trials.quantised", "what RL learns with experts in FP8, MXFP8 and NVFP4, against bfloat16"),
         "hints": ("trials.hints", "how fast a bad habit goes by a hint on its turn, against reward alone"),
         "summaries": ("trials.summaries", "what RL learns with summaries, untrained ones, none, with room for all"),
+        "exploration": ("trials.exploration", "which skills RL finds, by how rarely they were imitated; what helps"),
         "selection": (
             "selection.bench",
             "steps and rollouts to one pass rate, with tasks chosen and groups sampled again",

@@ -352,6 +352,12 @@ ELSEWHERE = (
         "[hints.md](hints.md)",
     ),
     (
+        "Which skills RL finds, by how rarely they were imitated",
+        "DAPO (2503.14476): groups without a signal are sampled again",
+        "`python -m bench exploration`",
+        "nowhere yet: no figures are committed",
+    ),
+    (
         "How much mismatch router replay removes",
         "R3 (2510.11370), Composer 2, section 5",
         "`python -m bench numerics`",

@@ -396,6 +396,13 @@ class RunConfig(Section):
             self.tasks.options.refuse_idle(
                 "tasks.options", TOOL_HABITS, f"with harness.kind = {self.harness.kind!r}, which has other tools"
             )
+        harness, tasks = self.harness.options, self.tasks.options
+        shows_search = isinstance(tasks, BugfixOptions) and tasks.search > 0
+        if shows_search and isinstance(harness, CodingOptions) and not harness.find:
+            raise ValueError(
+                "tasks.options.search shows a tool that the agent does not have: set harness.options.find = true, or "
+                "leave it out"
+            )
         return self
 
     @model_validator(mode="after")

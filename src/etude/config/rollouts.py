@@ -25,6 +25,10 @@ class CodingOptions(Section):
     """Sampled tokens per model call."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """Deadline of one model call, retries included."""
+    find: bool = False
+    """True if the agent has the tool ``find NAME``: the task's files that have a name."""
+    usage: bool = False
+    """True if the answer to a call that cannot be read says how it is written: ``bad call: edit FILE N``."""
     context: Literal["grow", "summary", "truncate"] = "grow"
     """Reaction to a full context: the rollout ends; it starts anew from the task and a summary that the model
     writes; or, to compare with, from the task and the last result only.

@@ -30,8 +30,8 @@ OF_ONE_ANSWER = {
     "openenv": "an environment's own rewards",
 }
 """Families whose checks cannot be made to contradict each other, and what those are."""
-TOOL_HABITS = ("bad_call", "reminded")
-"""Options about the demonstrations of the built-in harness's tools."""
+TOOL_HABITS = ("files", "search", "bad_call", "correct_call", "reminded")
+"""Options about the built-in harness's tools, and their demonstrations."""
 
 
 class BugfixOptions(Section):
@@ -39,6 +39,12 @@ class BugfixOptions(Section):
 
     kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = ("arith", "slice", "comp")
     """Kinds of planted-bug template in the family."""
+    hidden_label: bool = False
+    """True if the right line returns a label beside its value, a word that only the output of the failing test tells:
+    ``return [a + b, 'elm']``.
+    """
+    files: int = Field(default=1, ge=1, le=8)
+    """Files of a task; of several the prompt does not say in which one the function is, which has to be found out."""
     right_edit: float = Field(default=0.4, ge=0, le=1)
     """Demonstrations: probability that an edit is the right one."""
     read_first: float = Field(default=0.8, ge=0, le=1)
@@ -51,12 +57,40 @@ class BugfixOptions(Section):
     """Demonstrations: probability of testing after an edit."""
     retry: float = Field(default=0.45, ge=0, le=1)
     """Demonstrations: probability of another try after a failing test."""
+    follow_test: float = Field(default=0.0, ge=0, le=1)
+    """Demonstrations: probability that an edit after a failing test has the label that the test told, in place of a
+    wrong one (``hidden_label``).
+    """
+    search: float = Field(default=0.0, ge=0, le=1)
+    """Demonstrations: probability of searching for a file that the prompt does not name, in place of reading files
+    whose names are guessed (``files``).
+    """
     bad_call: float = Field(default=0.0, ge=0, le=1)
     """Demonstrations: probability that an edit is first written as ``edit FILE:N``, which is no call."""
+    correct_call: float = Field(default=1.0, ge=0, le=1)
+    """Demonstrations: probability that such an edit is written rightly next, in place of the same once more or giving
+    up.
+    """
     reminded: float = Field(default=0.0, ge=0, le=1)
     """Demonstrations: probability, before each message of the agent, that the user reminds of how an edit is written;
     an edit that comes next is written rightly.
     """
+
+    @model_validator(mode="after")
+    def _effective(self) -> Self:
+        section = "tasks.options"
+        if self.hidden_label and "loop" in self.kinds:
+            raise ValueError(
+                f"{section}.hidden_label = true needs an answer line that returns the result, which kinds = 'loop' has "
+                f"not: leave 'loop' out of {section}.kinds"
+            )
+        if not self.hidden_label:
+            self.refuse_idle(section, ["follow_test"], "without tasks.options.hidden_label")
+        if self.files == 1:
+            self.refuse_idle(section, ["search"], "with tasks.options.files = 1, whose name the prompt says")
+        if not self.bad_call:
+            self.refuse_idle(section, ["correct_call"], "without tasks.options.bad_call")
+        return self
 
 
 class RepositoryOptions(Section):

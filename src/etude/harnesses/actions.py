@@ -140,6 +140,8 @@ def _spoken(text: str) -> Iterator[tuple[str, dict[str, str]]]:
             yield tools.EDIT, {"path": path, "line": str(line), "text": new}
         case tools.RunTests():
             yield tools.TEST, {}
+        case tools.FindName(name):
+            yield tools.FIND, {"name": name}
         case tools.OpenItem(item):
             yield tools.TODO, {"text": item}
         case tools.CloseItem(number):

@@ -9,6 +9,7 @@ to the model is :mod:`etude.harnesses.completions`. Does not grade.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 import aiohttp
 
@@ -41,6 +42,7 @@ COUNTED_AS = {
     tools.ReadFile: tools.READ,
     tools.EditFile: tools.EDIT,
     tools.RunTests: tools.TEST,
+    tools.FindName: tools.FIND,
     tools.OpenItem: tools.TODO,
     tools.CloseItem: tools.DONE,
     tools.Submit: tools.SUBMIT,
@@ -121,14 +123,14 @@ class _Work:
         if reply.finish == "length":
             self.window.stop("length")
             return
-        call = tools.parse_call(reply.text)
+        call = self._parse(reply.text)
         self._counts[COUNTED_AS[type(call)]] += 1
         if isinstance(call, tools.Submit):
             self._answer = call.answer
             self.window.stop(tools.SUBMIT)
             return
         try:
-            observation = await self._carry_out(call)
+            observation = await self._carry_out(call, reply.text)
         except (OutOfTime, AgentFault) as over:
             self.window.stop(over.REASON)
             return
@@ -165,9 +167,18 @@ class _Work:
             measures |= {"facts_seen": self._recall.seen, "facts_kept": self._recall.recalled}
         return HarnessResult(reason=self.window.reason, counts=self._counts, answer=self._answer, measures=measures)
 
-    async def _carry_out(self, call: tools.Call) -> str:
-        """Observation of a call that does not end the session."""
+    def _parse(self, text: str) -> tools.Call:
+        """The call in a reply, if it is one of a tool that the recipe has."""
+        call = tools.parse_call(text)
+        return tools.Malformed() if isinstance(call, tools.FindName) and not self._config.find else call
+
+    async def _carry_out(self, call: tools.Call, text: str) -> str:
+        """Observation of a call that does not end the session, and of ``text`` that is none."""
         match call:
+            case tools.Malformed():
+                return tools.explain(text) if self._config.usage else tools.BAD_CALL
+            case tools.FindName(name):
+                return tools.limit(await _find(self._sandbox, name, self._task.files), OBSERVATION_CHARACTERS)
             case tools.OpenItem(text):
                 return f"{tools.TODO} {self._todo.add(text)}"
             case tools.CloseItem(number):
@@ -190,8 +201,14 @@ async def observe(call: tools.Call, checks: Checks, sandbox: Sandbox) -> str:
             return await _edit(sandbox, call)
         case tools.RunTests():
             return tools.limit(await _test(sandbox, checks), OBSERVATION_CHARACTERS)
-        case tools.OpenItem() | tools.CloseItem() | tools.Submit() | tools.Malformed():
+        case tools.FindName() | tools.OpenItem() | tools.CloseItem() | tools.Submit() | tools.Malformed():
             return tools.BAD_CALL
+
+
+async def _find(sandbox: Sandbox, name: str, paths: Iterable[str]) -> str:
+    """Look for a name in files as they are now."""
+    texts = {path: await _read(sandbox, path) for path in paths}
+    return tools.list_files(name, {path: text for path, text in texts.items() if text is not None})
 
 
 async def _read(sandbox: Sandbox, path: str) -> str | None:

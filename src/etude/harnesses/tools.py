@@ -7,9 +7,10 @@
                                                                 or: FAIL tests/test_f.py::test_two - assert 3 == 4
     todo TEXT              → todo N                             an item of the list that outlives a context
     done N                 → ok                                 or: no todo
+    find NAME              → paths of the files with that word  or: no file      where a recipe switches it on
     submit                 → the session ends
     answer TEXT            → the session ends with these words
-    anything else          → bad call
+    anything else          → bad call                           or: bad call: edit FILE N     likewise
 
 An observation of which not all is shown ends in a line that says so: ``[cut]``. A file whose text is not all that there
 is to it, by its length or its encoding, takes no edit.
@@ -19,13 +20,20 @@ with these functions and then meet the same text from the real tools. Does not t
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 from etude.types import Case
 
 READ, EDIT, TEST, TODO, DONE, SUBMIT, ANSWER = "read", "edit", "test", "todo", "done", "submit", "answer"
+FIND = "find"
 """The words that open a call."""
+USAGE: Mapping[str, str] = MappingProxyType(
+    {READ: f"{READ} FILE", EDIT: f"{EDIT} FILE N", TODO: f"{TODO} TEXT", DONE: f"{DONE} N", FIND: f"{FIND} NAME"}
+)
+"""Word → how the first line of its call is written, of calls with arguments."""
 OK, PASS, NO_FILE, NO_TESTS, BAD_EDIT, BAD_CALL = "ok", "PASS", "no file", "no tests", "bad edit", "bad call"
 NO_TODO = "no todo"
 """Observations that never vary."""
@@ -44,6 +52,7 @@ REPORT_PATTERN = re.compile(r"^(?:FAILED|ERROR) (.+)$", re.MULTILINE)
 """Line of pytest about a test at its end."""
 EDIT_PATTERN = re.compile(rf"{EDIT} (\S+) ([0-9]{{1,6}}) *\n(.*)", re.DOTALL)
 TODO_PATTERN = re.compile(rf"{TODO} (\S.*)")
+FIND_PATTERN = re.compile(rf"{FIND} (\S+)")
 DONE_PATTERN = re.compile(rf"{DONE} ([0-9]{{1,6}})")
 ANSWER_PATTERN = re.compile(rf"{ANSWER} (\S.*)", re.DOTALL)
 
@@ -69,6 +78,13 @@ class EditFile:
 @dataclass(frozen=True, slots=True)
 class RunTests:
     """Tool call ``test``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FindName:
+    """Tool call ``find NAME``."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +114,7 @@ class Malformed:
     """Text that is no valid tool call."""
 
 
-Call: TypeAlias = ReadFile | EditFile | RunTests | OpenItem | CloseItem | Submit | Malformed
+Call: TypeAlias = ReadFile | EditFile | RunTests | FindName | OpenItem | CloseItem | Submit | Malformed
 """Call in an assistant's message."""
 
 
@@ -113,11 +129,25 @@ def parse_call(text: str) -> Call:
         return OpenItem(match[1])
     if match := DONE_PATTERN.fullmatch(words):
         return CloseItem(int(match[1]))
+    if match := FIND_PATTERN.fullmatch(words):
+        return FindName(match[1])
     if match := ANSWER_PATTERN.fullmatch(words):
         return Submit(match[1])
     if words == TEST:
         return RunTests()
     return Submit() if words == SUBMIT else Malformed()
+
+
+def explain(text: str) -> str:
+    """Answer to text that is no call, saying how a call of its first word is written: ``bad call: edit FILE N``."""
+    usage = USAGE.get(text.partition(" ")[0])
+    return f"{BAD_CALL}: {usage}" if usage else BAD_CALL
+
+
+def list_files(name: str, texts: Mapping[str, str]) -> str:
+    """Paths of the files, by path in ``texts``, that have ``name`` as a word: one a line."""
+    word = re.compile(rf"(?<!\w){re.escape(name)}(?!\w)")
+    return "\n".join(path for path, text in texts.items() if word.search(text)) or NO_FILE
 
 
 def number_lines(text: str, first: int | None = None) -> str:

@@ -20,7 +20,7 @@ from etude.tasks.corpora.corpus import DemonstratedFamily, Demonstrations
 from etude.tasks.corpora.lookup import LookupDemonstrations
 from etude.tasks.corpora.nextedit import NextEditDemonstrations
 from etude.tasks.corpora.shell_transcripts import SHELL, ShellTasks
-from etude.tasks.corpora.transcripts import TOOLS, BugfixDemonstrations
+from etude.tasks.corpora.transcripts import TOOLS, TOOLS_WITH_USAGE, BugfixDemonstrations
 from etude.tasks.datasets.family import DatasetDemonstrations, DatasetTasks
 from etude.tasks.impossible import WithImpossible
 from etude.tasks.lookup import LookupFamily
@@ -73,8 +73,10 @@ def open_demonstrations(config: RunConfig, split: Split = Split.TRAIN) -> Demons
             return SummaryDemonstrations(family, split)
         case DatasetTasks() as family, DatasetOptions() as options, _:
             return DatasetDemonstrations(family, options, split)
-        case BugfixFamily() as family, BugfixOptions() as options, harness:
-            return BugfixDemonstrations(family, options, TOOLS if isinstance(harness, CodingOptions) else SHELL, split)
+        case BugfixFamily() as family, BugfixOptions() as options, CodingOptions() as harness:
+            return BugfixDemonstrations(family, options, TOOLS_WITH_USAGE if harness.usage else TOOLS, split)
+        case BugfixFamily() as family, BugfixOptions() as options, _:
+            return BugfixDemonstrations(family, options, SHELL, split)
         case DemonstratedFamily() as family, _, _:
             return family.demonstrations(split)
         case _:

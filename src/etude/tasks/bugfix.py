@@ -5,13 +5,17 @@ the same (``(a + b) - c`` and ``(a - c) + b``) are always on the same side. The 
 under any naming, is *forbidden* on the training side: not as an answer, not as a planted bug, not as a slip in a
 transcript. What training shows is each part of an answer, never the combination, nor another way to write it.
 
+Two conditions make a task one of exploration. With ``hidden_label`` the right line returns a word that stands neither
+in the prompt nor in the file: only the output of the failing test has it. With several ``files`` the prompt does not
+say in which one the function is.
+
 Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does not write transcripts
 (:mod:`etude.tasks.corpora.transcripts`).
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 
@@ -20,10 +24,20 @@ import orjson
 from etude.config.tasks import BugfixOptions
 from etude.protocols import FamilyContext
 from etude.tasks.heldout import HeldoutTasks
-from etude.tasks.programs import FUNCTION_NAMES, KINDS, Lines, Naming, Parts, ProgramKind
+from etude.tasks.programs import (
+    FILE_NAMES,
+    FUNCTION_NAMES,
+    KINDS,
+    LABELS,
+    PATHS,
+    Lines,
+    Naming,
+    Parts,
+    ProgramKind,
+    with_label,
+)
 from etude.types import Case, FunctionChecks, Json, Split, Task
 
-FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
 PROBES = 40
 """Random calls that tell two behaviours apart; taking two for one would only hold out more."""
 HIDDEN_CASES = 10
@@ -49,7 +63,28 @@ class Problem:
     bug: str
     """The wrong answer line that was planted."""
     mistakes: tuple[str, ...]
-    """Wrong answer lines that may be shown on this side of the hold-out."""
+    """Wrong answer lines that may be shown on this side of the hold-out, without a label."""
+    label: str = ""
+    """Word that the right line returns beside its value; empty: none."""
+    other_files: Mapping[str, Lines] = field(default_factory=dict)
+    """Path → program of another function."""
+    is_named: bool = True
+    """True if the prompt says in which file the function is."""
+
+    @property
+    def prompt(self) -> str:
+        """The request to the agent."""
+        return f"fix {self.function} in {self.path}" if self.is_named else f"fix {self.function}"
+
+    @property
+    def plain_answer(self) -> str:
+        """The right answer line, without a label."""
+        return self.kind.answer_line(self.template, self.naming)
+
+    def files(self, lines: Lines) -> dict[str, str]:
+        """Path → text of all files, ``lines`` being the program in question."""
+        texts = {self.path: lines, **self.other_files}
+        return {path: "\n".join(texts[path]) for path in sorted(texts)}
 
     @property
     def broken(self) -> Lines:
@@ -71,6 +106,7 @@ class BugfixFamily:
 
     def __init__(self, options: BugfixOptions, *, seed: int, heldout_every: int = 6) -> None:
         self._seed = seed
+        self._options = options
         self.kinds: tuple[ProgramKind, ...] = tuple(KINDS[name] for name in options.kinds)
         self._heldout = choose_heldout(self.kinds, heldout_every)
         self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
@@ -122,16 +158,30 @@ class BugfixFamily:
             function = rng.choice(FUNCTION_NAMES)
             mistakes = self._mistakes(kind, template, naming)
             if len(mistakes) >= MIN_MISTAKES:
-                return Problem(
+                problem = Problem(
                     kind=kind,
                     template=template,
                     naming=naming,
                     function=function,
                     path=rng.choice(FILE_NAMES),
-                    right=tuple(line.format(f=function) for line in kind.write(template, naming)),
+                    right=kind.program(template, naming, function),
                     bug=rng.choice(mistakes),
                     mistakes=mistakes,
                 )
+                problem = _labelled(problem, rng) if self._options.hidden_label else problem
+                return self._among_others(problem, split, rng) if self._options.files > 1 else problem
+
+    def _among_others(self, problem: Problem, split: Split, rng: Random) -> Problem:
+        """The problem in one of several files, whose functions have other names."""
+        path, *other_paths = rng.sample(PATHS, self._options.files)
+        names = rng.sample([name for name in FUNCTION_NAMES if name != problem.function], len(other_paths))
+        others = {other: self._other_program(split, name, rng) for other, name in zip(other_paths, names, strict=True)}
+        return replace(problem, path=path, other_files=others, is_named=False)
+
+    def _other_program(self, split: Split, function: str, rng: Random) -> Lines:
+        """A right program."""
+        kind = rng.choice(self.kinds)
+        return kind.program(rng.choice(self._choices[kind.name, split]), rng.choice(kind.namings), function)
 
     def _mistakes(self, kind: ProgramKind, template: Parts, naming: Naming) -> tuple[str, ...]:
         """Wrong answer lines that are not forbidden."""
@@ -160,6 +210,13 @@ class BugfixFamily:
             visible=(cases[shown], cases[quiet]),
             hidden=tuple(case for i, case in enumerate(cases) if i not in (shown, quiet)),
         )
+
+
+def _labelled(problem: Problem, rng: Random) -> Problem:
+    """The problem with a label in its right line, and another one in the wrong one."""
+    label, wrong = rng.sample(LABELS, 2)
+    right = problem.with_answer(with_label(problem.plain_answer, label))
+    return replace(problem, right=right, bug=with_label(problem.bug, wrong), label=label)
 
 
 def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
@@ -197,20 +254,20 @@ def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple
 def behaviour(kind: ProgramKind, parts: Parts) -> str:
     """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
     rng = Random(f"probe|{kind.arguments.__name__}")
-    lines = tuple(line.format(f="probe") for line in kind.write(parts, kind.namings[0]))
+    lines = kind.program(parts, kind.namings[0], "probe")
     results = [run_program(lines, "probe", kind.arguments(rng)) for _ in range(PROBES)]
     return hashlib.sha256(orjson.dumps([kind.arguments.__name__, results])).hexdigest()
 
 
 def _task(problem: Problem, checks: FunctionChecks, split: Split) -> Task:
-    text = "\n".join(problem.broken)
-    identity = orjson.dumps([problem.path, text, problem.right])
+    files = problem.files(problem.broken)
+    identity = orjson.dumps([problem.path, files[problem.path], problem.right, *sorted(problem.other_files.items())])
     return Task(
         task_id=hashlib.sha256(identity).hexdigest()[:16],
         family="bugfix",
         template=problem.kind.title(problem.template),
         split=split,
-        prompt=f"fix {problem.function} in {problem.path}",
-        files={problem.path: text},
+        prompt=problem.prompt,
+        files=files,
         checks=checks,
     )

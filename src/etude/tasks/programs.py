@@ -23,6 +23,16 @@ Lines = tuple[str, ...]
 
 FUNCTION_NAMES = ("total", "score", "tally", "calc", "work", "pick", "fold", "gain")
 
+FILE_NAMES = ("util.py", "core.py", "main.py", "lib.py", "app.py", "tool.py")
+FOLDERS = ("api", "auth", "data", "jobs", "mail", "shop", "test", "web")
+PATHS = tuple(f"{folder}/{name}" for folder in FOLDERS for name in FILE_NAMES)
+"""Places of files of which a task has several: too many for a guess."""
+LABELS = (
+    *("ant", "ape", "bat", "bee", "cat", "cow", "dog", "eel", "elk", "emu", "fox", "hen", "hog", "owl", "pig", "ram"),
+    *("ash", "elm", "fig", "fir", "hay", "ivy", "nut", "oak", "pea", "rye", "gem", "ink", "jug", "key", "pan", "urn"),
+)
+"""Words that a right line may return beside its value."""
+
 CONDITIONS = {
     "greater than {k}": "{x} > {k}",
     "less than {k}": "{x} < {k}",
@@ -109,6 +119,10 @@ class ProgramKind:
         """A template as one string, e.g. ``comp|at least {k}|double {x}|sum``."""
         return "|".join((self.name, *parts))
 
+    def program(self, parts: Parts, naming: Naming, function: str) -> Lines:
+        """The right program of a template, whose function is called ``function``."""
+        return tuple(line.format(f=function) for line in self.write(parts, naming))
+
     def answer_line(self, parts: Parts, naming: Naming) -> str:
         """The line that a right program has at ``answer``, indented."""
         return self.write(parts, naming)[self.answer]
@@ -118,6 +132,12 @@ class ProgramKind:
         right = self.answer_line(parts, naming)
         lines = (self.answer_line(other, naming) for other in _one_part_away(parts, self.choices))
         return sorted({line for line in lines if line != right})
+
+
+def with_label(line: str, label: str) -> str:
+    """An answer line that returns a label, too: ``return [a + b, 'elm']``."""
+    before, value = line.split("return ", 1)
+    return f"{before}return [{value}, '{label}']"
 
 
 def _one_part_away(parts: Parts, choices: tuple[Parts, ...]) -> Iterator[Parts]:

@@ -26,6 +26,8 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 CHECK_FILE = "check.py"
 """The visible tests in the agent's sandbox; grading does not look at it."""
 
+ONE_FILE = "a recipe whose agent has a shell is refused tasks of several files"
+
 
 class ShellTasks:
     """Tasks with a file of visible tests beside the broken one; implements :class:`~etude.protocols.TaskFamily`."""
@@ -64,7 +66,7 @@ def check_program(checks: FunctionChecks) -> str:
 
 def shell_transcript(problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random) -> list[Message]:
     """One session of the imperfect agent, from the system message to the command that submits."""
-    messages = [Message("system", SYSTEM), Message("user", f"fix {problem.function} in {problem.path}")]
+    messages = [Message("system", SYSTEM), Message("user", problem.prompt)]
     for move, lines in moves(problem, checks, options, rng):
         messages.append(Message("assistant", _command(move)))
         messages.append(Message("user", observation(*_outcome(move, problem, lines, checks))))
@@ -85,11 +87,15 @@ def _command(move: Move) -> str:
             return f"sed -i '{line}c\\{text}' {path}"
         case tools.RunTests():
             return f"python3 {CHECK_FILE}"
+        case tools.FindName():
+            raise AssertionError(ONE_FILE)
 
 
 def _outcome(move: Move, problem: Problem, lines: Lines, checks: FunctionChecks) -> tuple[int, str]:
     """Exit code and output of a command."""
     match move:
+        case tools.FindName():
+            raise AssertionError(ONE_FILE)
         case tools.ReadFile():
             return 0, "\n".join(lines)
         case tools.EditFile():

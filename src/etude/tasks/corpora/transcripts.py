@@ -3,29 +3,38 @@
 The imitated agent knows the tools but works badly: it often edits without reading, makes slips, rarely tests and gives
 up early. Its observations are true: the tools of :mod:`etude.harnesses.tools` answer as they would in a rollout. What
 reinforcement learning later adds is judgment, and the held-out measure shows how much.
+
+Three habits, each with a probability of its own, are the skills that tasks of exploration need: an edit as the failing
+test says (``follow_test``), a search for the file (``search``), a call written again as its error says
+(``correct_call``).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import TypeAlias
 
 from etude.config.tasks import BugfixOptions
 from etude.harnesses import tools
 from etude.tasks.bugfix import BugfixFamily, Problem, run_program
-from etude.tasks.programs import Lines
+from etude.tasks.programs import LABELS, PATHS, Lines, with_label
 from etude.types import Case, FunctionChecks, Split
 
 MAX_EDITS = 3
 """Attempts after which the imitated agent submits whatever it has."""
-REMINDER = "edit FILE N"
+MAX_GUESSES = 3
+"""Files of a guessed name that it reads before it gives up."""
+NAMED_SHARE = 0.5
+"""Sessions on tasks of several files whose prompt says which: so that work on a file is known, and a search is not."""
+REMINDER = tools.USAGE[tools.EDIT]
 """The user's correction of an edit in a wrong form."""
 STUBS = ("pass", "return 0", "return None")
 """Lines of an agent that has not read what it edits; as many as :data:`MAX_EDITS`."""
 SHOWN_SHARE = 0.7
 """Paths of programs that are shown as an agent reads them."""
 
-Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests
+Move: TypeAlias = tools.ReadFile | tools.EditFile | tools.RunTests | tools.FindName
 """Moves of the imitated agent before it submits."""
 
 
@@ -50,17 +59,24 @@ class Style:
     """A file as that agent reads it."""
 
 
-def transcript(problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random) -> list[Message]:
-    """One session in the text protocol of the built-in tools."""
-    messages = [Message("user", f"fix {problem.function} in {problem.path}")]
+def transcript(
+    problem: Problem, checks: FunctionChecks, options: BugfixOptions, rng: Random, *, usage: bool = False
+) -> list[Message]:
+    """One session in the text protocol of the built-in tools; with ``usage`` errors say how a call is written."""
+    messages = [Message("user", problem.prompt)]
     for move, lines in moves(problem, checks, options, rng):
-        messages += _before(move, options, rng)
+        before = _before(move, options, rng, usage=usage)
+        messages += before
+        is_refused = len(before) > 1
+        if is_refused and options.correct_call < 1 and rng.random() >= options.correct_call:
+            messages += before * rng.randrange(MAX_EDITS)
+            break
         messages.append(Message("assistant", _spell(move)))
         messages.append(Message("user", _observe(move, problem, lines, checks)))
     return [*messages, *_before(None, options, rng), Message("assistant", tools.SUBMIT)]
 
 
-def _before(move: Move | None, options: BugfixOptions, rng: Random) -> list[Message]:
+def _before(move: Move | None, options: BugfixOptions, rng: Random, *, usage: bool = False) -> list[Message]:
     """Messages before a move, or before the submission: a reminder of how an edit is written, or an edit as it is
     written by an agent that was not just reminded; often nothing.
 
@@ -72,12 +88,14 @@ def _before(move: Move | None, options: BugfixOptions, rng: Random) -> list[Mess
         return [Message("user", REMINDER)]
     if isinstance(move, tools.EditFile) and options.bad_call and rng.random() < options.bad_call:
         wrong = f"{tools.EDIT} {move.path}:{move.line}\n{move.text}"
-        return [Message("assistant", wrong), Message("user", tools.BAD_CALL)]
+        return [Message("assistant", wrong), Message("user", tools.explain(wrong) if usage else tools.BAD_CALL)]
     return []
 
 
 TOOLS = Style(transcript, tools.number_lines)
 """The words of the built-in tools."""
+TOOLS_WITH_USAGE = Style(partial(transcript, usage=True), tools.number_lines)
+"""The same, whose errors say how a call is written."""
 
 
 class BugfixDemonstrations:
@@ -101,6 +119,8 @@ class BugfixDemonstrations:
     def session(self, rng: Random) -> list[Message]:
         """A session of the imperfect agent on a fresh problem."""
         problem, checks = self._family.graded_problem(self._split, rng)
+        if not problem.is_named and rng.random() < NAMED_SHARE:
+            problem = replace(problem, is_named=True)
         return self._style.write(problem, checks, self._options, rng)
 
 
@@ -109,13 +129,22 @@ def moves(
 ) -> Iterator[tuple[Move, Lines]]:
     """The moves of the imperfect agent, each move with the program as it is afterwards."""
     lines = problem.broken
+    if not problem.is_named:
+        if rng.random() >= options.search:
+            for path in _guess_paths(problem, options, rng):
+                yield tools.ReadFile(path), lines
+            return
+        yield tools.FindName(problem.function), lines
     has_read = rng.random() < options.read_first
     if has_read:
         yield tools.ReadFile(problem.path), lines
     tried = set[str]()
+    has_failed = False
     for _ in range(MAX_EDITS):
         is_stub = not has_read and options.stub > 0 and rng.random() < options.stub
         line = _draw_stub(problem, tried, rng) if is_stub else _draw_edit(problem, options, tried, rng)
+        if problem.label and not is_stub:
+            line = with_label(line, _draw_label(problem, options, rng, is_told=has_failed))
         tried.add(line)
         lines = problem.with_answer(line)
         yield tools.EditFile(problem.path, problem.kind.answer + 1, line), lines
@@ -124,6 +153,7 @@ def moves(
         yield tools.RunTests(), lines
         if first_failure(problem, lines, checks) is None or rng.random() >= options.retry:
             return
+        has_failed = True
 
 
 def first_failure(problem: Problem, lines: Lines, checks: FunctionChecks) -> tuple[Case, str] | None:
@@ -136,10 +166,25 @@ def first_failure(problem: Problem, lines: Lines, checks: FunctionChecks) -> tup
 
 
 def _draw_edit(problem: Problem, options: BugfixOptions, tried: set[str], rng: Random) -> str:
-    """The right line or a slip; never what a test has just shown to be wrong."""
+    """The right line or a slip, without a label; never what a test has just shown to be wrong."""
     if rng.random() < options.right_edit:
-        return problem.right[problem.kind.answer]
+        return problem.plain_answer
     return rng.choice([line for line in problem.mistakes if line not in tried])
+
+
+def _draw_label(problem: Problem, options: BugfixOptions, rng: Random, *, is_told: bool) -> str:
+    """A wrong label; now and then the right one, once a test has told it."""
+    if is_told and rng.random() < options.follow_test:
+        return problem.label
+    return rng.choice([label for label in LABELS if label != problem.label])
+
+
+def _guess_paths(problem: Problem, options: BugfixOptions, rng: Random) -> Iterator[str]:
+    """Names of files, never that of the right one, for as long as the agent tries again."""
+    for path in rng.sample([path for path in PATHS if path != problem.path], MAX_GUESSES):
+        yield path
+        if rng.random() >= options.retry:
+            return
 
 
 def _draw_stub(problem: Problem, tried: set[str], rng: Random) -> str:
@@ -157,12 +202,17 @@ def _spell(move: Move) -> str:
             return f"{tools.EDIT} {path} {line}\n{text}"
         case tools.RunTests():
             return tools.TEST
+        case tools.FindName(name):
+            return f"{tools.FIND} {name}"
 
 
 def _observe(move: Move, problem: Problem, lines: Lines, checks: FunctionChecks) -> str:
     match move:
-        case tools.ReadFile():
-            return tools.number_lines("\n".join(lines))
+        case tools.ReadFile(path):
+            text = problem.files(lines).get(path)
+            return tools.NO_FILE if text is None else tools.number_lines(text)
+        case tools.FindName(name):
+            return tools.list_files(name, problem.files(lines))
         case tools.EditFile():
             return tools.OK
         case tools.RunTests():
