@@ -208,7 +208,7 @@ class HostedSandboxes:
                 raise ConfigError(f"{name}: {error}") from error
             if not self._capabilities:
                 raise SandboxError(f"no host of sandboxes answers: {self._table.explain('', _now())}")
-            self._agreed = self._table.agree(self._capabilities)
+            self._agreed = self._table.agree(self._capabilities, _now())
         return self._agreed
 
     async def _look_at(self, name: str) -> None:
@@ -237,8 +237,8 @@ class HostedSandboxes:
         if name not in self._capabilities:
             self._capabilities[name] = await host.capabilities()
             if self._agreed is not None:
-                self._table.agree({name: self._capabilities[name]})
-        self._table.heard(name, report)
+                self._table.agree({name: self._capabilities[name]}, _now())
+        self._table.heard(name, report, _now())
         self._config_errors.pop(name, None)
 
     async def _give_up(self, name: str, reason: str) -> None:
