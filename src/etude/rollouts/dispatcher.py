@@ -17,7 +17,7 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from etude.aio import background_task
@@ -46,7 +46,7 @@ class Dispatcher:
 
     ``draw`` gives the training task at a position of the training data. ``serving_version`` says which weight version
     every engine serves at least, right now; staleness is bounded against that number, so it must never be ahead of an
-    engine. ``version_changed`` waits until another version than a given one is served.
+    engine.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class Dispatcher:
         context: RolloutContext,
         events: EventLog,
         serving_version: Callable[[], int],
-        version_changed: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         self._config = config
         self._ledger = ledger
@@ -66,7 +65,7 @@ class Dispatcher:
         self._context = context
         self._events = events
         self._serving_version = serving_version
-        self._version_changed = version_changed or self._poll_version
+        self._version_changed = context.version_changed or self._poll_version
 
     async def train(self, steps: int, live: LiveConfig = NOT_LIVE) -> None:
         """Fill the groups of ``steps`` optimiser steps, but for users' sessions; return when all are complete."""

@@ -269,7 +269,6 @@ async def open_parts(
             context=context,
             events=events,
             serving_version=served,
-            version_changed=served.changed,
         )
         yield RolloutParts(
             folder=folder,
@@ -456,6 +455,7 @@ async def _rollout_context(
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
             announce=sandboxes.announce if isinstance(sandboxes, EnvironmentTaskSandboxes) else None,
+            version_changed=sessions.served.changed,
             pass_at=config.eval.pass_at,
         )
 

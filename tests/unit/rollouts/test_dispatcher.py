@@ -236,10 +236,13 @@ def test_another_version_wakes_the_dispatcher_at_once(bench: MakeBench) -> None:
         here.config,
         ledger=here.ledger,
         draw=TaskOrder(here.family, seed=0).draw,
-        context=replace(here.fakes.context, announce=lambda task, count: admitted_s.append(clock.now())),
+        context=replace(
+            here.fakes.context,
+            announce=lambda task, count: admitted_s.append(clock.now()),
+            version_changed=version_changed,
+        ),
         events=here.log,
         serving_version=lambda: served[0],
-        version_changed=version_changed,
     )
 
     async def run() -> float:

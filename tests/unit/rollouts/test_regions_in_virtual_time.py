@@ -255,6 +255,7 @@ class Fleet:
             sessions=sessions,
             harness=self._agents,
             grader=self._agents,
+            version_changed=changed,
         )
         events = EventLog(self._folder / "events", f"rollouts-{ledger.leases.worker}")
         return Dispatcher(
@@ -264,7 +265,6 @@ class Fleet:
             context=context,
             events=events,
             serving_version=version,
-            version_changed=changed,
         )
 
     async def _run(self, ledger: Ledger, dispatchers: list[Dispatcher]) -> Outcome:

@@ -456,9 +456,12 @@ class Router:
             newest = max((kind.version for kind in serving if kind.version is not None), default=None)
             if not able and newest is not None:
                 return Choice(name=None, reason=Reason.VERSION, newest=newest)
-        ranks = [_rank(kind, region) for kind in able]
-        for rank in sorted(set(ranks)):
-            tier = self._index.tier([kind for kind, its in zip(able, ranks, strict=True) if its == rank], avoid)
+        tiers: dict[tuple[bool, bool], list[EngineKind]] = {}
+        for kind in able:
+            rank = not kind.is_healthy, region is not None and kind.region != region
+            tiers.setdefault(rank, []).append(kind)
+        for rank in sorted(tiers):  # the better, the lower
+            tier = self._index.tier(tiers[rank], avoid)
             least = tier.least_load()
             if least is not None:
                 return self._choose(session, tier, least, is_healthy=not rank[0])
@@ -526,8 +529,3 @@ class Router:
 
 def _serves(record: EngineRecord) -> bool:
     return record.state is EngineState.HEALTHY or record.state is EngineState.SUSPECT
-
-
-def _rank(kind: EngineKind, region: str | None) -> tuple[bool, bool]:
-    """Rank of engines of a kind; lower is better."""
-    return not kind.is_healthy, region is not None and kind.region != region

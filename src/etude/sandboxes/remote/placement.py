@@ -18,6 +18,7 @@ host (:mod:`etude.sandboxes.remote.principals`).
 
 import hashlib
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,8 +41,10 @@ REST = Backoff(first_s=1.0, longest_s=60.0)
 """Times for which it is then left out."""
 NO_IMAGE_S = 60.0
 """Time after which a host that did not know an image may be asked again: it may have been added there."""
+GOLDEN, HALF, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(1)
+"""The golden ratio as a share of 2^64, an odd number; half of the bits; the lowest weight."""
 IMAGES = 4096
-"""Orders of images that are remembered."""
+"""Images whose weights are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,8 @@ class HostTable:
         self._free_bytes = np.zeros(len(names), np.int64)
         """Memory by place in the order of names; 0 for a host that gets nothing, of whatever image."""
         self._rests: list[tuple[float, str]] = []  # a heap: when a host's rest is over; it may have been prolonged
-        self._orders: OrderedDict[str, NDArray[np.intp]] = OrderedDict()  # image → places, the longest unused first
+        self._hashes = host_hashes(self._names)
+        self._weights: OrderedDict[str, NDArray[np.uint64]] = OrderedDict()  # by image, the longest unused first
         self._without: dict[str, dict[str, float]] = {}  # image → host without it → until when
         self._agreed: frozenset[Capability] | None = None
 
@@ -194,8 +198,8 @@ class HostTable:
         if not free_bytes[place]:
             return None
         if image:
-            order = self._order(image)
-            place = int(order[(free_bytes[order] >= LOCAL_SHARE * free_bytes[place]).argmax()])
+            enough_bytes = math.ceil(LOCAL_SHARE * int(free_bytes[place]))
+            place = int((self._weights_of(image) * (free_bytes >= enough_bytes)).argmax())
         chosen = self._hosts[self._names[place]]
         chosen.placed += 1
         self._count(chosen, now)
@@ -246,18 +250,34 @@ class HostTable:
             del self._without[image]
         return missing
 
-    def _order(self, image: str) -> NDArray[np.intp]:
-        """The order of hosts for an image, as places; that of a new image is computed once."""
-        order = self._orders.get(image)
-        if order is None:
-            order = np.array([self._places[name] for name in image_order(image, self._names)], np.intp)
-            self._orders[image] = order
-            if len(self._orders) > IMAGES:
-                self._orders.popitem(last=False)
-        self._orders.move_to_end(image)
-        return order
+    def _weights_of(self, image: str) -> NDArray[np.uint64]:
+        """The weight of each host for an image; those of a new image are computed once."""
+        weights = self._weights.get(image)
+        if weights is None:
+            weights = self._weights[image] = image_weights(image, self._hashes)
+            if len(self._weights) > IMAGES:
+                self._weights.popitem(last=False)
+        self._weights.move_to_end(image)
+        return weights
 
 
-def image_order(image: str, names: Sequence[str]) -> Sequence[str]:
-    """The order in which hosts are preferred for an image: by their weights, which are random and always the same."""
-    return sorted(names, key=lambda name: hashlib.sha256(f"{image} {name}".encode()).digest(), reverse=True)
+def host_hashes(names: Sequence[str]) -> NDArray[np.uint64]:
+    """A random number for each host, always the same."""
+    return np.array([_hash(name) for name in names], np.uint64)
+
+
+def image_weights(image: str, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The weights of hosts for an image, random and above 0: the host with the highest is the first in its order.
+
+    The mixing is Fibonacci hashing, twice (Knuth, The Art of Computer Programming 3, 6.4): what is compared most is the
+    highest bits, into which a product carries all lower ones.
+    """
+    mixed = (hashes ^ np.uint64(_hash(image))) * GOLDEN
+    mixed ^= mixed >> HALF
+    mixed *= GOLDEN
+    mixed |= ONE
+    return mixed
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -3,7 +3,7 @@ the plain rule, which walks all hosts.
 """
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,8 @@ from etude.sandboxes.remote.placement import (
     SANDBOX_BYTES,
     HostReport,
     HostTable,
-    image_order,
+    host_hashes,
+    image_weights,
 )
 
 NAMES = ("http://a", "http://b", "http://c", "http://d")
@@ -46,6 +47,12 @@ def table(**free: int) -> HostTable:
     for name, room in free.items():
         hosts.heard(name, report(room), 0.0)
     return hosts
+
+
+def image_order(image: str, hosts: Sequence[str]) -> list[str]:
+    """Hosts in the order in which an image prefers them."""
+    weights = dict(zip(hosts, image_weights(image, host_hashes(hosts)).tolist(), strict=True))
+    return sorted(hosts, key=weights.__getitem__, reverse=True)
 
 
 class Model(RuleBasedStateMachine):
