@@ -29,13 +29,15 @@ class EngineKind(NamedTuple):
 @dataclass(slots=True)
 class _IndexedEngine:
     kind: EngineKind
+    group: "_EnginesByLoad"
+    """The engines of its kind."""
     load: int
     """Calls that it has, as far as is known."""
     waiting: int
     """Calls of these that are in its own queue."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _EnginesByLoad:
     """The engines of one kind, by load."""
 
@@ -49,6 +51,9 @@ class _EnginesByLoad:
             names = self.names[load] = {}
             insort(self.loads, load)
         names[name] = None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for load in self.loads for name in self.names[load])
 
     def remove(self, name: str, load: int) -> None:
         names = self.names[load]
@@ -78,57 +83,56 @@ class EngineIndex:
         now.
         """
         self.discard(name)
-        self._entries[name] = _IndexedEngine(kind, load, waiting)
-        self._kinds.setdefault(kind, _EnginesByLoad()).add(name, load)
+        group = self._kinds.setdefault(kind, _EnginesByLoad())
+        self._entries[name] = _IndexedEngine(kind, group, load, waiting)
+        group.add(name, load)
         self.waiting += waiting
 
     def add_load(self, name: str, calls: int) -> None:
         """Note that an engine, if it is there, has so many calls more, or fewer."""
         entry = self._entries.get(name)
         if entry is not None:
-            loads = self._kinds[entry.kind]
-            loads.remove(name, entry.load)
+            entry.group.remove(name, entry.load)
             entry.load += calls
-            loads.add(name, entry.load)
+            entry.group.add(name, entry.load)
 
     def discard(self, name: str) -> None:
         """Take an engine out, if it is there."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return
-        loads = self._kinds[entry.kind]
-        loads.remove(name, entry.load)
-        if not loads.names:
+        entry.group.remove(name, entry.load)
+        if not entry.group.names:
             del self._kinds[entry.kind]
         self.waiting -= entry.waiting
 
     def tier(self, kinds: Sequence[EngineKind], avoid: Collection[str]) -> "Tier":
         """The engines of some kinds but for ``avoid``."""
-        return Tier(self._entries, {kind: self._kinds[kind] for kind in kinds}, avoid, math.inf)
+        return Tier(self._entries, [self._kinds[kind] for kind in kinds], avoid, math.inf)
 
 
 @final
 class Tier(Collection[str]):
     """Engines that are equally good for a call but for their load; it holds until the index changes."""
 
-    __slots__ = ("_avoid", "_entries", "_kinds", "_most")
+    __slots__ = ("_avoid", "_entries", "_groups", "_most")
 
     def __init__(
         self,
         entries: Mapping[str, _IndexedEngine],
-        kinds: Mapping[EngineKind, _EnginesByLoad],
+        groups: Sequence[_EnginesByLoad],
         avoid: Collection[str],
         most: float,
     ) -> None:
         """``most`` is the highest load of an engine; made by an index."""
         self._entries = entries
-        self._kinds = kinds
+        self._groups = groups
         self._avoid = avoid
         self._most = most
 
     def __contains__(self, name: object) -> bool:
         """Say whether an engine is one of them."""
-        return name not in self._avoid and self._has(name)
+        return self._is_within(name) and name not in self._avoid
 
     def __iter__(self) -> Iterator[str]:
         """Their names, kind by kind, the least busy first."""
@@ -136,29 +140,27 @@ class Tier(Collection[str]):
 
     def __len__(self) -> int:
         """The number of engines."""
-        return sum(map(len, self._by_load())) - sum(map(self._has, self._avoid))
+        return sum(map(len, self._by_load())) - sum(map(self._is_within, self._avoid))
 
     def least_load(self) -> int | None:
         """The load of the least busy one; ``None`` if there is none."""
-        firsts = [load for loads in self._kinds.values() if (load := self._least_of(loads)) is not None]
-        return min(firsts, default=None)
+        if not self._avoid:
+            return min((group.loads[0] for group in self._groups), default=None)
+        firsts = (next((name for name in group if name not in self._avoid), None) for group in self._groups)
+        return min((self._entries[name].load for name in firsts if name is not None), default=None)
 
     def within(self, load: float) -> "Tier":
         """Those of them that have at most so many calls."""
-        return Tier(self._entries, self._kinds, self._avoid, load)
+        return Tier(self._entries, self._groups, self._avoid, load)
 
-    def _has(self, name: object) -> bool:
+    def _is_within(self, name: object) -> bool:
+        """Say whether an engine is one of them, or of those to be avoided."""
         entry = self._entries.get(cast(str, name))
-        return entry is not None and entry.load <= self._most and entry.kind in self._kinds
+        return entry is not None and entry.load <= self._most and entry.group in self._groups
 
-    def _by_load(self) -> Iterator[dict[str, None]]:
-        for loads in self._kinds.values():
-            for load in loads.loads:
+    def _by_load(self) -> Iterator[Collection[str]]:
+        for group in self._groups:
+            for load in group.loads:
                 if load > self._most:
                     break
-                yield loads.names[load]
-
-    def _least_of(self, loads: _EnginesByLoad) -> int | None:
-        if not self._avoid:
-            return loads.loads[0]
-        return next((load for load in loads.loads if any(name not in self._avoid for name in loads.names[load])), None)
+                yield group.names[load]

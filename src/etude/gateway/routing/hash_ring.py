@@ -17,6 +17,8 @@ from hashlib import blake2b
 
 POINTS = 64
 """Points of each engine: the more, the evener are their shares, and the longer it takes to add one."""
+STEPS = 4
+"""Steps on the way around before it is asked whether there are so few names that comparing them is shorter."""
 FULL_TURN = 1 << 64
 """Length of the ring."""
 _WORDS, _WORD_BYTES = 8, 8
@@ -54,17 +56,18 @@ class HashRing:
     def nearest(self, key: str, names: Collection[str]) -> str:
         """The one of ``names``, at least one, whose point is next after that of ``key``; all are on the ring.
 
-        Few names are compared with each other; of many, one is soon met on the way around.
+        Of many names, one is soon met on the way around; few are compared with each other.
         """
-        start = _hash(key)
-        if len(names) ** 2 <= len(self):
-            return min(names, key=lambda name: self._distance(start, name))
         self._insert_added()
+        start = _hash(key)
         first = bisect_left(self._points, start)
-        for at in range(first - len(self._names), first):  # once around: what is before the end has negative indices
+        last = first - len(self._names)  # the first point, once around: what is before the end has negative indices
+        for at in range(last, first):
             if (name := self._names[at]) in names:
                 return name
-        raise AssertionError(f"none of {list(names)} is on the ring")
+            if at == last + STEPS and len(names) ** 2 <= len(self._points_of):
+                break
+        return min(names, key=lambda name: self._distance(start, name))
 
     def _distance(self, start: int, name: str) -> tuple[int, str]:
         """The way from ``start`` to the next point of a name; equal ones are in the order of names."""

@@ -41,8 +41,8 @@ REST = Backoff(first_s=1.0, longest_s=60.0)
 """Times for which it is then left out."""
 NO_IMAGE_S = 60.0
 """Time after which a host that did not know an image may be asked again: it may have been added there."""
-GOLDEN, HALF, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(32), np.uint64(1)
-"""The golden ratio as a share of 2^64, an odd number; half of the bits; the lowest weight."""
+GOLDEN, ONE = np.uint32(0x9E3779B1), np.uint32(1)
+"""The golden ratio as a share of 2^32, a prime; the lowest weight."""
 IMAGES = 4096
 """Images whose weights are remembered."""
 
@@ -115,7 +115,7 @@ class HostTable:
         """Memory by place in the order of names; 0 for a host that gets nothing, of whatever image."""
         self._rests: list[tuple[float, str]] = []  # a heap: when a host's rest is over; it may have been prolonged
         self._hashes = host_hashes(self._names)
-        self._weights: OrderedDict[str, NDArray[np.uint64]] = OrderedDict()  # by image, the longest unused first
+        self._weights: OrderedDict[str, NDArray[np.uint32]] = OrderedDict()  # by image, the longest unused first
         self._without: dict[str, dict[str, float]] = {}  # image → host without it → until when
         self._agreed: frozenset[Capability] | None = None
 
@@ -250,7 +250,7 @@ class HostTable:
             del self._without[image]
         return missing
 
-    def _weights_of(self, image: str) -> NDArray[np.uint64]:
+    def _weights_of(self, image: str) -> NDArray[np.uint32]:
         """The weight of each host for an image; those of a new image are computed once."""
         weights = self._weights.get(image)
         if weights is None:
@@ -261,23 +261,22 @@ class HostTable:
         return weights
 
 
-def host_hashes(names: Sequence[str]) -> NDArray[np.uint64]:
+def host_hashes(names: Sequence[str]) -> NDArray[np.uint32]:
     """A random number for each host, always the same."""
-    return np.array([_hash(name) for name in names], np.uint64)
+    return np.array([_hash(name) for name in names], np.uint32)
 
 
-def image_weights(image: str, hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def image_weights(image: str, hashes: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """The weights of hosts for an image, random and above 0: the host with the highest is the first in its order.
 
-    The mixing is Fibonacci hashing, twice (Knuth, The Art of Computer Programming 3, 6.4): what is compared most is the
-    highest bits, into which a product carries all lower ones.
+    The mixing is Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): what is compared most are the high
+    bits, into which a product carries all lower ones. Of hosts with the same weight the first by name counts.
     """
-    mixed = (hashes ^ np.uint64(_hash(image))) * GOLDEN
-    mixed ^= mixed >> HALF
-    mixed *= GOLDEN
-    mixed |= ONE
-    return mixed
+    weights = hashes ^ np.uint32(_hash(image))
+    weights *= GOLDEN
+    weights |= ONE
+    return weights
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
