@@ -20,6 +20,7 @@ from bench.burst.burst import BurstPlan, BurstResult, play_burst
 from bench.burst.choices import measure_choices
 from bench.burst.model import MachineModel
 from etude.errors import UserError
+from etude.sandboxes.remote.hosts import USUAL_TIMES
 
 MACHINE = MachineModel(places=40, cores=2, starts_s=(0.03, 0.05), memory_bytes=40 * (80 << 20))
 PLAN = BurstPlan(requests=240, machines=12, machine=MACHINE, request_s=0.001, images=12, use_s=30.0)
@@ -51,6 +52,14 @@ def test_a_machine_that_has_no_time_to_serve_all_makes_them_wait() -> None:
     short = play_burst(replace(PLAN, machines=4, use_s=10.0))  # 160 places
     assert (short.served, short.most_running <= 4 * MACHINE.places) == (240, True)
     assert max(short.waits_s) > 10.0 / 2
+
+
+def test_what_a_busy_client_takes_for_its_requests_is_no_waiting_for_room() -> None:
+    """Of clients that choose alike some are refused, and ask again when those before them have asked."""
+    plan = replace(PLAN, requests=400, clients=4, request_s=0.8, images=3, use_s=60.0)
+    result = play_burst(plan)
+    assert max(result.waits_s) > USUAL_TIMES.room_s
+    assert (result.served, result.failed) == (400, 0)
 
 
 def test_goals_follow_the_figures() -> None:

@@ -36,6 +36,8 @@ they are capable of; those that take longer come later.
 """
 WAITS_PER_LOOK = 4
 """Looks at the table of who waits for room, in the time of one look at a host."""
+REFUSALS = 16
+"""Hosts that had no place after all, before one sandbox is given up: other clients may always be faster."""
 TRIES = 3
 """Failures to make one sandbox, on different hosts where there are as many, before the error is the caller's."""
 
@@ -53,7 +55,7 @@ class HostTimes:
     leases are over.
     """
     room_s: float = 60.0
-    """For room on a host."""
+    """For room on a host, in all; what requests take does not count, of which a burst has many before one's own."""
 
 
 USUAL_TIMES = HostTimes()
@@ -180,14 +182,18 @@ class HostedSandboxes:
 
     async def _place(self, files: Mapping[str, str], spec: SandboxSpec) -> Sandbox:
         """Have a sandbox made by the best host; if it fails, by the next best."""
-        image, tried, failures = spec.image.digest, set[str](), 0
-        deadline_s = _now() + self._times.room_s
+        image, tried, failures, refusals, left_s = spec.image.digest, set[str](), 0, 0, self._times.room_s
         while True:
-            name = await self._choose(image, tried, deadline_s)
+            asked_s = _now()
+            name = await self._choose(image, tried, asked_s + left_s)
+            left_s -= _now() - asked_s
             try:
                 sandbox = await self._hosts[name].create(files, spec)
             except SandboxesBusy:
                 self._table.refused(name)
+                refusals += 1
+                if refusals == REFUSALS:
+                    raise
             except Unsupported:
                 raise
             except ConfigError as error:
