@@ -9,15 +9,18 @@
 - produces: groups and ended rollouts in the ledger, one ``GroupAdmitted`` event per group, one
   ``RolloutClosed`` per attempt
 - waits for: a place in the staleness window and in the concurrency limit; rollouts, each of which is bounded
-- woken by: the end of a rollout; every ``POLL_S``, because versions advance in another process; every ``LOOK_S``,
-  because other rollouts processes may fill the same groups, or die and leave slots behind
+- woken by: the end of a rollout; another weight version that is served; every ``LOOK_S``, because other
+  rollouts processes may fill the same groups, or die and leave slots behind
 - on shutdown: cancels all rollouts, closes their sessions and sandboxes. Nothing is recorded about them, so the next
   start finds their slots open and fills them first
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
+from etude.aio import background_task
 from etude.config.live import LiveConfig
 from etude.config.rollouts import RolloutConfig
 from etude.ledger.ledger import TRAIN, Ledger, TaskDraw
@@ -29,7 +32,9 @@ from etude.telemetry.log import EventLog
 from etude.types import Task
 
 POLL_S = 0.02
-"""Longest delay until a new weight version is noticed; far below the time of a rollout."""
+"""Interval at which the served weight version is looked at where nothing tells of another one; far below the time of a
+rollout.
+"""
 LOOK_S = 2.0
 """Longest delay until slots that other rollouts processes filled, or left behind, are noticed."""
 TRAIN_TEMPERATURE = 1.0
@@ -60,11 +65,15 @@ class Dispatcher:
         self._context = context
         self._events = events
         self._serving_version = serving_version
+        self._version_changed = context.version_changed or self._poll_version
 
     async def train(self, steps: int, live: LiveConfig = NOT_LIVE) -> None:
         """Fill the groups of ``steps`` optimiser steps, but for users' sessions; return when all are complete."""
         admission, version, loads = Admission(self._config, steps=steps, live=live), -1, 0
-        async with self._runner(TRAIN, TRAIN_TEMPERATURE) as runner:
+        async with (
+            self._runner(TRAIN, TRAIN_TEMPERATURE) as runner,
+            background_task(self._follow_version(runner)) as following,
+        ):
             look_s = -math.inf
             while (progress := self._ledger.progress()).complete < admission.groups_needed(loads):
                 if self._context.clock.now() >= look_s:
@@ -74,9 +83,9 @@ class Dispatcher:
                     version = self._serving_version()
                     loads = self._ledger.loads.count(version)
                 self._admit(admission, runner, admitted=progress.usable, version=version, loads=loads)
-                while not await runner.turn(POLL_S):
-                    if self._serving_version() != version or self._context.clock.now() >= look_s:
-                        break
+                await runner.turn(max(0.0, look_s - self._context.clock.now()))
+                if following.done():
+                    following.result()
 
     async def evaluate(self, label: str, tasks: Sequence[Task], *, temperature: float) -> list[float]:
         """Try each task once and return the rewards in order of tasks.
@@ -92,8 +101,18 @@ class Dispatcher:
         async with self._runner(label, temperature) as runner:
             runner.launch(self._ledger.open_slots(label))
             while len(runner):
-                await runner.turn(POLL_S)
+                await runner.turn(LOOK_S)
         return self._ledger.rewards(label)
+
+    async def _follow_version(self, runner: RolloutRunner) -> NoReturn:
+        """Wake a runner whenever another version is served."""
+        while True:
+            await self._version_changed(self._serving_version())
+            runner.wake()
+
+    async def _poll_version(self, version: int) -> None:
+        while self._serving_version() == version:
+            await asyncio.sleep(POLL_S)
 
     def _runner(self, purpose: str, temperature: float) -> RolloutRunner:
         return RolloutRunner(

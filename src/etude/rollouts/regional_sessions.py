@@ -70,6 +70,11 @@ class RegionalSessions:
         """The weight version at which rollouts may be admitted."""
         return self._regions.heard
 
+    async def version_changed(self, version: int) -> None:
+        """Wait until rollouts may be admitted at another version than ``version``."""
+        while self.heard == version:
+            await self._changed.wait()
+
     def report(self, region: str, report: RegionReport) -> None:
         """A region said how it is."""
         now = self._clock.now()

@@ -13,7 +13,7 @@ with it; a fork that fails is tried again as a rollout of its own.
 - produces: ended rollouts and lost slots in the ledger, one ``RolloutClosed`` event per attempt
 - waits for: attempts, each bounded (:mod:`etude.rollouts.sandbox`); the storage of their turns; pauses, which
   the schedule knows the ends of
-- woken by: the end of an attempt, the end of a pause
+- woken by: the end of an attempt, the end of a pause; :meth:`RolloutRunner.wake`
 - on shutdown: cancels all attempts and waits for them to clean up, at most ``CLEANUP_S``
 
 Every decision is :mod:`etude.rollouts.schedule`'s and :mod:`etude.rollouts.branching`'s. Does not own which slots to
@@ -112,8 +112,12 @@ class RolloutRunner:
         """Take over slots; those whose attempts a predecessor used up are lost, and their group may be with them."""
         self._start(self._bundles.admit(slots))
 
-    async def turn(self, timeout_s: float) -> bool:
-        """Start what is due, then wait until something ends, at most ``timeout_s``; whether something did.
+    def wake(self) -> None:
+        """End the turn under way, or the next one: something else has changed."""
+        self._changed.set()
+
+    async def turn(self, timeout_s: float) -> None:
+        """Start what is due, then wait until something ends or :meth:`wake` is called, at most ``timeout_s``.
 
         Raises what a rollout raised: that is a bug, or :class:`~etude.errors.UserError` when nothing has succeeded for
         too long.
@@ -128,9 +132,7 @@ class RolloutRunner:
                 await self._changed.wait()
         if self._failure is not None:
             raise self._failure
-        has_changed = self._changed.is_set()
         self._changed.clear()
-        return has_changed
 
     def _start(self, slots: Iterable[OpenSlot]) -> None:
         dropped: set[int] = set()

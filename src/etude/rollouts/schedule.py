@@ -9,7 +9,8 @@
 Owns the order in which slots start, their attempts and pauses. The oldest group goes first, retries included: batches
 are formed in admission order, so later ones can wait, and none waits for ever. Does not own what an
 attempt is (:mod:`etude.rollouts.worker`), how many groups there are (:mod:`etude.rollouts.admission`) or when machines
-are down (:mod:`etude.rollouts.breaker`). No clock, no I/O: facts and ``now`` (seconds) in, decisions out.
+are down (:mod:`etude.rollouts.breaker`). No clock, no I/O: facts and ``now`` (seconds) in, decisions out. No decision
+walks all slots: each costs the logarithm of their number, and what it returns.
 """
 
 import heapq
@@ -82,9 +83,11 @@ class Schedule:
         self._concurrency = concurrency
         self._max_attempts = max_attempts
         self._entries: dict[Place, _ScheduledSlot] = {}  # those that have not ended
+        self._groups: dict[int, dict[Place, None]] = {}  # the same, by group, in the order in which they came
         self._running = 0
         self._probe: Place | None = None  # the slot that runs to see whether anything can
-        self._waiting: list[Place] = []  # a heap; it may hold places that wait no more
+        self._waiting: list[list[Place]] = [[] for _ in range(max_attempts)]
+        """A heap for each number of failed attempts; it may hold places that wait no more."""
         self._pauses: list[tuple[float, Place]] = []  # a heap, likewise
 
     def __len__(self) -> int:
@@ -105,9 +108,10 @@ class Schedule:
         place = place_of(slot)
         assert place not in self._entries, f"slot {place} was launched twice"
         entry = self._entries[place] = _ScheduledSlot(slot=slot)
+        self._groups.setdefault(slot.group_index, {})[place] = None
         if slot.attempt >= self._max_attempts:
             return self._end(place, SlotPhase.LOST)
-        heapq.heappush(self._waiting, place)
+        heapq.heappush(self._waiting[slot.attempt], place)
         return entry.state
 
     def due(self, now: float) -> list[OpenSlot]:
@@ -115,8 +119,9 @@ class Schedule:
         while self._pauses and self._pauses[0][0] <= now:
             _, place = heapq.heappop(self._pauses)
             if self._state(place) is SlotPhase.BACKING_OFF:
-                self._entries[place].move(SlotPhase.WAITING)
-                heapq.heappush(self._waiting, place)
+                entry = self._entries[place]
+                entry.move(SlotPhase.WAITING)
+                heapq.heappush(self._waiting[entry.slot.attempt], place)
         match self.breaker.ask(now):
             case Circuit.OPEN:
                 return []
@@ -145,7 +150,7 @@ class Schedule:
 
     def abandon(self, group_index: int) -> list[Place]:
         """A group was dropped: none of its slots runs any more. Returns those that did, to be cancelled."""
-        places = [place for place in self._entries if place[0] == group_index]
+        places = list(self._groups.get(group_index, ()))
         running = [place for place in places if self._entries[place].state is SlotPhase.RUNNING]
         for place in places:
             self._end(place, SlotPhase.ABANDONED)
@@ -168,6 +173,10 @@ class Schedule:
 
     def _end(self, place: Place, state: SlotPhase) -> SlotPhase:
         entry = self._entries.pop(place)
+        group = self._groups[place[0]]
+        del group[place]
+        if not group:
+            del self._groups[place[0]]
         if entry.state is SlotPhase.RUNNING:
             self._stop(place)
         entry.move(state)
@@ -179,22 +188,30 @@ class Schedule:
             self._probe = None
 
     def _oldest(self, number: int) -> Iterator[Place]:
-        """Up to ``number`` waiting slots, oldest first, off the heap."""
-        while number > 0 and self._waiting:
-            place = heapq.heappop(self._waiting)
-            if self._state(place) is SlotPhase.WAITING:
-                number -= 1
-                yield place
+        """Up to ``number`` waiting slots, oldest first, off their heaps."""
+        for _ in range(number):
+            heaps = [heap for heap in self._waiting if self._has_waiting(heap)]
+            if not heaps:
+                return
+            yield heapq.heappop(min(heaps, key=lambda heap: heap[0]))
 
     def _next_probe(self) -> list[Place]:
         """The slot that probes, unless one does: that with the fewest attempts, so that a task that fails by itself
         cannot pass for an outage.
         """
-        if self._probe is None:
-            waiting = (place for place, entry in self._entries.items() if entry.state is SlotPhase.WAITING)
-            self._probe = min(waiting, key=lambda place: (self._entries[place].slot.attempt, place), default=None)
-            return [] if self._probe is None else [self._probe]
-        return []
+        if self._probe is not None:
+            return []
+        heap = next(filter(self._has_waiting, self._waiting), None)
+        if heap is None:
+            return []
+        self._probe = heapq.heappop(heap)
+        return [self._probe]
+
+    def _has_waiting(self, heap: list[Place]) -> bool:
+        """Say whether a slot of a heap waits: then it is the first one, as those before it are taken off."""
+        while heap and self._state(heap[0]) is not SlotPhase.WAITING:
+            heapq.heappop(heap)
+        return bool(heap)
 
     def _state(self, place: Place) -> SlotPhase | None:
         entry = self._entries.get(place)

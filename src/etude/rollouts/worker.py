@@ -172,6 +172,10 @@ class RolloutContext:
     """Called with a task and the number of sandboxes that are going to be asked for; ``None``: nothing gets ready for
     that.
     """
+    version_changed: Callable[[int], Awaitable[None]] | None = None
+    """Waits until another weight version than a given one is served; ``None``: nothing tells, and the served version is
+    looked at again and again.
+    """
     pass_at: float = 1.0
     """Grade that is a pass; it decides what is reported of a rollout, and nothing else."""
     is_eval: bool = False

@@ -78,6 +78,10 @@ class ServedRegions:
             self._following.result()
         return self._sessions.heard
 
+    async def changed(self, version: int) -> None:
+        """Wait until it is another version than ``version``."""
+        await self._sessions.version_changed(version)
+
     async def reach(self, version: int) -> None:
         """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
         while self() < version:

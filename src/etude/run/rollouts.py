@@ -105,6 +105,7 @@ class ServedVersion:
         self._http = http
         self._outage_s = outage_s
         self._heard_s = time.monotonic()
+        self._changed = asyncio.Event()
         self._following = asyncio.create_task(self._follow())
 
     def __call__(self) -> int:
@@ -112,6 +113,11 @@ class ServedVersion:
         if self._following.done():
             self._following.result()
         return self._table.version
+
+    async def changed(self, version: int) -> None:
+        """Wait until another version than ``version`` is served."""
+        while self._table.version == version:
+            await self._changed.wait()
 
     async def reach(self, version: int) -> None:
         """Wait until ``version`` is served. Raises :class:`~etude.errors.EngineUnavailable` when nothing is heard."""
@@ -133,12 +139,15 @@ class ServedVersion:
 
     async def _follow_one(self, url: str) -> None:
         while True:
-            version = await self._ask(url)
+            version, before = await self._ask(url), self._table.version
             if version is None:
                 self._table.silent(url)
             else:
                 self._table.heard(url, version)
                 self._heard_s = time.monotonic()
+            if self._table.version != before:
+                self._changed.set()
+                self._changed = asyncio.Event()
             await asyncio.sleep(POLL_S)
 
     async def _ask(self, url: str) -> int | None:
@@ -446,6 +455,7 @@ async def _rollout_context(
             scorer=open_scorer(config, chat, judge),
             branching=Branching.of(config.credit, config.seed),
             announce=sandboxes.announce if isinstance(sandboxes, EnvironmentTaskSandboxes) else None,
+            version_changed=sessions.served.changed,
             pass_at=config.eval.pass_at,
         )
 

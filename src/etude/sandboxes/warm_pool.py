@@ -136,6 +136,8 @@ class _Inventory:
     """The sandboxes of one spec that nothing has leased yet."""
 
     spec: SandboxSpec
+    key: str
+    """Tells specs apart that do not mean the same."""
     warm: deque[tuple[Sandbox, float]] = field(default_factory=deque)
     """Each with the time at which it was ready, the oldest first."""
     starting: int = 0
@@ -207,7 +209,7 @@ class _Planner:
         recent = sorted(self.inventories.values(), key=lambda inventory: -inventory.asked_at)[: self._limits.warm]
         waiting = Counter(request.key for request in self.queue)
         for inventory in recent:
-            idle = len(inventory.warm) + inventory.starting - waiting[_key(inventory.spec)]
+            idle = len(inventory.warm) + inventory.starting - waiting[inventory.key]
             for _ in range(max(self._limits.warm // len(recent), inventory.announced) - idle):
                 full = self.places() >= self._limits.ordinary or now < inventory.retry_at
                 if full or not self._may_start(memory):
@@ -252,7 +254,8 @@ class _Planner:
 
     def inventory(self, spec: SandboxSpec, now: float) -> _Inventory:
         """The inventory of a spec that is asked for now."""
-        inventory = self.inventories.setdefault(_key(spec), _Inventory(spec))
+        key = _key(spec)
+        inventory = self.inventories.setdefault(key, _Inventory(spec, key))
         inventory.asked_at = now
         return inventory
 
@@ -400,8 +403,11 @@ class SandboxPool:
 
     async def _wait(self, spec: SandboxSpec, priority: int, deadline_s: float) -> Sandbox | None:
         """The next sandbox of a spec in turn; ``None`` if that one had died while it was warm."""
-        key, asked_at = _key(spec), self._plan.inventory(spec, _now()).asked_at
-        request = _LeaseRequest((priority, next(self._numbers)), key, asyncio.get_running_loop().create_future())
+        inventory = self._plan.inventory(spec, _now())
+        asked_at = inventory.asked_at
+        request = _LeaseRequest(
+            (priority, next(self._numbers)), inventory.key, asyncio.get_running_loop().create_future()
+        )
         self._plan.queue.append(request)
         try:
             self._step()
@@ -484,8 +490,8 @@ class SandboxPool:
         if permanent or inventory.failures % self._limits.tries == 0:
             failure = (Unsupported if permanent else SandboxError)(self._stats.trouble)
             failure.__cause__ = error
-            key = _key(inventory.spec)
-            self._plan.fail([request for request in self._plan.queue if request.key == key], failure)
+            waiting = [request for request in self._plan.queue if request.key == inventory.key]
+            self._plan.fail(waiting, failure)
 
     def _remove(self, sandbox: Sandbox) -> asyncio.Task[None]:
         self._plan.removing += 1

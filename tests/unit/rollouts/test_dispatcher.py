@@ -222,6 +222,45 @@ def test_a_group_is_announced_before_it_asks_for_its_sandboxes(bench: MakeBench)
     assert len(announced) == here.ledger.progress().admitted
 
 
+def test_another_version_wakes_the_dispatcher_at_once(bench: MakeBench) -> None:
+    """Neither the end of a rollout nor the next look at slots is waited for."""
+    here, served, changed, admitted_s = bench(config()), [0], asyncio.Event(), list[float]()
+    clock = here.fakes.context.clock
+
+    async def version_changed(version: int) -> None:
+        while served[0] == version:
+            await changed.wait()
+            changed.clear()
+
+    here.dispatcher = Dispatcher(
+        here.config,
+        ledger=here.ledger,
+        draw=TaskOrder(here.family, seed=0).draw,
+        context=replace(
+            here.fakes.context,
+            announce=lambda task, count: admitted_s.append(clock.now()),
+            version_changed=version_changed,
+        ),
+        events=here.log,
+        serving_version=lambda: served[0],
+    )
+
+    async def run() -> float:
+        rolling = asyncio.create_task(here.dispatcher.train(20))
+        await asyncio.sleep(1.2345)
+        served[0] = 1
+        changed.set()
+        await asyncio.sleep(0.5)
+        rolling.cancel()
+        await asyncio.gather(rolling, return_exceptions=True)
+        return clock.now()
+
+    assert run_virtually(run()) < 2.0, "before the next look"
+    late = [at for at in admitted_s if at > 1.0]
+    assert len(late) == here.config.groups_per_step
+    assert late == pytest.approx([1.2345] * len(late))
+
+
 def test_a_failed_slot_is_tried_again_after_a_pause(bench: MakeBench) -> None:
     failures = iter([SandboxError("died"), SandboxError("died again")])
 

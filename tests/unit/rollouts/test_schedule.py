@@ -127,7 +127,9 @@ def test_pauses_grow_up_to_a_limit() -> None:
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Adds slots and ends them at random; what is left must always be able to end."""
+    """Adds slots and ends them at random; the plain rule, which walks all of them, chooses alike, and what is left must
+    always be able to end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +139,23 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.attempts = Counter[Place]()
         self.open: set[Place] = set()
         self.running: dict[Place, OpenSlot] = {}
+        self.due_s: dict[Place, float] = {}
+        self.probe: Place | None = None
+
+    def plain_rule(self) -> list[Place]:
+        """What is to start now, out of all that waits."""
+        waiting = sorted(
+            place for place in self.open - self.running.keys() if self.due_s.get(place, self.now) <= self.now
+        )
+        match self.here.breaker.ask(self.now):
+            case Circuit.OPEN:
+                return []
+            case Circuit.PROBING if self.probe in self.running:
+                return []
+            case Circuit.PROBING:
+                return sorted(waiting, key=lambda place: (self.attempts[place], place))[:1]
+            case Circuit.CLOSED:
+                return waiting[: CONCURRENCY - len(self.running)]
 
     @rule(size=st.integers(1, 4))
     def admit(self, size: int) -> None:
@@ -148,7 +167,12 @@ class ScheduleMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 4.0, 20.0]))
     def start(self, seconds: float) -> None:
         self.now += seconds
-        for one in self.here.due(self.now):
+        expected = self.plain_rule()
+        started = self.here.due(self.now)
+        assert places(started) == expected
+        if self.here.breaker.circuit is Circuit.PROBING and expected:
+            (self.probe,) = expected
+        for one in started:
             place = place_of(one)
             assert place in self.open - self.running.keys()
             assert one.attempt == self.attempts[place] < MAX_ATTEMPTS
@@ -159,11 +183,13 @@ class ScheduleMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject, *, fails: bool) -> None:
         one = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
         place = place_of(one)
+        self.probe = None if place == self.probe else self.probe
         if not fails:
             self.here.graded(one)
             self.open.remove(place)
             return
         self.attempts[place] += 1
+        self.due_s[place] = self.now + PAUSES.delay_s(self.attempts[place])
         state = self.here.failed(one, due=self.attempts[place], now=self.now)
         assert (state is SlotPhase.LOST) == (self.attempts[place] == MAX_ATTEMPTS)
         if state is SlotPhase.LOST:
@@ -176,6 +202,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         gone = {place for place in self.open if place[0] == group}
         assert set(self.here.abandon(group)) == gone & self.running.keys()
         self.open -= gone
+        self.probe = None if self.probe in gone else self.probe
         self.running = {place: one for place, one in self.running.items() if place not in gone}
 
     @invariant()

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from etude.config.loading import default_recipe
 from etude.config.recipe import EvalConfig
@@ -13,8 +16,10 @@ from etude.dashboard.statistics import mean_of
 from etude.errors import ConfigError
 from etude.ledger.ledger import Ledger
 from etude.rollouts.fake import FakeSandboxes
+from etude.rollouts.gateway_table import GatewayTable
 from etude.run.folder import RunFolder
 from etude.run.rollouts import (
+    ServedVersion,
     check_sandboxes,
     evaluation_done,
     evaluations_due,
@@ -41,6 +46,33 @@ def test_mounts_are_folders_of_this_machine(tmp_path: Path) -> None:
     assert harness_mounts([str(tmp_path)]) == {str(tmp_path): tmp_path}
     with pytest.raises(ConfigError, match="no-such-folder"):
         harness_mounts([str(tmp_path / "no-such-folder")])
+
+
+def test_who_waits_for_another_version_is_woken_by_it() -> None:
+    served_now = [3]
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"engine": {"version": served_now[0]}})
+
+    async def wait() -> list[int]:
+        app = web.Application()
+        app.router.add_get("/healthz", health)
+        async with TestServer(app) as server, aiohttp.ClientSession() as http:
+            served = ServedVersion(GatewayTable([str(server.make_url(""))]), http, outage_s=60.0)
+            seen = []
+            async with asyncio.timeout(60.0):
+                for version in (3, 4):
+                    served_now[0] = version
+                    await served.changed(served())
+                    seen.append(served())
+            waiting = asyncio.create_task(served.changed(4))
+            await asyncio.sleep(0.3)  # some polls, which say the same
+            seen.append(int(waiting.done()))
+            waiting.cancel()
+            served.close()
+            return seen
+
+    assert asyncio.run(wait()) == [3, 4, False]
 
 
 @dataclass(frozen=True)

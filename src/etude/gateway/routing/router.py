@@ -8,11 +8,12 @@
        └────────────── a good report ───────────┴──────┘     SUSPECT ◀── it answers again ─────────┘
 
 Owns the engines of a pool, the health of each as a table of states, the digests that their weights are compared with,
-and which session went where. Of the engines that may take a call, healthy ones come before suspect ones, and near ones
-before far ones. Among those a session stays where its prefix is cached, as long as that engine is not much busier than
-the least busy one; a new session goes to one of the least busy by rendezvous hashing (Thaler & Ravishankar 1998, "Using
-name-based mappings to increase hit rates"): gateways that know nothing of each other choose alike, and an engine that
-leaves moves its own sessions only.
+and which session went where; how engines are found by load is :mod:`etude.gateway.routing.engine_index`'s. Of the
+engines that may take a call, healthy ones come before suspect ones, and near ones before far ones. Among those a
+session stays where its prefix is cached, as long as that engine is not much busier than the least busy one; a new
+session goes to one of the least busy by consistent hashing
+(:mod:`etude.gateway.routing.hash_ring`): gateways that know nothing of each other choose alike, and an engine that
+leaves moves its own sessions only. Of thousands of engines a choice takes as long as of a few.
 
 No clock and no I/O: facts and ``now`` in, in seconds. A fact about an engine that was removed meanwhile is passed over.
 """
@@ -21,11 +22,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from hashlib import blake2b
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
 from etude.backoff import Backoff
+from etude.gateway.routing.engine_index import EngineIndex, EngineKind, Tier
+from etude.gateway.routing.hash_ring import HashRing
 from etude.protocols import EngineHealth
 
 LOSS_BACKOFF = Backoff(first_s=1.0, longest_s=31.0)
@@ -310,6 +312,8 @@ class Router:
         self._limits = limits
         self._max_sessions = max_sessions
         self._records: dict[str, EngineRecord] = {}
+        self._index = EngineIndex()
+        self._ring = HashRing()
         self._announced = Announcements(limits)
         self._reported: OrderedDict[int, str] = OrderedDict()  # version → digest that was reported of it last
         self._inflight: Counter[str] = Counter()  # also of engines that were removed, until their calls end
@@ -319,13 +323,17 @@ class Router:
         """Register an engine; it is suspect until it was seen. Raises ``ValueError`` if the name is taken."""
         if entry.name in self._records:
             raise ValueError(f"an engine {entry.name!r} is registered already: remove it first, or use another name")
-        self._records[entry.name] = EngineRecord(entry=entry, heard_at=now, poll_at=now)
+        record = self._records[entry.name] = EngineRecord(entry=entry, heard_at=now, poll_at=now)
+        self._ring.add(entry.name)
+        self._place(record)
 
     def remove(self, name: str) -> None:
         """Send nothing more to an engine. Raises ``ValueError`` if there is none of this name."""
         if name not in self._records:
             raise ValueError(f"no engine {name!r} is registered, only {sorted(self._records)}")
         del self._records[name]
+        self._index.discard(name)
+        self._ring.remove(name)
 
     def engines(self) -> tuple[EngineView, ...]:
         """The state of each engine, in the order of registration."""
@@ -360,6 +368,7 @@ class Router:
             self._reported[health.version] = health.digest
             if len(self._reported) > ANNOUNCEMENTS:
                 self._reported.popitem(last=False)
+        self._place(record)
 
     def digest(self, version: int) -> str | None:
         """The digest of a weight version, as the log announced it, or else as a sound engine reported it."""
@@ -383,6 +392,7 @@ class Router:
             record.poll_at = min(record.poll_at, now)
         else:
             record.polling, record.poll_at = False, now + self._limits.poll_s(record.state)
+        self._place(record)
         return record.state
 
     def answered(self, name: str, now: float, version: int | None = None) -> None:
@@ -410,6 +420,7 @@ class Router:
         for record in self._records.values():
             if _serves(record) and record.health and (fault := self._fault(record, now)):
                 record.move(EngineState.STALE, fault)
+                self._place(record)
             if record.state is EngineState.STALE:
                 record.poll_at = min(record.poll_at, now)
 
@@ -420,7 +431,7 @@ class Router:
 
     def waiting(self) -> int:
         """Calls that wait in the engines' own queues, by their last reports."""
-        return sum(record.health.waiting for record in self._records.values() if _serves(record) and record.health)
+        return self._index.waiting
 
     def choose(
         self,
@@ -436,43 +447,42 @@ class Router:
         ``avoid`` are engines that this call shall not go to. With ``digests`` only engines that report one of them are
         considered, those of the first one before those of the next.
         """
-        serving = [record for record in self._records.values() if _serves(record)]
+        serving = list(self._index.kinds)
         if digests is not None:
-            serving = _holding(serving, digests, avoid)
+            serving = self._holding(serving, digests, avoid)
         able = serving
         if min_version is not None:
-            able = [record for record in serving if record.health and record.health.version >= min_version]
-            newest = max((record.health.version for record in serving if record.health), default=None)
+            able = [kind for kind in serving if kind.version is not None and kind.version >= min_version]
+            newest = max((kind.version for kind in serving if kind.version is not None), default=None)
             if not able and newest is not None:
                 return Choice(name=None, reason=Reason.VERSION, newest=newest)
-        ranked = [(_rank(record, region), record) for record in able if record.entry.name not in avoid]
-        if not ranked:
-            return Choice(name=None, reason=Reason.UNAVAILABLE)
-        first = min(rank for rank, _ in ranked)
-        return self._place(session, [record for rank, record in ranked if rank == first])
+        tiers: dict[tuple[bool, bool], list[EngineKind]] = {}
+        for kind in able:
+            rank = not kind.is_healthy, region is not None and kind.region != region
+            tiers.setdefault(rank, []).append(kind)
+        for rank in sorted(tiers):  # the better, the lower
+            tier = self._index.tier(tiers[rank], avoid)
+            least = tier.least_load()
+            if least is not None:
+                return self._choose(session, tier, least, is_healthy=not rank[0])
+        return Choice(name=None, reason=Reason.UNAVAILABLE)
 
     def began(self, name: str) -> None:
         """A call goes to an engine."""
-        self._inflight[name] += 1
+        self._calls_changed(name, 1)
 
     def ended(self, name: str) -> None:
         """A call that began is over, however."""
-        self._inflight[name] -= 1
-        if not self._inflight[name]:
-            del self._inflight[name]
+        self._calls_changed(name, -1)
 
-    def _place(self, session: str, tier: list[EngineRecord]) -> Choice:
-        """One of engines that are equally good but for their load."""
-        loads = {record.entry.name: record.other_inflight + self._inflight[record.entry.name] for record in tier}
-        least = min(loads.values())
+    def _choose(self, session: str, tier: Tier, least: int, *, is_healthy: bool) -> Choice:
+        """One of engines that are equally good but for their load; the least busy one has ``least`` calls."""
         last = self._affinity.get(session)
-        healthy = tier[0].state is EngineState.HEALTHY
-        if last in loads and loads[last] <= STICKY_FACTOR * least + STICKY_CALLS:
+        if last is not None and last in tier.within(STICKY_FACTOR * least + STICKY_CALLS):
             self._affinity.move_to_end(session)
-            return Choice(name=last, reason=Reason.AFFINITY if healthy else Reason.LAST_RESORT)
-        calm = [name for name, load in loads.items() if load <= FRESH_FACTOR * least + FRESH_CALLS]
-        name = max(calm, key=lambda name: _affinity_hash(session, name))
-        if not healthy:
+            return Choice(name=last, reason=Reason.AFFINITY if is_healthy else Reason.LAST_RESORT)
+        name = self._ring.nearest(session, tier.within(FRESH_FACTOR * least + FRESH_CALLS))
+        if not is_healthy:
             return Choice(name=name, reason=Reason.LAST_RESORT)
         if session:
             self._affinity[session] = name
@@ -480,6 +490,30 @@ class Router:
             if len(self._affinity) > self._max_sessions:
                 self._affinity.popitem(last=False)
         return Choice(name=name, reason=Reason.FRESH)
+
+    def _holding(self, kinds: Sequence[EngineKind], digests: Sequence[str], avoid: Collection[str]) -> list[EngineKind]:
+        """The kinds with the first of ``digests`` that an engine has which is not to be avoided; none for any other."""
+        for digest in digests:
+            holders = [kind for kind in kinds if kind.digest == digest]
+            if self._index.tier(holders, avoid).least_load() is not None:
+                return holders
+        return []
+
+    def _place(self, record: EngineRecord) -> None:
+        """Put an engine where a choice finds it, by what is known of it now."""
+        name, health = record.entry.name, record.health
+        if not _serves(record):
+            self._index.discard(name)
+            return
+        version, digest, waiting = (health.version, health.digest, health.waiting) if health else (None, None, 0)
+        kind = EngineKind(record.state is EngineState.HEALTHY, record.entry.region, version, digest)
+        self._index.put(name, kind, record.other_inflight + self._inflight[name], waiting)
+
+    def _calls_changed(self, name: str, count: int) -> None:
+        self._inflight[name] += count
+        if not self._inflight[name]:
+            del self._inflight[name]
+        self._index.add_load(name, count)
 
     def _fault(self, record: EngineRecord, now: float) -> str:
         """The fault of the weights that an engine last reported; empty for none."""
@@ -493,23 +527,5 @@ class Router:
         )
 
 
-def _holding(records: list[EngineRecord], digests: Sequence[str], avoid: Collection[str]) -> list[EngineRecord]:
-    """The engines with the first of ``digests`` that one has which is not to be avoided; none for any other."""
-    for digest in digests:
-        holders = [record for record in records if record.health is not None and record.health.digest == digest]
-        if any(record.entry.name not in avoid for record in holders):
-            return holders
-    return []
-
-
 def _serves(record: EngineRecord) -> bool:
     return record.state is EngineState.HEALTHY or record.state is EngineState.SUSPECT
-
-
-def _rank(record: EngineRecord, region: str | None) -> tuple[bool, bool]:
-    """Rank of an engine; lower is better."""
-    return record.state is not EngineState.HEALTHY, region is not None and record.entry.region != region
-
-
-def _affinity_hash(session: str, name: str) -> bytes:
-    return blake2b(f"{name}\0{session}".encode("utf-8", "surrogatepass"), digest_size=8).digest()

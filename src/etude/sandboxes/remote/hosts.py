@@ -15,18 +15,19 @@ deadline. On close every sandbox is closed.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Protocol, final
 
 from etude.aio import supervised
 from etude.errors import ConfigError, EtudeError, SandboxError, SandboxesBusy, Unsupported
+from etude.protocols import Sandbox
 from etude.sandbox_spec import Capability, SandboxSpec
-from etude.sandboxes.remote.client import RemoteSandbox, RemoteSandboxes
+from etude.sandboxes.remote.client import RemoteSandboxes
 from etude.sandboxes.remote.connection import usual_connections
-from etude.sandboxes.remote.placement import HostTable
+from etude.sandboxes.remote.placement import HostReport, HostTable
 from etude.sandboxes.remote.principals import SNAPSHOT
 
 FIRST_LOOK_S = 60.0
@@ -35,6 +36,8 @@ they are capable of; those that take longer come later.
 """
 WAITS_PER_LOOK = 4
 """Looks at the table of who waits for room, in the time of one look at a host."""
+REFUSALS = 16
+"""Hosts that had no place after all, before one sandbox is given up: other clients may always be faster."""
 TRIES = 3
 """Failures to make one sandbox, on different hosts where there are as many, before the error is the caller's."""
 
@@ -52,10 +55,46 @@ class HostTimes:
     leases are over.
     """
     room_s: float = 60.0
-    """For room on a host."""
+    """For room on a host, in all; what requests take does not count, of which a burst has many before one's own."""
 
 
 USUAL_TIMES = HostTimes()
+
+
+class SandboxHost(Protocol):
+    """One host, as :class:`~etude.sandboxes.remote.client.RemoteSandboxes` has it."""
+
+    async def capabilities(self) -> frozenset[Capability]:
+        """The capabilities of its provider."""
+        ...
+
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
+        """A fresh sandbox there."""
+        ...
+
+    async def report(self, timeout_s: float) -> HostReport:
+        """Its room. Raises :class:`~etude.errors.SandboxError` if there is no answer in time."""
+        ...
+
+    async def announce(self, spec: SandboxSpec, count: int) -> None:
+        """Say that so many sandboxes will be asked for soon."""
+        ...
+
+    async def give_up(self, reason: str) -> None:
+        """Fail every sandbox and every call, with the reason, until :meth:`take_up`."""
+        ...
+
+    def take_up(self) -> None:
+        """Use it again."""
+        ...
+
+    def has_snapshot(self, digest: str) -> bool:
+        """Say whether it keeps an image that one of its sandboxes was made into."""
+        ...
+
+    async def close(self) -> None:
+        """Close every sandbox."""
+        ...
 
 
 @final
@@ -69,8 +108,10 @@ class HostedSandboxes:
         *,
         connections: int = 0,
         times: HostTimes = USUAL_TIMES,
+        connect: Callable[[str], SandboxHost] | None = None,
     ) -> None:
-        """``connections`` to each host at a time; 0: as many as this process has files for.
+        """``connections`` to each host at a time; 0: as many as this process has files for. ``connect`` makes the
+        client of a host, by its name; by default it speaks HTTP.
 
         Raises :class:`~etude.errors.ConfigError` for a URL that is none or comes twice, and without a key.
         """
@@ -80,7 +121,8 @@ class HostedSandboxes:
         except ValueError as error:
             raise ConfigError(f"sandboxes at {list(urls)}: {error}") from error
         each = connections or usual_connections(len(names))
-        self._hosts = {name: RemoteSandboxes(name, key, connections=each) for name in names}
+        connect = connect or (lambda name: RemoteSandboxes(name, key, connections=each))
+        self._hosts = {name: connect(name) for name in names}
         self._times = times
         self._heard = {name: asyncio.Event() for name in names}
         """Set when a host was looked at for the first time, whatever came of it."""
@@ -95,7 +137,7 @@ class HostedSandboxes:
         """The capabilities that all hosts had which answered at first. A host with less gets no sandboxes."""
         return await self._open()
 
-    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> RemoteSandbox:
+    async def create(self, files: Mapping[str, str], spec: SandboxSpec | None = None) -> Sandbox:
         """A fresh sandbox on the best host; on the one that keeps it, for an image that is a snapshot.
 
         Raises :class:`~etude.errors.SandboxesBusy` if no host has room in time, :class:`~etude.errors.SandboxError`
@@ -104,10 +146,10 @@ class HostedSandboxes:
         """
         await self._open()
         spec = spec or SandboxSpec()
-        for host in self._hosts.values():
-            if host.has_snapshot(spec.image.digest):
-                return await host.create(files, spec)
         if spec.image.digest.startswith(SNAPSHOT):
+            for host in self._hosts.values():
+                if host.has_snapshot(spec.image.digest):
+                    return await host.create(files, spec)
             raise SandboxError(f"{spec.image.digest} is gone, with the host that kept it: make it anew")
         return await self._place(files, spec)
 
@@ -138,16 +180,20 @@ class HostedSandboxes:
         with suppress(EtudeError, ValueError):
             await self._hosts[name].announce(spec, count)
 
-    async def _place(self, files: Mapping[str, str], spec: SandboxSpec) -> RemoteSandbox:
+    async def _place(self, files: Mapping[str, str], spec: SandboxSpec) -> Sandbox:
         """Have a sandbox made by the best host; if it fails, by the next best."""
-        image, tried, failures = spec.image.digest, set[str](), 0
-        deadline_s = _now() + self._times.room_s
+        image, tried, failures, refusals, left_s = spec.image.digest, set[str](), 0, 0, self._times.room_s
         while True:
-            name = await self._choose(image, tried, deadline_s)
+            asked_s = _now()
+            name = await self._choose(image, tried, asked_s + left_s)
+            left_s -= _now() - asked_s
             try:
                 sandbox = await self._hosts[name].create(files, spec)
             except SandboxesBusy:
                 self._table.refused(name)
+                refusals += 1
+                if refusals == REFUSALS:
+                    raise
             except Unsupported:
                 raise
             except ConfigError as error:
@@ -208,7 +254,7 @@ class HostedSandboxes:
                 raise ConfigError(f"{name}: {error}") from error
             if not self._capabilities:
                 raise SandboxError(f"no host of sandboxes answers: {self._table.explain('', _now())}")
-            self._agreed = self._table.agree(self._capabilities)
+            self._agreed = self._table.agree(self._capabilities, _now())
         return self._agreed
 
     async def _look_at(self, name: str) -> None:
@@ -237,8 +283,8 @@ class HostedSandboxes:
         if name not in self._capabilities:
             self._capabilities[name] = await host.capabilities()
             if self._agreed is not None:
-                self._table.agree({name: self._capabilities[name]})
-        self._table.heard(name, report)
+                self._table.agree({name: self._capabilities[name]}, _now())
+        self._table.heard(name, report, _now())
         self._config_errors.pop(name, None)
 
     async def _give_up(self, name: str, reason: str) -> None:

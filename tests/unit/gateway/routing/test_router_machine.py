@@ -1,10 +1,28 @@
-"""Whatever is reported in whatever order: no call goes to wrong or dead weights, and sessions stay where they may."""
+"""Whatever is reported in whatever order: no call goes to wrong or dead weights, sessions stay where they may, and the
+choice is that of the plain rule, which walks all engines.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from etude.gateway.routing.router import EngineEntry, EngineState, HealthLimits, Reason, Router
+from etude.gateway.routing.hash_ring import HashRing
+from etude.gateway.routing.router import (
+    FRESH_CALLS,
+    FRESH_FACTOR,
+    STICKY_CALLS,
+    STICKY_FACTOR,
+    Choice,
+    EngineEntry,
+    EngineState,
+    EngineView,
+    HealthLimits,
+    Reason,
+    Router,
+)
 from etude.protocols import EngineHealth
 
 HEALTHY, SUSPECT = EngineState.HEALTHY, EngineState.SUSPECT
@@ -22,6 +40,9 @@ class RouterMachine(RuleBasedStateMachine):
         self.router = Router(LIMITS, max_sessions=6)
         self.sent: dict[str, EngineHealth | None] = {}  # engine → its last report
         self.announced: dict[int, str] = {}
+        self.calls = Counter[str]()  # ours, also at engines that were removed
+        self.others = Counter[str]()  # of other gateways
+        self.homes: dict[str, str] = {}  # session → engine
         self.now = 0.0
 
     @rule(name=NAMES, region=st.sampled_from(["", "eu"]))
@@ -29,6 +50,7 @@ class RouterMachine(RuleBasedStateMachine):
         if name not in self.sent:
             self.router.add(EngineEntry(name=name, url=name, region=region), self.now)
             self.sent[name] = None
+            self.others[name] = 0
 
     @rule(name=NAMES)
     def remove(self, name: str) -> None:
@@ -47,10 +69,11 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(name=NAMES, version=st.integers(0, 6), wrong=st.booleans(), running=st.integers(0, 9))
     def report(self, name: str, version: int, wrong: bool, running: int) -> None:
         digest = "wrong" if wrong else f"digest {version}"
-        sent = EngineHealth(version=version, digest=digest, running=running, waiting=0)
+        sent = EngineHealth(version=version, digest=digest, running=running // 2, waiting=running - running // 2)
         self.router.report(name, sent, self.now)
         if name in self.sent:
             self.sent[name] = sent
+            self.others[name] = max(0, running - self.calls[name])
 
     @rule(name=NAMES)
     def answer(self, name: str) -> None:
@@ -65,21 +88,72 @@ class RouterMachine(RuleBasedStateMachine):
         self.router.announce(version, f"digest {version}", self.now)
         self.announced[version] = f"digest {version}"
 
-    @precondition(lambda self: self.sent)
-    @rule(data=st.data())
-    def call(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.sent)))
-        self.router.began(name)
-        self.router.ended(name)
+    @rule(name=NAMES, count=st.integers(1, 12))
+    def begin(self, name: str, count: int) -> None:
+        if name in self.sent:
+            self.calls[name] += count
+            for _ in range(count):
+                self.router.began(name)
+
+    @rule(name=NAMES)
+    def end(self, name: str) -> None:
+        if self.calls[name]:
+            self.calls[name] -= 1
+            self.router.ended(name)
+
+    def load(self, view: EngineView) -> int:
+        return self.others[view.entry.name] + self.calls[view.entry.name]
+
+    def plain_rule(
+        self, session: str, min_version: int | None, region: str | None, avoid: set[str], digests: Sequence[str] | None
+    ) -> Choice:
+        """The choice out of what is known of every engine."""
+        able = [view for view in self.router.engines() if view.state in (HEALTHY, SUSPECT)]
+        if digests is not None:
+            holding = ([view for view in able if view.health and view.health.digest == digest] for digest in digests)
+            able = next((holders for holders in holding if {view.entry.name for view in holders} - avoid), [])
+        if min_version is not None:
+            versions = [view.health.version for view in able if view.health]
+            able = [view for view in able if view.health and view.health.version >= min_version]
+            if versions and not able:
+                return Choice(name=None, reason=Reason.VERSION, newest=max(versions))
+        able = [view for view in able if view.entry.name not in avoid]
+        if not able:
+            return Choice(name=None, reason=Reason.UNAVAILABLE)
+
+        def rank(view: EngineView) -> tuple[bool, bool]:
+            return view.state is not HEALTHY, region is not None and view.entry.region != region
+
+        best = min(map(rank, able))
+        loads = {view.entry.name: self.load(view) for view in able if rank(view) == best}
+        least, last = min(loads.values()), self.homes.get(session)
+        if last in loads and loads[last] <= STICKY_FACTOR * least + STICKY_CALLS:
+            return Choice(name=last, reason=Reason.LAST_RESORT if best[0] else Reason.AFFINITY)
+        ring, calm = HashRing(), [name for name, load in loads.items() if load <= FRESH_FACTOR * least + FRESH_CALLS]
+        for name in calm:
+            ring.add(name)
+        return Choice(name=ring.nearest(session, calm), reason=Reason.LAST_RESORT if best[0] else Reason.FRESH)
 
     @rule(
         session=st.sampled_from(["", "s", "t", "u"]),
         min_version=st.none() | st.integers(0, 6),
         region=st.none() | st.sampled_from(["", "eu"]),
         avoid=st.sets(NAMES),
+        digests=st.none() | st.lists(st.sampled_from(["wrong", *map("digest {}".format, range(7))]), max_size=2),
     )
-    def choose(self, session: str, min_version: int | None, region: str | None, avoid: set[str]) -> None:
-        choice = self.router.choose(session, min_version=min_version, region=region, avoid=avoid)
+    def choose(
+        self, session: str, min_version: int | None, region: str | None, avoid: set[str], digests: list[str] | None
+    ) -> None:
+        expected = self.plain_rule(session, min_version, region, avoid, digests)
+        choice = self.router.choose(session, min_version=min_version, region=region, avoid=avoid, digests=digests)
+        assert choice == expected
+        if session and choice.reason is Reason.FRESH and choice.name:
+            self.homes[session] = choice.name
+        if digests is None:
+            self.check(choice, session, min_version, region, avoid)
+
+    def check(self, choice: Choice, session: str, min_version: int | None, region: str | None, avoid: set[str]) -> None:
+        """Say of a choice what must be true of any."""
         views = {view.entry.name: view for view in self.router.engines()}
         able = [
             view
@@ -101,6 +175,11 @@ class RouterMachine(RuleBasedStateMachine):
             assert not near or chosen.entry.region == region
         if session and chosen.state is HEALTHY:
             assert self.router.choose(session, min_version=min_version, region=region, avoid=avoid).name == choice.name
+
+    @invariant()
+    def queues_of_engines_that_serve_are_counted(self) -> None:
+        views = [view for view in self.router.engines() if view.state in (HEALTHY, SUSPECT)]
+        assert self.router.waiting() == sum(view.health.waiting for view in views if view.health)
 
     @invariant()
     def nothing_wrong_is_served(self) -> None:

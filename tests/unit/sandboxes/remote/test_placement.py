@@ -1,6 +1,9 @@
-"""Who has no room gets nothing; images come back to where they were; the same facts give the same host."""
+"""Who has no room gets nothing; images come back to where they were; the same facts give the same host, namely that of
+the plain rule, which walks all hosts.
+"""
 
 from collections import Counter
+from collections.abc import Container, Sequence
 
 import pytest
 from hypothesis import given
@@ -8,7 +11,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from etude.sandbox_spec import Capability
-from etude.sandboxes.remote.placement import FAILURES, LOCAL_SHARE, SANDBOX_BYTES, HostReport, HostTable, image_order
+from etude.sandboxes.remote.placement import (
+    FAILURES,
+    LOCAL_SHARE,
+    NO_IMAGE_S,
+    REST,
+    SANDBOX_BYTES,
+    HostReport,
+    HostTable,
+    host_hashes,
+    image_weights,
+)
 
 NAMES = ("http://a", "http://b", "http://c", "http://d")
 IMAGES = ("", "one", "other")
@@ -32,8 +45,14 @@ def table(**free: int) -> HostTable:
     """A table of hosts with so much room."""
     hosts = HostTable(list(free))
     for name, room in free.items():
-        hosts.heard(name, report(room))
+        hosts.heard(name, report(room), 0.0)
     return hosts
+
+
+def image_order(image: str, hosts: Sequence[str]) -> list[str]:
+    """Hosts in the order in which an image prefers them."""
+    weights = dict(zip(hosts, image_weights(image, host_hashes(hosts)).tolist(), strict=True))
+    return sorted(hosts, key=weights.__getitem__, reverse=True)
 
 
 class Model(RuleBasedStateMachine):
@@ -46,12 +65,19 @@ class Model(RuleBasedStateMachine):
         self.reports: dict[str, HostReport] = {}
         self.placed: Counter[str] = Counter()
         self.full: set[str] = set()
+        self.failures: Counter[str] = Counter()
+        self.rests_until = dict.fromkeys(NAMES, 0.0)
+        self.without: dict[tuple[str, str], float] = {}
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 61.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(name=names, free=st.integers(0, 6), places=st.integers(0, 6), is_draining=st.booleans())
     def heard(self, name: str, free: int, places: int, is_draining: bool) -> None:
         last = report(free, places, is_draining=is_draining)
         for each in (self.table, self.twin):
-            each.heard(name, last)
+            each.heard(name, last, self.now)
         self.reports[name] = last
         self.placed[name] = 0
         self.full.discard(name)
@@ -68,38 +94,79 @@ class Model(RuleBasedStateMachine):
             each.refused(name)
         self.full.add(name)
 
+    @rule(name=names, times=st.integers(1, FAILURES))
+    def failed(self, name: str, times: int) -> None:
+        for _ in range(times):
+            for each in (self.table, self.twin):
+                each.failed(name, self.now)
+            if name in self.reports and self.now >= self.rests_until[name]:
+                self.failures[name] += 1
+                if self.failures[name] >= FAILURES:
+                    self.rests_until[name] = self.now + REST.delay_s(self.failures[name] - FAILURES + 1)
+
+    @rule(name=names)
+    def made(self, name: str) -> None:
+        for each in (self.table, self.twin):
+            each.made(name)
+        self.failures[name] = 0
+
+    @rule(name=names, image=st.sampled_from(IMAGES[1:]))
+    def has_no_image(self, name: str, image: str) -> None:
+        for each in (self.table, self.twin):
+            each.has_no_image(name, image, self.now)
+        self.without[name, image] = self.now + NO_IMAGE_S
+
     def free(self, name: str) -> int:
         return self.reports[name].free_bytes // SANDBOX_BYTES - self.placed[name]
 
-    def able(self) -> set[str]:
-        return {
+    def able(self, image: str = "") -> list[str]:
+        return [
             name
-            for name, last in self.reports.items()
-            if not last.is_draining
+            for name in NAMES
+            if (last := self.reports.get(name)) is not None
+            and not last.is_draining
             and name not in self.full
             and self.free(name) >= 1
             and self.placed[name] < last.places
-        }
+            and self.now >= self.rests_until[name]
+            and self.now >= self.without.get((name, image), 0.0)
+        ]
 
-    @rule(image=st.sampled_from(IMAGES))
-    def choose(self, image: str) -> None:
-        able = self.able()
-        name = self.table.choose(image, self.now)
-        assert name == self.twin.choose(image, self.now), "the order in which hosts were named decides nothing"
-        if name is None:
-            assert not able
-            return
-        most = max(map(self.free, able))
-        assert name in able
-        assert self.free(name) >= (LOCAL_SHARE * most if image else most)
-        self.placed[name] += 1
+    def plain_rule(self, image: str, tried: Container[str] = ()) -> str | None:
+        able = [name for name in self.able(image) if name not in tried]
+        if not able:
+            return None
+        freest = max(able, key=self.free)
+        if not image:
+            return freest
+        enough = LOCAL_SHARE * self.free(freest)
+        return next(name for name in image_order(image, NAMES) if name in able and self.free(name) >= enough)
+
+    @rule(image=st.sampled_from(IMAGES), tried=st.sets(names))
+    def choose(self, image: str, tried: set[str]) -> None:
+        expected = self.plain_rule(image, tried)
+        name = self.table.choose(image, self.now, without=tried)
+        assert name == expected
+        assert name == self.twin.choose(image, self.now, without=tried), "the order of names decides nothing"
+        if name is not None:
+            self.placed[name] += 1
 
     @rule(image=st.sampled_from(IMAGES), count=st.integers(1, 30))
     def share(self, image: str, count: int) -> None:
-        shares = self.table.share(image, count, self.now)
-        room = sum(min(self.free(name), self.reports[name].places - self.placed[name]) for name in self.able())
-        assert sum(shares.values()) == min(count, room)
-        assert set(shares) <= self.able()
+        before = self.placed.copy()
+        expected = Counter[str]()
+        for _ in range(count):
+            if (name := self.plain_rule(image)) is not None:
+                expected[name] += 1
+                self.placed[name] += 1
+        self.placed = before
+        assert self.table.share(image, count, self.now) == expected
+
+    @invariant()
+    def nowhere_is_said_of_an_image_that_no_host_has(self) -> None:
+        for image in IMAGES[1:]:
+            missing = [name for name in NAMES if self.now < self.without.get((name, image), 0.0)]
+            assert self.table.is_nowhere(image, self.now) == (len(missing) == len(NAMES))
 
     @precondition(lambda self: not self.able())
     @invariant()
@@ -129,7 +196,7 @@ def test_an_image_leaves_its_host_when_others_have_far_more_room() -> None:
     first, second = image_order("image", ("a", "b"))
     hosts = table(**{first: 10, second: 100})
     assert hosts.choose("image", 0.0) == second
-    hosts.heard(first, report(60))
+    hosts.heard(first, report(60), 0.0)
     assert hosts.choose("image", 0.0) == first
 
 
@@ -162,18 +229,18 @@ def test_a_host_without_an_image_is_left_out_for_that_one_only() -> None:
     assert not hosts.is_nowhere("image", 1.0)
     hosts.has_no_image("b", "image", 0.0)
     assert hosts.is_nowhere("image", 1.0)
-    hosts.heard("b", report(10, incarnation="2"))
+    hosts.heard("b", report(10, incarnation="2"), 1.0)
     assert not hosts.is_nowhere("image", 1.0), "it was started anew, and may have it now"
 
 
 def test_a_host_that_can_do_less_than_was_promised_gets_nothing() -> None:
     hosts = table(a=100, b=10, c=10)
     both = frozenset({Capability.FORK, Capability.NETWORK_OFF})
-    assert hosts.agree({"b": both, "c": both | {Capability.SNAPSHOT}}) == both
-    assert hosts.agree({"a": frozenset({Capability.FORK})}) == both
+    assert hosts.agree({"b": both, "c": both | {Capability.SNAPSHOT}}, 0.0) == both
+    assert hosts.agree({"a": frozenset({Capability.FORK})}, 0.0) == both
     assert hosts.choose("", 0.0) == "b"
     assert "a: it lacks network_off" in hosts.explain("", 0.0)
-    hosts.agree({"a": both})
+    hosts.agree({"a": both}, 0.0)
     assert hosts.choose("", 0.0) == "a"
 
 

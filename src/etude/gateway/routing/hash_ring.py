@@ -1,0 +1,98 @@
+"""A ring of hashed points: which of some engines a session goes to, so that all gateways choose alike. Pure.
+
+              ·  ╭─ a ─ b ─╮  ·          every engine has POINTS points on the ring
+            c    │         a             a session has one, and goes to the engine whose point is next, clockwise,
+              ·  ╰─ c ─ b ─╯  ·          of those that may have it
+
+Consistent hashing (Karger et al. 1997, "Consistent hashing and random trees"); with a bound on loads (Mirrokni et al.
+2018), which is the caller's. An engine that leaves moves its own sessions only. Rendezvous hashing does that, too, but
+has to hash a session with each engine; here a choice costs the logarithm of the number of points, and as many steps
+as there are engines on the way that may not have the session.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
+from hashlib import blake2b
+
+POINTS = 64
+"""Points of each engine: the more, the evener are their shares, and the longer it takes to add one."""
+STEPS = 4
+"""Steps on the way around before it is asked whether there are so few names that comparing them is shorter."""
+FULL_TURN = 1 << 64
+"""Length of the ring."""
+_WORDS, _WORD_BYTES = 8, 8
+"""Points that one hash gives, and the bytes of each."""
+
+
+class HashRing:
+    """Points of named engines on a ring."""
+
+    def __init__(self) -> None:
+        self._points = array("Q")  # ascending
+        self._names: list[str] = []  # of the same index as its point
+        self._points_of: dict[str, list[int]] = {}
+        self._added: list[str] = []  # names whose points are not among those yet: many are added at once
+
+    def __len__(self) -> int:
+        """The number of names."""
+        return len(self._points_of)
+
+    def add(self, name: str) -> None:
+        """Put a name on the ring, which is not there yet."""
+        assert name not in self._points_of, f"{name!r} is on the ring"
+        self._points_of[name] = sorted(_points_of(name))
+        self._added.append(name)
+
+    def remove(self, name: str) -> None:
+        """Take a name off the ring."""
+        self._insert_added()
+        for point in self._points_of.pop(name):
+            at = bisect_left(self._points, point)
+            while self._names[at] != name:  # another name has the same point
+                at += 1
+            del self._points[at], self._names[at]
+
+    def nearest(self, key: str, names: Collection[str]) -> str:
+        """The one of ``names``, at least one, whose point is next after that of ``key``; all are on the ring.
+
+        Of many names, one is soon met on the way around; few are compared with each other.
+        """
+        self._insert_added()
+        start = _hash(key)
+        first = bisect_left(self._points, start)
+        last = first - len(self._names)  # the first point, once around: what is before the end has negative indices
+        for at in range(last, first):
+            if (name := self._names[at]) in names:
+                return name
+            if at == last + STEPS and len(names) ** 2 <= len(self._points_of):
+                break
+        return min(names, key=lambda name: self._distance(start, name))
+
+    def _distance(self, start: int, name: str) -> tuple[int, str]:
+        """The way from ``start`` to the next point of a name; equal ones are in the order of names."""
+        points = self._points_of[name]
+        at = bisect_left(points, start)
+        return (points[at] - start, name) if at < len(points) else (points[0] + FULL_TURN - start, name)
+
+    def _insert_added(self) -> None:
+        if self._added:
+            points = [*zip(self._points, self._names, strict=True)]
+            points += [(point, name) for name in self._added for point in self._points_of[name]]
+            points.sort()
+            self._points, self._names = array("Q", [point for point, _ in points]), [name for _, name in points]
+            self._added.clear()
+
+
+def _hash(key: str) -> int:
+    digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=_WORD_BYTES).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _points_of(name: str) -> Iterator[int]:
+    for number in range(POINTS // _WORDS):
+        digest = blake2b(
+            f"{number}\0{name}".encode("utf-8", "surrogatepass"), digest_size=_WORDS * _WORD_BYTES
+        ).digest()
+        for at in range(0, len(digest), _WORD_BYTES):
+            yield int.from_bytes(digest[at : at + _WORD_BYTES], "big")
