@@ -97,12 +97,12 @@ async def take_in(
             )
         history = open_history(source)
         since = last.newest if last is not None and changes is None else ""
-        found = await asyncio.to_thread(history.changes, changes, since)
-        if not found:
+        newer = await asyncio.to_thread(history.changes, changes, since)
+        if not newer:
             say(f"{source}: no change since {since}" if since else f"{source}: no change is asked for")
             continue
         options = SuiteBuild(references=[source], out=folder, settings=settings or _settings_of(last))
-        await _follow(history, found, options, provider, say)
+        await _follow(history, newer, options, provider, say)
 
 
 async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
@@ -140,7 +140,7 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upkeep:
-    """What a refresh made of the tasks that a suite had."""
+    """Effect of a refresh on the tasks that a suite had."""
 
     retired: Mapping[str, Retirement]
     """Those that are tried no more from now on."""
@@ -250,8 +250,8 @@ async def _follow(
     write_progress(out, progress | {source: now})
     counts = Counter(outcomes[_id_of(change)] for change in changes)
     since = f", the last time up to {last.newest} on {last.day}" if last else ""
-    told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-    say(f"{source}: {len(changes)} changes{since}: {told}")
+    verdicts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    say(f"{source}: {len(changes)} changes{since}: {verdicts}")
 
 
 async def _prepare(

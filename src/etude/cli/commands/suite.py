@@ -235,7 +235,7 @@ def refresh_command(
     sandbox_url: SandboxUrl = "",
 ) -> None:
     """Take new changes in; retire tasks that are solved always, never, or have leaked, with the date and the reason."""
-    version, known = suite_of(suite).version, {record.task_id for record in read_records(suite)}
+    version, earlier = suite_of(suite).version, {record.task_id for record in read_records(suite)}
     settings = None if base is None and before is None else Settings(base=base or "", before=before or "")
 
     async def work() -> None:
@@ -248,7 +248,7 @@ def refresh_command(
     read = [read_results(place) for place in results]
     done = refresh(suite, read, traces, max_share=max_share, day=today())
     for record in read_records(suite):
-        if record.task_id not in known:
+        if record.task_id not in earlier:
             OUT.out(f"{record.task_id} came in: {record.prompt}")
     for line in done.lines():
         OUT.out(line)
