@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from api_models import KEY, ApiModel, behind
-from etude.cli.commands.build_suite import refresh
+from etude.cli.commands.build_suite import refresh, today
 from etude.cli.main import main
 from etude.dashboard.suite_results import read_results
+from etude.taskgen.history.progress import read_progress
 from etude.taskgen.history.records import RECORDS_FILE, HistoryRecord, read_records
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.tasks.suites import read_retired, suite_of
 from etude.types import Split, TestChecks
-from histories import COMMITS, make_history
+from histories import COMMITS, git, make_history
 from pytest_wheels import make_wheels
 
 Messages = Sequence[Mapping[str, Any]]
@@ -62,12 +63,20 @@ def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest
         COMMITS[4][0]: "survived",
     }
 
-    # New commits come in; what has a verdict is not tried again.
+    # A refresh goes on where the build ended, and says so; what is new has its day.
     log = (suite / "tally" / "log.jsonl").read_text()
+    assert main(["suite", "refresh", str(suite)]) == 0
+    assert "no change since" in capsys.readouterr().err
     make_history(repository)
-    assert main(["suite", "refresh", str(suite), "--changes", "50"]) == 0
+    before = read_progress(suite)[str(repository)]
+    assert main(["suite", "refresh", str(suite)]) == 0
+    shown = capsys.readouterr()
+    assert f"2 changes, the last time up to {before.newest} on {today()}: 1 flaky, 1 kept" in shown.err
+    assert "came in: add mean of some numbers" in shown.out
+    assert read_progress(suite)[str(repository)].newest == git(repository, "rev-parse", "HEAD").strip()
     assert (suite / "tally" / "log.jsonl").read_text().startswith(log)
     records = by_prompt(suite)
+    assert {record.added for record in records.values()} == {today()}
     assert list(records) == ["the total of no numbers is one too many", "add mean of some numbers"]
     assert records["add mean of some numbers"].about == ("tests/test_total.py::test_mean",)
     assert "tests/test_total.py::test_total" in records["add mean of some numbers"].others
@@ -94,7 +103,8 @@ def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest
     assert len(results.tries) == 8
 
     # What is solved always or never is retired, with the reason and the day.
-    retired = refresh(copy, [results], None, max_share=0.2, day="2026-02-03")
+    upkeep = refresh(copy, [results], None, max_share=0.2, day="2026-02-03")
+    retired = upkeep.retired
     assert {each.reason for each in retired.values()} == {"solved always: 4 of 4 tries", "solved never: 0 of 4 tries"}
     assert read_retired(copy) == retired
     assert suite_of(copy).version == "2026.02.03"
@@ -102,6 +112,7 @@ def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest
         "the total of no numbers is one too many": "easy",
         "add mean of some numbers": "hard",
     }
+    assert upkeep.difficulties == {records["add mean of some numbers"].task_id: ("easy", "hard")}
 
     # Its own files are found in a training text, others are not.
     texts = tmp_path / "texts"

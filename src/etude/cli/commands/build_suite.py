@@ -1,6 +1,7 @@
 """`etude suite build|fetch|refresh|contamination`: a suite out of histories, and its upkeep.
 
     histories ──build──▶ suite.toml, records.jsonl, tasks, images        records ──fetch──▶ tasks, images
+              ──refresh──▶ those that came since, by histories.json
     results, training texts ──refresh──▶ retired.json, difficulties, a new version
 
 Wiring only: what a task is and which changes become one is :mod:`etude.taskgen.history`'s. A build that is interrupted
@@ -12,7 +13,7 @@ import datetime
 import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +27,7 @@ from etude.protocols import SandboxProvider
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.history.contamination import Traces, find_traces
+from etude.taskgen.history.progress import HistoryProgress, newest_tried, read_progress, write_progress
 from etude.taskgen.history.records import HistoryRecord, read_records, write_records
 from etude.taskgen.history.retirement import difficulty_of, gather_tries, reason_to_retire
 from etude.taskgen.history.sources import Change, History, open_history
@@ -68,19 +70,39 @@ async def build(options: SuiteBuild, provider: SandboxProvider, *, say: Say) -> 
     """
     options.out.mkdir(parents=True, exist_ok=True)
     _write_suite_file(options)
-    canary = suite_of(options.out).canary
-    store = ImageStore(options.out / IMAGES)
     for reference in options.references:
         history = open_history(reference)
         changes = await asyncio.to_thread(history.changes, options.changes)
         if not changes:
             raise ConfigError(f"{reference!r} has no change: a history needs two commits, or two releases")
-        site, folder = await _prepare(history, changes[0], store, options, provider, say)
-        validator = ChangeValidator(
-            history, provider, store, folder, site=site, guarded=HiddenTestGrader(provider, store).guarded
-        )
-        await _try_changes(validator, changes, folder, options.out, canary, say)
+        await _follow(history, changes, options, provider, say)
     return read_records(options.out)
+
+
+async def take_in(
+    folder: Path, provider: SandboxProvider, *, changes: int | None = None, settings: Settings | None = None, say: Say
+) -> None:
+    """Make tasks of the changes that came into a suite's histories since these were last tried, installing what was
+    installed then; ``changes``: of so many of the newest ones instead, ``settings``: by these.
+
+    Raises :class:`~etude.errors.ConfigError` for a history of which it is not known where its last build ended.
+    """
+    progress = read_progress(folder)
+    for source in dict.fromkeys([*progress, *(record.source for record in read_records(folder))]):
+        last = progress.get(source)
+        if changes is None and (last is None or not last.newest):
+            raise ConfigError(
+                f"{folder} does not say where its last build of {source!r} ended: say once how many of its newest "
+                f"changes are to be tried (--changes N)"
+            )
+        history = open_history(source)
+        since = last.newest if last is not None and changes is None else ""
+        newer = await asyncio.to_thread(history.changes, changes, since)
+        if not newer:
+            say(f"{source}: no change since {since}" if since else f"{source}: no change is asked for")
+            continue
+        options = SuiteBuild(references=[source], out=folder, settings=settings or _settings_of(last))
+        await _follow(history, newer, options, provider, say)
 
 
 async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
@@ -88,7 +110,7 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
 
     Raises :class:`~etude.errors.DamagedError` for a history that has other files than when a task was validated.
     """
-    store, made = ImageStore(folder / IMAGES), 0
+    store, progress, made = ImageStore(folder / IMAGES), read_progress(folder), 0
     records = sorted(read_records(folder), key=lambda each: (each.source, each.before, each.after))
     for source, of_source in groupby(records, key=lambda each: each.source):
         history, site = open_history(source), ""
@@ -100,8 +122,9 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
                 continue
             change = Change(before=before, after=after, subject=missing[0].prompt, day=missing[0].day)
             if not site:
-                options = SuiteBuild(references=[source], out=folder)
-                newest = (await asyncio.to_thread(history.changes, 1))[0]
+                last = progress.get(source)
+                options = SuiteBuild(references=[source], out=folder, settings=_settings_of(last))
+                newest = last.newest if last else (await asyncio.to_thread(history.changes, 1))[0].after
                 site, _ = await _prepare(history, newest, store, options, provider, say)
             with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
                 trees = await asyncio.to_thread(read_change, history, change, Path(scratch))
@@ -115,9 +138,26 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
     return made
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """Effect of a refresh on the tasks that a suite had."""
+
+    retired: Mapping[str, Retirement]
+    """Those that are tried no more from now on."""
+    difficulties: Mapping[str, tuple[str, str]]
+    """Id → difficulty before and now, of those whose pass rate says another one."""
+
+    def lines(self) -> list[str]:
+        """It in words."""
+        return [
+            *(f"{task_id} retired: {each.reason}" for task_id, each in self.retired.items()),
+            *(f"{task_id} is {now}, was {before}" for task_id, (before, now) in self.difficulties.items()),
+        ]
+
+
 def refresh(
     folder: Path, results: Sequence[SuiteResults], traces: Traces | None, *, max_share: float, day: str
-) -> dict[str, Retirement]:
+) -> Upkeep:
     """Retire the tasks that tell nothing any more, set the difficulty of the others, and give the suite a new version
     where any was retired; returns which.
     """
@@ -138,8 +178,10 @@ def refresh(
         write_records(folder, after)
     if now:
         write_retired(folder, retired | now)
-        set_version(folder, day.replace("-", "."))
-    return now
+        set_version(folder, day)
+    changed = zip(records, after, strict=True)
+    levels = {old.task_id: (old.difficulty, new.difficulty) for old, new in changed if old.difficulty != new.difficulty}
+    return Upkeep(retired=now, difficulties=levels)
 
 
 def in_use(folder: Path) -> list[HistoryRecord]:
@@ -153,11 +195,11 @@ def today() -> str:
     return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
-def set_version(folder: Path, version: str) -> None:
-    """Write another version into ``suite.toml``, and nothing else."""
+def set_version(folder: Path, day: str) -> None:
+    """Write a day, ISO 8601, as the version into ``suite.toml``, and nothing else."""
     file = folder / SUITE_FILE
     lines = [
-        f'version = "{version}"' if line.startswith("version =") else line
+        f'version = "{day.replace("-", ".")}"' if line.startswith("version =") else line
         for line in file.read_text(encoding="utf-8").splitlines()
     ]
     file.write_text("\n".join([*lines, ""]), encoding="utf-8")
@@ -190,13 +232,35 @@ def counted(records: Iterable[HistoryRecord]) -> str:
     )
 
 
+async def _follow(
+    history: History, changes: Sequence[Change], options: SuiteBuild, provider: SandboxProvider, say: Say
+) -> None:
+    """Try some changes of a history, newest first, and note how far it was followed."""
+    out, source, settings = options.out, history.reference, options.settings
+    store = ImageStore(out / IMAGES)
+    site, folder = await _prepare(history, changes[0].after, store, options, provider, say)
+    guarded = HiddenTestGrader(provider, store).guarded
+    validator = ChangeValidator(history, provider, store, folder, site=site, guarded=guarded)
+    await _try_changes(validator, changes, folder, out, say)
+    progress = read_progress(out)
+    last, outcomes = progress.get(source), {each.candidate_id: each.outcome for each in folder.verdicts()}
+    failed = [change for change in changes if outcomes[_id_of(change)] == Rejection.FAILED]
+    newest = newest_tried(changes, failed) or (last.newest if last else "")
+    now = HistoryProgress(newest=newest, day=today(), base=settings.base, before=settings.before)
+    write_progress(out, progress | {source: now})
+    counts = Counter(outcomes[_id_of(change)] for change in changes)
+    since = f", the last time up to {last.newest} on {last.day}" if last else ""
+    verdicts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    say(f"{source}: {len(changes)} changes{since}: {verdicts}")
+
+
 async def _prepare(
-    history: History, newest: Change, store: ImageStore, options: SuiteBuild, provider: SandboxProvider, say: Say
+    history: History, newest: str, store: ImageStore, options: SuiteBuild, provider: SandboxProvider, say: Say
 ) -> tuple[str, PackageFolder]:
     """The layer with what a history's newest tree needs, and the folder of its package."""
     with tempfile.TemporaryDirectory(prefix="etude-build-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
-        tree = await asyncio.to_thread(history.tree, newest.after, scratch / "source")
+        tree = await asyncio.to_thread(history.tree, newest, scratch / "source")
         texts = await asyncio.to_thread(read_texts, tree)
         project = read_project(texts)
         folder = PackageFolder(options.out / project.name)
@@ -205,19 +269,21 @@ async def _prepare(
 
 
 async def _try_changes(
-    validator: ChangeValidator, changes: Sequence[Change], folder: PackageFolder, out: Path, canary: str, say: Say
+    validator: ChangeValidator, changes: Sequence[Change], folder: PackageFolder, out: Path, say: Say
 ) -> None:
     """Try the changes that have no verdict yet, two at a time."""
+    canary = suite_of(out).canary
     done = {verdict.candidate_id for verdict in folder.verdicts() if verdict.outcome != Rejection.FAILED}
-    waiting = [change for change in reversed(changes) if f"{change.before}..{change.after}" not in done]
+    waiting = [change for change in reversed(changes) if _id_of(change) not in done]
 
     async def work() -> None:
         while waiting:
             change = waiting.pop()
             verdicts, records = await validator.validate(change)
             if records:
-                marked = [replace(record, canary=canary) for record in records]
+                marked = [replace(record, canary=canary, added=today()) for record in records]
                 write_records(out, [*read_records(out), *marked])
+                set_version(out, today())
             for verdict in verdicts:  # behind the records: a change with verdicts is not tried again
                 folder.record(verdict)
                 say(f"{len(waiting)} wait · {verdict.candidate_id[-24:]} {verdict.path or verdict.target}: "
@@ -226,6 +292,16 @@ async def _try_changes(
     async with asyncio.TaskGroup() as group:
         for _ in range(WORKERS):
             group.create_task(work())
+
+
+def _id_of(change: Change) -> str:
+    """The id of a change in the log of verdicts."""
+    return f"{change.before}..{change.after}"
+
+
+def _settings_of(last: HistoryProgress | None) -> Settings:
+    """The settings by which a history was tried last."""
+    return Settings() if last is None else Settings(base=last.base, before=last.before)
 
 
 def _write_suite_file(options: SuiteBuild) -> None:

@@ -15,7 +15,17 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from etude.cli.commands.build_suite import SuiteBuild, build, counted, fetch, in_use, refresh, today, traces_in
+from etude.cli.commands.build_suite import (
+    SuiteBuild,
+    build,
+    counted,
+    fetch,
+    in_use,
+    refresh,
+    take_in,
+    today,
+    traces_in,
+)
 from etude.cli.commands.eval import progress_bar
 from etude.cli.commands.sandboxes import OUT, SandboxUrl, log, opened_provider, sandbox_config
 from etude.cli.commands.show import console
@@ -212,19 +222,38 @@ def refresh_command(
     ],
     texts: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Training texts that tasks may be in.")] = None,
     max_share: Annotated[float, typer.Option(help="Share of a task's words in a row that may be in them.")] = 0.2,
-    changes: Annotated[int, typer.Option(metavar="N", help="Newest changes that are tried; 0: none.")] = 0,
+    changes: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Newest changes that are tried (default: those since the last time); 0: none."),
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Stored base system (default: that of the last time).")] = None,
+    before: Annotated[
+        str | None,
+        typer.Option(metavar="DATE", help="Install nothing that was published later (default: as the last time)."),
+    ] = None,
     sandbox: Sandbox = "ns",
     sandbox_url: SandboxUrl = "",
 ) -> None:
     """Take new changes in; retire tasks that are solved always, never, or have leaked, with the date and the reason."""
-    if changes:
-        sources = list(dict.fromkeys(record.source for record in read_records(suite)))
-        build_command(sources, out=suite, changes=changes, sandbox=sandbox, sandbox_url=sandbox_url)
+    version, earlier = suite_of(suite).version, {record.task_id for record in read_records(suite)}
+    settings = None if base is None and before is None else Settings(base=base or "", before=before or "")
+
+    async def work() -> None:
+        async with opened_provider(sandbox_config(sandbox, sandbox_url)) as provider:
+            await take_in(suite, provider, changes=changes, settings=settings, say=log)
+
+    if changes != 0:
+        asyncio.run(work())
     traces = None if texts is None else traces_in(suite, texts)
     read = [read_results(place) for place in results]
-    for task_id, each in refresh(suite, read, traces, max_share=max_share, day=today()).items():
-        OUT.out(f"{task_id} retired: {each.reason}")
-    OUT.out(f"{suite_of(suite).name} {suite_of(suite).version}: {counted(in_use(suite))}")
+    done = refresh(suite, read, traces, max_share=max_share, day=today())
+    for record in read_records(suite):
+        if record.task_id not in earlier:
+            OUT.out(f"{record.task_id} came in: {record.prompt}")
+    for line in done.lines():
+        OUT.out(line)
+    now = suite_of(suite).version
+    OUT.out(f"{suite_of(suite).name} {now}{'' if now == version else f', was {version}'}: {counted(in_use(suite))}")
 
 
 def harness_section(given: str) -> dict[str, Any]:

@@ -42,6 +42,8 @@ class HistoryRecord:
     timeout_s: float
     digest: str
     """SHA-256 over the texts before the change and the tests after it."""
+    added: str = ""
+    """Day on which it came into the suite, ISO 8601; empty where that was not noted."""
     canary: str = ""
     """The suite's: a text that has it was taken from here."""
 

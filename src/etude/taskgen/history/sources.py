@@ -51,8 +51,11 @@ class History(Protocol):
     reference: str
     """Reference by which it was opened."""
 
-    def changes(self, limit: int) -> Sequence[Change]:
-        """The newest changes, newest first."""
+    def changes(self, limit: int | None, since: str = "") -> Sequence[Change]:
+        """The newest changes, newest first, ``limit`` at most; ``since``: those that came after a tree of that name.
+
+        Raises :class:`~etude.taskgen.failures.SourceError` for a name that is not in the history.
+        """
         ...
 
     def tree(self, name: str, folder: Path) -> Path:
@@ -84,13 +87,15 @@ class Commits:
         self.reference = reference
         self._repository = Path(reference)
 
-    def changes(self, limit: int) -> Sequence[Change]:
+    def changes(self, limit: int | None, since: str = "") -> Sequence[Change]:
         """The newest commits with a parent."""
-        log = read_repository(self._repository, "log", "--first-parent", f"--max-count={limit}", LOG_FORMAT)
-        lines = [line.split("\0", 3) for line in log.splitlines()]
+        most = [] if limit is None or since else [f"--max-count={limit}"]
+        log = read_repository(self._repository, "log", "--first-parent", *most, LOG_FORMAT)
+        commits = [line.split("\0", 3) for line in log.splitlines()]
+        newer = commits[: _index(self.reference, [commit for commit, *_ in commits], since)]
         return [
             Change(before=parents.split()[0], after=commit, subject=subject, day=day)
-            for commit, parents, day, subject in lines
+            for commit, parents, day, subject in newer[:limit]
             if parents
         ]
 
@@ -113,10 +118,12 @@ class Releases:
         self._name = reference.removeprefix(INDEX)
         self._fetched = tempfile.TemporaryDirectory(prefix="etude-releases-", ignore_cleanup_errors=True)
 
-    def changes(self, limit: int) -> Sequence[Change]:
+    def changes(self, limit: int | None, since: str = "") -> Sequence[Change]:
         """The newest releases with a predecessor."""
-        versions = self._versions()[: limit + 1]
-        return [Change(before=older, after=newer, subject="", day="") for newer, older in pairwise(versions)]
+        versions = self._versions()
+        end = _index(self.reference, versions, since)
+        steps = [Change(before=older, after=newer, subject="", day="") for newer, older in pairwise(versions)]
+        return steps[:end][:limit]
 
     def tree(self, name: str, folder: Path) -> Path:
         """The source distribution of a release, which is fetched once: it is after one change and before the next."""
@@ -144,3 +151,18 @@ class Releases:
             log = done.stderr.decode(errors="replace")
             raise SourceError(f"pip knows no versions of {self._name!r}: {log.strip()[-200:]}", log=log)
         return [version for version in match[1].split(", ") if RELEASE.fullmatch(version)]
+
+
+def _index(reference: str, names: Sequence[str], since: str) -> int | None:
+    """The place of a name among those of a history; ``None`` without a name.
+
+    Raises :class:`~etude.taskgen.failures.SourceError` for one that is not among them.
+    """
+    if not since:
+        return None
+    if since not in names:
+        raise SourceError(
+            f"{reference!r} has no {since!r}, at which the last build ended: its history is another one now; say how "
+            f"many of its newest changes are to be tried (--changes N)"
+        )
+    return names.index(since)

@@ -6,6 +6,13 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.taskgen.failures import SourceError
+from etude.taskgen.history.progress import (
+    PROGRESS_FILE,
+    HistoryProgress,
+    newest_tried,
+    read_progress,
+    write_progress,
+)
 from etude.taskgen.history.proposals import ChangedFiles, Proposal, prompt_of, propose
 from etude.taskgen.history.records import RECORDS_FILE, read_records
 from etude.taskgen.history.sources import Change, open_history
@@ -85,6 +92,33 @@ def test_commits_are_read_newest_first_with_their_trees(tmp_path: Path) -> None:
     bare = tmp_path / "bare.git"
     git(tmp_path, "clone", "--quiet", "--bare", str(repository), str(bare))
     assert open_history(str(bare)).changes(3) == changes
+
+
+def test_changes_since_a_commit_are_those_behind_it(tmp_path: Path) -> None:
+    history = open_history(str(make_history(tmp_path / "tally")))
+    every = history.changes(None)
+    assert history.changes(None, since=every[2].after) == every[:2]
+    assert history.changes(1, since=every[2].after) == every[:1]
+    assert history.changes(None, since=every[0].after) == []
+    with pytest.raises(SourceError, match="no '12ab', at which the last build ended"):
+        history.changes(None, since="12ab")
+
+
+def test_a_change_that_a_sandbox_failed_is_tried_again() -> None:
+    newest_first = [Change(before=str(n - 1), after=str(n), subject="", day="") for n in (3, 2, 1)]
+    assert newest_tried(newest_first, []) == "3"
+    assert newest_tried(newest_first, [newest_first[1]]) == "1"
+    assert newest_tried(newest_first, [newest_first[2]]) == ""
+
+
+def test_progress_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_progress(tmp_path) == {}
+    progress = {"pypi:tally": HistoryProgress(newest="1.2", day="2026-02-03", base="slim", before="2026-01-01")}
+    write_progress(tmp_path, progress)
+    assert read_progress(tmp_path) == progress
+    (tmp_path / PROGRESS_FILE).write_text('{"pypi:tally": {"last": "1.2"}}')
+    with pytest.raises(DamagedError, match=r"histories\.json cannot be read"):
+        read_progress(tmp_path)
 
 
 def test_what_has_no_history_is_named(tmp_path: Path) -> None:
