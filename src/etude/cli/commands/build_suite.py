@@ -21,15 +21,16 @@ import tomli_w
 
 from etude.config.suite import SUITE_FILE
 from etude.dashboard.suite_results import SuiteResults
-from etude.errors import ConfigError
+from etude.errors import ConfigError, DamagedError
 from etude.protocols import SandboxProvider
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.sandbox_spec import Image
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.history.contamination import Traces, find_traces
 from etude.taskgen.history.records import HistoryRecord, read_records, write_records
 from etude.taskgen.history.retirement import difficulty_of, gather_tries, reason_to_retire
 from etude.taskgen.history.sources import Change, History, open_history
-from etude.taskgen.history.validator import ChangeValidator, add_image, read_change, task_of
+from etude.taskgen.history.validator import ChangeTrees, ChangeValidator, add_image, read_change, task_of, texts_of
 from etude.taskgen.preparation import Preparation, Settings
 from etude.taskgen.projects import read_project
 from etude.taskgen.sources import read_texts
@@ -38,10 +39,10 @@ from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.tasks.suites import Retirement, read_retired, suite_of, write_retired
 from etude.types import Split, TestChecks
 
-IMAGES = "images"
+IMAGES, ARCHIVES = "images", "archives"
 WORKERS = 2
 """Changes that are tried at a time."""
-IGNORED = f"{IMAGES}/\n*/tasks/\n*/answers/\n"
+IGNORED = f"{IMAGES}/\n{ARCHIVES}/\n*/tasks/\n*/answers/\n"
 """``.gitignore`` of a suite: what `etude suite fetch` makes again."""
 Say = Callable[[str], None]
 
@@ -71,7 +72,7 @@ async def build(options: SuiteBuild, provider: SandboxProvider, *, say: Say) -> 
     canary = suite_of(options.out).canary
     store = ImageStore(options.out / IMAGES)
     for reference in options.references:
-        history = open_history(reference)
+        history = open_history(reference, options.out / ARCHIVES)
         changes = await asyncio.to_thread(history.changes, options.changes)
         if not changes:
             raise ConfigError(f"{reference!r} has no change: a history needs two commits, or two releases")
@@ -91,14 +92,14 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
     store, made = ImageStore(folder / IMAGES), 0
     records = sorted(read_records(folder), key=lambda each: (each.source, each.before, each.after))
     for source, of_source in groupby(records, key=lambda each: each.source):
-        history, site = open_history(source), ""
+        history, site = open_history(source, folder / ARCHIVES), ""
         for (before, after), group in groupby(of_source, key=lambda each: (each.before, each.after)):
             missing = [
                 each for each in group if not (folder / each.package / "tasks" / f"{each.task_id}.json").exists()
             ]
             if not missing:
                 continue
-            change = Change(before=before, after=after, subject=missing[0].prompt, day=missing[0].day)
+            change = Change(before=before, after=after, subject="", day=missing[0].day)
             if not site:
                 options = SuiteBuild(references=[source], out=folder)
                 newest = (await asyncio.to_thread(history.changes, 1))[0]
@@ -108,11 +109,21 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
                 image = await asyncio.to_thread(add_image, trees, store, site)
                 package = PackageFolder(folder / missing[0].package)
                 for record in missing:
-                    answer = {path: text for path, text in trees.answer.items() if text is not None}
-                    package.add(task_of(record, trees, image), answer)
-                    made += 1
+                    _make(record, trees, image, package)
+                made += len(missing)
             say(f"{source} {before}..{after}: {len(missing)} tasks")
     return made
+
+
+def _make(record: HistoryRecord, trees: ChangeTrees, image: Image, package: PackageFolder) -> None:
+    """Write the task of a record. Raises :class:`~etude.errors.DamagedError` for trees that it cannot be made of."""
+    part = trees.slice(record.path, record.name)
+    if part is None:
+        raise DamagedError(
+            f"task {record.task_id}: {record.name} cannot be cut out of {record.source} "
+            f"{record.before}..{record.after} any more: take it out of the suite, or build it again"
+        )
+    package.add(task_of(record, trees, part, image), texts_of(part))
 
 
 def refresh(
