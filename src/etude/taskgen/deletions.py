@@ -255,9 +255,9 @@ def _export_edits(file: SourceText, name: str, own: ast.AST) -> list[Edit] | Non
     return edits
 
 
-def without_alias(file: SourceText, node: ast.ImportFrom, name: str) -> Edit:
-    """The edit that takes one name out of an import; the whole statement if it has no other."""
-    names = [alias for alias in node.names if alias.name != name]
+def without_alias(file: SourceText, node: ast.ImportFrom, *gone: str) -> Edit:
+    """The edit that takes names out of an import; the whole statement if it has no other."""
+    names = [alias for alias in node.names if alias.name not in gone]
     if not names:
         return file.replace(node, "pass")
     first = file.span(node)[0]

@@ -11,6 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from email.message import Message
 from email.parser import HeaderParser
 from pathlib import PurePosixPath
 from typing import Any
@@ -62,6 +63,8 @@ NOT_NEEDED = frozenset(
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 PROJECT_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 """Pattern of a project's name; a folder gets this name, so it must not be a path."""
+LICENCE_CHARACTERS = 80
+"""A longer text is the licence itself, not its name."""
 KEPT_OPTIONS = ("--import-mode", "--asyncio-mode")
 """The project's own options of pytest that decide whether a test runs at all."""
 
@@ -84,6 +87,8 @@ class Project:
     """Requirements of its tests beside those."""
     options: tuple[str, ...]
     """Options of pytest."""
+    licence: str = ""
+    """Licence that it states: an SPDX expression, or a name."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -135,6 +140,7 @@ def read_project(files: Mapping[str, str]) -> Project:
         requirements=tuple(_requirements(files, info.get_all("Requires-Dist") or [], table, settings)),
         test_requirements=tuple(_test_requirements(files, info.get_all("Requires-Dist") or [], pyproject, settings)),
         options=_options(pyproject, settings, files),
+        licence=_licence(info, table),
     )
 
 
@@ -158,6 +164,14 @@ def _project_name(name: object) -> str:
             "letter or digit, as name in [project] of pyproject.toml (in PKG-INFO, where there is one)"
         )
     return name.strip()
+
+
+def _licence(info: Message, table: Mapping[str, Any]) -> str:
+    """An expression of SPDX, else the classifier's name, else a short text."""
+    classifiers = [line.rpartition(" :: ")[2] for line in info.get_all("Classifier") or () if "License ::" in line]
+    stated = [info.get("License-Expression"), *classifiers, table.get("license"), info.get("License")]
+    texts = (text.strip() for text in stated if isinstance(text, str))
+    return next((text for text in texts if 0 < len(text) <= LICENCE_CHARACTERS and text != "UNKNOWN"), "")
 
 
 def _sources(files: Mapping[str, str], name: str) -> tuple[str, tuple[str, ...]]:

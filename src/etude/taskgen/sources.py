@@ -40,7 +40,7 @@ def fetch(reference: str, folder: Path) -> Path:
     """
     folder.mkdir(parents=True)
     if reference.startswith(INDEX):
-        return _unpack(_download(reference.removeprefix(INDEX), folder / "download"), folder / "tree")
+        return _unpack(download(reference.removeprefix(INDEX), folder / "download"), folder / "tree")
     path = Path(reference)
     if path.is_file() and reference.endswith(ARCHIVES):
         return _unpack(path, folder / "tree")
@@ -74,7 +74,11 @@ def read_texts(tree: Path) -> Mapping[str, str]:
     return texts
 
 
-def _download(requirement: str, folder: Path) -> Path:
+def download(requirement: str, folder: Path) -> Path:
+    """Fetch the source distribution of ``NAME==VERSION`` from an index into a folder.
+
+    Raises :class:`~etude.taskgen.failures.SourceError`.
+    """
     if not PINNED.fullmatch(requirement):
         raise SourceError(f"{requirement!r} is not pinned: write {INDEX}NAME==VERSION")
     name = requirement.partition("==")[0]

@@ -22,16 +22,17 @@ import tomli_w
 
 from etude.config.suite import SUITE_FILE
 from etude.dashboard.suite_results import SuiteResults
-from etude.errors import ConfigError
+from etude.errors import ConfigError, DamagedError
 from etude.protocols import SandboxProvider
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
+from etude.sandbox_spec import Image
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.history.contamination import Traces, find_traces
 from etude.taskgen.history.progress import HistoryProgress, newest_tried, read_progress, write_progress
 from etude.taskgen.history.records import HistoryRecord, read_records, write_records
 from etude.taskgen.history.retirement import difficulty_of, gather_tries, reason_to_retire
 from etude.taskgen.history.sources import Change, History, open_history
-from etude.taskgen.history.validator import ChangeValidator, add_image, read_change, task_of
+from etude.taskgen.history.validator import ChangeTrees, ChangeValidator, add_image, read_change, task_of, texts_of
 from etude.taskgen.preparation import Preparation, Settings
 from etude.taskgen.projects import read_project
 from etude.taskgen.sources import read_texts
@@ -40,10 +41,10 @@ from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.tasks.suites import Retirement, read_retired, suite_of, write_retired
 from etude.types import Split, TestChecks
 
-IMAGES = "images"
+IMAGES, ARCHIVES = "images", "archives"
 WORKERS = 2
 """Changes that are tried at a time."""
-IGNORED = f"{IMAGES}/\n*/tasks/\n*/answers/\n"
+IGNORED = f"{IMAGES}/\n{ARCHIVES}/\n*/tasks/\n*/answers/\n"
 """``.gitignore`` of a suite: what `etude suite fetch` makes again."""
 Say = Callable[[str], None]
 
@@ -71,7 +72,7 @@ async def build(options: SuiteBuild, provider: SandboxProvider, *, say: Say) -> 
     options.out.mkdir(parents=True, exist_ok=True)
     _write_suite_file(options)
     for reference in options.references:
-        history = open_history(reference)
+        history = open_history(reference, options.out / ARCHIVES)
         changes = await asyncio.to_thread(history.changes, options.changes)
         if not changes:
             raise ConfigError(f"{reference!r} has no change: a history needs two commits, or two releases")
@@ -95,7 +96,7 @@ async def take_in(
                 f"{folder} does not say where its last build of {source!r} ended: say once how many of its newest "
                 f"changes are to be tried (--changes N)"
             )
-        history = open_history(source)
+        history = open_history(source, folder / ARCHIVES)
         since = last.newest if last is not None and changes is None else ""
         newer = await asyncio.to_thread(history.changes, changes, since)
         if not newer:
@@ -113,14 +114,14 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
     store, progress, made = ImageStore(folder / IMAGES), read_progress(folder), 0
     records = sorted(read_records(folder), key=lambda each: (each.source, each.before, each.after))
     for source, of_source in groupby(records, key=lambda each: each.source):
-        history, site = open_history(source), ""
+        history, site = open_history(source, folder / ARCHIVES), ""
         for (before, after), group in groupby(of_source, key=lambda each: (each.before, each.after)):
             missing = [
                 each for each in group if not (folder / each.package / "tasks" / f"{each.task_id}.json").exists()
             ]
             if not missing:
                 continue
-            change = Change(before=before, after=after, subject=missing[0].prompt, day=missing[0].day)
+            change = Change(before=before, after=after, subject="", day=missing[0].day)
             if not site:
                 last = progress.get(source)
                 options = SuiteBuild(references=[source], out=folder, settings=_settings_of(last))
@@ -128,12 +129,11 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
                 site, _ = await _prepare(history, newest, store, options, provider, say)
             with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
                 trees = await asyncio.to_thread(read_change, history, change, Path(scratch))
-                image = await asyncio.to_thread(add_image, trees, store, site)
+                image = await asyncio.to_thread(add_image, trees, store, site, options.settings.base)
                 package = PackageFolder(folder / missing[0].package)
                 for record in missing:
-                    answer = {path: text for path, text in trees.answer.items() if text is not None}
-                    package.add(task_of(record, trees, image), answer)
-                    made += 1
+                    _make(record, trees, image, package)
+                made += len(missing)
             say(f"{source} {before}..{after}: {len(missing)} tasks")
     return made
 
@@ -240,7 +240,7 @@ async def _follow(
     store = ImageStore(out / IMAGES)
     site, folder = await _prepare(history, changes[0].after, store, options, provider, say)
     guarded = HiddenTestGrader(provider, store).guarded
-    validator = ChangeValidator(history, provider, store, folder, site=site, guarded=guarded)
+    validator = ChangeValidator(history, provider, store, folder, site=site, base=settings.base, guarded=guarded)
     await _try_changes(validator, changes, folder, out, say)
     progress = read_progress(out)
     last, outcomes = progress.get(source), {each.candidate_id: each.outcome for each in folder.verdicts()}
@@ -302,6 +302,17 @@ def _id_of(change: Change) -> str:
 def _settings_of(last: HistoryProgress | None) -> Settings:
     """The settings by which a history was tried last."""
     return Settings() if last is None else Settings(base=last.base, before=last.before)
+
+
+def _make(record: HistoryRecord, trees: ChangeTrees, image: Image, package: PackageFolder) -> None:
+    """Write the task of a record. Raises :class:`~etude.errors.DamagedError` for trees that it cannot be made of."""
+    part = trees.slice(record.path, record.name)
+    if part is None:
+        raise DamagedError(
+            f"task {record.task_id}: {record.name} cannot be cut out of {record.source} "
+            f"{record.before}..{record.after} any more: take it out of the suite, or build it again"
+        )
+    package.add(task_of(record, trees, part, image), texts_of(part))
 
 
 def _write_suite_file(options: SuiteBuild) -> None:

@@ -32,7 +32,9 @@ class HistoryRecord:
     day: str
     prompt: str
     template: str
-    mention: str
+    path: str
+    name: str
+    """Module and name of what is asked for; empty: all of the change."""
     lines: int
     difficulty: str
     about: tuple[str, ...]
@@ -44,6 +46,8 @@ class HistoryRecord:
     """SHA-256 over the texts before the change and the tests after it."""
     added: str = ""
     """Day on which it came into the suite, ISO 8601; empty where that was not noted."""
+    licence: str = ""
+    """Licence of the project, as it states it."""
     canary: str = ""
     """The suite's: a text that has it was taken from here."""
 

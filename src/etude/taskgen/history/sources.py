@@ -23,7 +23,7 @@ from typing import Protocol, final
 from etude.taskgen.failures import SourceError
 from etude.taskgen.indexes import run_pip
 from etude.taskgen.scrubbing import copy_clean, read_repository
-from etude.taskgen.sources import INDEX, RECORD, fetch
+from etude.taskgen.sources import INDEX, RECORD, download, fetch
 
 LOG_FORMAT = "--format=%H%x00%P%x00%cs%x00%s"
 """Commit, parents, day and subject of a line of git's log."""
@@ -66,13 +66,14 @@ class History(Protocol):
         ...
 
 
-def open_history(reference: str) -> History:
+def open_history(reference: str, archives: Path | None = None) -> History:
     """The history of ``pypi:NAME``, or of the git repository in a folder.
 
+    ``archives`` is a folder in which source distributions that were fetched are kept; by default they are not.
     Raises :class:`~etude.taskgen.failures.SourceError`.
     """
     if reference.startswith(INDEX):
-        return Releases(reference)
+        return Releases(reference, archives)
     folder = Path(reference)
     if (folder / ".git").exists() or (folder / "HEAD").is_file():
         return Commits(reference)
@@ -113,9 +114,10 @@ class Commits:
 class Releases:
     """The releases of a package on an index; each is a change from the one before."""
 
-    def __init__(self, reference: str) -> None:
+    def __init__(self, reference: str, archives: Path | None = None) -> None:
         self.reference = reference
         self._name = reference.removeprefix(INDEX)
+        self._archives = archives
         self._fetched = tempfile.TemporaryDirectory(prefix="etude-releases-", ignore_cleanup_errors=True)
 
     def changes(self, limit: int | None, since: str = "") -> Sequence[Change]:
@@ -130,13 +132,27 @@ class Releases:
         place = Path(self._fetched.name) / name
         if not place.exists():
             incoming = Path(tempfile.mkdtemp(dir=self._fetched.name)) / "release"
-            copy_clean(fetched := fetch(f"{INDEX}{self._name}=={name}", incoming), incoming.with_name("tree"), {})
+            copy_clean(fetched := fetch(self._archive(name), incoming), incoming.with_name("tree"), {})
             if (fetched / RECORD).is_file():
                 shutil.copyfile(fetched / RECORD, incoming.with_name("tree") / RECORD)
             with suppress(OSError):  # the same release at the same time
                 incoming.with_name("tree").rename(place)
         shutil.copytree(place, folder)
         return folder
+
+    def _archive(self, version: str) -> str:
+        """The reference of a release's source distribution: the file, where it is kept."""
+        if self._archives is None:
+            return f"{INDEX}{self._name}=={version}"
+        folder = self._archives / f"{self._name}-{version}"
+        if not folder.exists():
+            self._archives.mkdir(parents=True, exist_ok=True)
+            incoming = Path(tempfile.mkdtemp(dir=self._archives, prefix=".")) / folder.name
+            download(f"{self._name}=={version}", incoming)
+            with suppress(OSError):  # the same release at the same time
+                incoming.rename(folder)
+            shutil.rmtree(incoming.parent, ignore_errors=True)
+        return str(next(folder.iterdir()))
 
     def _versions(self) -> list[str]:
         """The index's versions, newest first. Raises :class:`~etude.taskgen.failures.SourceError`."""

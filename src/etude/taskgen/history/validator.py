@@ -1,7 +1,8 @@
 """Changes in, tasks out: run the tests of each before and after it, and keep what always tells the two apart.
 
-    change ──▶ proposals ──▶ image of the tree before ──▶ its tests, without and with the change, twice each
-                                                            └─▶ proof ──▶ leaks? ──▶ canaries possible? ──▶ task, record
+    change ──▶ proposals ──▶ image of the tree before ──▶ all tests, without and with the change: which tell?
+                                                            └─▶ leaks? ──▶ the tests of each proposal, without and with
+                                        its part, twice each ──▶ proof ──▶ canaries possible? ──▶ task, record
 
 Consumes changes; produces a verdict for each proposal and tasks for some. Waits for sandboxes and runs of tests, each
 with a deadline. On shutdown sandboxes are closed; what has a verdict is on disk. Which tests count is decided in
@@ -14,7 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
@@ -24,8 +25,10 @@ from etude.sandbox_spec import EnvironmentSpec, Image, SandboxSpec
 from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.failures import RepositoryError
 from etude.taskgen.hiding import place_of
-from etude.taskgen.history.proposals import ChangedFiles, Proposal, propose
+from etude.taskgen.history.changed_files import ChangedFiles
+from etude.taskgen.history.proposals import MAX_LINES, Proposal, asked_by_tests, propose
 from etude.taskgen.history.records import HistoryRecord, digest_of_texts, id_of
+from etude.taskgen.history.slices import Slice, Slicer
 from etude.taskgen.history.sources import Change, History
 from etude.taskgen.installs import environment
 from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search, without_repeated
@@ -39,7 +42,7 @@ from etude.taskgen.verdicts import MAX_ABOUT, MAX_HIDDEN_BYTES, OTHERS, Proof, R
 from etude.tasks.repositories.folder import FAMILY, CandidateVerdict, PackageFolder
 from etude.types import Split, Task, TestChecks
 
-RUN_TIMEOUT_S = 90.0
+RUN_TIMEOUT_S = 180.0
 """For one run of a change's tests."""
 ATTEMPTS = 2
 """Sandboxes in which a change is tried: tests come in another order and with another hash seed in each."""
@@ -62,35 +65,29 @@ class ChangeTrees:
     """The tree that an agent is given."""
 
     @property
-    def hidden(self) -> dict[str, str]:
-        """Texts of tests as they are after the change: those that it changed, and what all tests read."""
-        after = self.files.after
-        return {
-            path: after[path]
-            for path in after
-            if self.project.is_test(path)
-            and (path in self.files.changed or path.endswith("conftest.py"))
-            and not self.project.is_source(path)
-        }
+    def slicer(self) -> Slicer:
+        """Its slicer."""
+        return Slicer(self.files, self.project)
 
-    @property
-    def answer(self) -> dict[str, str | None]:
-        """The change itself, without its tests: path → text, or ``None`` for a file that it removes."""
-        changed = (path for path in self.files.changed if not self.project.is_test(path))
-        return {path: self.files.after.get(path) for path in changed}
+    def slice(self, path: str, name: str) -> Slice | None:
+        """All of the change, or the part of it that makes a name; ``None`` where that cannot be cut out."""
+        return self.slicer.cut(path, name) if name else self.slicer.whole()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """Runs of a change's tests without and with it."""
+class ChangePart:
+    """A proposal, the part of the change that it asks for, and the runs that prove it."""
 
-    broken: Sequence[RunObservation]
-    right: Sequence[RunObservation]
+    proposal: Proposal
+    slice: Slice
+    broken: list[RunObservation] = field(default_factory=list)
+    right: list[RunObservation] = field(default_factory=list)
+    """Runs without and with it."""
 
-    def proof(self, mention: str, trees: ChangeTrees) -> Proof:
+    def proof(self, trees: ChangeTrees) -> Proof:
         """The tests that always fail before and pass after, of those that mention a name; and some that always pass."""
         every = sorted({test for run in self.right for test in run.tests if is_fit(test)})
-        named = [test for test in every if not mention or _mentions(trees.files.after, test, mention)]
+        named = [test for test in every if _is_named(trees, test, self.proposal.name)]
         proof = prove(named, every, self.broken, self.right)
         if proof.rejection is Rejection.FLAKY and all(run.passed(test) for run in self.broken for test in named):
             return replace(proof, rejection=Rejection.SURVIVED)
@@ -114,14 +111,18 @@ class ChangeValidator:
         folder: PackageFolder,
         *,
         site: str,
+        base: str,
         guarded: Guarded,
     ) -> None:
-        """``site`` is the digest of the layer with what the project needs; ``guarded`` asks what a grader can guard."""
+        """``site`` is the digest of the layer with what the project needs, over the stored ``base``; ``guarded`` asks
+        what a grader can guard.
+        """
         self._history = history
         self._provider = provider
         self._store = store
         self._folder = folder
         self._site = site
+        self._base = base
         self._guarded = guarded
 
     async def validate(self, change: Change) -> tuple[list[CandidateVerdict], list[HistoryRecord]]:
@@ -146,60 +147,116 @@ class ChangeValidator:
         self, trees: ChangeTrees, proposals: Sequence[Proposal]
     ) -> tuple[list[CandidateVerdict], list[HistoryRecord]]:
         began_s = time.monotonic()
-        if sum(map(len, trees.hidden.values())) > MAX_HIDDEN_BYTES:
+        if sum(map(len, trees.files.hidden(trees.project).values())) > MAX_HIDDEN_BYTES:
             return [_verdict(trees.change, Rejection.TOO_LARGE, began_s)], []
-        image = await asyncio.to_thread(add_image, trees, self._store, self._site)
-        leak = await asyncio.to_thread(self._leak, trees, image)
-        if leak:
-            return [_verdict(trees.change, Rejection.LEAKS, began_s, detail=leak)], []
-        evidence = await self._observe(trees, image)
+        image = await asyncio.to_thread(add_image, trees, self._store, self._site, self._base)
+        first = await self._observe(trees, image, [(trees.slicer.nothing(), None), _files(trees.slicer.whole())])
         verdicts: list[CandidateVerdict] = []
         records: list[HistoryRecord] = []
+        parts: list[ChangePart] = []
         for proposal in proposals:
-            proof = evidence.proof(proposal.mention, trees)
-            record = record_of(self._history, trees, proposal, proof, evidence.seconds)
-            rejection = proof.rejection
-            if rejection is None and record.task_id in {each.task_id for each in records}:
-                rejection = Rejection.TWIN
-            task = None if rejection else task_of(record, trees, image)
-            if task is not None and not await self._guarded(task):
-                rejection = Rejection.UNGUARDED
-            verdict = _verdict(
-                trees.change, rejection or ACCEPTED, began_s, target=proposal.template, tests=proof.about
-            )
-            if rejection is None and task is not None:
-                answer = {path: text for path, text in trees.answer.items() if text is not None}
-                await asyncio.to_thread(self._folder.add, task, answer)
-                records.append(record)
-                verdict = replace(verdict, task_id=task.task_id)
-            verdicts.append(verdict)
+            part, rejection, detail = await asyncio.to_thread(self._cut, trees, proposal, image, first)
+            if part is not None:
+                parts.append(part)
+            else:
+                verdicts.append(_verdict(trees.change, rejection, began_s, detail=detail, target=proposal.template))
+        await self._run(trees, parts, image, first)
+        for part in parts:
+            verdict, record = await self._conclude(trees, part, image, records)
+            verdicts.append(replace(verdict, seconds=round(time.monotonic() - began_s, 3)))
+            records += [record] if record is not None else []
         return verdicts, records
 
-    async def _observe(self, trees: ChangeTrees, image: Image) -> Evidence:
-        """Run the tests without and with the change, in either order."""
-        targets = trees.files.tests(trees.project)
-        given: Mapping[bool, dict[str, str | None]] = {False: {**trees.hidden}, True: {**trees.hidden, **trees.answer}}
-        seen: dict[bool, list[RunObservation]] = {False: [], True: []}
-        for attempt, order in enumerate(((False, True), (True, False))[:ATTEMPTS]):
-            sandbox = await self._provider.create({}, SandboxSpec(image=image, ttl_s=SANDBOX_TTL_S))
-            try:
-                steps = [
-                    TestRun(targets=targets, seed=attempt, files=given[solved], timeout_s=RUN_TIMEOUT_S)
-                    for solved in order
-                ]
-                runs = await observe(sandbox, steps, options=trees.project.options, hash_seed=attempt)
-            finally:
-                await sandbox.close()
-            for solved, run in zip(order, runs, strict=True):
-                seen[solved].append(run)
-        return Evidence(broken=seen[False], right=seen[True])
+    def _cut(
+        self, trees: ChangeTrees, proposal: Proposal, image: Image, first: Sequence[RunObservation]
+    ) -> tuple[ChangePart | None, str, str]:
+        """The part of a proposal, or the reason why none is made, and a detail of it."""
+        without, complete = first
+        telling = [test for test in complete.tests if complete.passed(test) and not without.passed(test)]
+        if not any(_is_named(trees, test, proposal.name) for test in telling):
+            return None, Rejection.UNSOLVED if complete.ended else Rejection.SURVIVED, ""
+        part = trees.slice(proposal.path, proposal.name)
+        if part is None:
+            return None, Rejection.UNSOLVED, "its statements cannot be put into the tree before it"
+        if part.lines > MAX_LINES:
+            return None, Rejection.TOO_WIDE, ""
+        leak = self._leak(trees, part, image)
+        if leak:
+            return None, Rejection.LEAKS, leak
+        return ChangePart(proposal=replace(proposal, lines=part.lines), slice=part), "", ""
 
-    def _leak(self, trees: ChangeTrees, image: Image) -> str:
-        """The place where the change can be found by an agent; empty where it cannot."""
-        sources = [path for path in trees.files.sources(trees.project) if path in trees.files.after]
-        after = {path: trees.files.after[path] for path in sources}
+    async def _run(
+        self, trees: ChangeTrees, parts: Sequence[ChangePart], image: Image, first: Sequence[RunObservation]
+    ) -> None:
+        """Run the tests of each part, without and with it, in as many sandboxes as there are attempts."""
+        without, complete = first
+        steady = [test for test in complete.tests if complete.passed(test) and without.passed(test)]
+        telling = [test for test in complete.tests if complete.passed(test) and not without.passed(test)]
+        broken = trees.slicer.nothing()
+        for attempt in range(ATTEMPTS) if parts else ():
+            ids = {part.proposal.name: _about(trees, part, telling) + steady[:OTHERS] for part in parts}
+            every = sorted({test for tests in ids.values() for test in tests})
+            pairs: list[tuple[Mapping[str, str | None], Sequence[str]]] = [(broken, every)]
+            pairs += [({**part.slice.hidden, **part.slice.answer}, ids[part.proposal.name]) for part in parts]
+            order = pairs if attempt % 2 == 0 else pairs[::-1]
+            runs = await self._observe(trees, image, order, attempt=attempt)
+            before, *after = runs if attempt % 2 == 0 else runs[::-1]
+            for part, run in zip(parts, after, strict=True):
+                part.broken.append(before)
+                part.right.append(run)
+
+    async def _conclude(
+        self, trees: ChangeTrees, part: ChangePart, image: Image, records: Sequence[HistoryRecord]
+    ) -> tuple[CandidateVerdict, HistoryRecord | None]:
+        """The verdict on a part that was run; where it is kept, its task is written, and its record is returned."""
+        proof = part.proof(trees)
+        record = record_of(self._history, trees, part, proof)
+        rejection = proof.rejection
+        if rejection is None and record.task_id in {each.task_id for each in records}:
+            rejection = Rejection.TWIN
+        task = None if rejection else task_of(record, trees, part.slice, image)
+        if task is not None and not await self._guarded(task):
+            rejection = Rejection.UNGUARDED
+        target = part.proposal.template
+        if rejection is not None or task is None:
+            return _verdict(trees.change, str(rejection), 0.0, target=target, tests=proof.about), None
+        await asyncio.to_thread(self._folder.add, task, texts_of(part.slice))
+        accepted = _verdict(trees.change, ACCEPTED, 0.0, target=target, tests=proof.about)
+        return replace(accepted, task_id=task.task_id), record
+
+    async def _observe(
+        self,
+        trees: ChangeTrees,
+        image: Image,
+        runs: Sequence[tuple[Mapping[str, str | None], Sequence[str] | None]],
+        *,
+        attempt: int = 0,
+    ) -> list[RunObservation]:
+        """Run the changed tests over some files each, all of them or those of some ids, in one sandbox."""
+        steps = [
+            TestRun(
+                targets=trees.files.tests(trees.project),
+                ids=None if ids is None else tuple(ids),
+                seed=attempt,
+                files=files,
+                timeout_s=RUN_TIMEOUT_S,
+            )
+            for files, ids in runs
+        ]
+        sandbox = await self._provider.create({}, SandboxSpec(image=image, ttl_s=SANDBOX_TTL_S))
         try:
-            removed = removed_identifiers(after, {path: trees.files.before.get(path) for path in sources}, ())
+            return await observe(sandbox, steps, options=trees.project.options, hash_seed=attempt)
+        finally:
+            await sandbox.close()
+
+    def _leak(self, trees: ChangeTrees, part: Slice, image: Image) -> str:
+        """The place where a part of the change can be found by an agent; empty where it cannot."""
+        project = trees.project
+        after = {
+            path: text for path, text in texts_of(part).items() if path.endswith(".py") and project.is_source(path)
+        }
+        try:
+            removed = removed_identifiers(after, {path: trees.files.before.get(path) for path in after}, ())
         except SyntaxError as error:
             return f"a module that cannot be parsed: {error}"
         new = without_repeated(removed, trees.files.before.values())
@@ -220,19 +277,26 @@ def read_change(history: History, change: Change, scratch: Path) -> ChangeTrees:
     return ChangeTrees(change=change, files=files, project=read_project(files.after), before=before)
 
 
-def add_image(trees: ChangeTrees, store: ImageStore, site: str) -> Image:
-    """Store the image of a task: what the project needs, and its tree before the change as the only commit."""
+def add_image(trees: ChangeTrees, store: ImageStore, site: str, base: str) -> Image:
+    """Store the image of a task: what the project needs, over the ``base`` that it was installed over, and its tree
+    before the change as the only commit.
+    """
     with tempfile.TemporaryDirectory(prefix="etude-task-") as scratch:
         work = Path(scratch) / "layer" / "work"
         copy_clean(trees.before, work, {})
         commit_all(work)
         layer = store.add_layer(Path(scratch) / "layer")
-    return store.add([site, layer], base="", environment=dict(environment(trees.project)))
+    return store.add([site, layer], base=base, environment=dict(environment(trees.project)))
 
 
-def record_of(history: History, trees: ChangeTrees, proposal: Proposal, proof: Proof, seconds: float) -> HistoryRecord:
-    """The record of a proposal, by what was proved of it."""
-    change, package = trees.change, trees.project.name
+def texts_of(part: Slice) -> dict[str, str]:
+    """The files that a part of a change makes or changes."""
+    return {path: text for path, text in part.answer.items() if text is not None}
+
+
+def record_of(history: History, trees: ChangeTrees, part: ChangePart, proof: Proof) -> HistoryRecord:
+    """The record of a part of a change, by what was proved of it."""
+    change, package, proposal = trees.change, trees.project.name, part.proposal
     return HistoryRecord(
         task_id=id_of(package, change.before, change.after, proof.about),
         source=history.reference,
@@ -240,21 +304,23 @@ def record_of(history: History, trees: ChangeTrees, proposal: Proposal, proof: P
         before=change.before,
         after=change.after,
         day=change.day,
-        prompt=proposal.prompt,
+        prompt=asked_by_tests(proposal, proof.about),
         template=proposal.template,
-        mention=proposal.mention,
+        path=proposal.path,
+        name=proposal.name,
         lines=proposal.lines,
         difficulty=proposal.difficulty,
         about=proof.about,
         others=proof.others,
-        timeout_s=round(2 * FLOOR_S + SLACK * seconds, 1),
-        digest=digest_of_texts(trees.files.before, trees.hidden),
+        timeout_s=round(2 * FLOOR_S + SLACK * part.seconds, 1),
+        digest=digest_of_texts(trees.files.before, part.slice.hidden),
+        licence=trees.project.licence,
     )
 
 
-def task_of(record: HistoryRecord, trees: ChangeTrees, image: Image) -> Task:
+def task_of(record: HistoryRecord, trees: ChangeTrees, part: Slice, image: Image) -> Task:
     """The task of a record. Raises :class:`~etude.errors.DamagedError` for trees that it was not validated with."""
-    if digest_of_texts(trees.files.before, trees.hidden) != record.digest:
+    if digest_of_texts(trees.files.before, part.hidden) != record.digest:
         raise DamagedError(
             f"task {record.task_id}: {record.source} {record.before}..{record.after} has other files than when the "
             f"task was validated: take it out of the suite, or build it again"
@@ -267,7 +333,7 @@ def task_of(record: HistoryRecord, trees: ChangeTrees, image: Image) -> Task:
         prompt=record.prompt,
         files={},
         checks=TestChecks(
-            files=_needed(trees.hidden, (*record.about, *record.others)),
+            files=_needed(part.hidden, (*record.about, *record.others)),
             must_pass=(*record.about, *record.others),
             about=len(record.about),
             artefacts=artefacts_of(trees.project, tuple(trees.files.before)),
@@ -282,6 +348,20 @@ def _needed(hidden: Mapping[str, str], tests: Sequence[str]) -> dict[str, str]:
     """The hidden files that some tests need: their modules, and all that is no test module itself."""
     modules = {place_of(test)[0] for test in tests}
     return {path: text for path, text in hidden.items() if path in modules or not is_test_file(path)}
+
+
+def _files(part: Slice) -> tuple[dict[str, str | None], None]:
+    """The files of a run of all tests with a part of the change."""
+    return {**part.hidden, **part.answer}, None
+
+
+def _about(trees: ChangeTrees, part: ChangePart, tests: Sequence[str]) -> list[str]:
+    """Those of some tests that can tell a part of the change, as many as a task may name."""
+    return [test for test in tests if is_fit(test) and _is_named(trees, test, part.proposal.name)][:MAX_ABOUT]
+
+
+def _is_named(trees: ChangeTrees, test: str, name: str) -> bool:
+    return not name or _mentions(trees.files.after, test, name)
 
 
 def _mentions(texts: Mapping[str, str], test: str, name: str) -> bool:

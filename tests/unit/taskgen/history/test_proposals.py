@@ -6,6 +6,7 @@ import pytest
 
 from etude.errors import DamagedError
 from etude.taskgen.failures import SourceError
+from etude.taskgen.history.changed_files import ChangedFiles
 from etude.taskgen.history.progress import (
     PROGRESS_FILE,
     HistoryProgress,
@@ -13,7 +14,7 @@ from etude.taskgen.history.progress import (
     read_progress,
     write_progress,
 )
-from etude.taskgen.history.proposals import ChangedFiles, Proposal, prompt_of, propose
+from etude.taskgen.history.proposals import Proposal, prompt_of, propose
 from etude.taskgen.history.records import RECORDS_FILE, read_records
 from etude.taskgen.history.sources import Change, open_history
 from etude.taskgen.projects import read_project
@@ -63,7 +64,7 @@ def test_a_release_is_a_proposal_for_each_new_name() -> None:
     assert isinstance(proposals, list)
     (proposal,) = proposals
     assert proposal.prompt == "add mean(numbers) to tally: mean of `numbers`"
-    assert (proposal.template, proposal.mention) == ("tally:tally:mean", "mean")
+    assert (proposal.template, proposal.path, proposal.name) == ("tally:tally:mean", "tally/__init__.py", "mean")
     moved = ChangedFiles(before={**BEFORE, "tally/old.py": WITH_MEAN}, after=files.after)
     assert propose(change(""), moved, PROJECT) is Rejection.VAGUE
 
