@@ -39,6 +39,8 @@ MEMORY = Path("/dev/shm")
 """A folder in memory, where there is one: a simulated ledger need not survive anything."""
 ROUNDS, DAMPING = 4, 0.7
 """Simulations of a calibration, and the share of the lacking time that each puts on calls, which wait for engines."""
+GRADING = "grading_s"
+"""Measure of a played session: the seconds that its grading takes."""
 CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=None),))
 
 
@@ -264,11 +266,11 @@ class ModelledAgents:
             await region.call(session, prompt_tokens=prompt_tokens, tokens=tokens)
             await asyncio.sleep(work.tools_s / work.turns)
             await sandbox.exec(["true"])  # a sign of life
-        return HarnessResult(reason="submit", counts={})
+        return HarnessResult(reason="submit", counts={}, measures={GRADING: work.grading_s})
 
     async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
         """Grade one, one of two times as a success."""
-        await asyncio.sleep(self._run.work(task).grading_s)
+        await asyncio.sleep(result.measures[GRADING])
         return Grade(value=float(self._run.random.random() < 0.5), parts={})
 
     async def unused(self, task: Task, session: Session) -> str:
