@@ -7,7 +7,7 @@ which it leaves for later. A damaged line in the middle of a file is an error, n
 import errno
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, get_args
@@ -36,10 +36,12 @@ class EventFollower(Protocol):
 class EventLog(Closing):
     """Writes this process's events."""
 
-    def __init__(self, folder: Path, process: str, *, lossy: bool = False) -> None:
-        """``lossy``: rather go on without an event than end on a full disk."""
+    def __init__(
+        self, folder: Path, process: str, *, lossy: bool = False, now: Callable[[], float] = time.time
+    ) -> None:
+        """``lossy``: rather go on without an event than end on a full disk. ``now`` is the time that events have."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._process, self._lossy = process, lossy
+        self._process, self._lossy, self._now = process, lossy, now
         self._followers: list[EventFollower] = []
         file = folder / f"{process}.jsonl"
         _drop_unfinished_line(file)
@@ -47,7 +49,7 @@ class EventLog(Closing):
 
     def write(self, event: Event) -> None:
         """Append one event, whole or not at all."""
-        line = {"at_s": time.time(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
+        line = {"at_s": self._now(), "writer": self._process, "event": type(event).__name__, **asdict(event)}
         data = orjson.dumps(line) + b"\n"
         try:
             written = os.write(self._descriptor, data)

@@ -1,6 +1,7 @@
-"""`etude plan`: the memory and the speed of a recipe on GPUs that need not be here.
+"""`etude plan`: the memory and the speed of a recipe on GPUs that need not be here, and how its run will go.
 
-Owns how plans are shown. What is computed is :mod:`etude.run.memory_plan`'s and :mod:`etude.run.roofline`'s.
+Owns how plans of memory and speed are shown; those of whole runs are :mod:`etude.cli.commands.plan_run`'s. What is
+computed is :mod:`etude.run.memory_plan`'s and :mod:`etude.run.roofline`'s.
 """
 
 import json
@@ -12,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from etude.cli.commands.plan_run import app
 from etude.cli.options import Json as AsJson
-from etude.cli.options import Overrides, RecipePath, group
+from etude.cli.options import Overrides, RecipePath
 from etude.config.fleet import FleetConfig
 from etude.config.loading import load_fleet, load_recipe
 from etude.config.recipe import RunConfig
@@ -33,12 +35,10 @@ Pretend: TypeAlias = Annotated[
 ]
 Fleet: TypeAlias = Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="A fleet of such machines.")]
 
-app = group()
-
 
 @app.callback()
 def plan() -> None:
-    """See what a recipe takes of GPUs that need not be here: memory, speed."""
+    """See how a recipe will go before anything is spent: memory, speed, busy shares, staleness."""
 
 
 @app.command()

@@ -1,0 +1,177 @@
+"""`etude plan run`: how a recipe will go, simulated from what an earlier run of its kind measured.
+
+Owns options, table and page. What is simulated is :mod:`etude.simulation.run`'s.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from etude.cli.options import Json as AsJson
+from etude.cli.options import Overrides, RecipePath, group
+from etude.config.loading import load_fleet, load_recipe
+from etude.config.recipe import RunConfig
+from etude.dashboard import formatting
+from etude.dashboard.page import html_page
+from etude.dashboard.plots import TALL, Line, line_plot, share_bars
+from etude.dashboard.terminal import DIM, light_table
+from etude.errors import ConfigError
+from etude.run.folder import RunFolder
+from etude.simulation.figures import RunFigures, bottleneck
+from etude.simulation.run import RegionModel, SimulatedEvents, calibrate, simulate, skipped_steps
+from etude.telemetry.log import EventReader
+from etude.types import Json
+
+HERE = "here"
+"""Name of the one region of a run without a fleet."""
+
+ASSUMPTIONS = (
+    "engines, agents, sandboxes, trainer and links are modelled; what decides is the code of a run",
+    "a rollout repeats one that the earlier run recorded at about the same place of its training",
+    "an engine has the speed that it had there, whatever else its machine does; evaluations are left out",
+)
+"""Assumptions of a plan, as sentences."""
+
+
+app = group()
+"""The commands of `etude plan`; those of :mod:`etude.cli.commands.plan` are added there."""
+
+
+@app.command()
+def run(
+    recipe: RecipePath,
+    *,
+    overrides: Overrides,
+    source: Annotated[Path, typer.Option("--from", metavar="RUN", help="A run whose events say how fast all is.")],
+    fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option("--link", metavar="REGION=MS[,S]", help="Its round trip, and the time a version takes there."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
+    page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of HTML there, too.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict busy shares, step time and staleness of a recipe, in virtual time.
+
+    The run named by --from is simulated first, to calibrate what is modelled.
+    """
+    config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
+    regions = regions_of(config, fleet, link or ())
+    console = Console(stderr=as_json)
+    with console.status(f"calibrating by {source}"):
+        recorded = folder.config()
+        calibration = calibrate(recorded, EventReader(folder.events).new(), regions_of(recorded, None, ()))
+    with console.status("simulating"):
+        events = simulate(config, calibration, regions, seed=seed)
+    figures = RunFigures.of_events(events.logged, skipped=skipped_steps(config))
+    if page is not None:
+        page.write_text(plan_page(config, figures, events), encoding="utf-8")
+    if as_json:
+        print(json.dumps(plan_json(figures, events), indent=2))
+    else:
+        draw(figures, events, console)
+
+
+def regions_of(config: RunConfig, fleet: Path | None, links: Sequence[str]) -> list[RegionModel]:
+    """The regions with engines, of a fleet or of one machine. Raises :class:`~etude.errors.ConfigError`."""
+    if fleet is None:
+        if links:
+            raise ConfigError(f"--link {links[0]}: one machine has no links; name a fleet with --fleet")
+        return [RegionModel(name=HERE, engines=config.engine.replicas)]
+    engines = {region.name: region.engines for region in load_fleet(fleet).regions if region.engines}
+    times = dict(parse_link(link) for link in links)
+    if unknown := sorted(set(times) - set(engines)):
+        raise ConfigError(f"--link {unknown[0]}: no region of that name has engines; there are {', '.join(engines)}")
+    return [
+        RegionModel(name=name, engines=count, rtt_s=rtt_s, arrival_s=arrival_s)
+        for name, count in engines.items()
+        for rtt_s, arrival_s in [times.get(name, (0.0, 0.0))]
+    ]
+
+
+def parse_link(text: str) -> tuple[str, tuple[float, float]]:
+    """Region, and seconds of a round trip and of a version's way, of ``eu=80,12``.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    name, _, times = text.partition("=")
+    rtt_ms, _, arrival_s = times.partition(",")
+    try:
+        seconds = float(rtt_ms) / 1e3, float(arrival_s or 0)
+    except ValueError:
+        seconds = -1.0, -1.0
+    if min(seconds) < 0:
+        raise ConfigError(f"--link {text!r}: expected REGION=MS or REGION=MS,S, such as eu=80,12")
+    return name, seconds
+
+
+def plan_json(figures: RunFigures, events: SimulatedEvents) -> dict[str, Json]:
+    """The plan as one JSON object."""
+    sentence, change = bottleneck(figures)
+    return {
+        "step_s": round(figures.step_s, 3),
+        "steps_per_hour": round(figures.steps_per_hour, 2),
+        "busy": {"trainer": round(figures.trainer_busy, 4), "engine": round(figures.engine_busy, 4)},
+        "inference_to_training": round(figures.inference_to_training, 3),
+        "staleness": {"mean": round(figures.staleness, 3), "tokens": list(figures.token_ages)},
+        "sandboxes_max": events.most_sandboxes,
+        "bottleneck": sentence,
+        "change": change,
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def plan_rows(figures: RunFigures, events: SimulatedEvents) -> list[tuple[str, str]]:
+    """Label and words of each figure."""
+    tokens = sum(figures.token_ages)
+    ages = ", ".join(f"{age}: {formatting.percent(count / tokens)}" for age, count in enumerate(figures.token_ages))
+    return [
+        ("a step", f"{figures.step_s:.1f} s, {figures.steps_per_hour:.1f} an hour"),
+        ("trainer busy", formatting.percent(figures.trainer_busy)),
+        ("engines busy", formatting.percent(figures.engine_busy)),
+        ("inference : training", f"{figures.inference_to_training:.2f} in busy seconds"),
+        ("staleness of tokens", ages),
+        ("sandboxes at most", formatting.count(events.most_sandboxes)),
+    ]
+
+
+def draw(figures: RunFigures, events: SimulatedEvents, console: Console) -> None:
+    """Draw the plan, the bottleneck and what it rests on."""
+    table = light_table("plan", "predicted")
+    for label, words in plan_rows(figures, events):
+        table.add_row(label, words)
+    console.print(table)
+    sentence, change = bottleneck(figures)
+    console.print(Text(f"{sentence} {change}"), soft_wrap=True)
+    for line in ASSUMPTIONS:
+        console.print(Text(line, DIM), soft_wrap=True)
+
+
+def plan_page(config: RunConfig, figures: RunFigures, events: SimulatedEvents) -> str:
+    """The plan as a page of HTML."""
+    sentence, change = bottleneck(figures)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(label)}</th><td>{escape(words)}</td></tr>'
+        for label, words in plan_rows(figures, events)
+    )
+    busy = [("trainer", figures.trainer_busy), ("engines", figures.engine_busy)]
+    bars = share_bars("Busy", [(name, share, formatting.percent(share)) for name, share in busy])
+    ends_s = [each.at_s for each in events.steps]
+    steps = [(float(step), end - begin) for step, (begin, end) in enumerate(pairwise(ends_s), 2)]
+    plots = line_plot("Seconds of a step", [Line(points=steps, label="", style="main")], height=TALL)
+    open_line = Line(points=[(at_s, float(count)) for at_s, count in events.sandboxes], label="", style="main")
+    plots += line_plot("Sandboxes that are open", [open_line], height=TALL, axis="seconds")
+    notes = "".join(f'<p class="note">{escape(line)}</p>' for line in ASSUMPTIONS)
+    return html_page(
+        f"Plan of {config.name}",
+        f"<header><p>plan</p><h1>{escape(config.name)}</h1><p>{escape(sentence)} {escape(change)}</p></header>"
+        f"<h2>Predicted</h2><table>{rows}</table><h2>Time</h2>{bars}{plots}<h2>Assumptions</h2>{notes}",
+    )

@@ -1,0 +1,230 @@
+"""A modelled engine: continuous batching as processor sharing, in the time of the running loop.
+
+    one decode step of n sequences takes    step_s + n · sequence_s
+    a prompt's token that has to be read    prompt_s, in which nothing is decoded
+
+Every running sequence gets a token a step, so all of them have come equally far: a sequence ends when the tokens per
+sequence have grown by its own length since it began. One timer is enough, however many there are.
+
+Tokens have no ids here: a completion has one number for each weight version that sampled in it, and that is *how many*
+tokens it sampled; the one number of a prompt is how many tokens are to be read.
+"""
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import numpy as np
+
+from etude.errors import EngineUnavailable
+from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
+from etude.types import Finish, TokenIds
+
+NOT_A_TOKEN = 1e-6
+"""Share of a token by which a sequence may be short of its end: rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRates:
+    """Speed of one engine."""
+
+    step_s: float
+    sequence_s: float
+    prompt_s: float
+    max_running: int
+    """Sequences decoded together; others wait."""
+
+    def decode_s(self, running: int) -> float:
+        """Seconds of a step of so many sequences."""
+        return self.step_s + running * self.sequence_s
+
+    def scaled(self, factor: float) -> "EngineRates":
+        """The same engine, taking so many times as long."""
+        return replace(
+            self,
+            step_s=factor * self.step_s,
+            sequence_s=factor * self.sequence_s,
+            prompt_s=factor * self.prompt_s,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Sequence:
+    """A call that an engine works on, or that waits for its place."""
+
+    tokens: int
+    prompt_tokens: int
+    ended: "asyncio.Future[Completion]"
+    begin: float = 0.0
+    """Tokens per sequence when it began."""
+    is_running: bool = False
+
+
+@final
+@dataclass(slots=True, eq=False)
+class ModelledEngine:
+    """Engine of given rates; implements :class:`~etude.protocols.Engine`."""
+
+    rates: EngineRates
+    version: int = 0
+    is_down: bool = False
+    busy_s: float = 0.0
+    """Seconds with something to do, so far."""
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    _level: float = 0.0
+    """Tokens per sequence, so far."""
+    _reading_s: float = 0.0
+    """Seconds of prompts that are to be read before anything else."""
+    _at_s: float = 0.0
+    _running: int = 0
+    _ends: list[tuple[float, int, _Sequence]] = field(default_factory=list)
+    _waiting: deque[_Sequence] = field(default_factory=deque)
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _timer: asyncio.TimerHandle | None = None
+    _swaps: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
+    """Tokens per sequence at which a version began to sample."""
+
+    async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
+        """Sample ``params.max_tokens`` tokens."""
+        if self.is_down:
+            raise EngineUnavailable("the engine is down")
+        ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        sequence = _Sequence(tokens=max(1, params.max_tokens), prompt_tokens=int(prompt_ids[0]), ended=ended)
+        self._advance()
+        self._waiting.append(sequence)
+        self._begin()
+        try:
+            return await ended
+        except asyncio.CancelledError:
+            self._drop(sequence)
+            raise
+
+    def stream(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> AsyncGenerator[TokenChunk, None]:
+        """Refused: rollouts are answered whole."""
+        raise NotImplementedError("a modelled engine does not stream")
+
+    async def health(self) -> EngineHealth:
+        """The version it serves."""
+        if self.is_down:
+            raise EngineUnavailable("the engine is down")
+        waiting = len(self._waiting)
+        return EngineHealth(
+            version=self.version, digest=digest_of(self.version), running=self._running, waiting=waiting
+        )
+
+    def swap(self, version: int) -> None:
+        """Sample with a newer version from now on."""
+        self._advance()
+        self.version = version
+        self._swaps.append((self._level, version))
+
+    def die(self) -> None:
+        """Lose all calls, and answer none until :meth:`restart`."""
+        self._advance()
+        self.is_down = True
+        for sequence in (*(each for _, _, each in self._ends), *self._waiting):
+            if not sequence.ended.done():
+                sequence.ended.set_exception(EngineUnavailable("the engine died"))
+        self._ends.clear()
+        self._waiting.clear()
+        self._running, self._reading_s = 0, 0.0
+        self._set_timer()
+
+    def restart(self, version: int) -> None:
+        """Serve again, with the version that the store has by now."""
+        self.is_down = False
+        self.swap(version)
+
+    @property
+    def running(self) -> int:
+        """Sequences that are decoded."""
+        return self._running
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a place."""
+        return len(self._waiting)
+
+    def measure(self) -> float:
+        """Seconds it was busy, up to now."""
+        self._advance()
+        return self.busy_s
+
+    def _advance(self) -> None:
+        """Let the time pass since the last change."""
+        now_s = asyncio.get_running_loop().time()
+        elapsed_s, self._at_s = now_s - self._at_s, now_s
+        if not self._running:
+            return
+        self.busy_s += elapsed_s
+        read_s = min(elapsed_s, self._reading_s)
+        self._reading_s -= read_s
+        self._level += (elapsed_s - read_s) / self.rates.decode_s(self._running)
+
+    def _begin(self) -> None:
+        """Start what there is a place for."""
+        while self._waiting and self._running < self.rates.max_running:
+            sequence = self._waiting.popleft()
+            sequence.begin, sequence.is_running = self._level, True
+            heapq.heappush(self._ends, (self._level + sequence.tokens, next(self._numbers), sequence))
+            self._running += 1
+            self._reading_s += sequence.prompt_tokens * self.rates.prompt_s
+            self.prompt_tokens += sequence.prompt_tokens
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ends:
+            left_s = self._reading_s + (self._ends[0][0] - self._level) * self.rates.decode_s(self._running)
+            self._timer = asyncio.get_running_loop().call_at(self._at_s + max(0.0, left_s), self._end)
+
+    def _end(self) -> None:
+        """End what has all its tokens."""
+        self._advance()
+        while self._ends and self._ends[0][0] <= self._level + NOT_A_TOKEN:
+            _, _, sequence = heapq.heappop(self._ends)
+            self._running -= 1
+            if not sequence.ended.done():
+                self.generated_tokens += sequence.tokens
+                sequence.ended.set_result(self._completion(sequence))
+        self._begin()
+
+    def _drop(self, sequence: _Sequence) -> None:
+        """Forget a call whose caller has gone."""
+        self._advance()
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
+        elif sequence.is_running and any(each is sequence for _, _, each in self._ends):
+            self._ends = [entry for entry in self._ends if entry[2] is not sequence]
+            heapq.heapify(self._ends)
+            self._running -= 1
+        self._begin()
+
+    def _completion(self, sequence: _Sequence) -> Completion:
+        """Numbers of tokens by the version that sampled them."""
+        parts, until = list[tuple[int, int]](), sequence.begin + sequence.tokens
+        for level, version in reversed(self._swaps):
+            if level < until:
+                parts.append((version, round(until - max(level, sequence.begin))))
+                until = level
+            if level <= sequence.begin:
+                break
+        versions, tokens = zip(*reversed([part for part in parts if part[1]]), strict=True)
+        return Completion(
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.full(len(tokens), -1.0, np.float32),
+            versions=np.array(versions, np.int32),
+            finish=Finish.STOP,
+        )
+
+
+def digest_of(version: int) -> str:
+    """The digest of a modelled weight version."""
+    return f"digest {version}"

@@ -1,0 +1,100 @@
+"""Figures of a run that a plan is about, from its events: of a simulated run and of a real one alike.
+
+    busy shares of trainer and engines · seconds of a step · tokens by their staleness · rollouts in progress
+
+The first steps are left out, in which the pipeline fills, and the last ones, for which nothing more is admitted. Pure.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Self
+
+from etude.errors import UserError
+from etude.telemetry.events import EngineStats, Logged, StepDone
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFigures:
+    """The figures of a run, in the steps that count."""
+
+    steps: int
+    """Steps that count."""
+    step_s: float
+    trainer_busy: float
+    """Share of the time in which the trainer was not waiting for a batch."""
+    engine_busy: float
+    """Share of the time in which an engine had something to sample, in the mean over engines."""
+    engine_s: float
+    """Busy seconds of all engines, for each step."""
+    tokens_per_step: float
+    """Sampled ones."""
+    token_ages: tuple[int, ...]
+    """Staleness in weight versions, from 0 → sampled tokens."""
+
+    @classmethod
+    def of_events(cls, logged: Iterable[Logged], *, skipped: int) -> Self:
+        """The figures without ``skipped`` steps at either end.
+
+        Raises :class:`~etude.errors.UserError` where no step is left.
+        """
+        ordered = sorted(logged, key=lambda each: each.at_s)
+        done = {each.event.step: each for each in ordered if isinstance(each.event, StepDone)}
+        counted = sorted(done)[skipped : len(done) - skipped]
+        if not counted or counted[0] - 1 not in done:
+            raise UserError(f"{len(done)} steps are too few: {2 * skipped + 2} are needed, as {skipped} at either end "
+                            f"do not count")  # fmt: skip
+        begin_s, end_s = done[counted[0] - 1].at_s, done[counted[-1]].at_s
+        steps = [each.event for step in counted if isinstance((each := done[step]).event, StepDone)]
+        stats = [each.event for each in ordered if isinstance(each.event, EngineStats) and begin_s < each.at_s <= end_s]
+        busy_s, window_s = sum(each.busy_s for each in stats), sum(each.window_s for each in stats)
+        return cls(
+            steps=len(counted),
+            step_s=(end_s - begin_s) / len(counted),
+            trainer_busy=sum(step.metrics["busy_s"] for step in steps) / (end_s - begin_s),
+            engine_busy=busy_s / window_s if window_s else 0.0,
+            engine_s=busy_s / len(counted),
+            tokens_per_step=sum(step.metrics["staleness_tokens"] for step in steps) / len(counted),
+            token_ages=tuple(map(sum, zip_longest(*(step.token_ages for step in steps), fillvalue=0))),
+        )
+
+    @property
+    def steps_per_hour(self) -> float:
+        """Optimiser steps."""
+        return HOUR_S / self.step_s
+
+    @property
+    def staleness(self) -> float:
+        """Mean over tokens, in weight versions."""
+        tokens = sum(self.token_ages)
+        return sum(age * count for age, count in enumerate(self.token_ages)) / tokens if tokens else 0.0
+
+    @property
+    def inference_to_training(self) -> float:
+        """Busy seconds of all engines for one of the trainer."""
+        trainer_s = self.trainer_busy * self.step_s
+        return self.engine_s / trainer_s if trainer_s else 0.0
+
+
+FULL = 0.85
+"""Share of the time from which on a side has no more to give: the rest is batches and rollouts that end unevenly."""
+
+
+def bottleneck(figures: RunFigures) -> tuple[str, str]:
+    """The side that everything waits for, in a sentence, and what to change, in another."""
+    trainer, engine = figures.trainer_busy, figures.engine_busy
+    shares = f"the trainer is busy {trainer:.0%} of the time, engines {engine:.0%}"
+    if max(trainer, engine) < FULL:
+        return (
+            f"Neither side is full: {shares}; steps wait for the longest rollouts and for new weights.",
+            "Raise rollouts.max_staleness with rollouts.concurrency, or shorten the longest rollouts.",
+        )
+    if trainer >= engine:
+        return f"The trainer is the bottleneck: {shares}.", "Give it more ranks (parallel.dp), or take engines away."
+    ratio = engine / max(trainer, 1e-9)
+    return (
+        f"Engines are the bottleneck: {shares}.",
+        f"Add engines: with about {min(ratio, FULL / max(trainer, 1e-9)):.1f} times as many both sides are full.",
+    )

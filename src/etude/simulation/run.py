@@ -1,0 +1,352 @@
+"""A whole run in virtual time: the shells of production over modelled engines, agents, sandboxes and a trainer.
+
+    recipe, calibration, regions ──▶ Dispatcher, RolloutRunner, Schedule, Breaker, Admission, Ledger (SQLite), ─▶ events
+                                     RegionalSessions, Regions, EnginePool, Router
+
+What decides is not copied: it is the code of a run, unchanged. Two runs of one seed are the same to the last event.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import final
+
+from etude.config.recipe import RunConfig
+from etude.fleet.regions import Regions
+from etude.ledger.ledger import Ledger, TaskDraw
+from etude.protocols import Grade, HarnessResult, Sandbox, Session
+from etude.rollouts.dispatcher import Dispatcher
+from etude.rollouts.fake import FakeSandbox, FakeSandboxes, LoopClock, RolloutFakes, run_virtually
+from etude.rollouts.regional_sessions import RegionalSessions
+from etude.rollouts.sandbox import RolloutLimits
+from etude.simulation.calibration import RunCalibration
+from etude.simulation.figures import RunFigures
+from etude.simulation.region import ModelledRegion
+from etude.simulation.trainer import ModelledStore, ModelledTrainer
+from etude.simulation.workload import RolloutWork
+from etude.telemetry.events import EngineStats, Event, Logged, RolloutClosed, StepDone
+from etude.telemetry.log import EventLog, EventReader
+from etude.types import Case, FunctionChecks, RolloutStage, Split, Task
+
+REPORT_S = 0.05
+"""Interval at which the rollouts process asks which version is served."""
+STATS_S = 5.0
+"""Interval at which an engine reports its load."""
+MEMORY = Path("/dev/shm")
+"""A folder in memory, where there is one: a simulated ledger need not survive anything."""
+ROUNDS, DAMPING = 4, 0.7
+"""Simulations of a calibration, and the share of the lacking time that each puts on calls, which wait for engines."""
+GRADING = "grading_s"
+"""Measure of a played session: the seconds that its grading takes."""
+CHECKS = FunctionChecks(path="a.py", function="f", visible=(), hidden=(Case(arguments=(), expected=None),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionModel:
+    """A region of a simulated run."""
+
+    name: str
+    engines: int
+    rtt_s: float = 0.0
+    """Round trip from home."""
+    arrival_s: float = 0.0
+    """From a version's publication until it is in the region's own store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedEvents:
+    """All that a simulated run left behind."""
+
+    logged: tuple[Logged, ...]
+    """Events of trainer and engines, in virtual time."""
+    rollouts: tuple[Logged, ...]
+    """Events of the rollouts process, likewise."""
+    sandboxes: tuple[tuple[float, int], ...]
+    """Time → sandboxes that were open."""
+
+    @property
+    def steps(self) -> list[Logged]:
+        """The trainer's steps as they ended."""
+        return [each for each in self.logged if isinstance(each.event, StepDone)]
+
+    @property
+    def most_sandboxes(self) -> int:
+        """Most that were open at a time."""
+        return max((count for _, count in self.sandboxes), default=0)
+
+    @property
+    def model_s(self) -> float:
+        """Seconds that a turn waited for the model, in the mean."""
+        closed = [each.event for each in self.rollouts if isinstance(each.event, RolloutClosed)]
+        turns = sum(event.turns for event in closed)
+        return sum(event.stage_s.get(RolloutStage.MODEL, 0.0) for event in closed) / turns if turns else 0.0
+
+
+@final
+class SimulatedRun:
+    """A run in the time of the running loop; its parts may be killed and started again while it goes on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        calibration: RunCalibration,
+        regions: Sequence[RegionModel],
+        folder: Path,
+        *,
+        seed: int = 0,
+    ) -> None:
+        self.config = config
+        self._calibration = calibration
+        self._models = {model.name: model for model in regions}
+        self._folder = folder
+        self.random = Random(seed)
+        engines = sum(model.engines for model in regions)
+        self.regions = {
+            model.name: ModelledRegion(
+                model.name,
+                calibration.engine,
+                engines=model.engines,
+                rtt_s=model.rtt_s,
+                places=-(-config.rollouts.concurrency * model.engines // engines),
+            )
+            for model in regions
+        }
+        self.store = ModelledStore()
+        self.store.followers.append(self._announce)
+        self.sandboxes = ModelledSandboxes(self)
+        self.logged: list[Logged] = []
+        self._occupied: list[tuple[float, int]] = []
+        self._background: list[asyncio.Task[None]] = []
+
+    async def play(self) -> SimulatedEvents:
+        """Run all steps, each part once."""
+        now = LoopClock().now
+        with EventLog(self._folder / "events", "rollouts", now=now) as events, self.open_ledger() as ledger:
+            self.start_background()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self.roll(ledger, events))
+                    with self.open_ledger() as trainers:
+                        await self.train(trainers)
+            finally:
+                await self.stop_background()
+        return self.events()
+
+    def events(self) -> SimulatedEvents:
+        """Events up to now."""
+        return SimulatedEvents(
+            logged=tuple(self.logged),
+            rollouts=tuple(EventReader(self._folder / "events").new()),
+            sandboxes=tuple(self._occupied),
+        )
+
+    def open_ledger(self) -> Ledger:
+        """A process's own connection."""
+        return Ledger.open(self._folder / "ledger.db", self.config.ledger, LoopClock())
+
+    async def train(self, ledger: Ledger) -> None:
+        """Be the trainer process."""
+        write = self._writer("train")
+        await ModelledTrainer(
+            self.config, self._calibration.trainer, ledger=ledger, store=self.store, write=write
+        ).run()
+
+    async def roll(self, ledger: Ledger, events: EventLog) -> None:
+        """Be the rollouts process, until all groups are complete."""
+        table = Regions(self.regions)
+        sessions = RegionalSessions(table, self.regions, LoopClock())
+        agents = ModelledAgents(self)
+        context = replace(
+            RolloutFakes(agents.unused, lambda task: 0.0).context,
+            sessions=sessions,
+            sandboxes=self.sandboxes,
+            harness=agents,
+            grader=agents,
+            limits=RolloutLimits.of(self.config.rollouts, self.config.harness),
+        )
+        dispatcher = Dispatcher(
+            self.config.rollouts,
+            ledger=ledger,
+            draw=draw_task,
+            context=context,
+            events=events,
+            serving_version=lambda: sessions.heard,
+        )
+        reporting = asyncio.create_task(self._report(sessions))
+        try:
+            await dispatcher.train(self.config.trainer.steps)
+        finally:
+            reporting.cancel()
+
+    def start_background(self) -> None:
+        """Start what is beside both processes: the polls of gateways, the reports of engines."""
+        for region in self.regions.values():
+            self._spawn(region.pool.watch())
+        self._spawn(self._measure())
+
+    async def stop_background(self) -> None:
+        """Stop it."""
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def work(self, task: Task) -> RolloutWork:
+        """The work of a rollout of a task."""
+        position = int(task.task_id)
+        groups = self.config.rollouts.groups_per_step * self.config.trainer.steps
+        return self._calibration.workload.draw(min(1.0, position / groups), position, self.random)
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of a model call outside of the engine."""
+        return self._calibration.call_s
+
+    def _announce(self, version: int) -> None:
+        for name, region in self.regions.items():
+            self._spawn(region.receive(version, self._models[name].arrival_s + self._calibration.swap_s))
+
+    async def _report(self, sessions: RegionalSessions) -> None:
+        while True:
+            for name, region in self.regions.items():
+                if region.is_cut:
+                    sessions.lose(name)
+                else:
+                    sessions.report(name, region.report)
+            await asyncio.sleep(REPORT_S)
+
+    async def _measure(self) -> None:
+        """Report the load of engines, and the sandboxes that are open."""
+        engines = [(f"{name}-{n}", e) for name, region in self.regions.items() for n, e in enumerate(region.engines)]
+        before = {name: (0.0, 0, 0) for name, _ in engines}
+        while True:
+            await asyncio.sleep(STATS_S)
+            self._occupied.append((LoopClock().now(), len(self.sandboxes)))
+            for name, engine in engines:
+                now = engine.measure(), engine.generated_tokens, engine.prompt_tokens
+                busy_s, generated, read = (new - old for new, old in zip(now, before[name], strict=True))
+                before[name] = now
+                stats = EngineStats(
+                    busy_s=busy_s,
+                    window_s=STATS_S,
+                    generated_tokens=int(generated),
+                    prefill_tokens=int(read),
+                    reused_tokens=0,
+                    running=engine.running,
+                    waiting=engine.waiting,
+                )
+                self._writer(f"serve-{name}")(stats)
+
+    def _writer(self, process: str) -> Callable[[Event], None]:
+        def write(event: Event) -> None:
+            self.logged.append(Logged(at_s=LoopClock().now(), process=process, event=event))
+
+        return write
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._background.append(asyncio.create_task(work))
+
+
+@final
+class ModelledAgents:
+    """Harness and grader of a simulated run: turns, tokens and seconds of its workload."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        self._run = run
+
+    async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
+        """Play one session."""
+        work = self._run.work(task)
+        region = self._run.regions[session.session_id.partition("/")[0]]
+        tokens, prompt_tokens = work.sampled_tokens // work.turns, work.prompt_tokens // work.turns
+        for _ in range(work.turns):
+            await asyncio.sleep(self._run.call_s)
+            await region.call(session, prompt_tokens=prompt_tokens, tokens=tokens)
+            await asyncio.sleep(work.tools_s / work.turns)
+            await sandbox.exec(["true"])  # a sign of life
+        return HarnessResult(reason="submit", counts={}, measures={GRADING: work.grading_s})
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        """Grade one, one of two times as a success."""
+        await asyncio.sleep(result.measures[GRADING])
+        return Grade(value=float(self._run.random.random() < 0.5), parts={})
+
+    async def unused(self, task: Task, session: Session) -> str:
+        """Never called: :meth:`run` plays."""
+        raise NotImplementedError
+
+
+@final
+class ModelledSandboxes:
+    """Sandboxes that take a time to be there, and whose commands take theirs."""
+
+    def __init__(self, run: SimulatedRun) -> None:
+        self._run = run
+        self._made = FakeSandboxes()
+
+    def __len__(self) -> int:
+        """Sandboxes that are open."""
+        return len(self._made)
+
+    async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
+        """Make one."""
+        await asyncio.sleep(self._run.work(task).sandbox_s)
+        return await self._made.open(task, gateway=gateway)
+
+
+def draw_task(position: int) -> TaskDraw:
+    """A task at a position of endless training data."""
+    return TaskDraw(
+        task=Task(
+            task_id=str(position),
+            family="simulated",
+            template="simulated",
+            split=Split.TRAIN,
+            prompt="",
+            files={},
+            checks=CHECKS,
+        )
+    )
+
+
+def simulate(
+    config: RunConfig, calibration: RunCalibration, regions: Sequence[RegionModel], *, seed: int = 0
+) -> SimulatedEvents:
+    """Run all steps of a recipe in virtual time."""
+
+    async def main(folder: Path) -> SimulatedEvents:
+        return await SimulatedRun(config, calibration, regions, folder, seed=seed).play()
+
+    with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-plan-") as name:
+        return run_virtually(main(Path(name)))
+
+
+def calibrate(
+    config: RunConfig, logged: Sequence[Logged], regions: Sequence[RegionModel], *, rounds: int = ROUNDS
+) -> RunCalibration:
+    """Fit all that is modelled to the events of a run of ``config``.
+
+    What one event does not tell is fitted by simulating that run: the engine's rates are scaled until it is as busy for
+    a step as it was, and each call is given the time by which turns waited longer than they do in the simulation.
+
+    Raises :class:`~etude.errors.UserError` where the run is too short.
+    """
+    calibration = RunCalibration.of_events(logged, max_running=config.engine.max_running)
+    measured = RunFigures.of_events(logged, skipped=skipped_steps(config))
+    for _ in range(rounds):
+        events = simulate(config, calibration, regions)
+        figures = RunFigures.of_events(events.logged, skipped=skipped_steps(config))
+        lacking_s = calibration.workload.model_s - events.model_s
+        calibration = replace(
+            calibration,
+            engine=calibration.engine.scaled(measured.engine_s / figures.engine_s),
+            call_s=max(0.0, calibration.call_s + DAMPING * lacking_s),
+        )
+    return calibration
+
+
+def skipped_steps(config: RunConfig) -> int:
+    """Steps at either end of a run in which its pipeline fills and runs dry."""
+    return config.rollouts.max_staleness + 1

@@ -1,0 +1,100 @@
+"""The work of rollouts: their turns, tokens and seconds outside of the engine, as a run recorded them.
+
+A simulated rollout repeats one that was recorded. It is drawn from a group that was recorded at about the same place of
+its run, so that long rollouts stay as frequent, those of one group as alike, and lengths change in the course of
+training as they did.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Self
+
+from etude.errors import UserError
+from etude.telemetry.events import EngineStats, Logged, RolloutClosed
+from etude.types import RolloutStage, RolloutStatus
+
+NEAR = 0.05
+"""Recorded groups are drawn from this share of the run before a group's own place, and from as much behind it."""
+TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutWork:
+    """The work of one rollout."""
+
+    turns: int
+    sampled_tokens: int
+    prompt_tokens: int
+    """Tokens that the engine reads for it, all turns together, without those that it has in its cache."""
+    sandbox_s: float
+    """Until its sandbox is there."""
+    tools_s: float
+    """Commands of the agent, all turns together."""
+    grading_s: float
+    """Grading and scoring."""
+    model_s: float = 0.0
+    """Recorded time of waiting for the model; the simulation has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Recorded groups of rollouts, in the order in which they were admitted."""
+
+    groups: tuple[tuple[RolloutWork, ...], ...]
+
+    @classmethod
+    def of_events(cls, logged: Iterable[Logged]) -> Self:
+        """The graded training rollouts of a run, whose events are in order of time.
+
+        Raises :class:`~etude.errors.UserError` where there are none.
+        """
+        events = list(logged)
+        ended = [(each.at_s, each.event) for each in events if isinstance(each.event, RolloutClosed)]
+        trained = [(at_s, event) for at_s, event in ended if event.purpose == TRAIN]
+        closed = [event for _, event in trained if event.status == RolloutStatus.GRADED]
+        turns = sum(event.turns for event in closed)
+        if not turns:
+            raise UserError(
+                "the run has no graded training rollout to learn from: name one that trained for some steps"
+            )
+        read_tokens = sum(
+            each.event.prefill_tokens
+            for each in events
+            if isinstance(each.event, EngineStats) and trained[0][0] <= each.at_s <= trained[-1][0]
+        )
+        groups = defaultdict[int, list[RolloutWork]](list)
+        for event in closed:
+            groups[event.group_index].append(_work(event, read_tokens / turns))
+        return cls(tuple(tuple(groups[index]) for index in sorted(groups)))
+
+    def draw(self, place: float, group: int, random: Random) -> RolloutWork:
+        """The work of a rollout of ``group``, which is admitted at ``place`` of the run, from 0 to 1."""
+        of_group = Random(group)  # the same for all its rollouts
+        last = len(self.groups) - 1
+        near = min(1.0, max(0.0, place + of_group.uniform(-NEAR, NEAR)))
+        return random.choice(self.groups[round(near * last)])
+
+    @property
+    def rollouts(self) -> list[RolloutWork]:
+        """All of them."""
+        return [work for group in self.groups for work in group]
+
+    @property
+    def model_s(self) -> float:
+        """Recorded seconds that a turn waited for the model, in the mean."""
+        return sum(work.model_s for work in self.rollouts) / sum(work.turns for work in self.rollouts)
+
+
+def _work(event: RolloutClosed, prompt_tokens: float) -> RolloutWork:
+    seconds = {stage: event.stage_s.get(stage, 0.0) for stage in RolloutStage}
+    return RolloutWork(
+        turns=max(1, event.turns),
+        sampled_tokens=event.sampled_tokens,
+        prompt_tokens=round(prompt_tokens * event.turns),
+        sandbox_s=seconds[RolloutStage.SESSION] + seconds[RolloutStage.SANDBOX],
+        tools_s=seconds[RolloutStage.TOOLS],
+        grading_s=seconds[RolloutStage.GRADING] + seconds[RolloutStage.SCORING],
+        model_s=seconds[RolloutStage.MODEL],
+    )

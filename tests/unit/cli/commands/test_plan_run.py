@@ -1,0 +1,87 @@
+"""`etude plan run`: a run's events in, a prediction of a recipe out; mistakes named before anything is simulated."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.cli.commands.plan_run import parse_link, regions_of
+from etude.cli.main import main
+from etude.config.loading import default_recipe, parse_config
+from etude.errors import ConfigError
+from etude.run.folder import RunFolder
+from etude.simulation.calibration import RunCalibration, TrainerTimes
+from etude.simulation.engine import EngineRates
+from etude.simulation.run import RegionModel, simulate
+from etude.simulation.workload import RolloutWork, Workload
+from etude.telemetry.log import EventLog
+
+WORK = RolloutWork(turns=2, sampled_tokens=80, prompt_tokens=100, sandbox_s=0.05, tools_s=0.2, grading_s=0.3)
+RECORDED = RunCalibration(
+    engine=EngineRates(step_s=0.002, sequence_s=0.0005, prompt_s=0.0001, max_running=64),
+    trainer=TrainerTimes(fixed_s=0.2, token_s=1e-4, save_s=0.1, publish_s=0.3),
+    swap_s=0.2,
+    call_s=0.05,
+    workload=Workload(((WORK,),)),
+)
+FLEET = """
+home = "home"
+[[regions]]
+name = "home"
+store = "s3://a/r"
+engines = 1
+[[regions]]
+name = "eu"
+store = "s3://b/r"
+engines = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run's folder with the events of a simulated one."""
+    sections = {"groups_per_step": 4, "group_size": 4, "max_staleness": 1, "concurrency": 16}
+    config = parse_config({"rollouts": sections, "trainer": {"steps": 12}}, source="t")
+    folder = RunFolder.create(tmp_path_factory.mktemp("planning") / "run", config)
+    events = simulate(config, RECORDED, [RegionModel(name="here", engines=1)])
+    for logged in sorted([*events.logged, *events.rollouts], key=lambda each: each.at_s):
+        with EventLog(folder.events, logged.process, now=lambda at_s=logged.at_s: at_s) as log:  # type: ignore[misc]
+            log.write(logged.event)
+    return folder
+
+
+def test_a_recipe_is_predicted_as_a_table_as_json_and_as_a_page(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page, recipe = tmp_path / "plan.html", str(run.config_file)
+    assert main(["plan", "run", recipe, "--from", str(run.path), "--page", str(page)]) == 0
+    assert "trainer busy" in capsys.readouterr().out
+    assert "Seconds of a step" in page.read_text()
+    predicted = {}
+    for staleness in (0, 1):
+        key = f"rollouts.max_staleness={staleness}"
+        assert main(["plan", "run", recipe, "--from", str(run.path), "--set", key, "--json"]) == 0
+        predicted[staleness] = json.loads(capsys.readouterr().out)
+    assert predicted[0]["staleness"]["mean"] == 0.0
+    assert predicted[0]["step_s"] > 1.1 * predicted[1]["step_s"]
+    assert predicted[1]["assumptions"] and predicted[1]["change"]
+
+
+def test_a_fleet_gives_its_regions_with_engines(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(FLEET)
+    config = default_recipe()
+    assert regions_of(config, fleet, ["eu=80,12"]) == [
+        RegionModel(name="home", engines=1),
+        RegionModel(name="eu", engines=2, rtt_s=0.08, arrival_s=12.0),
+    ]
+    with pytest.raises(ConfigError, match="no region of that name has engines; there are home, eu"):
+        regions_of(config, fleet, ["us=80"])
+    with pytest.raises(ConfigError, match="name a fleet with --fleet"):
+        regions_of(config, None, ["us=80"])
+
+
+@pytest.mark.parametrize("text", ["eu", "eu=far", "eu=-1", "eu=80,-2"])
+def test_a_link_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="such as eu=80,12"):
+        parse_link(text)

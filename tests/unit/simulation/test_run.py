@@ -1,0 +1,180 @@
+"""A run in virtual time: the same for the same seed, within the staleness bound, and as busy as its parts allow."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from etude.config.loading import parse_config
+from etude.config.recipe import RunConfig
+from etude.errors import EngineUnavailable, UserError
+from etude.protocols import Completion, SamplingParams
+from etude.rollouts.fake import run_virtually
+from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_non_negative
+from etude.simulation.engine import EngineRates, ModelledEngine
+from etude.simulation.figures import RunFigures, bottleneck
+from etude.simulation.run import RegionModel, calibrate, simulate
+from etude.simulation.workload import RolloutWork, Workload
+from etude.telemetry.events import StepDone
+
+RATES = EngineRates(step_s=0.002, sequence_s=0.0005, prompt_s=0.0001, max_running=64)
+WORK = RolloutWork(turns=2, sampled_tokens=80, prompt_tokens=100, sandbox_s=0.05, tools_s=0.2, grading_s=0.3)
+CALIBRATION = RunCalibration(
+    engine=RATES,
+    trainer=TrainerTimes(fixed_s=0.2, token_s=1e-4, save_s=0.1, publish_s=0.3),
+    swap_s=0.2,
+    call_s=0.05,
+    workload=Workload(((WORK, WORK),)),
+)
+HERE = [RegionModel(name="here", engines=1)]
+PROMPT = np.array([100], np.int32)
+
+
+def recipe(*, staleness: int, steps: int = 8) -> RunConfig:
+    rollouts = {"groups_per_step": 4, "group_size": 4, "max_staleness": staleness, "concurrency": 16}
+    return parse_config({"rollouts": rollouts, "trainer": {"steps": steps}}, source="t")
+
+
+async def sample(engine: ModelledEngine, tokens: int) -> Completion:
+    return await engine.generate(PROMPT, SamplingParams(max_tokens=tokens), session="s")
+
+
+def test_sequences_share_an_engine() -> None:
+    async def main() -> tuple[float, float]:
+        engine, loop = ModelledEngine(RATES), asyncio.get_running_loop()
+        long = asyncio.create_task(sample(engine, 100))
+        await sample(engine, 50)
+        short_s = loop.time()
+        await long
+        return short_s, loop.time()
+
+    short_s, long_s = run_virtually(main())
+    reading_s = 2 * 100 * RATES.prompt_s
+    assert short_s == pytest.approx(reading_s + 50 * RATES.decode_s(2))
+    assert long_s == pytest.approx(short_s + 50 * RATES.decode_s(1))
+
+
+def test_calls_beyond_its_places_wait() -> None:
+    async def main() -> float:
+        engine = ModelledEngine(EngineRates(step_s=0.0, sequence_s=0.01, prompt_s=0.0, max_running=1))
+        await asyncio.gather(sample(engine, 10), sample(engine, 10))
+        assert engine.measure() == pytest.approx(0.2)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) == pytest.approx(0.2)
+
+
+def test_tokens_are_counted_by_the_version_that_sampled_them() -> None:
+    async def main() -> Completion:
+        engine = ModelledEngine(EngineRates(step_s=0.01, sequence_s=0.0, prompt_s=0.0, max_running=4))
+        call = asyncio.create_task(sample(engine, 100))
+        await asyncio.sleep(0.3)
+        engine.swap(1)
+        return await call
+
+    completion = run_virtually(main())
+    assert completion.versions.tolist() == [0, 1]
+    assert completion.token_ids.tolist() == [30, 70]
+
+
+def test_an_engine_that_dies_loses_its_calls_and_is_empty_when_it_is_back() -> None:
+    async def main() -> None:
+        engine = ModelledEngine(RATES)
+        call = asyncio.create_task(sample(engine, 100))
+        await asyncio.sleep(0.01)
+        engine.die()
+        with pytest.raises(EngineUnavailable):
+            await call
+        with pytest.raises(EngineUnavailable):
+            await sample(engine, 1)
+        engine.restart(3)
+        assert (await sample(engine, 1)).versions.tolist() == [3]
+        assert engine.running == engine.waiting == 0
+
+    run_virtually(main())
+
+
+def test_a_call_whose_caller_has_gone_takes_no_time() -> None:
+    async def main() -> float:
+        engine = ModelledEngine(EngineRates(step_s=0.0, sequence_s=0.01, prompt_s=0.0, max_running=4))
+        gone, stays = (asyncio.create_task(sample(engine, 100)) for _ in range(2))
+        await asyncio.sleep(0.2)
+        gone.cancel()
+        await stays
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) == pytest.approx(0.2 + 90 * 0.01)
+
+
+def test_one_seed_is_one_run() -> None:
+    one, again = (simulate(recipe(staleness=1), CALIBRATION, HERE, seed=3) for _ in range(2))
+    assert one.logged == again.logged
+    assert one.sandboxes == again.sandboxes
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_no_token_is_staler_than_the_bound(staleness: int) -> None:
+    config = recipe(staleness=staleness)
+    events = simulate(config, CALIBRATION, HERE)
+    steps = [each.event for each in events.steps if isinstance(each.event, StepDone)]
+    assert [step.step for step in steps] == list(range(1, config.trainer.steps + 1))
+    assert max(step.metrics["staleness_max"] for step in steps) <= staleness
+    tokens = config.rollouts.rollouts_per_step * WORK.sampled_tokens
+    assert all(step.metrics["staleness_tokens"] == tokens for step in steps)
+    assert 0 < events.most_sandboxes <= config.rollouts.concurrency
+
+
+def test_rollouts_beside_the_trainer_make_steps_shorter() -> None:
+    figures = {
+        staleness: RunFigures.of_events(simulate(recipe(staleness=staleness), CALIBRATION, HERE).logged, skipped=2)
+        for staleness in (0, 1)
+    }
+    assert figures[1].step_s < 0.9 * figures[0].step_s
+    assert figures[1].engine_busy > figures[0].engine_busy
+
+
+def test_engines_far_away_make_a_synchronous_step_longer() -> None:
+    near, far = (
+        RunFigures.of_events(
+            simulate(
+                recipe(staleness=0),
+                CALIBRATION,
+                [*HERE, RegionModel(name="far", engines=1, rtt_s=rtt_s, arrival_s=arrival_s)],
+            ).logged,
+            skipped=2,
+        )
+        for rtt_s, arrival_s in ((0.0, 0.0), (0.5, 3.0))
+    )
+    assert far.step_s > near.step_s + 0.5
+
+
+def test_a_calibration_finds_the_parts_that_made_its_run() -> None:
+    """The simulated run's own events are those of a run: what is fitted to them must be what they were made with."""
+    config = recipe(staleness=1, steps=24)
+    events = simulate(config, CALIBRATION, HERE)
+    fitted = calibrate(config, sorted([*events.logged, *events.rollouts], key=lambda each: each.at_s), HERE)
+    assert fitted.trainer.step_s(1280) == pytest.approx(CALIBRATION.trainer.step_s(1280), rel=0.01)
+    assert fitted.workload.groups[0][0].turns == WORK.turns
+    again = RunFigures.of_events(simulate(config, fitted, HERE).logged, skipped=2)
+    first = RunFigures.of_events(events.logged, skipped=2)
+    assert again.engine_s == pytest.approx(first.engine_s, rel=0.1)
+
+
+def test_too_short_a_run_is_refused() -> None:
+    with pytest.raises(UserError, match="2 steps are too few"):
+        RunFigures.of_events(simulate(recipe(staleness=1, steps=2), CALIBRATION, HERE).logged, skipped=2)
+
+
+def test_a_fit_has_no_negative_coefficient() -> None:
+    rows = [(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)]
+    assert fit_non_negative(rows, [5.0, 7.0, 9.0]) == pytest.approx((1.0, 2.0))
+    assert fit_non_negative(rows, [9.0, 7.0, 5.0])[1] == 0.0
+
+
+def test_the_side_that_is_full_is_the_bottleneck() -> None:
+    figures = {"steps": 5, "step_s": 10.0, "engine_s": 9.0, "tokens_per_step": 100.0, "token_ages": (60, 40)}
+    full = RunFigures(trainer_busy=0.3, engine_busy=0.95, **figures)  # type: ignore[arg-type]
+    assert "Engines are the bottleneck" in bottleneck(full)[0]
+    assert "2.8 times" in bottleneck(full)[1]
+    assert full.staleness == pytest.approx(0.4)
+    assert full.inference_to_training == pytest.approx(3.0)
