@@ -5,6 +5,7 @@ Stages import these, never each other; ``run/`` picks one leaf per protocol and 
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -26,6 +27,9 @@ from etude.types import (
     Turn,
     Verdict,
 )
+
+MAX_SEED = 2**63 - 1
+"""The largest seed that every random generator takes."""
 
 
 class Clock(Protocol):
@@ -55,6 +59,10 @@ class SamplingParams:
     """Sampling any of these ends the completion; the token is kept."""
     seed: int | None = None
     """``None``: the engine's own stream of randomness."""
+    sampled_before: int = 0
+    """Tokens at the prompt's end that another engine sampled for the same completion, with this seed: its random
+    numbers go on behind theirs.
+    """
     priority: int = 0
     """Lower is served first, and may take the place of higher ones that are running."""
     want_routes: bool = False
@@ -72,6 +80,16 @@ class SamplingParams:
             raise ValueError(f"top_p={self.top_p!r}: expected a number above 0 and up to 1")
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k!r}: expected a whole number of at least 0")
+
+    @property
+    def fresh_seed(self) -> int | None:
+        """The seed for an engine that draws the same random numbers again with each call of one seed: another one for
+        a completion that goes on.
+        """
+        if self.seed is None or not self.sampled_before:
+            return self.seed
+        digest = blake2b(f"{self.seed} {self.sampled_before}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest) & MAX_SEED
 
     @property
     def truncates(self) -> bool:
@@ -121,6 +139,8 @@ class TokenChunk:
     token_ids: Ids
     logprobs: Floats
     versions: Ids
+    sampling_mask: SamplingMask | None = None
+    """[c] as of a completion; ``None`` also where the engine tells it only at the end."""
     completion: Completion | None = None
     """The whole, with the last chunk."""
 

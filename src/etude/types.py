@@ -7,10 +7,10 @@ I/O or knows a stage. Array legend: P prompt tokens of a turn, C sampled tokens 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -329,8 +329,18 @@ class SamplingMask:
         if not ascend or self.offsets[-1] != len(self.token_ids):
             raise ValueError(f"sampling masks of {len(self.token_ids)} ids have offsets {self.offsets!r}")
 
+    @classmethod
+    def of_rows(cls, rows: Sequence[Ids]) -> Self:
+        """The masks of tokens from the set of each."""
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return cls(offsets=offsets, token_ids=np.concatenate([np.zeros(0, np.int32), *rows]))
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[Ids]:
+        return (self[token] for token in range(len(self)))
 
     def __getitem__(self, token: int) -> Ids:
         return self.token_ids[self.offsets[token] : self.offsets[token + 1]]

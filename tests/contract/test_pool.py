@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -74,7 +75,7 @@ class Host:
 
 
 @asynccontextmanager
-async def pool_of(engines: int) -> AsyncIterator[tuple[EnginePool, Sequence[Host]]]:
+async def pool_of(engines: int, *, is_lent: bool = False) -> AsyncIterator[tuple[EnginePool, Sequence[Host]]]:
     """A pool, watched, whose engines are all healthy."""
     hosts = [Host() for _ in range(engines)]
     async with AsyncExitStack() as stack:
@@ -83,7 +84,7 @@ async def pool_of(engines: int) -> AsyncIterator[tuple[EnginePool, Sequence[Host
         pool.announce(0, DIGESTS[0])
         for name, host in enumerate(hosts):
             stack.push_async_callback(host.kill)
-            pool.add(EngineEntry(name=str(name), url=await host.start()))
+            pool.add(EngineEntry(name=str(name), url=await host.start(), is_lent=is_lent))
         monitor = asyncio.create_task(pool.watch())
         stack.push_async_callback(asyncio.wait, [monitor])
         stack.callback(monitor.cancel)
@@ -123,6 +124,44 @@ def test_a_turn_whose_engine_is_killed_in_the_middle_is_the_turn_it_would_have_b
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("is_noticed", [True, False], ids=["recalled", "killed without a notice"])
+@pytest.mark.parametrize("top_p", [1.0, 0.8], ids=["", "truncated"])
+def test_turns_of_a_lent_engine_go_on_elsewhere_to_the_bit(is_noticed: bool, top_p: float) -> None:
+    params = [SamplingParams(max_tokens=60, seed=seed, top_p=top_p, want_routes=True) for seed in range(8)]
+
+    async def listen(pool: EnginePool, params: SamplingParams, session: str) -> Completion:
+        async for chunk in pool.stream(PROMPT, params, session=session):
+            if chunk.completion is not None:
+                return chunk.completion
+        raise AssertionError("a stream ends with its completion")
+
+    async def run() -> None:
+        async with pool_of(3, is_lent=True) as (pool, hosts):
+            undisturbed = [await hosts[0].engine.generate(PROMPT, each, session="s") for each in params]
+            whole = [pool.generate(PROMPT, each, session=str(index)) for index, each in enumerate(params)]
+            streams = [listen(pool, each, f"stream {index}") for index, each in enumerate(params)]
+            calls = asyncio.gather(*whole, *streams)
+            sampled = Counter[int]()
+            await until(lambda: _is_sampling(hosts[1], sampled, tokens=20))
+            taken = pool.list()[1].inflight
+            assert taken > 0
+            if is_noticed:
+                pool.recall("1")
+            else:
+                await hosts[1].kill()
+            for completion, expected in zip(await calls, [*undisturbed, *undisturbed], strict=True):
+                assert_same(completion, expected)
+                assert (completion.sampling_mask is None) == (top_p == 1)
+                if completion.sampling_mask is not None and expected.sampling_mask is not None:
+                    np.testing.assert_array_equal(completion.sampling_mask.offsets, expected.sampling_mask.offsets)
+                    np.testing.assert_array_equal(completion.sampling_mask.token_ids, expected.sampling_mask.token_ids)
+            assert 0 < pool.counters.continued <= taken
+            assert (pool.counters.anew, pool.counters.recalled) == (0, int(is_noticed))
+            assert (pool.counters.losses > 0) != is_noticed
+
+    asyncio.run(run())
+
+
 def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_were_sampled_with() -> None:
     params = SamplingParams(max_tokens=60, temperature=1.0, want_routes=True)
 
@@ -150,6 +189,12 @@ def test_tokens_of_a_continued_turn_keep_the_logprobs_and_versions_that_they_wer
                 assert logprob == completion.logprobs[at]
 
     asyncio.run(run())
+
+
+def _is_sampling(host: Host, sampled: Counter[int], *, tokens: int) -> bool:
+    """True once an engine has sampled more than ``tokens`` since it was first looked at."""
+    sampled[0] += host.engine.take_counters().generated_tokens
+    return sampled[0] > tokens
 
 
 async def chance(lease: Weights, context: Sequence[int], token: int) -> float:

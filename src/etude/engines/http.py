@@ -50,7 +50,7 @@ from etude.clock import SystemClock
 from etude.engines.api_client import ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S, answering, unavailable
 from etude.errors import EngineBusy, EngineUnavailable
 from etude.gauges import CONTENT_TYPE, gauge_page
-from etude.protocols import Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
+from etude.protocols import MAX_SEED, Clock, Completion, Engine, EngineHealth, SamplingParams, TokenChunk
 from etude.sockets import alert_connector, make_alert
 from etude.types import Finish, SamplingMask, TokenIds
 
@@ -61,8 +61,6 @@ PARAMS = tuple(field.name for field in fields(SamplingParams))
 """The sampling parameters that travel: all of them."""
 MAX_LINE_BYTES = 2**20
 """Longest line of a chunk: far more tokens than any engine has at once."""
-MAX_SEED = 2**63 - 1
-"""Largest seed: every random generator takes it."""
 FINISH = "finish"
 """The one word of a completion that is no array: kept as its code, an index into :class:`~etude.types.Finish`."""
 WRONG_KEY = (
@@ -106,6 +104,7 @@ class _Request(_StrictModel):
     top_k: NonNegativeInt = 0
     stop_ids: tuple[NonNegativeInt, ...] = ()
     seed: NonNegativeInt | None = None
+    sampled_before: NonNegativeInt = 0
     priority: Annotated[int, Field(ge=-MAX_SEED, le=MAX_SEED)] = 0
     want_routes: bool = False
     adapter: str = ""
@@ -117,6 +116,8 @@ class _ChunkLine(_StrictModel):
     token_ids: list[NonNegativeInt32]
     logprobs: list[float]
     versions: list[NonNegativeInt32]
+    masks: list[list[NonNegativeInt32]] | None = None
+    """The sampling mask of each token, where the engine tells it with the chunk."""
     completion_bytes: NonNegativeInt
     """Size of the completion that follows; 0 for none."""
 
@@ -176,12 +177,14 @@ def decode_completion(data: bytes) -> Completion:
 def encode_chunk(chunk: TokenChunk) -> bytes:
     """Encode a chunk as one line of a stream; the last one is followed by the encoded completion."""
     tail = b"" if chunk.completion is None else encode_completion(chunk.completion)
-    line = {
+    line: dict[str, Any] = {
         "token_ids": chunk.token_ids,
         "logprobs": chunk.logprobs,
         "versions": chunk.versions,
         "completion_bytes": len(tail),
     }
+    if chunk.sampling_mask is not None:
+        line["masks"] = [*chunk.sampling_mask]
     return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" + tail
 
 
@@ -194,6 +197,7 @@ class ChunkReader:
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._masks: list[list[int]] = []
         self._tail_bytes = 0
         """Size of the completion that is expected now; 0 while it is lines."""
         self._is_done = False
@@ -232,6 +236,7 @@ class ChunkReader:
         self._token_ids += chunk.token_ids
         self._logprobs += chunk.logprobs
         self._versions += chunk.versions
+        self._masks += chunk.masks or ()
         self._tail_bytes = chunk.completion_bytes
 
     def _chunk(self, completion: Completion | None) -> TokenChunk:
@@ -240,11 +245,20 @@ class ChunkReader:
                 token_ids=np.array(self._token_ids, np.int32),
                 logprobs=np.array(self._logprobs, np.float32),
                 versions=np.array(self._versions, np.int32),
+                sampling_mask=self._mask(),
                 completion=completion,
             )
         _check_tokens(chunk)
-        self._token_ids, self._logprobs, self._versions = [], [], []
+        self._token_ids, self._logprobs, self._versions, self._masks = [], [], [], []
         return chunk
+
+    def _mask(self) -> SamplingMask | None:
+        """The mask of the chunk's tokens, if each of them came with its own."""
+        if not self._masks:
+            return None
+        if len(self._masks) != len(self._token_ids):
+            raise ValueError(f"{len(self._masks)} sampling masks of {len(self._token_ids)} tokens")
+        return SamplingMask.of_rows([np.array(row, np.int32) for row in self._masks])
 
 
 def _check_kinds(arrays: Mapping[str, npt.NDArray[Any]]) -> None:

@@ -15,7 +15,6 @@ from safetensors.numpy import load, save
 from etude.engines.http import (
     FINISH,
     MAX_LINE_BYTES,
-    MAX_SEED,
     ChunkReader,
     decode_completion,
     decode_request,
@@ -23,7 +22,7 @@ from etude.engines.http import (
     encode_completion,
     encode_request,
 )
-from etude.protocols import Completion, SamplingParams, TokenChunk
+from etude.protocols import MAX_SEED, Completion, SamplingParams, TokenChunk
 from etude.types import MAX_TEMPERATURE, MIN_TEMPERATURE, Finish, Json, Routes, SamplingMask
 
 IDS = st.integers(0, 2**31 - 1)

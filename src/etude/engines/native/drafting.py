@@ -91,7 +91,7 @@ class Drafter:
                 rows, *_ = place_rows(runs, hidden_NH.device)  # the ids are on the device
                 further_BH, guessed_BH = self._cache.guess(model, further_BH[:count], drafts[-1][:count], rows)
             params, seeds = [one.params for one in requests], [seed_of(one) for one in requests]
-            positions = [one.sampled + len(drafts) for one in requests]
+            positions = [one.position + len(drafts) for one in requests]
             drafts.append(choose(model.logits(guessed_BH), params, seeds, positions))
         if drafting:
             columns = torch.nn.utils.rnn.pad_sequence(drafts).tolist()

@@ -28,7 +28,7 @@ from etude.engines.native.cache import PagedCache, StepOutput
 from etude.engines.native.drafting import Drafter
 from etude.engines.native.graphs import StepGraphs, can_capture
 from etude.engines.native.pages import PAGE
-from etude.engines.native.sampling import Drawn, Sampler, join_masks, tabulated
+from etude.engines.native.sampling import Drawn, Sampler, tabulated
 from etude.engines.native.scheduler import Counters, EngineRequest, ScheduledTokens, Scheduler, SwapMode
 from etude.engines.native.scoring import PromptScorer, PromptScores
 from etude.engines.scatter import Scatter
@@ -36,7 +36,7 @@ from etude.errors import EngineUnavailable
 from etude.models.decoder import Decoder
 from etude.models.spec import ModelSpec
 from etude.protocols import Completion, EngineHealth, SamplingParams, TokenChunk
-from etude.types import Finish, Ids, Routes, TokenIds, as_list
+from etude.types import Finish, Ids, Routes, SamplingMask, TokenIds, as_list
 
 SEED_BITS = 63
 """Random bits of the seed of a call that brings none."""
@@ -304,11 +304,14 @@ class NativeEngine:
         self._scheduler.append(call.request, token, logprob, version)
         if drawn.routes is not None:
             call.routes.append(drawn.routes[row])
+        mask = None
         if call.request.params.truncates:
-            call.sampling_mask.append(drawn.kept_row(row))
+            ids = drawn.kept_row(row)
+            call.sampling_mask.append(ids)
+            mask = SamplingMask.of_rows([ids])
         completion = self._complete(call) if call.request.finished else None
         if call.chunks is not None:
-            call.chunks.put_nowait(_chunk(token, logprob, version, completion))
+            call.chunks.put_nowait(_chunk(token, logprob, version, mask, completion))
 
     def _complete(self, call: _PendingCall) -> Completion:
         request = call.request
@@ -318,7 +321,7 @@ class NativeEngine:
             versions=np.array(request.versions, np.int32),
             finish=Finish.STOP if request.token_ids[-1] in request.params.stop_ids else Finish.LENGTH,
             routes=_routes(call, self._cache) if request.params.want_routes else None,
-            sampling_mask=join_masks(call.sampling_mask) if request.params.truncates else None,
+            sampling_mask=SamplingMask.of_rows(call.sampling_mask) if request.params.truncates else None,
         )
         self._scheduler.finish(request)
         del self._calls[request]
@@ -388,6 +391,8 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
             f"prompt of {len(prompt_ids)} tokens + max_tokens {params.max_tokens} exceeds the model's "
             f"{spec.max_positions} positions"
         )
+    if params.sampled_before >= len(prompt_ids):
+        raise ValueError(f"sampled_before = {params.sampled_before} of a prompt of {len(prompt_ids)} tokens")
     if params.want_routes and spec.experts is not None and not cache.records_routes:
         raise ValueError("the engine does not record routes: set numerics.replay to 'completion' or 'full'")
 
@@ -395,15 +400,18 @@ def _check(prompt_ids: Sequence[int], params: SamplingParams, spec: ModelSpec, c
 def _draw_parameters(rows: Sequence[_Row]) -> tuple[list[SamplingParams], list[int], list[int]]:
     """Parameters, seeds and counts of sampled tokens, which is what a draw depends on."""
     requests = [call.request for call, _ in rows]
-    positions = [call.request.sampled + ahead for call, ahead in rows]
+    positions = [call.request.position + ahead for call, ahead in rows]
     return [one.params for one in requests], [call.seed for call, _ in rows], positions
 
 
-def _chunk(token: int, logprob: float, version: int, completion: Completion | None) -> TokenChunk:
+def _chunk(
+    token: int, logprob: float, version: int, mask: SamplingMask | None, completion: Completion | None
+) -> TokenChunk:
     return TokenChunk(
         token_ids=np.array([token], np.int32),
         logprobs=np.array([logprob], np.float32),
         versions=np.array([version], np.int32),
+        sampling_mask=mask,
         completion=completion,
     )
 

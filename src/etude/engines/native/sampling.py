@@ -150,13 +150,6 @@ def choose(
     return draw_on_device(logits_RV, table, truncates=may_cut(table_4R))[0].clamp(min=0)
 
 
-def join_masks(rows: Sequence[Ids]) -> SamplingMask:
-    """[C] the mask sets of a completion's tokens, from one :meth:`Drawn.kept_row` per token."""
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return SamplingMask(offsets=offsets, token_ids=np.concatenate([np.zeros(0, np.int32), *rows]))
-
-
 def tabulated(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> Table:
     """[4, R] temperature, top-k, top-p and random number of each row, as one array.
 

@@ -112,6 +112,11 @@ class EngineRequest:
         return len(self.token_ids) - self.prompt_length
 
     @property
+    def position(self) -> int:
+        """Place of the next token among all that were sampled for its completion, here or elsewhere."""
+        return self.params.sampled_before + self.sampled
+
+    @property
     def finished(self) -> bool:
         """True once the last sampled token ended the completion."""
         stopped = self.sampled > 0 and self.token_ids[-1] in self.params.stop_ids

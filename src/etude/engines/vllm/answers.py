@@ -68,7 +68,7 @@ def request_body(
             "top_p": params.top_p if params.temperature > 0 else 1.0,
             "top_k": params.top_k if params.temperature > 0 else 0,
             "stop_token_ids": params.stop_ids,
-            "seed": params.seed,
+            "seed": params.fresh_seed,
             "ignore_eos": True,  # what ends a completion is the caller's to say
             "logprobs": 0,
             "detokenize": False,
@@ -149,6 +149,4 @@ def mask_of(masks: Sequence[Sequence[int]], count: int) -> SamplingMask:
     """
     if len(masks) != count:
         raise EngineUnavailable(f"vLLM named {len(masks)} kept sets for {count} tokens")
-    offsets = np.concatenate([[0], np.cumsum([len(mask) for mask in masks], dtype=np.int64)]).astype(np.int64)
-    ids = [np.sort(np.array(mask, np.int32)) for mask in masks]
-    return SamplingMask(offsets=offsets, token_ids=np.concatenate([np.empty(0, np.int32), *ids]))
+    return SamplingMask.of_rows([np.sort(np.array(mask, np.int32)) for mask in masks])

@@ -15,15 +15,19 @@ A turn of which nothing was handed out is sampled anew; one that was handed out 
     chunks of the first engine ──▶ prompt + their tokens ──▶ chunks of the second one ──▶ one completion of both
 
 Every token keeps the log-probability and the version that it was sampled with; routes are the last engine's, which read
-all tokens but the last, also those that another one sampled. Two things go down with an engine and cannot be had
-elsewhere: the sampling mask of the tokens so far, and the end of a turn whose last token is out.
+all tokens but the last, also those that another one sampled. With a seed and the same weights the native engine goes on
+with the very tokens that the first engine would have sampled. Two things go down with an engine and cannot be had
+elsewhere: the sampling mask of the tokens so far, where the engine tells it only at the end, and the end of a turn
+whose last token is out.
+
+An engine that is lent (``EngineEntry.is_lent``) may be taken back at any moment, with a notice or without. Its whole
+answers come token by token as well, and are continued like streams; :meth:`EnginePool.recall` takes one back at once.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from random import Random
 from typing import TypeVar, final
 
@@ -35,7 +39,7 @@ from etude.gateway.routing.admission import AdmissionController
 from etude.gateway.routing.arms import CallArm, ShadowArm
 from etude.gateway.routing.router import EngineEntry, EngineState, EngineView, Reason, Router
 from etude.protocols import Clock, Completion, Engine, SamplingParams, TokenChunk
-from etude.types import Ids, TokenIds, as_list
+from etude.types import Ids, SamplingMask, TokenIds, as_list
 
 Answer = TypeVar("Answer")
 
@@ -89,6 +93,10 @@ class PoolCounters:
     """Engines that failed under a call."""
     continued: int = 0
     """Turns that went on elsewhere after some of their tokens."""
+    anew: int = 0
+    """Whole answers of lent engines that could not be continued, and were sampled from their beginning again."""
+    recalled: int = 0
+    """Engines that were taken back."""
     busy: int = 0
     """Calls that an engine turned away because it had enough to do."""
     pauses: int = 0
@@ -126,7 +134,7 @@ class EnginePool:
 
     def add(self, entry: EngineEntry) -> None:
         """Register an engine; it is polled at once. Raises ``ValueError`` if the name is taken, or for its URL."""
-        client = _Client(engine=self._make(entry.url))
+        client = _Client(engine=self._make(entry.url), is_lent=entry.is_lent)
         self._router.add(entry, self._clock.now())
         self._clients[entry.name] = client
 
@@ -134,6 +142,15 @@ class EnginePool:
         """Send nothing more to an engine; its calls end as they may. Raises ``ValueError`` for an unknown name."""
         self._router.remove(name)
         del self._clients[name]
+
+    def recall(self, name: str) -> None:
+        """Take an engine back: it gets no more calls, and those that it has go on elsewhere at once.
+
+        Raises ``ValueError`` for an unknown name.
+        """
+        self._router.remove(name)
+        _interrupt(self._clients.pop(name))
+        self.counters.recalled += 1
 
     def list(self) -> tuple[EngineView, ...]:
         """The state of each engine."""
@@ -151,22 +168,38 @@ class EnginePool:
     async def generate(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
     ) -> Completion:
-        """Sample one completion; when its engine fails, it is sampled anew elsewhere.
+        """Sample one completion; when its engine fails, it is sampled anew elsewhere, or continued if that was lent.
 
         Raises ``ValueError`` when an engine refuses the request, :class:`~etude.errors.VersionPending` when none has
         that weight version, :class:`~etude.errors.EngineBusy` when all had enough to do until the deadline, and
         :class:`~etude.errors.EngineUnavailable` when none answered.
         """
         call = _RoutedCall(session=session, options=options, began=self._clock.now())
+        turn = StreamedTurn(as_list(prompt_ids), params)
         while True:
             name = await self._choose(call)
             with self._calling(name, call):
-                client = self._clients[name]
-                answer = client.engine.generate(prompt_ids, params, session=session)
-                completion = await self._bounded(client, call, answer)
-                self._check_released(name, completion.versions, call)
-                self._router.answered(name, self._clock.now(), _last(completion.versions))
-                return completion
+                return await self._whole(name, call, turn)
+            if turn.can_resume:
+                self.counters.continued += turn.resume(call.trouble)
+            else:  # nothing was handed out
+                self.counters.anew += 1
+                turn = StreamedTurn(as_list(prompt_ids), params)
+
+    async def _whole(self, name: str, call: "_RoutedCall", turn: "StreamedTurn") -> Completion:
+        """The whole of a turn, of which one engine samples the rest."""
+        client = self._clients[name]
+        if client.is_lent:
+            async with aclosing(self._chunks(name, call, turn)) as chunks:
+                async for chunk in chunks:
+                    if chunk.completion is not None:
+                        return chunk.completion
+            raise AssertionError("a stream ends with its completion")
+        answer = client.engine.generate(turn.prompt, turn.params, session=call.session)
+        rest = await self._bounded(client, call, answer)
+        self._check_released(name, rest.versions, call)
+        self._router.answered(name, self._clock.now(), _last(rest.versions))
+        return turn.joined(rest)
 
     async def stream(
         self, prompt_ids: TokenIds, params: SamplingParams, *, session: str, options: CallOptions = DEFAULT_OPTIONS
@@ -265,6 +298,8 @@ class EnginePool:
     def _learn(self, name: str, call: "_RoutedCall", error: EngineUnavailable) -> None:
         """Note that an engine turned a call away, or failed under it."""
         call.trouble, now = error, self._clock.now()
+        if name not in self._clients:  # it was taken back: no fault of its own, nor of the call
+            return
         if isinstance(error, EngineBusy):
             call.busy.add(name)
             self.counters.busy += 1
@@ -295,7 +330,7 @@ class EnginePool:
             if wait.when() == deadline:
                 call.over = True
                 raise call.give_up(f"no completion within {call.options.deadline_s:g} s") from error
-            raise EngineUnavailable("the engine was found dead while it worked on the call") from error
+            raise EngineUnavailable("the engine was found dead, or taken back, while it worked on the call") from error
 
     async def _poll(self, name: str, client: "_Client") -> None:
         try:
@@ -315,9 +350,14 @@ class EnginePool:
     def _failed(self, name: str, reason: str, *, in_call: bool) -> None:
         """Tell the router; calls that wait for a dead engine go elsewhere."""
         if self._router.failed(name, reason, self._clock.now(), in_call=in_call) is EngineState.DEAD:
-            for wait in self._clients[name].waits:
-                if not wait.expired():
-                    wait.reschedule(0.0)
+            _interrupt(self._clients[name])
+
+
+def _interrupt(client: "_Client") -> None:
+    """Let calls that wait for an engine go elsewhere."""
+    for wait in client.waits:
+        if not wait.expired():
+            wait.reschedule(0.0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -325,6 +365,7 @@ class _Client:
     """An engine's client and the waits of calls that it works on."""
 
     engine: Engine
+    is_lent: bool = False
     waits: set[asyncio.Timeout] = field(default_factory=set)
 
 
@@ -387,12 +428,8 @@ def _last(versions: Ids) -> int | None:
     return int(versions[-1]) if len(versions) else None
 
 
-MAX_SEED = 2**63 - 1
-"""The largest seed that every random generator takes."""
-
-
 class StreamedTurn:
-    """The chunks of a turn that were already sent, and the request for the rest of it. Pure."""
+    """The chunks of a turn that have come already, and the request for the rest of it. Pure."""
 
     def __init__(self, prompt: list[int], params: SamplingParams) -> None:
         self.prompt = prompt
@@ -407,32 +444,48 @@ class StreamedTurn:
 
     def add(self, chunk: TokenChunk) -> TokenChunk:
         """The chunk as it is to be handed out: the last one of all has the completion of the whole turn."""
-        earlier = self._chunks[: self._earlier]
-        self._chunks.append(chunk)
         if chunk.completion is None:
+            self._chunks.append(chunk)
             return chunk
         self.complete = True
-        return replace(chunk, completion=_concatenated(earlier, chunk.completion)) if earlier else chunk
+        return replace(chunk, completion=self.joined(chunk.completion))
+
+    def joined(self, rest: Completion) -> Completion:
+        """The completion of the whole turn, of which the present engine sampled ``rest``."""
+        earlier = self._chunks[: self._earlier]
+        return _concatenated(earlier, rest) if earlier else rest
+
+    @property
+    def can_resume(self) -> bool:
+        """True if another engine can go on with what has come, or begin where nothing has."""
+        return not self._loss()
 
     def resume(self, error: EngineUnavailable | None) -> bool:
         """Prepare for another engine after ``error``; says whether it continues what was handed out.
 
         Raises :class:`~etude.errors.EngineUnavailable` for a turn that cannot be continued.
         """
-        sent = [token for chunk in self._chunks for token in chunk.token_ids.tolist()]
-        if not sent:
-            return False
+        sent = self._sent()
+        if lost := self._loss():
+            raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost, ask again") from error
         prompt, params = self._original
-        if params.truncates:
-            lost = "its sampling mask"
-        elif len(sent) == params.max_tokens or sent[-1] in params.stop_ids:
-            lost = "the record of its end"
-        else:
-            self.prompt = prompt + sent
-            self.params = replace(params, max_tokens=params.max_tokens - len(sent), seed=_next_seed(params.seed, sent))
-            self._earlier = len(self._chunks)
-            return True
-        raise EngineUnavailable(f"a turn broke off after {len(sent)} tokens; {lost} is lost, ask again") from error
+        self.prompt = prompt + sent
+        self.params = replace(
+            params, max_tokens=params.max_tokens - len(sent), sampled_before=params.sampled_before + len(sent)
+        )
+        self._earlier = len(self._chunks)
+        return bool(sent)
+
+    def _loss(self) -> str:
+        """The part of the record that went down with the engine; empty for none."""
+        sent, (_, params) = self._sent(), self._original
+        if params.truncates and any(chunk.sampling_mask is None for chunk in self._chunks):
+            return "its sampling mask"
+        ended = bool(sent) and (len(sent) == params.max_tokens or sent[-1] in params.stop_ids)
+        return "the record of its end" if ended else ""
+
+    def _sent(self) -> list[int]:
+        return [token for chunk in self._chunks for token in chunk.token_ids.tolist()]
 
 
 def _concatenated(earlier: Sequence[TokenChunk], rest: Completion) -> Completion:
@@ -443,12 +496,11 @@ def _concatenated(earlier: Sequence[TokenChunk], rest: Completion) -> Completion
         versions=np.concatenate([*(chunk.versions for chunk in earlier), rest.versions]),
         finish=rest.finish,
         routes=rest.routes,
+        sampling_mask=_joined_masks([*(chunk.sampling_mask for chunk in earlier), rest.sampling_mask]),
     )
 
 
-def _next_seed(seed: int | None, sent: Sequence[int]) -> int | None:
-    """The seed of a continuation. The old one would draw the first random numbers of the turn a second time."""
-    if seed is None:
-        return None
-    digest = blake2b(f"{seed} {sent}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & MAX_SEED
+def _joined_masks(masks: Sequence[SamplingMask | None]) -> SamplingMask | None:
+    """One mask of consecutive tokens; ``None`` where nothing was cut."""
+    present = [mask for mask in masks if mask is not None]
+    return SamplingMask.of_rows([row for mask in present for row in mask]) if present else None

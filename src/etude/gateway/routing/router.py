@@ -109,6 +109,9 @@ class EngineEntry:
     url: str
     region: str = ""
     """Its place; callers may ask for engines near them."""
+    is_lent: bool = False
+    """True if it may be taken back at any moment: whole answers come token by token too, so that none is sampled twice.
+    """
 
 
 def is_engine_url(url: str) -> bool:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from etude.engines.native.sampling import Sampler, join_masks
+from etude.engines.native.sampling import Sampler
 from etude.errors import DivergedError
 from etude.models.fast import FastArithmetic
 from etude.models.invariant import InvariantArithmetic
 from etude.protocols import SamplingParams
+from etude.types import SamplingMask
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0, top_p=0.5)
 PLAIN = SamplingParams(max_tokens=1)
@@ -78,11 +79,11 @@ def test_broken_weights_are_named() -> None:
 
 def test_sets_of_a_completion_are_joined() -> None:
     rows = [np.array([3, 5], np.int32), np.zeros(0, np.int32), np.array([1], np.int32)]
-    mask = join_masks(rows)
+    mask = SamplingMask.of_rows(rows)
     assert mask.offsets.tolist() == [0, 2, 2, 3]
     assert mask.token_ids.tolist() == [3, 5, 1]
     assert mask.token_ids.dtype == np.int32
-    assert len(join_masks([])) == 0
+    assert len(SamplingMask.of_rows([])) == 0
 
 
 def test_which_requests_report_sets() -> None:

@@ -227,7 +227,8 @@ def test_a_seeded_turn_goes_on_with_other_random_numbers_and_always_the_same() -
             prompt, requests = second.requests[0]
             assert prompt == (*PROMPT, *turns[-1][:4])
             assert requests.max_tokens == 8
-            assert requests.seed is not None and requests.seed != params.seed
+            assert (requests.seed, requests.sampled_before) == (params.seed, 4)
+            assert requests.fresh_seed not in (None, params.seed)
         assert turns[0] == turns[1]
 
     play(scene)
