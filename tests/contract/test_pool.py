@@ -146,7 +146,7 @@ def test_turns_of_a_lent_engine_go_on_elsewhere_to_the_bit(is_noticed: bool, top
             taken = pool.list()[1].inflight
             assert taken > 0
             if is_noticed:
-                pool.recall("1")
+                pool.remove("1")
             else:
                 await hosts[1].kill()
             for completion, expected in zip(await calls, [*undisturbed, *undisturbed], strict=True):

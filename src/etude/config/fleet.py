@@ -121,6 +121,10 @@ class RegionConfig(Section):
                              f"{self.engines}")  # fmt: skip
         return self
 
+    def is_lent(self, replica: int) -> bool:
+        """True for an engine that production takes back when it needs the machine: the last ones are."""
+        return replica >= self.engines - self.lent_engines
+
 
 class FleetConfig(Section):
     """A fleet: launcher and regions."""

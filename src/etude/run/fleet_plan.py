@@ -96,7 +96,7 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
     for replica in range(region.engines):
         name = ProcessName(command="serve", replica=replica, region=where)
         spec = process_spec(name, fleet, run, port=config.engine.port or ENGINE_PORT)
-        yield replace(spec, is_lent=replica >= region.engines - region.lent_engines)
+        yield replace(spec, is_lent=region.is_lent(replica))
     for replica in range(region.gateways):
         name = ProcessName(command="gateway", replica=replica, region=where)
         yield process_spec(name, fleet, run, port=config.gateway.port or GATEWAY_PORT)

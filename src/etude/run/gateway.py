@@ -179,8 +179,9 @@ async def _serve_run(folder: RunFolder, name: ProcessName) -> None:
             "load": partial(report_calls, parts.gateway, events),
         }
         if fleet is not None:
-            directory = open_directory(folder, name.region)
-            work["engines of the region"] = partial(follow_engines, directory, parts.pool, command)
+            directory, region = open_directory(folder, name.region), fleet.regions_by_name[name.region or fleet.home]
+            is_lent = _never if is_product else region.is_lent
+            work["engines of the region"] = partial(follow_engines, directory, parts.pool, command, is_lent)
         if spec.arms is not None:
             work["routing tables"] = partial(tables.follow, spec.arms.follow)
         tasks = [asyncio.create_task(supervised(title, each)) for title, each in work.items()]
@@ -309,9 +310,14 @@ def _keep_shadow(tables: RoutingTables, call: ShadowCall) -> None:
     asyncio.get_running_loop().run_in_executor(None, keep)
 
 
-async def follow_engines(directory: Directory, pool: EnginePool, command: str = ENGINE.command) -> None:
+def _never(replica: int) -> bool:
+    """Say of an engine that nobody takes it back."""
+    return False
+
+
+async def follow_engines(directory: Directory, pool: EnginePool, command: str, is_lent: Callable[[int], bool]) -> None:
     """Keep the engines of ``pool`` those of ``command`` in a region's directory, for ever; while that is away, those
-    that it had.
+    that it had. ``is_lent`` says of a replica whether production may take it back.
 
     consumes: the directory; produces: engines, which the pool polls; waits for: nothing; woken by: its own polling; on
     shutdown: cancelled between two polls.
@@ -325,7 +331,8 @@ async def follow_engines(directory: Directory, pool: EnginePool, command: str = 
                 del engines[name]
             for name, url in urls.items():
                 if name not in engines:
-                    pool.add(EngineEntry(name=str(name), url=url, region=name.region))
+                    entry = EngineEntry(name=str(name), url=url, region=name.region, is_lent=is_lent(name.replica))
+                    pool.add(entry)
             engines = urls
         await asyncio.sleep(DIRECTORY_S)
 

@@ -12,8 +12,8 @@
                               of scope feedback: product, the id of the production key whose sessions it may name
     DELETE /keys/{id}         the key is dead
     GET    /engines           the health of each
-    POST   /engines           name, url, region
-    DELETE /engines/{name}    it gets no new calls
+    POST   /engines           name, url, region, is_lent: it may be taken back at any moment
+    DELETE /engines/{name}    it gets no new calls; those of a lent one go on elsewhere at once
 
 Owns these requests and responses. The rights of a key are :mod:`etude.gateway.http.auth`'s, the encoding of turns
 :mod:`etude.ledger.turns`'. Keys are kept in the key file, where there is one; engines are not kept.
@@ -202,8 +202,13 @@ class AdminApi:
     async def _add_engine(self, request: web.BaseRequest, route: Route, record: RequestRecord) -> web.StreamResponse:
         self._key(request, record, Permission.ENGINES)
         fields = await _read_fields(request, record)
-        fields.refuse_unknown(frozenset({"name", "url", "region"}))
-        entry = EngineEntry(name=_name(fields, "name"), url=_url(fields), region=_optional_text(fields, "region"))
+        fields.refuse_unknown(frozenset({"name", "url", "region", "is_lent"}))
+        entry = EngineEntry(
+            name=_name(fields, "name"),
+            url=_url(fields),
+            region=_optional_text(fields, "region"),
+            is_lent=fields.flag("is_lent"),
+        )
         try:
             self._pool.add(entry)
         except ValueError as error:
@@ -324,6 +329,7 @@ def _engine_facts(view: EngineView) -> dict[str, Json]:
         "name": view.entry.name,
         "url": view.entry.url,
         "region": view.entry.region,
+        "is_lent": view.entry.is_lent,
         "state": view.state.value,
         "reason": view.reason,
         "inflight": view.inflight,

@@ -105,10 +105,11 @@ KEY_REQUEST = object_schema(
 )
 """A key to be made. Rollouts' keys are made with their sessions."""
 ENGINE = object_schema(
-    "name url region state reason inflight version digest running waiting",
+    "name url region is_lent state reason inflight version digest running waiting",
     name=TEXT,
     url=TEXT,
     region=TEXT,
+    is_lent={"type": "boolean"},
     state=enum_schema("healthy", "suspect", "stale", "dead"),
     reason=TEXT,
     inflight=COUNT,
@@ -119,7 +120,9 @@ ENGINE = object_schema(
 )
 """An engine, as the gateway sees it."""
 ENGINES = object_schema("engines", engines=array_schema(ENGINE))
-ENGINE_REQUEST = object_schema("name url", name=NAME, url=URL, region=nullable(LABEL))
+ENGINE_REQUEST = object_schema(
+    "name url", name=NAME, url=URL, region=nullable(LABEL), is_lent=nullable({"type": "boolean"})
+)
 """An engine to be added."""
 EVENT = object_schema(
     "event_id kind",
@@ -215,7 +218,9 @@ def _control_paths() -> dict[str, Json]:
     closed = _operation("Close a session, for its turns", _content({}, "application/octet-stream"), READING)
     made = _operation("Make a key; its secret is shown this once", _content(KEY), WRITING)
     added = _operation("Add an engine", _content(ENGINE), WRITING)
-    removed = _operation("Take an engine out: it gets no new calls", _content(ENGINES), READING)
+    removed = _operation(
+        "Take an engine out: it gets no new calls; those of a lent one go on elsewhere", _content(ENGINES), READING
+    )
     return {
         "/sessions": {"post": {**opened, "requestBody": _body(SESSION_REQUEST, required=False)}},
         "/sessions/{id}": {"parameters": [_in_path("id", NAME)], "delete": closed},

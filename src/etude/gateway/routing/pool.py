@@ -21,7 +21,7 @@ elsewhere: the sampling mask of the tokens so far, where the engine tells it onl
 whose last token is out.
 
 An engine that is lent (``EngineEntry.is_lent``) may be taken back at any moment, with a notice or without. Its whole
-answers come token by token as well, and are continued like streams; :meth:`EnginePool.recall` takes one back at once.
+answers come token by token as well, and are continued like streams, also when it is removed.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class PoolCounters:
     anew: int = 0
     """Whole answers of lent engines that could not be continued, and were sampled from their beginning again."""
     recalled: int = 0
-    """Engines that were taken back."""
+    """Lent engines that were taken back with a notice."""
     busy: int = 0
     """Calls that an engine turned away because it had enough to do."""
     pauses: int = 0
@@ -139,18 +139,15 @@ class EnginePool:
         self._clients[entry.name] = client
 
     def remove(self, name: str) -> None:
-        """Send nothing more to an engine; its calls end as they may. Raises ``ValueError`` for an unknown name."""
-        self._router.remove(name)
-        del self._clients[name]
-
-    def recall(self, name: str) -> None:
-        """Take an engine back: it gets no more calls, and those that it has go on elsewhere at once.
+        """Send nothing more to an engine. Its calls end as they may; of one that is lent they go on elsewhere at once.
 
         Raises ``ValueError`` for an unknown name.
         """
         self._router.remove(name)
-        _interrupt(self._clients.pop(name))
-        self.counters.recalled += 1
+        client = self._clients.pop(name)
+        if client.is_lent:
+            _interrupt(client)
+            self.counters.recalled += 1
 
     def list(self) -> tuple[EngineView, ...]:
         """The state of each engine."""

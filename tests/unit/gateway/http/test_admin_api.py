@@ -378,6 +378,10 @@ def test_engines_come_and_go() -> None:
     async def scene(caller: Caller) -> None:
         added = await caller.send("POST", "/engines", ADMIN_KEY, {"name": "two", "url": "http://two", "region": "eu"})
         assert (added.at("name"), added.at("state"), added.at("region")) == ("two", "suspect", "eu")
+        assert not added.at("is_lent")
+        lent = await caller.send("POST", "/engines", ADMIN_KEY, {"name": "lent", "url": "http://lent", "is_lent": True})
+        assert lent.at("is_lent")
+        assert (await caller.send("DELETE", "/engines/lent", ADMIN_KEY)).status == 200
         again = await caller.send("POST", "/engines", ADMIN_KEY, {"name": "two", "url": "http://two"})
         assert again.status == 409
         listed = await caller.send("GET", "/engines", ADMIN_KEY)
