@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ HEAVY_FIXTURES = {"postgresql": "PostgreSQL"}
 """Fixture → what it needs that `make test` does not ask for."""
 
 
+UNTIL_VARIABLE = "ETUDE_TESTS_UNTIL"
+"""A Unix time in the environment: tests that have not begun by then are skipped, and `-rs` names them."""
+
+
 def pytest_sessionstart() -> None:
     """Let SIGINT reach the processes that tests start, also where pytest itself was started with it ignored.
 
@@ -31,13 +36,25 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests that use one of ``HEAVY_FIXTURES`` to `make test-all`; skip heavy ones whose needs are missing."""
+    """Leave tests that use one of ``HEAVY_FIXTURES`` to `make test-all`; skip heavy ones whose needs are missing.
+
+    Those of ``tests/faults`` come first: they take longest, and no worker shall be left alone with one at the end.
+    """
+    items.sort(key=lambda item: "faults" not in item.path.parts[:-1])
     for item in items:
         for mark in item.iter_markers("heavy"):
             if mark.kwargs.get("missing"):
                 item.add_marker(pytest.mark.skip(reason=f"it needs {mark.args[0]}"))
         for name in HEAVY_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.heavy(HEAVY_FIXTURES[name]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip what has not begun when the time of ``UNTIL_VARIABLE`` has come."""
+    until = os.environ.get(UNTIL_VARIABLE)
+    if until and time.time() > float(until):
+        pytest.skip(f"not begun by {UNTIL_VARIABLE}")
 
 
 @pytest.fixture(scope="session")
