@@ -175,10 +175,10 @@ while True: pass
 
 
 def test_what_ignores_every_signal_is_killed_at_its_deadline(stage: Stage) -> None:
-    result = stage.python(STUBBORN, timeout_s=2.0)
+    result = stage.python(STUBBORN, timeout_s=5.0)
     assert result.timed_out
     assert (result.exit_code, set(result.stdout.split())) == (137, {"started"})
-    assert 2.0 <= result.seconds < 2 + PROMPT_S
+    assert 5.0 <= result.seconds < 5.0 + PROMPT_S
 
 
 LEFTOVER = """

@@ -32,7 +32,15 @@ from etude.taskgen.history.progress import HistoryProgress, newest_tried, read_p
 from etude.taskgen.history.records import HistoryRecord, read_records, write_records
 from etude.taskgen.history.retirement import difficulty_of, gather_tries, reason_to_retire
 from etude.taskgen.history.sources import Change, History, open_history
-from etude.taskgen.history.validator import ChangeTrees, ChangeValidator, add_image, read_change, task_of, texts_of
+from etude.taskgen.history.validator import (
+    ChangeTrees,
+    ChangeValidator,
+    Dependencies,
+    add_image,
+    read_change,
+    task_of,
+    texts_of,
+)
 from etude.taskgen.preparation import Preparation, Settings
 from etude.taskgen.projects import read_project
 from etude.taskgen.sources import read_texts
@@ -114,7 +122,7 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
     store, progress, made = ImageStore(folder / IMAGES), read_progress(folder), 0
     records = sorted(read_records(folder), key=lambda each: (each.source, each.before, each.after))
     for source, of_source in groupby(records, key=lambda each: each.source):
-        history, site = open_history(source, folder / ARCHIVES), ""
+        history, needs = open_history(source, folder / ARCHIVES), None
         for (before, after), group in groupby(of_source, key=lambda each: (each.before, each.after)):
             missing = [
                 each for each in group if not (folder / each.package / "tasks" / f"{each.task_id}.json").exists()
@@ -122,14 +130,14 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
             if not missing:
                 continue
             change = Change(before=before, after=after, subject="", day=missing[0].day)
-            if not site:
+            if needs is None:
                 last = progress.get(source)
                 options = SuiteBuild(references=[source], out=folder, settings=_settings_of(last))
                 newest = last.newest if last else (await asyncio.to_thread(history.changes, 1))[0].after
-                site, _ = await _prepare(history, newest, store, options, provider, say)
+                needs, _ = await _prepare(history, newest, store, options, provider, say)
             with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
                 trees = await asyncio.to_thread(read_change, history, change, Path(scratch))
-                image = await asyncio.to_thread(add_image, trees, store, site, options.settings.base)
+                image = await asyncio.to_thread(add_image, trees, store, needs)
                 package = PackageFolder(folder / missing[0].package)
                 for record in missing:
                     _make(record, trees, image, package)
@@ -238,9 +246,9 @@ async def _follow(
     """Try some changes of a history, newest first, and note how far it was followed."""
     out, source, settings = options.out, history.reference, options.settings
     store = ImageStore(out / IMAGES)
-    site, folder = await _prepare(history, changes[0].after, store, options, provider, say)
+    needs, folder = await _prepare(history, changes[0].after, store, options, provider, say)
     guarded = HiddenTestGrader(provider, store).guarded
-    validator = ChangeValidator(history, provider, store, folder, site=site, base=settings.base, guarded=guarded)
+    validator = ChangeValidator(history, provider, store, folder, needs=needs, guarded=guarded)
     await _try_changes(validator, changes, folder, out, say)
     progress = read_progress(out)
     last, outcomes = progress.get(source), {each.candidate_id: each.outcome for each in folder.verdicts()}
@@ -256,8 +264,8 @@ async def _follow(
 
 async def _prepare(
     history: History, newest: str, store: ImageStore, options: SuiteBuild, provider: SandboxProvider, say: Say
-) -> tuple[str, PackageFolder]:
-    """The layer with what a history's newest tree needs, and the folder of its package."""
+) -> tuple[Dependencies, PackageFolder]:
+    """What a history's newest tree needs, and the folder of its package."""
     with tempfile.TemporaryDirectory(prefix="etude-build-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         tree = await asyncio.to_thread(history.tree, newest, scratch / "source")
@@ -265,7 +273,8 @@ async def _prepare(
         project = read_project(texts)
         folder = PackageFolder(options.out / project.name)
         preparation = Preparation(provider, store, folder, options.settings)
-        return await preparation.site(tree, project, texts, scratch, say=say), folder
+        layer = await preparation.site(tree, project, texts, scratch, say=say)
+        return Dependencies(layer=layer, base=options.settings.base), folder
 
 
 async def _try_changes(

@@ -36,7 +36,7 @@ they are capable of; those that take longer come later.
 """
 WAITS_PER_LOOK = 4
 """Looks at the table of who waits for room, in the time of one look at a host."""
-REFUSALS = 16
+MAX_BUSY = 16
 """Hosts that had no place after all, before one sandbox is given up: other clients may always be faster."""
 TRIES = 3
 """Failures to make one sandbox, on different hosts where there are as many, before the error is the caller's."""
@@ -182,7 +182,7 @@ class HostedSandboxes:
 
     async def _place(self, files: Mapping[str, str], spec: SandboxSpec) -> Sandbox:
         """Have a sandbox made by the best host; if it fails, by the next best."""
-        image, tried, failures, refusals, left_s = spec.image.digest, set[str](), 0, 0, self._times.room_s
+        image, tried, failures, busy, left_s = spec.image.digest, set[str](), 0, 0, self._times.room_s
         while True:
             asked_s = _now()
             name = await self._choose(image, tried, asked_s + left_s)
@@ -191,8 +191,8 @@ class HostedSandboxes:
                 sandbox = await self._hosts[name].create(files, spec)
             except SandboxesBusy:
                 self._table.refused(name)
-                refusals += 1
-                if refusals == REFUSALS:
+                busy += 1
+                if busy == MAX_BUSY:
                     raise
             except Unsupported:
                 raise

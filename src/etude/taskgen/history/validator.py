@@ -54,6 +54,16 @@ Guarded = Callable[[Task], Awaitable[Collection[str]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Dependencies:
+    """What a project needs, installed."""
+
+    layer: str
+    """Digest of the layer."""
+    base: str
+    """Name of the stored base system that it was installed over; empty: the provider's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeTrees:
     """A change with both of its trees."""
 
@@ -110,19 +120,15 @@ class ChangeValidator:
         store: ImageStore,
         folder: PackageFolder,
         *,
-        site: str,
-        base: str,
+        needs: Dependencies,
         guarded: Guarded,
     ) -> None:
-        """``site`` is the digest of the layer with what the project needs, over the stored ``base``; ``guarded`` asks
-        what a grader can guard.
-        """
+        """``guarded`` asks what a grader can guard."""
         self._history = history
         self._provider = provider
         self._store = store
         self._folder = folder
-        self._site = site
-        self._base = base
+        self._needs = needs
         self._guarded = guarded
 
     async def validate(self, change: Change) -> tuple[list[CandidateVerdict], list[HistoryRecord]]:
@@ -149,7 +155,7 @@ class ChangeValidator:
         began_s = time.monotonic()
         if sum(map(len, trees.files.hidden(trees.project).values())) > MAX_HIDDEN_BYTES:
             return [_verdict(trees.change, Rejection.TOO_LARGE, began_s)], []
-        image = await asyncio.to_thread(add_image, trees, self._store, self._site, self._base)
+        image = await asyncio.to_thread(add_image, trees, self._store, self._needs)
         first = await self._observe(trees, image, [(trees.slicer.nothing(), None), _files(trees.slicer.whole())])
         verdicts: list[CandidateVerdict] = []
         records: list[HistoryRecord] = []
@@ -277,16 +283,14 @@ def read_change(history: History, change: Change, scratch: Path) -> ChangeTrees:
     return ChangeTrees(change=change, files=files, project=read_project(files.after), before=before)
 
 
-def add_image(trees: ChangeTrees, store: ImageStore, site: str, base: str) -> Image:
-    """Store the image of a task: what the project needs, over the ``base`` that it was installed over, and its tree
-    before the change as the only commit.
-    """
+def add_image(trees: ChangeTrees, store: ImageStore, needs: Dependencies) -> Image:
+    """Store the image of a task: what the project needs, and its tree before the change as the only commit."""
     with tempfile.TemporaryDirectory(prefix="etude-task-") as scratch:
         work = Path(scratch) / "layer" / "work"
         copy_clean(trees.before, work, {})
         commit_all(work)
         layer = store.add_layer(Path(scratch) / "layer")
-    return store.add([site, layer], base=base, environment=dict(environment(trees.project)))
+    return store.add([needs.layer, layer], base=needs.base, environment=dict(environment(trees.project)))
 
 
 def texts_of(part: Slice) -> dict[str, str]:
