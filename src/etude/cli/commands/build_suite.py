@@ -265,7 +265,7 @@ async def _follow(
 async def _prepare(
     history: History, newest: str, store: ImageStore, options: SuiteBuild, provider: SandboxProvider, say: Say
 ) -> tuple[Dependencies, PackageFolder]:
-    """What a history's newest tree needs, and the folder of its package."""
+    """The dependencies of a history's newest tree, and the folder of its package."""
     with tempfile.TemporaryDirectory(prefix="etude-build-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
         tree = await asyncio.to_thread(history.tree, newest, scratch / "source")

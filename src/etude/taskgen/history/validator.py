@@ -55,7 +55,7 @@ Guarded = Callable[[Task], Awaitable[Collection[str]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """What a project needs, installed."""
+    """All that a project needs, installed."""
 
     layer: str
     """Digest of the layer."""
