@@ -47,6 +47,13 @@ def fixes_what_it_is_asked(messages: Messages) -> str:
     return FIX if "total of no numbers" in messages[-1]["content"] else SUBMIT
 
 
+def knows_by_heart(messages: Messages) -> str:
+    question = messages[-1]["content"]
+    if "tests/test_total.py of the project tally" not in question:
+        return "I do not know."
+    return "    assert mean([1, 3]) == 2" if "test_mean" in question else "    assert total([1, 2]) == 3"
+
+
 def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     repository, suite = make_history(tmp_path / "tally", len(COMMITS) - 2), tmp_path / "own"
     assert main(["suite", "build", str(repository), "--out", str(suite)]) == 0
@@ -126,3 +133,13 @@ def test_a_suite_from_a_repository_to_its_refresh(tmp_path: Path, capsys: pytest
     traces = json.loads(capsys.readouterr().out)
     assert traces["canary_in"] == ["dump.jsonl"]
     assert {each["task_id"] for each in traces["tasks"]} == {record.task_id for record in records.values()}
+
+    # So is a model that knows its files by heart; two tests are too few to be sure.
+    with behind(ApiModel(knows_by_heart)) as url:
+        command = ["suite", "contamination", str(suite), "--url", url, "--model", "m", "--key-env", "MODEL_KEY"]
+        assert main([*command, "--json"]) == 0
+        memory = json.loads(capsys.readouterr().out)["memory"]
+        assert [each["guided"] for each in memory["tests"]] == [1.0, 1.0]
+        assert memory["difference"]["value"] > 0.9
+        assert main(command) == 0
+    assert "2 tests finished: +" in capsys.readouterr().out

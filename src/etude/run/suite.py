@@ -43,11 +43,10 @@ from etude.rewards.score import grade_of
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.worker import RolloutContext
-from etude.run.endpoints import HOST
 from etude.run.evaluate import EvalRequest, Progress, TryAll, TryCount, evaluate, graded_groups, one_pass
 from etude.run.folder import RunFolder
+from etude.run.model_calls import serving_passthrough
 from etude.run.rollouts import heldout_tasks, open_stage
-from etude.run.serving import listening
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
 from etude.sockets import alert_connector
@@ -284,10 +283,8 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
     ledger, config, limits, tasks, out = tries.ledger, tries.config, tries.limits, tries.tasks, tries.out
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
-        passthrough = Passthrough(tries.upstream, http, SystemClock())
-        url = f"http://{HOST}:{await stack.enter_async_context(listening(passthrough.app(), 0))}"
-        passthrough.serves_at(url)
-        sandboxes, grader, harness = await open_stage(stack, config, http, folder=out, gateway_urls=[url])
+        passthrough = await stack.enter_async_context(serving_passthrough(tries.upstream, http))
+        sandboxes, grader, harness = await open_stage(stack, config, http, folder=out, gateway_urls=[passthrough.url])
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,

@@ -27,6 +27,7 @@ from etude.protocols import SandboxProvider
 from etude.rewards.graders.hidden_tests import HiddenTestGrader
 from etude.sandbox_spec import Image
 from etude.sandboxes.images.store import ImageStore
+from etude.taskgen.history.completions import LEAST_WORDS, HalfTest, half_tests
 from etude.taskgen.history.contamination import Traces, find_traces
 from etude.taskgen.history.progress import HistoryProgress, newest_tried, read_progress, write_progress
 from etude.taskgen.history.records import HistoryRecord, read_records, write_records
@@ -47,7 +48,7 @@ from etude.taskgen.sources import read_texts
 from etude.taskgen.verdicts import Rejection
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
 from etude.tasks.suites import Retirement, read_retired, suite_of, write_retired
-from etude.types import Split, TestChecks
+from etude.types import Split, Task, TestChecks
 
 IMAGES, ARCHIVES = "images", "archives"
 WORKERS = 2
@@ -222,11 +223,23 @@ def traces_in(folder: Path, texts: Path) -> Traces:
         raise ConfigError(f"no folder of texts at {str(texts)!r}")
     family = RepositoryTasks(folder)
     text_of: dict[str, str] = {}
-    for task in (task for side in Split for task in family.tasks(side)):
+    for task in _every_task(family):
         assert isinstance(task.checks, TestChecks)
         answer = family.answer(task)
         text_of[task.task_id] = "\n".join((task.prompt, *task.checks.files.values(), *answer.values()))
     return find_traces(text_of, suite_of(folder).canary, texts)
+
+
+def halves_of(folder: Path) -> list[HalfTest]:
+    """Hidden tests of a suite of repository tasks, cut in two.
+
+    Raises :class:`~etude.errors.ConfigError` for a suite that has none of some length.
+    """
+    packages = {record.task_id: record.package for record in read_records(folder)}
+    halves = half_tests(_every_task(RepositoryTasks(folder)), packages)
+    if not halves:
+        raise ConfigError(f"{folder} has no hidden test in Python with {LEAST_WORDS} words in its second half")
+    return halves
 
 
 def counted(records: Iterable[HistoryRecord]) -> str:
@@ -311,6 +324,10 @@ def _id_of(change: Change) -> str:
 def _settings_of(last: HistoryProgress | None) -> Settings:
     """The settings by which a history was tried last."""
     return Settings() if last is None else Settings(base=last.base, before=last.before)
+
+
+def _every_task(family: RepositoryTasks) -> list[Task]:
+    return [task for side in Split for task in family.tasks(side)]
 
 
 def _make(record: HistoryRecord, trees: ChangeTrees, image: Image, package: PackageFolder) -> None:

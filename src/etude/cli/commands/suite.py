@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -20,6 +21,7 @@ from etude.cli.commands.build_suite import (
     build,
     counted,
     fetch,
+    halves_of,
     in_use,
     refresh,
     take_in,
@@ -37,8 +39,11 @@ from etude.dashboard.suite_report import report_page, report_rows, report_table
 from etude.dashboard.suite_results import RESULTS_FILE, SuiteResults, common_tasks, read_results
 from etude.errors import ConfigError
 from etude.gateway.upstream.calls import Api, Upstream
+from etude.run.model_calls import ask_each
 from etude.run.suite import Suite, TryLimits, open_suite, try_config, try_model, try_version
 from etude.run.working_folder import open_run_folder
+from etude.taskgen.history.completions import MemoryCheck, check_memory
+from etude.taskgen.history.contamination import Traces
 from etude.taskgen.history.records import read_records
 from etude.taskgen.preparation import Settings
 from etude.tasks.suites import suite_of
@@ -62,6 +67,18 @@ Prices: TypeAlias = Annotated[
     ),
 ]
 
+ModelName: TypeAlias = Annotated[str, typer.Option(metavar="NAME", help="Name of the model, as its API has it.")]
+ModelUrl: TypeAlias = Annotated[
+    str, typer.Option(metavar="URL", help="Base URL of an API, such as https://api.openai.com/v1.")
+]
+ModelApi: TypeAlias = Annotated[Api, typer.Option(help="The API that is spoken there.")]
+KeyVariable: TypeAlias = Annotated[
+    str, typer.Option(metavar="VAR", help="Variable with the key (default: the one of the API's own clients).")
+]
+ExtraFields: TypeAlias = Annotated[
+    str, typer.Option(metavar="JSON", help="Fields of every request; null takes one out.")
+]
+
 app = group()
 
 
@@ -71,15 +88,11 @@ def run_command(
     *,
     out: Annotated[Path, typer.Option(metavar="RESULTS", help="Folder of the results; a second run goes on in it.")],
     overrides: Overrides,
-    model: Annotated[str, typer.Option(metavar="NAME", help="Name of the model, as its API has it.")] = "",
-    url: Annotated[
-        str, typer.Option(metavar="URL", help="Base URL of an API, such as https://api.openai.com/v1.")
-    ] = "",
-    api: Annotated[Api, typer.Option(help="The API that is spoken there.")] = "openai",
-    key_env: Annotated[
-        str, typer.Option(metavar="VAR", help="Variable with the key (default: the one of the API's own clients).")
-    ] = "",
-    extra: Annotated[str, typer.Option(metavar="JSON", help="Fields of every request; null takes one out.")] = "{}",
+    model: ModelName = "",
+    url: ModelUrl = "",
+    api: ModelApi = "openai",
+    key_env: KeyVariable = "",
+    extra: ExtraFields = "{}",
     run: Annotated[
         str, typer.Option(metavar="RUN[:VERSION]", help="Weights of a run in place of a URL, with the run's harness.")
     ] = "",
@@ -109,7 +122,7 @@ def run_command(
     if run:
         results = _try_run(opened, run, limits, out, overrides)
     else:
-        upstream = Upstream(url=url, model=model, api=api, key=_key(key_env, api), extra=_json_object(extra))
+        upstream = _upstream(url, model, api, key_env, extra)
         config = try_config(opened, harness_section(harness), limits, overrides)
         with progress_bar(f"{opened.name} · {model}") as progress:
             results = try_model(opened, config, upstream, limits, out, progress)
@@ -196,21 +209,35 @@ def fetch_command(suite: SuiteFolder, *, sandbox: Sandbox = "ns", sandbox_url: S
 @app.command("contamination")
 def contamination_command(
     suite: SuiteFolder,
-    texts: Annotated[Path, typer.Argument(help="A folder of training texts.")],
+    texts: Annotated[Path | None, typer.Argument(help="A folder of training texts.")] = None,
     *,
+    model: ModelName = "",
+    url: ModelUrl = "",
+    api: ModelApi = "openai",
+    key_env: KeyVariable = "",
+    extra: ExtraFields = "{}",
+    concurrency: Annotated[int, typer.Option(help="Questions to the model at a time.")] = 4,
     as_json: Json = False,
 ) -> int:
-    """Look for a suite in training texts: its canary, and runs of 13 words of its tasks. Exit status 1 if found."""
-    traces = traces_in(suite, texts)
+    """Look for a suite in training texts, by its canary and runs of 13 words; or in a model, by whether it finishes
+    hidden tests better when it is told where they stand. Exit status 1 if found.
+    """
+    if texts is None and not (url and model):
+        raise ConfigError("look where? give a folder of training texts, or --url and --model of an API, or both")
+    traces = None if texts is None else traces_in(suite, texts)
+    memory = None
+    if url or model:
+        halves = halves_of(suite)
+        prompts = [instruction for half in halves for instruction in half.instructions]
+        answers = asyncio.run(ask_each(_upstream(url, model, api, key_env, extra), prompts, concurrency=concurrency))
+        memory = check_memory(halves, list(zip(answers[::2], answers[1::2], strict=True)))
     if as_json:
-        _print_json(asdict(traces))
+        _print_json({**(asdict(traces) if traces else {}), "memory": asdict(memory) if memory else None})
     else:
-        for file in traces.canary_in:
-            OUT.out(f"{file} has the suite's canary")
-        for each in traces.tasks:
-            OUT.out(f"{each.task_id} {each.share:.1%} of its words in a row, most in {each.file}")
-        OUT.out(f"{len(traces.tasks)} tasks with traces in {traces.files} files")
-    return 1 if traces.canary_in or traces.tasks else 0
+        for line in [*(_trace_lines(traces) if traces else ()), *(_memory_lines(memory) if memory else ())]:
+            OUT.out(line)
+    in_texts = traces is not None and bool(traces.canary_in or traces.tasks)
+    return 1 if in_texts or (memory is not None and memory.is_remembered) else 0
 
 
 @app.command("refresh")
@@ -282,6 +309,29 @@ def _try_run(suite: Suite, run: str, limits: TryLimits, out: Path, overrides: li
     folder = open_run_folder(path)
     with progress_bar(f"{suite.name} · {folder.path.name}") as progress:
         return try_version(suite, folder, int(version) if version else None, limits, out, progress)
+
+
+def _trace_lines(traces: Traces) -> Iterator[str]:
+    yield from (f"{file} has the suite's canary" for file in traces.canary_in)
+    for each in traces.tasks:
+        yield f"{each.task_id} {each.share:.1%} of its words in a row, most in {each.file}"
+    yield f"{len(traces.tasks)} tasks with traces in {traces.files} files"
+
+
+def _memory_lines(memory: MemoryCheck) -> Iterator[str]:
+    for each in memory.tests:
+        if each.guided > each.general:
+            yield f"{each.task_id} {each.guided:.2f} like its test where that is named, {each.general:.2f} otherwise"
+    gain = memory.difference
+    yield (
+        f"{len(memory.tests)} tests finished: {gain.value:+.3f} in ROUGE-L where their place is named "
+        f"({gain.low:+.3f} to {gain.high:+.3f}), which is {'memory' if memory.is_remembered else 'no sign of memory'}"
+    )
+
+
+def _upstream(url: str, model: str, api: Api, key_env: str, extra: str) -> Upstream:
+    """The model that the options name. Raises :class:`~etude.errors.ConfigError`."""
+    return Upstream(url=url, model=model, api=api, key=_key(key_env, api), extra=_json_object(extra))
 
 
 def _key(variable: str, api: Api) -> str:

@@ -131,7 +131,8 @@ class Passthrough:
         self._retry_s = retry_s
         self._sessions: dict[str, UpstreamSession] = {}
         self._has_answered = False
-        self._url = ""
+        self.url = ""
+        """The URL at which its server listens."""
         self.fault: UserError | None = None
         """Reason for which no call can succeed, as soon as it is known."""
 
@@ -145,13 +146,13 @@ class Passthrough:
 
     def serves_at(self, url: str) -> None:
         """Say at which URL its server listens."""
-        self._url = url
+        self.url = url
 
     async def open(self, *, min_version: int | None = None) -> Session:
         """Start a session; ``min_version`` says nothing of a model that has no weight versions here."""
         session_id, key = secrets.token_hex(SESSION_BYTES), secrets.token_urlsafe(KEY_BYTES)
         self._sessions[session_id] = UpstreamSession(key=key)
-        return Session(session_id=session_id, base_url=f"{self._url}/s/{session_id}/v1", api_key=key)
+        return Session(session_id=session_id, base_url=f"{self.url}/s/{session_id}/v1", api_key=key)
 
     async def fork(self, session_id: str) -> tuple[Session, int]:
         """Refused: a conversation that is not ours cannot be gone through again."""
