@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.taskgen.history.completions import HalfTest, check_memory, half_tests, rouge_l
 from etude.sandbox_spec import EnvironmentSpec
+from etude.taskgen.history.completions import HalfTest, check_memory, half_tests, rouge_l
 from etude.types import Split, Task, TestChecks
 
 FILE = """import pytest
