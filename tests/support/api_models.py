@@ -12,7 +12,8 @@ from aiohttp import web
 KEY = "the key of the API"
 CACHED_TOKENS = 3
 
-Policy = Callable[[Sequence[Mapping[str, Any]]], str]
+Messages = Sequence[Mapping[str, Any]]
+Policy = Callable[[Messages], str]
 """Messages, each with role and text → the reply."""
 
 
