@@ -22,6 +22,7 @@ HEAVY_FIXTURES = {"postgresql": "PostgreSQL"}
 """Fixture → what it needs that `make test` does not ask for."""
 
 
+LONGEST = "test_fault_campaign.py"
 UNTIL_VARIABLE = "ETUDE_TESTS_UNTIL"
 """A Unix time in the environment: tests that have not begun by then are skipped, and `-rs` names them."""
 
@@ -38,9 +39,9 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave tests that use one of ``HEAVY_FIXTURES`` to `make test-all`; skip heavy ones whose needs are missing.
 
-    Those of ``tests/faults`` come first: they take longest, and no worker shall be left alone with one at the end.
+    ``LONGEST`` comes first: it runs at a low priority beside the others, and no worker is left alone with it at the end.
     """
-    items.sort(key=lambda item: "faults" not in item.path.parts[:-1])
+    items.sort(key=lambda item: item.path.name != LONGEST)
     for item in items:
         for mark in item.iter_markers("heavy"):
             if mark.kwargs.get("missing"):
