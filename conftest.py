@@ -20,9 +20,8 @@ settings.load_profile("ours")
 
 HEAVY_FIXTURES = {"postgresql": "PostgreSQL"}
 """Fixture → what it needs that `make test` does not ask for."""
-
-
 LONGEST = "test_fault_campaign.py"
+"""The file that takes longest: ten minutes and more."""
 UNTIL_VARIABLE = "ETUDE_TESTS_UNTIL"
 """A Unix time in the environment: tests that have not begun by then are skipped, and `-rs` names them."""
 
@@ -39,7 +38,7 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave tests that use one of ``HEAVY_FIXTURES`` to `make test-all`; skip heavy ones whose needs are missing.
 
-    ``LONGEST`` comes first: it runs at a low priority beside the others, and no worker is left alone with it at the end.
+    ``LONGEST`` comes first: it runs at a low priority beside the others, and no worker is left with it at the end.
     """
     items.sort(key=lambda item: item.path.name != LONGEST)
     for item in items:
