@@ -214,7 +214,7 @@ def rows_of(figures: BurstFigures) -> Iterator[Json]:
 
 
 def _burst_row(result: BurstResult) -> dict[str, Json]:
-    in_order = sorted(result.waits_s)
+    in_order = sorted(result.queue_times_s)
 
     def share(part: float) -> float | None:
         return round(in_order[min(len(in_order) - 1, int(part * len(in_order)))], 2) if in_order else None

@@ -78,7 +78,7 @@ FAILING_S, DOWN_S = 60.0, 45.0
 class BurstResult:
     """What became of a burst."""
 
-    waits_s: list[float] = field(default_factory=list)
+    queue_times_s: list[float] = field(default_factory=list)
     """From the asking to the end of the first command, of each request that was served."""
     served: int = 0
     """Requests whose sandbox was used to the end."""
@@ -203,7 +203,7 @@ class _Burst:
             await use.run(COMMAND_S)
             if place_of(slot) not in self._first:
                 self._first.add(place_of(slot))
-                result.waits_s.append(loop.time() - began_s)
+                result.queue_times_s.append(loop.time() - began_s)
             self._running += 1
             result.most_running = max(result.most_running, self._running)
             try:

@@ -1,7 +1,14 @@
-"""Writes that survive a power cut."""
+"""Writes that are whole or not at all, and writes that survive a power cut."""
 
 import os
 from pathlib import Path
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Make or replace a file: who reads it meanwhile has the old one or the new one, which a power cut may lose."""
+    partial = file.with_name(f".{file.name}.part")
+    partial.write_bytes(data)
+    partial.replace(file)
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from etude.config.recipe import is_pass
 from etude.dashboard.evaluation import Evaluation, Measure, TokenPrices, Try, figures
 from etude.errors import ConfigError
+from etude.fsync import write_whole
 from etude.types import Json
 
 SCHEMA = "etude-suite-results/1"
@@ -116,9 +117,7 @@ class SuiteResults:
 def write_results(results: SuiteResults, folder: Path) -> Path:
     """Write ``results.json`` into a folder, whole or not at all; returns its path."""
     file = folder / RESULTS_FILE
-    partial = file.with_name(f".{RESULTS_FILE}.part")
-    partial.write_text(json.dumps(results.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(file, (json.dumps(results.to_json(), indent=1) + "\n").encode())
     return file
 
 

@@ -12,14 +12,12 @@ from etude.aio import gather_or_cancel
 from etude.clock import SystemClock
 from etude.errors import UserError
 from etude.gateway.upstream.calls import Upstream
-from etude.gateway.upstream.passthrough import OK, Passthrough
+from etude.gateway.upstream.passthrough import OK, QUOTED_CHARACTERS, Passthrough
 from etude.run.endpoints import HOST
 from etude.run.serving import listening
 from etude.sockets import alert_connector
 
 REPLY_TOKENS = 1024
-QUOTED_CHARACTERS = 300
-"""Length of an API's words that are quoted."""
 
 
 @asynccontextmanager

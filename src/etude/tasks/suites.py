@@ -20,6 +20,7 @@ from etude.config.section import Section
 from etude.config.suite import SUITE_FILE, SuiteFile
 from etude.config.tasks import FAMILIES, SandboxConfig, TaskConfig
 from etude.errors import ConfigError, DamagedError
+from etude.fsync import write_whole
 from etude.ledger.records import encode_task
 from etude.protocols import FamilyContext, TaskFamily
 from etude.tasks.harbor.folder import SETTINGS
@@ -109,11 +110,8 @@ def read_retired(folder: Path) -> dict[str, Retirement]:
 
 def write_retired(folder: Path, retired: Mapping[str, Retirement]) -> None:
     """Write the retired tasks of a suite, whole or not at all."""
-    file = folder / RETIRED_FILE
-    partial = file.with_name(f".{RETIRED_FILE}.part")
     fields = {task_id: asdict(each) for task_id, each in sorted(retired.items())}
-    partial.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(folder / RETIRED_FILE, (json.dumps(fields, indent=1) + "\n").encode())
 
 
 def digest_of_tasks(tasks: Sequence[Task]) -> str:

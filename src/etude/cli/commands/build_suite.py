@@ -265,11 +265,11 @@ async def _follow(
     await _try_changes(validator, changes, folder, out, say)
     progress = read_progress(out)
     last, outcomes = progress.get(source), {each.candidate_id: each.outcome for each in folder.verdicts()}
-    failed = [change for change in changes if outcomes[_id_of(change)] == Rejection.FAILED]
+    failed = [change for change in changes if outcomes[change.candidate_id] == Rejection.FAILED]
     newest = newest_tried(changes, failed) or (last.newest if last else "")
     now = HistoryProgress(newest=newest, day=today(), base=settings.base, before=settings.before)
     write_progress(out, progress | {source: now})
-    counts = Counter(outcomes[_id_of(change)] for change in changes)
+    counts = Counter(outcomes[change.candidate_id] for change in changes)
     since = f", the last time up to {last.newest} on {last.day}" if last else ""
     verdicts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
     say(f"{source}: {len(changes)} changes{since}: {verdicts}")
@@ -296,7 +296,7 @@ async def _try_changes(
     """Try the changes that have no verdict yet, two at a time."""
     canary = suite_of(out).canary
     done = {verdict.candidate_id for verdict in folder.verdicts() if verdict.outcome != Rejection.FAILED}
-    waiting = [change for change in reversed(changes) if _id_of(change) not in done]
+    waiting = [change for change in reversed(changes) if change.candidate_id not in done]
 
     async def work() -> None:
         while waiting:
@@ -314,11 +314,6 @@ async def _try_changes(
     async with asyncio.TaskGroup() as group:
         for _ in range(WORKERS):
             group.create_task(work())
-
-
-def _id_of(change: Change) -> str:
-    """The id of a change in the log of verdicts."""
-    return f"{change.before}..{change.after}"
 
 
 def _settings_of(last: HistoryProgress | None) -> Settings:

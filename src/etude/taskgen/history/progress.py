@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from etude.errors import DamagedError
+from etude.fsync import write_whole
 from etude.taskgen.history.sources import Change
 
 PROGRESS_FILE = "histories.json"
@@ -59,8 +60,5 @@ def read_progress(folder: Path) -> dict[str, HistoryProgress]:
 
 def write_progress(folder: Path, progress: Mapping[str, HistoryProgress]) -> None:
     """Write the progress of a suite, whole or not at all."""
-    file = folder / PROGRESS_FILE
-    partial = file.with_name(f".{PROGRESS_FILE}.part")
     fields = {source: asdict(each) for source, each in sorted(progress.items())}
-    partial.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
+    write_whole(folder / PROGRESS_FILE, (json.dumps(fields, indent=1) + "\n").encode())

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from etude.errors import DamagedError
+from etude.fsync import write_whole
 
 RECORDS_FILE = "records.jsonl"
 ID_LENGTH = 16
@@ -83,8 +84,6 @@ def read_records(folder: Path) -> list[HistoryRecord]:
 
 def write_records(folder: Path, records: Sequence[HistoryRecord]) -> None:
     """Write the records of a suite, whole or not at all; each task once."""
-    file = folder / RECORDS_FILE
-    partial = file.with_name(f".{RECORDS_FILE}.part")
     unique = {record.task_id: record for record in records}
-    partial.write_text("".join(json.dumps(asdict(each)) + "\n" for each in unique.values()), encoding="utf-8")
-    partial.replace(file)
+    lines = (json.dumps(asdict(each)) + "\n" for each in unique.values())
+    write_whole(folder / RECORDS_FILE, "".join(lines).encode())

@@ -44,6 +44,11 @@ class Change:
     day: str
     """ISO 8601; empty where it is not known."""
 
+    @property
+    def candidate_id(self) -> str:
+        """Its id in the log of verdicts."""
+        return f"{self.before}..{self.after}"
+
 
 class History(Protocol):
     """The changes of one project."""

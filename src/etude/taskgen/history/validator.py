@@ -387,7 +387,7 @@ def _verdict(
     change: Change, outcome: str, began_s: float, *, detail: str = "", target: str = "", tests: Sequence[str] = ()
 ) -> CandidateVerdict:
     return CandidateVerdict(
-        candidate_id=f"{change.before}..{change.after}",
+        candidate_id=change.candidate_id,
         operator="commit" if change.subject else "release",
         path=change.subject,
         target=target,

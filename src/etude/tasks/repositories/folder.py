@@ -23,6 +23,7 @@ from pathlib import Path
 from random import Random
 
 from etude.errors import ConfigError, DamagedError
+from etude.fsync import write_whole
 from etude.ledger.records import decode_task, encode_task
 from etude.tasks.heldout import in_turns
 from etude.types import Split, Task, TestChecks
@@ -92,10 +93,7 @@ class PackageFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Make or replace a file, whole or not at all."""
-        target = self.path / name
-        partial = target.with_name(f".{target.name}.part")
-        partial.write_bytes(data)
-        partial.replace(target)
+        write_whole(self.path / name, data)
 
     def read(self, name: str) -> bytes | None:
         """A file of the folder, if it is there."""
