@@ -53,7 +53,7 @@ def test_the_commands_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
         server.shutdown()
         thread.join()
         server.server_close()
-    assert ran == 9
+    assert ran == 10
     results = read_results(tmp_path / "results" / "other")
     assert [each.passed for each in results.tries] == [False] * 4  # of the scripted policy, which does nothing
     assert {each.measures["calls"] for each in results.tries} == {3}
