@@ -330,6 +330,16 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpokenCall:
+    """One model call in words."""
+
+    heard: str
+    """New text in its context."""
+    text: str
+    """The model's reply."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessResult:
     """Result of a harness at the end of its session."""
 
@@ -343,6 +353,8 @@ class HarnessResult:
     """Its last words, where the task asks for some."""
     measures: Mapping[str, float] = field(default_factory=dict)
     """Other measurements of the harness: recorded with the parts of the reward, and no part of it."""
+    spoken: tuple[SpokenCall, ...] = ()
+    """All calls in words, where tokens are not known: of a model behind somebody else's API."""
     printed: str = ""
     """The end of what an external command printed, on one line: for people who look for why it failed."""
 

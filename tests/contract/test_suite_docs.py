@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from etude.cli.main import main
-from etude.config.loading import parse_config
+from etude.config.loading import load_suite, parse_config
 from etude.config.suite import SuiteFile
 from etude.dashboard.suite_results import read_results
+from etude.tasks.requests import UserRequest
 from histories import make_history
 from pytest_wheels import make_wheels
 
@@ -60,12 +61,18 @@ def test_the_commands_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_its_tables_of_toml_are_valid() -> None:
-    suite, release = map(tomllib.loads, blocks("toml"))
-    assert suite.keys() == SuiteFile.model_fields.keys()
-    assert SuiteFile.model_validate({**suite, "tasks": {**suite["tasks"], "folder": "."}}).name == "mine"
-    release["release"]["every_steps"] = 10
-    assert parse_config(release, source="docs").release.suites[0].recipe == "suites/mine"
+def test_its_tables_are_valid(tmp_path: Path) -> None:
+    suite, judged, release = blocks("toml")
+    for name in ("restraint.toml", "restraint.calibration.json"):
+        (tmp_path / name).write_text("as they are read later")
+    (tmp_path / "suite.toml").write_text(f"{suite}\n{judged}")
+    assert tomllib.loads(f"{suite}\n{judged}").keys() == SuiteFile.model_fields.keys()
+    assert [part.name for part in load_suite(tmp_path).reward.parts] == ["restraint"]
+    gate = tomllib.loads(release)
+    gate["release"]["every_steps"] = 10
+    assert parse_config(gate, source="docs").release.suites[0].recipe == "suites/mine"
+    for line in blocks("json"):
+        assert UserRequest.model_validate_json(line).keep
 
 
 def test_every_option_of_the_table_exists(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,8 @@ def load_suite(folder: Path) -> SuiteFile:
     if not file.is_file():
         raise ConfigError(f"no suite at {str(folder)!r}: expected a folder with {SUITE_FILE} in it")
     tree = _read_toml(file)
+    for table in FILE_TABLES:
+        _read_files(tree, table, file)
     tasks = tree.get("tasks")
     if isinstance(tasks, dict):
         if tasks.get("family") in IN_FOLDERS:

@@ -27,6 +27,7 @@ from etude.config.rollouts import CodingOptions, CommandOptions, HarnessConfig, 
 from etude.config.section import Section
 from etude.config.tasks import (
     ASKING,
+    EITHER,
     FAMILIES,
     OF_MACHINES,
     THIRD_PARTY,
@@ -247,7 +248,7 @@ class RunConfig(Section):
                 f"has no way to give: leave harness.kind out"
             )
         options, single = self.tasks.options, isinstance(self.harness.options, SingleTurnOptions)
-        if single and self.tasks.family in FAMILIES.builtins and self.tasks.family not in ASKING:
+        if single and self.tasks.family in FAMILIES.builtins and self.tasks.family not in (*ASKING, *EITHER):
             raise ValueError(
                 f"harness.kind = 'single_turn' can answer and change no file, which tasks.family = "
                 f"{self.tasks.family!r} asks for: set harness.kind = 'coding'"

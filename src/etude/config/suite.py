@@ -4,6 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from etude.config.judge import JudgeConfig
+from etude.config.reward import RewardConfig
 from etude.config.section import Section
 from etude.config.tasks import SandboxConfig, TaskConfig
 
@@ -30,3 +32,7 @@ class SuiteFile(Section):
     """``[tasks]``, as in a recipe; a relative ``folder`` is one beside ``suite.toml``, by default its own."""
     sandboxes: SandboxConfig = SandboxConfig(kind="ns")
     """``[sandboxes]``, as in a recipe."""
+    reward: RewardConfig = RewardConfig()
+    """``[reward]``, as in a recipe: a try is worth the sum of its parts, by default what the grader says."""
+    judge: JudgeConfig = JudgeConfig()
+    """``[judge]``, as in a recipe: the judge that parts of ``[reward]`` name, with its rubrics and calibrations."""

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, mode
 from etude.config.plugins import Registry
 from etude.config.section import JsonTable, OptionsOf, Section
 
-IN_FOLDERS = ("repository", "harbor", "suite")
+IN_FOLDERS = ("repository", "harbor", "requests", "suite")
 """Families whose tasks lie in a folder."""
 FOLDER_OPTIONAL = ("verifiers",)
 """Families that look into a folder where one is named."""
@@ -19,9 +19,12 @@ ENDLESS = ("bugfix", "migrations", "lookup", "nextedit", "openenv")
 """Families that make new training tasks for as long as they are asked; the others have so many, and epochs of them."""
 ASKING = ("dataset", "lookup", "nextedit", "summaries")
 """Families that ask for an answer, which an external harness has no way to give."""
+EITHER = ("requests", "suite")
+"""Families of which some tasks ask for an answer, and some for changed files."""
 OF_ONE_ANSWER = {
     "dataset": "a single right answer",
     "harbor": "Harbor's verifiers",
+    "requests": "requests, which no test grades",
     "suite": "a suite, which is measured with and never trained on",
     "lookup": "a single right answer",
     "nextedit": "a single right line",
@@ -217,6 +220,7 @@ FAMILIES = Registry(
         "verifiers": "etude.tasks.verifiers.family:VerifiersTasks",
         "openenv": "etude.tasks.openenv:OpenEnvTasks",
         "dataset": "etude.tasks.datasets.family:DatasetTasks.open",
+        "requests": "etude.tasks.requests:RequestTasks.open",
         "suite": "etude.tasks.suites:SuiteTasks.open",
     },
 )
@@ -235,7 +239,11 @@ FAMILY_OPTIONS = OptionsOf(
     },
     names=FAMILIES,
 )
-GRADERS = Registry("tasks.graders", "grader", {"outcome": "etude.tasks.outcomes:OutcomeGrader"})
+GRADERS = Registry(
+    "tasks.graders",
+    "grader",
+    {"outcome": "etude.tasks.outcomes:OutcomeGrader", "kept_files": "etude.tasks.requests:KeptFilesGrader"},
+)
 """Graders by name: each is called with a task's options and a :class:`~etude.protocols.GraderContext`."""
 
 
@@ -310,12 +318,13 @@ class TaskConfig(Section):
     """Planted bugs in short files; tasks built from repositories (``etude tasks build``); database migrations on a real
     PostgreSQL; tasks in Harbor's format; facts to be found in a material longer than a context; edits of the standard
     library to be continued; functions of it to be summarised in a line; prompts with right answers out of a data set;
-    other people's environments: of the ``verifiers`` package, or behind a server with OpenEnv's protocol; a suite
-    (``docs/suites.md``), all of it held out. Or a family of your own (``docs/extending.md``).
+    other people's environments: of the ``verifiers`` package, or behind a server with OpenEnv's protocol; users'
+    requests without tests, for a judge, and a suite (``docs/suites.md``), all of both held out. Or a family of your
+    own (``docs/extending.md``).
     """
     folder: str = ""
-    """Folder with the tasks of a ``repository``, ``harbor`` or ``suite`` family, or of one of your own; of
-    ``verifiers``, with environments that are not installed.
+    """Folder with the tasks of a ``repository``, ``harbor``, ``requests`` or ``suite`` family, or of one of your own;
+    of ``verifiers``, with environments that are not installed.
     """
     impossible_share: float = Field(default=0.0, ge=0, le=0.1)
     """Share of training tasks that cannot be done: a rollout that passes one has cheated. 1 to 2 % is a meter."""

@@ -34,7 +34,9 @@ class SuiteTry:
     """Its pass over the suite, from 0."""
     reward: float
     graded: float
-    """The grader's word; 0 for a cheat."""
+    """The number that passes or not: the grader's word, 0 for a cheat; of a suite with a ``[reward]``, the sum of its
+    parts.
+    """
     passed: bool
     reason: str
     """Reason for which the harness ended."""
@@ -67,6 +69,10 @@ class SuiteResults:
     tasks: Mapping[str, str]
     """Id of each task that was to be tried, in order → its template."""
     tries: tuple[SuiteTry, ...]
+    parts: tuple[str, ...] = ()
+    """Parts of the suite's own ``[reward]``, whose values are among the measures of each try."""
+    reward: str = ""
+    """SHA-256 of what that reward is made of, rubrics included; empty: a try is worth what the grader says."""
     prices: TokenPrices | None = None
 
     @property
@@ -93,8 +99,7 @@ class SuiteResults:
         ids = list(self.tasks) if task_ids is None else list(task_ids)
         by_place = {(each.number, each.task_id): each for each in self.tries}
         passes = tuple(
-            tuple(_evaluated(by_place.get((number, task_id)), self.prices) for task_id in ids)
-            for number in range(self.passes)
+            tuple(_evaluated(by_place.get((number, task_id)), self) for task_id in ids) for number in range(self.passes)
         )
         return Evaluation(
             run=self.suite,
@@ -102,6 +107,7 @@ class SuiteResults:
             digest=self.digest,
             tries={"sampled": passes},
             engine_s=0.0,  # which is known of engines of ours alone
+            parts=self.parts,
             amounts=AMOUNTS,
             label=self.title,
         )
@@ -131,6 +137,7 @@ def read_results(place: Path) -> SuiteResults:
         prices = tree["prices"]
         tree = {name: value for name, value in tree.items() if name not in ("schema", "missing", "figures")}
         tree["tries"] = tuple(SuiteTry(**each) for each in tree["tries"])
+        tree["parts"] = tuple(tree.get("parts", ()))
         return SuiteResults(**(tree | {"prices": prices and TokenPrices(**prices)}))
     except FileNotFoundError:
         raise ConfigError(
@@ -144,13 +151,17 @@ def common_tasks(first: SuiteResults, second: SuiteResults) -> list[str]:
     """The tasks that two results share, in order. Raises :class:`~etude.errors.ConfigError` where there are none."""
     if first.suite != second.suite:
         raise ConfigError(f"one is of the suite {first.suite!r} and the other of {second.suite!r}: nothing is paired")
+    if first.reward != second.reward:
+        raise ConfigError(
+            f"the tries of {first.suite!r} were scored by two rewards or rubrics: measure one of them again"
+        )
     common = [task_id for task_id in first.tasks if task_id in second.tasks]
     if not common:
         raise ConfigError(f"the two results of {first.suite!r} have no task in common: measure one of them again")
     return common
 
 
-def _evaluated(one: SuiteTry | None, prices: TokenPrices | None) -> Try | None:
+def _evaluated(one: SuiteTry | None, results: SuiteResults) -> Try | None:
     """A try as evaluations have it; each model's cost is by its own prices."""
     if one is None:
         return None
@@ -164,7 +175,7 @@ def _evaluated(one: SuiteTry | None, prices: TokenPrices | None) -> Try | None:
         template=one.template,
         reward=one.reward,
         graded=one.graded,
-        parts={},
+        parts={name: measures[name] for name in results.parts if name in measures},
         prompt_tokens=prompt,
         new_tokens=prompt - int(measures.get("cached_tokens", 0)),
         sampled_tokens=int(measures.get("sampled_tokens", 0)),
@@ -173,6 +184,7 @@ def _evaluated(one: SuiteTry | None, prices: TokenPrices | None) -> Try | None:
         seconds=one.seconds,
         amounts=amounts,
     )
+    prices = results.prices
     return attempt if prices is None else replace(attempt, amounts=amounts | {"cost": prices.of(attempt)})
 
 

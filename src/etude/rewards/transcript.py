@@ -13,6 +13,7 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from etude.protocols import SpokenCall
 from etude.types import Ids, Turn, TurnKind
 
 
@@ -66,6 +67,21 @@ def read_turns(
             continues=parents[index],
         )
         for index, (turn, parent) in enumerate(zip(turns, parents, strict=True))
+    )
+
+
+def spoken_turns(calls: Sequence[SpokenCall]) -> tuple[SpokenTurn, ...]:
+    """The turns of one conversation whose words alone are known, each going on from the one before it."""
+    answers = [call.heard for call in calls[1:]] + [""]
+    return tuple(
+        SpokenTurn(
+            heard=call.heard,
+            text=call.text,
+            answered=answer,
+            kind=TurnKind.ACT,
+            continues=index - 1 if index else None,
+        )
+        for index, (call, answer) in enumerate(zip(calls, answers, strict=True))
     )
 
 

@@ -34,7 +34,7 @@ from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
 from etude.run.weight_log import open_log
-from etude.tasks.suites import is_suite, task_config
+from etude.tasks.suites import is_suite, suite_of, task_config
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
 from etude.types import Disposition, Group, Rollout, Task, TurnKind
@@ -112,6 +112,11 @@ def sections_of(suite: SuiteConfig) -> tuple[TaskConfig, SandboxConfig | None]:
     Raises :class:`~etude.errors.ConfigError`.
     """
     place = Path(suite.recipe)
+    if is_suite(place) and suite_of(place).reward.parts:
+        raise ConfigError(
+            f"the suite at {str(place)!r} has a [reward] of its own, and a run's evaluations are scored by the run's: "
+            f"`etude export` the version, serve it, and try it with `etude suite run --url`"
+        )
     return task_config(place) if is_suite(place) else (load_recipe(place).tasks, None)
 
 

@@ -32,7 +32,7 @@ from etude.rewards.shaping.behaviour import measure, observe
 from etude.rewards.shaping.effort import effort_of
 from etude.rewards.shaping.hints import HintFinder, malformed_call_rewards
 from etude.rewards.shaping.parts import RewardSpec, check_behaviours, differences, digest_of, to_json
-from etude.rewards.transcript import SpokenTurn, attributed
+from etude.rewards.transcript import SpokenTurn, attributed, spoken_turns
 from etude.rollouts.breaker import FIRST_PAUSE_S, MAX_PAUSE_S
 from etude.rollouts.worker import GradedRollout, ScoredRollout, Scorer
 from etude.run.detokenize import TurnReader, decoder, turn_reader
@@ -88,7 +88,7 @@ class RewardScorer:
         """
         needs_text = self.policy.reward.parts or self.rewards_turns or self.hints is not None
         # Millions of tokens take seconds: others go on meanwhile.
-        spoken = await asyncio.to_thread(self.read, rollout.turns) if needs_text else ()
+        spoken = await asyncio.to_thread(self._spoken, rollout) if needs_text else ()
         _check_names(self.policy.reward, rollout.grade.parts.keys() | rollout.result.measures.keys())
         values = await self._values(rollout, spoken) if self.policy.reward.parts else {}
         impossible = is_impossible(rollout.task)
@@ -97,6 +97,10 @@ class RewardScorer:
             turn_rewards=malformed_call_rewards(spoken) if self.rewards_turns else (),
             hints=() if self.hints is None else await self.hints.find(rollout.task, rollout.turns, spoken),
         )
+
+    def _spoken(self, rollout: GradedRollout) -> Sequence[SpokenTurn]:
+        """The turns as text: of a model whose tokens are not known, as its calls were heard and said."""
+        return spoken_turns(rollout.result.spoken) if rollout.result.spoken else self.read(rollout.turns)
 
     async def _values(self, rollout: GradedRollout, spoken: Sequence[SpokenTurn]) -> Mapping[str, float]:
         """All values beside the grade, by source."""
@@ -219,10 +223,22 @@ def open_scorer(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) ->
     Raises :class:`~etude.errors.ConfigError` for a part whose source is not there, or is of another version, and where
     the model's chat template takes no hint.
     """
+    return reward_scorer(
+        config,
+        judge,
+        read=turn_reader(chat),
+        hints=open_hints(config, chat, judge.hints if judge is not None and config.hints.judge else None),
+    )
+
+
+def reward_scorer(
+    config: RunConfig, judge: OpenJudge | None, *, read: TurnReader, hints: HintFinder | None = None
+) -> RewardScorer:
+    """A scorer of a recipe's ``[reward]``. Raises :class:`~etude.errors.ConfigError` as :func:`open_scorer` does."""
     check_behaviours(config.reward)
     return RewardScorer(
         policy=policy_of(config),
-        read=turn_reader(chat),
+        read=read,
         bare_shell=config.harness.kind == "command",
         thinking_end_id=config.effort.thinking_end_id,
         judge=None if judge is None else judge.parts,
@@ -231,7 +247,7 @@ def open_scorer(config: RunConfig, chat: ChatFormat, judge: OpenJudge | None) ->
             for part in config.reward.parts
             if part.is_function
         },
-        hints=open_hints(config, chat, judge.hints if judge is not None and config.hints.judge else None),
+        hints=hints,
         rewards_turns=config.credit.kind == "shaped",
         outage_s=config.rollouts.outage_s,
     )

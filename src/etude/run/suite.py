@@ -15,7 +15,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -25,9 +25,11 @@ import aiohttp
 
 from etude.aio import background_task
 from etude.clock import SystemClock
+from etude.config.judge import JudgeConfig
 from etude.config.loading import apply_override, is_recipe, load_recipe, parse_config
 from etude.config.recipe import LedgerConfig, RunConfig, is_pass
 from etude.config.release import SuiteConfig
+from etude.config.reward import RewardConfig
 from etude.config.suite import SUITE_FILE
 from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.dashboard.evaluation import TokenPrices
@@ -40,13 +42,16 @@ from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger, TaskDraw
 from etude.protocols import Harness, HarnessResult, Sandbox, Session, TaskFamily
 from etude.rewards.score import grade_of
+from etude.rewards.shaping.parts import digest_of, reward_spec
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
-from etude.rollouts.worker import RolloutContext
+from etude.rollouts.worker import GradeScorer, RolloutContext, Scorer
 from etude.run.evaluate import EvalRequest, Progress, TryAll, TryCount, evaluate, graded_groups, one_pass
 from etude.run.folder import RunFolder
+from etude.run.judging import JudgeState, OpenJudge, check_judge, judge_fingerprints, open_judge
 from etude.run.model_calls import serving_passthrough
 from etude.run.rollouts import heldout_tasks, open_stage
+from etude.run.scoring import reward_scorer
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
 from etude.sockets import alert_connector
@@ -82,6 +87,8 @@ class Suite:
     version: str
     tasks: TaskConfig
     sandboxes: SandboxConfig
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     seed: int = 0
 
 
@@ -116,7 +123,15 @@ def open_suite(place: Path) -> Suite:
     """
     if is_suite(place):
         file, (tasks, sandboxes) = suite_of(place), task_config(place)
-        return Suite(place=place, name=file.name, version=file.version, tasks=tasks, sandboxes=sandboxes)
+        return Suite(
+            place=place,
+            name=file.name,
+            version=file.version,
+            tasks=tasks,
+            sandboxes=sandboxes,
+            reward=file.reward,
+            judge=file.judge,
+        )
     if is_recipe(place):
         recipe = load_recipe(place)
         tasks, sandboxes = recipe.tasks, recipe.sandboxes
@@ -136,6 +151,8 @@ def try_config(suite: Suite, harness: dict[str, object], limits: TryLimits, over
         "seed": suite.seed,
         "tasks": suite.tasks.model_dump(mode="json", exclude_defaults=True),
         "sandboxes": suite.sandboxes.model_dump(mode="json", exclude_defaults=True),
+        "reward": suite.reward.model_dump(mode="json", exclude_defaults=True),
+        "judge": suite.judge.model_dump(mode="json", exclude_defaults=True),
         "harness": harness,
         "rollouts": {"timeout_s": COMMANDS_S, "max_outage_s": OUTAGE_S},
     }
@@ -165,6 +182,7 @@ def try_model(
     if suite.tasks.family == FAMILY and suite_of(Path(suite.tasks.folder)).tasks.family == HARBOR:
         asyncio.run(_build_images(Path(suite_of(Path(suite.tasks.folder)).tasks.folder), config))
     tasks = tasks_of(open_family(config), limits.tasks)
+    check_judge(config)
     results = SuiteResults(
         suite=suite.name,
         version=suite.version,
@@ -180,6 +198,8 @@ def try_model(
         pass_at=limits.pass_at,
         tasks={task.task_id: task.template for task in tasks},
         tries=(),
+        parts=tuple(part.name for part in config.reward.parts),
+        reward=digest_of(reward_spec(config.reward, judge_fingerprints(config))) if config.reward.parts else "",
         prices=limits.prices,
     )
     with leased(out / TRIES_FILE, LedgerConfig(), name="suite", holder="etude suite run") as ledger:
@@ -188,7 +208,7 @@ def try_model(
             tries = _Tries(ledger=ledger, config=config, upstream=upstream, limits=limits, tasks=tasks, out=out)
             asyncio.run(_try_all(tries, progress))
         finally:
-            results = replace(results, date=date, tries=tuple(_read_tries(out / TRIES_FILE, limits, len(tasks))))
+            results = replace(results, date=date, tries=tuple(_read_tries(out / TRIES_FILE, limits, results)))
             write_results(results, out)
     if not results.tries:
         raise UserError(f"no try succeeded: {_last_failure(out / TRIES_FILE, limits)}; repair that and run it again")
@@ -250,20 +270,23 @@ def tasks_of(family: TaskFamily, number: int | None) -> list[Task]:
 
 @final
 class MeteredHarness:
-    """A harness whose results say what its calls of the model cost; implements :class:`~etude.protocols.Harness`."""
+    """A harness whose results have the words and the cost of its calls; implements
+    :class:`~etude.protocols.Harness`.
+    """
 
     def __init__(self, harness: Harness, passthrough: Passthrough) -> None:
         self._harness = harness
         self._passthrough = passthrough
 
     async def run(self, task: Task, session: Session, sandbox: Sandbox, *, temperature: float) -> HarnessResult:
-        """The harness's result, with the measures of its session."""
+        """The harness's result, with the measures and the words of its session."""
         try:
             result = await self._harness.run(task, session, sandbox, temperature=temperature)
         except (OutOfTime, AgentFault) as over:
             result = HarnessResult(reason=over.REASON, counts={})
-        measures = self._passthrough.session(session.session_id).measures()
-        return replace(result, measures={**result.measures, **measures})
+        calls = self._passthrough.session(session.session_id)
+        measures = {**result.measures, **calls.measures()}
+        return replace(result, measures=measures, spoken=tuple(calls.transcript.calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +308,9 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=alert_connector()))
         passthrough = await stack.enter_async_context(serving_passthrough(tries.upstream, http))
         sandboxes, grader, harness = await open_stage(stack, config, http, folder=out, gateway_urls=[passthrough.url])
+        events = stack.enter_context(EventLog(out / "events", "suite"))
+        judging = open_judge(config, http, memory=JudgeState(out), alarm=events.write)
+        judge = await stack.enter_async_context(judging)
         dispatcher = Dispatcher(
             config.rollouts,
             ledger=ledger,
@@ -296,9 +322,10 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
                 grader=grader,
                 clock=SystemClock(),
                 limits=RolloutLimits.of(config.rollouts, config.harness),
+                scorer=_open_scorer(config, judge),
                 pass_at=limits.pass_at,
             ),
-            events=stack.enter_context(EventLog(out / "events", "suite")),
+            events=events,
             serving_version=lambda: 0,
         )
         count = TryCount(out / TRIES_FILE, limits.labels(), len(tasks), progress)
@@ -310,6 +337,11 @@ async def _try_all(tries: _Tries, progress: Progress) -> None:
                 count.look()
                 await asyncio.wait({trying}, timeout=POLL_S)
             trying.result()
+
+
+def _open_scorer(config: RunConfig, judge: OpenJudge | None) -> Scorer:
+    """The scorer of a suite's ``[reward]``, which reads the words of calls: their tokens are not known."""
+    return reward_scorer(config, judge, read=lambda turns: ()) if config.reward.parts else GradeScorer()
 
 
 async def _pass_by_pass(ledger: Ledger, attempt: TryAll, labels: Sequence[str], tasks: Sequence[Task]) -> None:
@@ -338,6 +370,7 @@ def _check_identity(ledger: Ledger, config: RunConfig, upstream: Upstream, resul
         "extra": dict(upstream.extra),
         "temperature": results.temperature,
         "harness": config.harness.model_dump(mode="json"),
+        "reward": results.reward,
     }
     fact = ledger.facts.get(IDENTITY)
     if fact is None:
@@ -345,31 +378,32 @@ def _check_identity(ledger: Ledger, config: RunConfig, upstream: Upstream, resul
         return results.date
     before = json.loads(fact)
     for name, value in now.items():
-        if before[name] != value:
+        if before.get(name, "") != value:
             raise ConfigError(
-                f"--out {str(out)!r} has tries of {name} = {before[name]!r}, and this is {value!r}: name another folder"
+                f"--out {str(out)!r} has tries of {name} = {before.get(name, '')!r}, and this is {value!r}: "
+                f"name another folder"
             )
     return str(before["date"])
 
 
-def _read_tries(place: Path, limits: TryLimits, tasks: int) -> Iterator[SuiteTry]:
+def _read_tries(place: Path, limits: TryLimits, results: SuiteResults) -> Iterator[SuiteTry]:
     """All tries in a ledger, pass by pass."""
     with Archive.open(place) as archive:
         for number, label in enumerate(limits.labels()):
-            for group in graded_groups(archive, label, tasks):
+            for group in graded_groups(archive, label, len(results.tasks)):
                 if group is not None:
-                    yield _suite_try(group.task, group.rollouts[0], number, limits.pass_at)
+                    yield _suite_try(group.task, group.rollouts[0], number, results)
 
 
-def _suite_try(task: Task, rollout: Rollout, number: int, pass_at: float) -> SuiteTry:
-    graded = grade_of(rollout)
+def _suite_try(task: Task, rollout: Rollout, number: int, results: SuiteResults) -> SuiteTry:
+    graded = rollout.reward or 0.0 if results.parts else grade_of(rollout)
     return SuiteTry(
         task_id=task.task_id,
         template=task.template,
         number=number,
         reward=rollout.reward or 0.0,
         graded=graded,
-        passed=is_pass(graded, pass_at),
+        passed=is_pass(graded, results.pass_at),
         reason=rollout.reason,
         seconds=rollout.seconds,
         measures=dict(rollout.reward_parts),

@@ -1,4 +1,4 @@
-"""``etude judge``: looks at a recipe's judge from the command line, without a run.
+"""``etude judge``: looks at the judge of a recipe or a suite from the command line, without a run.
 
 Owns what is asked and how it is shown. How a judge is put together is :mod:`etude.run.judging`'s.
 """
@@ -39,6 +39,8 @@ from etude.run.judging import (
     rollout_budget,
     rubrics_of,
 )
+from etude.run.suite import TryLimits, open_suite, try_config
+from etude.tasks.suites import is_suite
 from etude.telemetry.events import JudgeAlarm
 from etude.types import Hint
 
@@ -94,7 +96,11 @@ def score(
 
 
 def _recipe(recipe: Path, overrides: Sequence[str]) -> RunConfig:
-    config = load_recipe(recipe, overrides)
+    config = (
+        try_config(open_suite(recipe), {}, TryLimits(), overrides)
+        if is_suite(recipe)
+        else load_recipe(recipe, overrides)
+    )
     if config.judge.kind == "none":
         raise ConfigError(f"{recipe} has no judge: set judge.kind and judge.rubrics")
     return config

@@ -85,7 +85,7 @@ class TokenUsage:
 def read_usage(answer: bytes) -> TokenUsage:
     """The usage in a whole answer, or in all events of a stream; nothing where it says nothing."""
     fields: dict[str, Any] = {}
-    for part in _objects(answer):
+    for part in json_objects(answer):
         inner = part.get("message") or part.get(
             "response"
         )  # Anthropic's first event; the last one of OpenAI's responses
@@ -104,7 +104,7 @@ def read_usage(answer: bytes) -> TokenUsage:
     return TokenUsage(prompt_tokens=prompt, cached_tokens=cached, sampled_tokens=sampled)
 
 
-def _objects(answer: bytes) -> Iterator[dict[str, Any]]:
+def json_objects(answer: bytes) -> Iterator[dict[str, Any]]:
     """The JSON objects of an answer: itself, or those of its events."""
     texts = [line[len(EVENT_DATA) :] for line in answer.splitlines() if line.startswith(EVENT_DATA)] or [answer]
     for text in texts:

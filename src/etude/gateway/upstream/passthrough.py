@@ -4,7 +4,8 @@
                                                           └─▶ CallRecord: status, seconds, tokens
 
 - consumes: calls of OpenAI's and Anthropic's APIs; a chat completion for Anthropic's API is translated
-- produces: answers; a record of each call in its session; ``fault`` where no further call can succeed
+- produces: answers; a record of each call in its session, and the words of each answered one; ``fault`` where no
+  further call can succeed
 - waits for: the API, of which one call may take ``CALL_S``, and pauses between tries, together at most ``RETRY_S``
 - woken by: its answers
 - on shutdown: calls are cancelled
@@ -36,6 +37,7 @@ from etude.gateway.upstream.translation import (
     events_of,
     request_of,
 )
+from etude.gateway.upstream.words import CallTranscript
 from etude.protocols import Clock, Session
 from etude.types import Finish, Turn
 
@@ -82,6 +84,7 @@ class UpstreamSession:
 
     key: str
     calls: list[CallRecord] = field(default_factory=list)
+    transcript: CallTranscript = field(default_factory=CallTranscript)
     under_way: int = 0
 
     def queue_time(self) -> dict[str, float | bool]:
@@ -221,6 +224,8 @@ class Passthrough:
             session.calls.append(CallRecord(status=status, seconds=seconds, waited_s=waited_s, usage=usage))
         if status != OK:
             self._note_fault(path, answer)
+        elif path in COMPLETIONS:
+            session.transcript.add(sent, answer.body)
         return self._response(answer, body, is_translated=sent_path != path)
 
     def _translated(self, path: str, body: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,144 @@
+"""Requests: what users ask for, with the files that they have open, and no tests; a judge grades the work.
+
+    requests.jsonl   {"template": "…", "prompt": "…", "files": {"a.py": "…"}, "keep": ["a.py"], "history": […]}
+
+No program can tell whether an agent understood a request, kept to what it was told, or did more than it was asked
+to. That is for the rubrics of a suite's ``[judge]`` to say. What can be checked without anyone's opinion is which
+files are still as they were: ``keep`` names those that must be.
+
+Owns the lines of the file and the grader of kept files. All requests are held out: nothing is trained on a reward
+whose grader says next to nothing.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pydantic import Field, ValidationError, model_validator
+
+from etude.config.section import Section
+from etude.errors import ConfigError
+from etude.protocols import FamilyContext, Grade, GraderContext, HarnessResult, Sandbox
+from etude.types import NamedChecks, PromptMessage, Split, Task
+
+FILE = "requests.jsonl"
+"""Name of the file in the folder of a suite."""
+GRADER = "kept_files"
+"""The grader's name, a row of ``config/tasks.py:GRADERS``."""
+
+
+class EarlierMessage(Section):
+    """One message of the conversation that a request goes on from."""
+
+    role: str = Field(pattern="^(user|assistant)$")
+    content: str = Field(min_length=1)
+
+
+class UserRequest(Section):
+    """One line of the file."""
+
+    template: str = Field(min_length=1)
+    """Kind of request; intervals are over kinds."""
+    prompt: str = Field(min_length=1)
+    """Words of the user."""
+    files: dict[str, str] = Field(default={})
+    """Files in the agent's sandbox: path → text."""
+    keep: tuple[str, ...] = ()
+    """Those of them that must be as they were when the agent is done."""
+    history: tuple[EarlierMessage, ...] = ()
+    """Messages before it."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "UserRequest":
+        for path in self.keep:
+            if path not in self.files:
+                raise ValueError(f"keep names {path!r}, which is none of its files: {', '.join(self.files) or 'none'}")
+        return self
+
+    def task(self) -> Task:
+        """The request as a task."""
+        digest = hashlib.sha256(self.model_dump_json().encode()).hexdigest()
+        return Task(
+            task_id=digest[:16],
+            family="requests",
+            template=self.template,
+            split=Split.HELDOUT,
+            prompt=self.prompt,
+            files=self.files,
+            checks=NamedChecks(grader=GRADER, options={"files": {path: self.files[path] for path in self.keep}}),
+            history=tuple(PromptMessage(**message.model_dump()) for message in self.history),
+        )
+
+
+class RequestTasks:
+    """The requests of a folder; implements :class:`~etude.protocols.TaskFamily`."""
+
+    @classmethod
+    def open(cls, options: Section, context: FamilyContext) -> "RequestTasks":
+        """The family of a suite. Raises :class:`~etude.errors.ConfigError` for a line that cannot be used."""
+        return cls(list(read_requests(context.folder / FILE)))
+
+    def __init__(self, requests: list[UserRequest]) -> None:
+        self._tasks = [request.task() for request in requests]
+
+    def size(self, split: Split) -> int | None:
+        """Number of requests: there is none to train on."""
+        return len(self._tasks) if split is Split.HELDOUT else 0
+
+    def task(self, split: Split, index: int) -> Task:
+        """Request number ``index``."""
+        assert split is Split.HELDOUT, "requests are measured with, and never trained on"
+        return self._tasks[index]
+
+
+def read_requests(file: Path) -> Iterator[UserRequest]:
+    """The lines of a file, each checked. Raises :class:`~etude.errors.ConfigError` naming the line and the fault."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tasks.folder: {file} cannot be read: {error}") from error
+    seen: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            request = UserRequest.model_validate_json(line)
+        except ValidationError as error:
+            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            raise ConfigError(f"{file}, line {number}: {faults}") from error
+        first = seen.setdefault(request.task().task_id, number)
+        if first != number:
+            raise ConfigError(f"{file}, line {number} is line {first} once more: take one of them out")
+        yield request
+    if not seen:
+        raise ConfigError(f"{file} has no request: expected one JSON object in each line")
+
+
+class KeptFilesOptions(Section):
+    """The files that must be as they were."""
+
+    files: dict[str, str] = Field(default={})
+    """Path → text."""
+
+
+class KeptFilesGrader:
+    """1 where all files that must stay as they were did, else 0; implements :class:`~etude.protocols.Grader`."""
+
+    Options = KeptFilesOptions
+
+    def __init__(self, options: KeptFilesOptions, context: GraderContext) -> None:
+        self._files = options.files
+
+    async def grade(self, task: Task, sandbox: Sandbox, result: HarnessResult) -> Grade:
+        """Compare them; ``changed_files`` counts those that are not so. Raises
+        :class:`~etude.errors.SandboxError`.
+        """
+        changed = [path for path, text in self._files.items() if await _read(sandbox, path) != text]
+        return Grade(value=float(not changed), parts={"changed_files": float(len(changed))})
+
+
+async def _read(sandbox: Sandbox, path: str) -> str | None:
+    try:
+        return await sandbox.read_file(path)
+    except ValueError:  # it is no plain file any more
+        return None
