@@ -50,6 +50,8 @@ PAUSES = Backoff(first_s=0.5, longest_s=30.0, jitter=0.5)
 """Between tries of one call."""
 RETRY_S = 300.0
 """Time after which a call that finds the API busy is given up; its rollout is tried again."""
+UNREACHED_S = 30.0
+"""The same for an API that was never reached: its URL is most likely wrong."""
 CALL_S = 600.0
 """Longest time of one try."""
 CONNECT_S = 15.0
@@ -119,6 +121,8 @@ class _ApiAnswer:
     body: bytes
     content_type: str
     retry_after: str | None = None
+    is_lost: bool = False
+    """True if there was none: the connection failed."""
 
 
 @final
@@ -240,14 +244,16 @@ class Passthrough:
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> tuple[_ApiAnswer, float]:
         """The API's answer, and the seconds of tries that failed and of pauses; it is asked again while it is busy."""
-        began_s = self._clock.now()
+        began_s, is_reached = self._clock.now(), self._has_answered
         for pause_s in PAUSES.delays():
             tried_s = self._clock.now()
             answer = await self._attempt(path, body)
             if answer.status not in BUSY:
                 return answer, tried_s - began_s
+            is_reached |= self._has_answered or not answer.is_lost
             pause_s = max(pause_s, _seconds(answer.retry_after))
-            if self._clock.now() + pause_s > began_s + self._retry_s:
+            patience_s = self._retry_s if is_reached else min(self._retry_s, UNREACHED_S)
+            if self._clock.now() + pause_s > began_s + patience_s:
                 return answer, self._clock.now() - began_s
             await self._clock.sleep(pause_s)
         raise AssertionError("pauses never end")
@@ -262,13 +268,17 @@ class Passthrough:
                 return _ApiAnswer(response.status, await response.read(), kind, retry_after)
         except (aiohttp.ClientError, OSError) as error:  # a missed deadline is an OSError
             words = {"error": {"message": f"{url}: {type(error).__name__}: {error}", "code": "upstream_unavailable"}}
-            return _ApiAnswer(UNAVAILABLE, orjson.dumps(words), JSON_TYPE)
+            return _ApiAnswer(UNAVAILABLE, orjson.dumps(words), JSON_TYPE, is_lost=True)
 
     def _note_fault(self, path: str, answer: _ApiAnswer) -> None:
         """Remember an answer that every other call would get, too: then it is of no use to go on.
 
-        A request that is refused for what it says is one of them as long as none was ever answered.
+        So is none at all of an API that was never reached. A request that is refused for what it says is one of them
+        as long as none was ever answered.
         """
+        if answer.is_lost and not self._has_answered and self.fault is None:
+            message = orjson.loads(answer.body)["error"]["message"]
+            self.fault = UserError(f"the API has never answered: {message}; correct --url, or try again later")
         always = answer.status in REFUSED or (400 <= answer.status < 500 and not self._has_answered)
         if always and path in COMPLETIONS and answer.status not in BUSY and self.fault is None:
             error = error_of(answer.body)["error"]

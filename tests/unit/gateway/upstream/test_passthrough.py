@@ -19,10 +19,12 @@ BODY = {"model": "policy", "messages": [{"role": "user", "content": "one two"}],
 Use = Callable[[Passthrough, Session, aiohttp.ClientSession], Coroutine[None, None, None]]
 
 
-def use(model: ApiModel, work: Use, *, api: Api = "openai", key: str = KEY, retry_s: float = 5.0) -> None:
+def use(
+    model: ApiModel, work: Use, *, api: Api = "openai", key: str = KEY, retry_s: float = 5.0, url: str = ""
+) -> None:
     async def run() -> None:
-        async with aiohttp.ClientSession() as http, serving_model(model) as url:
-            upstream = Upstream(url=url, model="m", api=api, key=key)
+        async with aiohttp.ClientSession() as http, serving_model(model) as its_url:
+            upstream = Upstream(url=url or its_url, model="m", api=api, key=key)
             passthrough = Passthrough(upstream, http, SystemClock(), retry_s=retry_s)
             async with listening(passthrough.app(), 0) as port:
                 passthrough.serves_at(f"http://127.0.0.1:{port}")
@@ -95,6 +97,18 @@ def test_an_api_that_stays_busy_is_given_up_and_said_to_be_unserved() -> None:
         assert await passthrough.close(session.session_id) == ()
 
     use(ApiModel(lambda messages: "ok", [503] * 9), work, retry_s=0.1)
+
+
+def test_an_api_that_was_never_reached_is_a_fault_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.gateway.upstream.passthrough.UNREACHED_S", 0.1)
+
+    async def work(passthrough: Passthrough, session: Session, http: aiohttp.ClientSession) -> None:
+        async with asyncio.timeout(30.0):
+            status, _ = await post(http, session, "chat/completions")
+        assert status == 503
+        assert "has never answered: http://127.0.0.1:9/v1/chat/completions" in str(passthrough.fault)
+
+    use(ApiModel(lambda messages: "ok"), work, retry_s=300.0, url="http://127.0.0.1:9")
 
 
 def test_a_wrong_key_is_a_fault_of_all_calls() -> None:
