@@ -217,7 +217,8 @@ def _two_ends(rng: Random) -> tuple[Json, ...]:
     return low, low + rng.randint(2, 7)
 
 
-_LISTS = {"xs": ("xs", "nums", "data"), "k": ("k", "n"), "x": ("x", "v", "e")}
+_LISTS = {"xs": ("xs", "nums", "data", "items", "rows"), "k": ("k", "n", "m", "y", "z", "h"), "x": ("x", "v", "e")}
+"""Names in programs about lists: of two a small model learns to guess one, of six to copy the one that it has read."""
 
 KINDS: dict[str, ProgramKind] = {
     kind.name: kind
