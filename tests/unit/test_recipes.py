@@ -42,14 +42,27 @@ class Measured:
         return result
 
 
+THREE_KINDS = Measured(
+    "quickstart",
+    "three-kinds",
+    (
+        'tasks.options.kinds=["arith","slice","comp"]',
+        "tasks.options.stub=1.0",
+        "tasks.options.right_edit=0.6",
+        "midtrain.tokens=1200000",
+        "trainer.steps=76",
+        "eval.tasks=246",
+    ),
+)
 ADAPTERS = Measured("pretrained", "lora", ("lora.rank=16", "sft.learning_rate=1e-3", "trainer.learning_rate=3e-4"))
 MEASURED = [Measured(path.parent.name) for path in sorted(RECIPES.glob("*/expected.json"))
-            if path.parent.name != "live"] + [ADAPTERS]  # fmt: skip
+            if path.parent.name != "live"] + [ADAPTERS, THREE_KINDS]  # fmt: skip
 """What days with users come to is :mod:`test_live_recipe`'s."""
 OPERATIONS = "gateway"
 """Where a recipe says how its door is run: ports, keys, limits. Nothing of that decides what is learnt."""
 CLAIMS = {
     "quickstart": (0.70, 0.85),
+    "quickstart three-kinds": (0.65, 0.85),
     "external-harness": (0.10, -0.05),
     "self-summary": (0.20, -0.02),
     "summaries": (0.18, 0.05),
