@@ -252,8 +252,8 @@ class Passthrough:
                 return answer, tried_s - began_s
             is_reached |= self._has_answered or not answer.is_lost
             pause_s = max(pause_s, _seconds(answer.retry_after))
-            patience_s = self._retry_s if is_reached else min(self._retry_s, UNREACHED_S)
-            if self._clock.now() + pause_s > began_s + patience_s:
+            limit_s = self._retry_s if is_reached else min(self._retry_s, UNREACHED_S)
+            if self._clock.now() + pause_s > began_s + limit_s:
                 return answer, self._clock.now() - began_s
             await self._clock.sleep(pause_s)
         raise AssertionError("pauses never end")
