@@ -69,8 +69,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any]
     tree = _read_toml(file)
     for override in overrides:
         apply_override(tree, override)
-    for table in FILE_TABLES:
-        _read_files(tree, table, file)
+    _read_files(tree, file)
     if isinstance(log := tree.get("log"), dict) and "to" in log:
         log["to"] = spell_out(log["to"])
     _change_names(tree, lambda name: plugins.absolute(name, file.parent))
@@ -110,8 +109,7 @@ def load_suite(folder: Path) -> SuiteFile:
     if not file.is_file():
         raise ConfigError(f"no suite at {str(folder)!r}: expected a folder with {SUITE_FILE} in it")
     tree = _read_toml(file)
-    for table in FILE_TABLES:
-        _read_files(tree, table, file)
+    _read_files(tree, file)
     tasks = tree.get("tasks")
     if isinstance(tasks, dict):
         if tasks.get("family") in IN_FOLDERS:
@@ -166,8 +164,13 @@ def _change_names(tree: dict[str, Any], change: Callable[[str], str]) -> None:
                     table[each] = change(table[each])
 
 
-def _read_files(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> None:
-    """Replace ``"@NAME"`` in a table of texts by the text, so that a run holds all that decides it."""
+def _read_files(tree: dict[str, Any], recipe: Path) -> None:
+    """Replace ``"@NAME"`` in every table of texts by the text, so that a run holds all that decides it."""
+    for table in FILE_TABLES:
+        _read_table(tree, table, recipe)
+
+
+def _read_table(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> None:
     files: Any = tree
     for name in table:
         files = files.get(name) if isinstance(files, dict) else None

@@ -27,11 +27,13 @@ class CallTranscript:
     def add(self, request: Mapping[str, Any], answer: bytes) -> None:
         """Add a call, both sides as the API has them. What cannot be read has no words."""
         messages = list(_messages(request))
-        shared = max((_common(messages, earlier) for earlier in self._requests), default=0)
+        common = [_common(messages, earlier) for earlier in self._requests]
+        shared = max(common, default=0)
         fresh = messages[shared:]
         if shared and fresh and fresh[0].get("role") == "assistant":
             fresh = fresh[1:]  # the reply to the request that it goes on from
-        self._requests.append(messages)
+        ended = [earlier for earlier, count in zip(self._requests, common, strict=True) if count < len(earlier)]
+        self._requests = [*ended, messages]  # one that this begins with whole has nothing more to share
         heard = "\n".join(filter(None, (_text(message) for message in fresh)))
         self.calls.append(SpokenCall(heard=heard, text=_reply(answer)))
 
