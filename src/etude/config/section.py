@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationError, ValidationInfo
 
 from etude.config.plugins import Registry
 
@@ -85,6 +85,11 @@ class OptionsOf:
         if near := difflib.get_close_matches(name, options.model_fields, n=1):
             return f"did you mean '{self.section}.{self.table}.{near[0]}'?"
         return f"{chosen} there are {', '.join(options.model_fields) or 'no options'}"
+
+
+def faults_of(error: ValidationError) -> str:
+    """All faults of an invalid value, on one line, each behind its key."""
+    return "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
 
 
 def own_options(thing: object, where: str) -> type[Section]:

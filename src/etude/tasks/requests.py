@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
-from etude.config.section import Section
+from etude.config.section import Section, faults_of
 from etude.errors import ConfigError
 from etude.protocols import FamilyContext, Grade, GraderContext, HarnessResult, Sandbox
 from etude.types import NamedChecks, PromptMessage, Split, Task
@@ -104,8 +104,7 @@ def read_requests(file: Path) -> Iterator[UserRequest]:
         try:
             request = UserRequest.model_validate_json(line)
         except ValidationError as error:
-            faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-            raise ConfigError(f"{file}, line {number}: {faults}") from error
+            raise ConfigError(f"{file}, line {number}: {faults_of(error)}") from error
         first = seen.setdefault(request.task().task_id, number)
         if first != number:
             raise ConfigError(f"{file}, line {number} is line {first} once more: take one of them out")

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 
 from pydantic import ValidationError
 
-from etude.config.section import Section, own_options
+from etude.config.section import Section, faults_of, own_options
 from etude.config.tasks import GRADERS
 from etude.errors import ConfigError
 from etude.protocols import Grade, Grader, GraderContext, HarnessResult, Sandbox
@@ -57,9 +57,8 @@ def find_grader(task: Task, names: Mapping[str, str]) -> tuple[MakeGrader, Secti
         thing = GRADERS.find(names.get(checks.grader, checks.grader))
         options = own_options(thing, where).model_validate_json(json.dumps(dict(checks.options)))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
         fields = ", ".join(own_options(thing, where).model_fields) or "none"
-        raise ConfigError(f"{where}, whose options are {fields}: {faults}") from error
+        raise ConfigError(f"{where}, whose options are {fields}: {faults_of(error)}") from error
     except ValueError as error:
         named = f", or a name of tasks.graders: {', '.join(names)}" if names else ""
         raise ConfigError(f"{where}: {error}{named}") from error
