@@ -3,12 +3,13 @@
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from s3_server import S3Server
 
 settings.register_profile(
     "ours",
@@ -67,12 +68,9 @@ def postgresql() -> None:
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
     """The URL of a server that speaks S3 and has one bucket."""
-    from moto.server import ThreadedMotoServer  # takes a second, which only these tests need
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    bucket = urllib.request.Request(f"http://{host}:{port}/bucket", method="PUT")
-    with urllib.request.urlopen(bucket, timeout=30):
-        yield f"http://{host}:{port}"
-    server.stop()
+    server = S3Server()
+    try:
+        server.make_bucket()
+        yield server.endpoint
+    finally:
+        server.stop()

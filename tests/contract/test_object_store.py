@@ -6,25 +6,19 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Thread
-from typing import TYPE_CHECKING
-from urllib.request import Request, urlopen
+from threading import Barrier
 
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
 
 from etude.errors import DamagedError, InfrastructureError, UserError
 from etude.objects import CLOCK_FOLDER, Objects, ObjectStore, StoreOptions, check_put_if_absent
 from etude.weights.log import WeightLog
 from etude.weights.records import Link
 from faulty_store import FaultyStore
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+from s3_server import S3Server
 
 ANCHOR = Link(source=None, source_digest=None, target=0, digest="0" * 32, layout="0" * 64, packs=())
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
@@ -88,27 +82,15 @@ def test_a_storage_that_keeps_its_promise_passes_the_check(store: Objects) -> No
 
 
 def test_a_server_that_overlooks_the_condition_cannot_hold_a_log() -> None:
-    server = make_server("127.0.0.1", 0, overlooking(DomainDispatcherApplication(create_backend_app)), threaded=True)
-    Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
+    server = S3Server(before=lambda environ: environ.pop("HTTP_IF_NONE_MATCH", None))
     try:
-        with urlopen(Request(f"{endpoint}/bucket", method="PUT")):
-            store = ObjectStore("s3://bucket/runs/one", cloud(endpoint))
+        server.make_bucket()
+        store = ObjectStore("s3://bucket/runs/one", cloud(server.endpoint))
         with pytest.raises(UserError, match=r"s3://bucket/runs/one overwrites objects .* If-None-Match"):
             WeightLog(store).add_link(ANCHOR)
         assert store.list("") == []
     finally:
-        server.shutdown()
-
-
-def overlooking(application: "WSGIApplication") -> "WSGIApplication":
-    """The same server, but without a sense for conditions."""
-
-    def serve(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        environ.pop("HTTP_IF_NONE_MATCH", None)
-        return application(environ, start_response)
-
-    return serve
+        server.stop()
 
 
 @pytest.mark.parametrize("key", ["../escape", "a//b", "a/../../b"])

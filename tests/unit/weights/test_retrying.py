@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import final
 
 import pytest
-from moto.server import ThreadedMotoServer
 
 from etude.errors import InfrastructureError
 from etude.objects import Objects, ObjectStore, RetryingStore, StoreOptions
@@ -13,6 +12,7 @@ from etude.weights.log import WeightLog
 from etude.weights.publish import Publisher
 from etude.weights.pull import pull
 from faulty_store import Failure, FaultyStore
+from s3_server import S3Server
 from smalldisk import fill, small_disk
 from synthetic_updates import synthetic_version
 
@@ -37,11 +37,10 @@ class Bucket(Counted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.away = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self.away.start()
-        host, self._port = self.away.get_host_and_port()
+        self._server = S3Server()
+        self._server.make_bucket()
         self.options = StoreOptions(
-            endpoint=f"http://{host}:{self._port}",
+            endpoint=self._server.endpoint,
             allow_http=True,
             region="us-east-1",
             access_key_id="id",
@@ -50,13 +49,12 @@ class Bucket(Counted):
         )
 
     def leave(self) -> None:
-        self.away.stop()
+        self._server.stop()
 
     def failed(self, error: InfrastructureError, *, again: bool) -> None:
         super().failed(error, again=again)
         if self.failures == 3:
-            self.away = ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
-            self.away.start()
+            self._server = S3Server(self._server.port)
 
 
 def test_failures_are_tried_again_and_answers_are_not(tmp_path: Path) -> None:
@@ -91,7 +89,6 @@ def test_a_bucket_that_goes_away_and_comes_back_has_every_version() -> None:
         def opened() -> Objects:
             return ObjectStore(url, bucket.options)
 
-        _make_bucket(bucket)
         log = WeightLog(RetryingStore(url, opened, bucket))
         with Publisher(log) as publisher:
             publisher.publish(synthetic_version(0), version=0, step=0).result()
@@ -102,11 +99,3 @@ def test_a_bucket_that_goes_away_and_comes_back_has_every_version() -> None:
         assert pull(log).digest == record.digest == state_digest(synthetic_version(1))
     finally:
         bucket.leave()
-
-
-def _make_bucket(bucket: Bucket) -> None:
-    import urllib.request
-
-    request = urllib.request.Request(f"{bucket.options.endpoint}/bucket", method="PUT")
-    with urllib.request.urlopen(request, timeout=30):
-        pass
