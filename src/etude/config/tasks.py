@@ -42,6 +42,10 @@ class BugfixOptions(Section):
 
     kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = ("arith", "slice", "comp")
     """Kinds of planted-bug template in the family."""
+    untrained: tuple[str, ...] = ()
+    """Those of ``kinds`` of which RL has no task: they are imitated in mid-training and tried in evaluations, which say
+    what carries over to them.
+    """
     hidden_label: bool = False
     """True if the right line returns a label beside its value, a word that only the output of the failing test tells:
     ``return [a + b, 'elm']``.
@@ -82,6 +86,10 @@ class BugfixOptions(Section):
     @model_validator(mode="after")
     def _effective(self) -> Self:
         section = "tasks.options"
+        if strange := [kind for kind in self.untrained if kind not in self.kinds]:
+            raise ValueError(f"{section}.untrained: {strange[0]!r} is none of {section}.kinds = {list(self.kinds)}")
+        if not set(self.kinds) - set(self.untrained):
+            raise ValueError(f"{section}.untrained: RL has no task, for these are all of {section}.kinds")
         if self.hidden_label and "loop" in self.kinds:
             raise ValueError(
                 f"{section}.hidden_label = true needs an answer line that returns the result, which kinds = 'loop' has "

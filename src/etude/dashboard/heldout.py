@@ -8,8 +8,10 @@ Where every reward is 0 or 1 the pass rate says it all. Rewards that are fractio
 it stands how many tasks passed, which ``eval.pass_at`` decides.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import TypeAlias
 
 from etude.dashboard import formatting
@@ -22,6 +24,8 @@ RATES = {"sampled": "pass", "greedy": "greedy"}
 """Way → what its pass rate is called."""
 PREFIXES = {"sampled": "", "greedy": "greedy_"}
 """Way → how its other figures begin."""
+MOST_KINDS = 8
+"""Most kinds of template that are told apart."""
 Values: TypeAlias = Sequence[float | None]
 """One for each held-out task; ``None``: it was not tried."""
 
@@ -51,7 +55,12 @@ def heldout_figures(before: EvalDone | None, after: EvalDone | None) -> dict[str
             section[f"{prefix}calls_{label}"] = _calls(getattr(done, f"{way}_calls")) if done else None
         section |= _difference(prefix, _passed(before, way), _passed(after, way), clusters)
         section |= _difference(f"{prefix}reward_", _rewards(before, way), _rewards(after, way), clusters)
-    return section
+    return section | {"kinds": _kinds(before, after) if newest else None}
+
+
+def kind_of(template: str) -> str:
+    """The beginning of a template's name: ``comp`` of ``comp|even|double {x}|sum``, a project of ``project:module``."""
+    return re.split(r"[|:/]", template, maxsplit=1)[0]
 
 
 def pays_fractions(done: EvalDone) -> bool:
@@ -61,6 +70,31 @@ def pays_fractions(done: EvalDone) -> bool:
 
 def _calls(turns: Sequence[Mapping[str, float]]) -> list[Json]:
     return [{name: _ratio(share) for name, share in turn.items()} for turn in turns]
+
+
+def _kinds(before: EvalDone | None, after: EvalDone | None) -> list[Json]:
+    """Pass rates of each kind of template, in order of their names; none where templates are of one kind, of too many
+    or each of its own.
+    """
+    newest = after or before
+    templates = newest.clusters if newest else []
+    kinds = [kind_of(template) for template in templates]
+    if not 1 < len(set(kinds)) <= min(MOST_KINDS, len(set(templates)) - 1):
+        return []
+    rows: list[Json] = []
+    for kind in sorted(set(kinds)):
+        row: dict[str, Json] = {"kind": kind, "n": kinds.count(kind)}
+        for way, rate in RATES.items():
+            for label, done in (("before", before), ("after", after)):
+                is_known = done is newest or _have_same_tasks(before, after)
+                row[f"{rate}_{label}"] = _share(_passed(done, way), [is_known and each == kind for each in kinds])
+        rows.append(row)
+    return rows
+
+
+def _share(passed: Values, chosen: Sequence[bool]) -> float | None:
+    tried = [float(each) for each in compress(passed, chosen) if each is not None]
+    return _ratio(sum(tried) / len(tried)) if tried else None
 
 
 def _have_same_tasks(before: EvalDone | None, after: EvalDone | None) -> bool:

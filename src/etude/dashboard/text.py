@@ -22,6 +22,7 @@ from etude.dashboard.formatting import (
     small_percent,
     write_metric,
 )
+from etude.dashboard.heldout import RATES
 from etude.dashboard.report import ends, shares
 from etude.dashboard.run_metrics import TRAIN, RunMetrics, Tally, total
 from etude.telemetry.events import AlertChanged, Logged, SinkFailed, StepDone
@@ -43,6 +44,7 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
             f"{duration(of('seconds.total'))} in all"
             + "".join(f", {name} {duration(seconds)}" for name, seconds in phases(report)),
         ),
+        *_kinds(report),
         ("steps", count(of("steps"))),
         ("signal", _signal(report)),
         (
@@ -106,6 +108,24 @@ def _is_off(config: Mapping[str, Json], phase: str) -> bool:
     """True where there was nothing to do in a phase: it is entered all the same, to hand the model on."""
     section = config.get(phase)
     return phase == "midtrain" and isinstance(section, dict) and section.get("tokens") == 0
+
+
+def _kinds(report: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """A row for each kind of held-out task, of several; reports of older versions have none."""
+    heldout = report["heldout"]
+    rows = heldout.get("kinds") if isinstance(heldout, dict) else None
+    return [
+        (
+            str(row["kind"]),
+            ", ".join(
+                f"{way} {percent(number_at(row, f'{rate}_before'))} → {percent(number_at(row, f'{rate}_after'))}"
+                for way, rate in RATES.items()
+            )
+            + f" of {count(number_at(row, 'n'))} tasks",
+        )
+        for row in (rows if isinstance(rows, list) else [])
+        if isinstance(row, dict)
+    ]
 
 
 def _signal(report: Mapping[str, Json]) -> str:

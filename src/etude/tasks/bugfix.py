@@ -108,6 +108,7 @@ class BugfixFamily:
         self._seed = seed
         self._options = options
         self.kinds: tuple[ProgramKind, ...] = tuple(KINDS[name] for name in options.kinds)
+        self._trained = tuple(kind for kind in self.kinds if kind.name not in options.untrained)
         self._heldout = choose_heldout(self.kinds, heldout_every)
         self._choices = {(kind.name, split): self.templates(kind, split) for kind in self.kinds for split in Split}
         chosen = [(kind, parts) for kind in self.kinds for parts in self.templates(kind, Split.HELDOUT)]
@@ -135,24 +136,35 @@ class BugfixFamily:
         """Task number ``index`` of a split; deterministic in the seed (training) or fixed (held out)."""
         if split is Split.HELDOUT:
             return self._heldout_tasks.task(index)
-        return _task(*self.graded_problem(split, Random(f"task|{self._seed}|{split}|{index}")), split)
+        rng = Random(f"task|{self._seed}|{split}|{index}")
+        return _task(*self.graded_problem(split, rng, kinds=self._trained), split)
 
     def graded_problem(
-        self, split: Split, rng: Random, of: tuple[ProgramKind, Parts] | None = None
+        self,
+        split: Split,
+        rng: Random,
+        of: tuple[ProgramKind, Parts] | None = None,
+        kinds: Sequence[ProgramKind] | None = None,
     ) -> tuple[Problem, FunctionChecks]:
-        """Draw a problem together with cases on which its bug shows; ``of`` is as in :meth:`problem`."""
+        """Draw a problem together with cases on which its bug shows; ``of`` and ``kinds`` as in :meth:`problem`."""
         while True:
-            problem = self.problem(split, rng, of)
+            problem = self.problem(split, rng, of, kinds)
             checks = self._checks(problem, rng)
             if checks is not None:
                 return problem, checks
 
-    def problem(self, split: Split, rng: Random, of: tuple[ProgramKind, Parts] | None = None) -> Problem:
+    def problem(
+        self,
+        split: Split,
+        rng: Random,
+        of: tuple[ProgramKind, Parts] | None = None,
+        kinds: Sequence[ProgramKind] | None = None,
+    ) -> Problem:
         """Draw a program and break it; on the training side nothing forbidden is used. ``of`` gives kind and template,
-        which are drawn otherwise.
+        which are drawn otherwise, of some ``kinds`` or of all.
         """
         while True:
-            kind = of[0] if of else rng.choice(self.kinds)
+            kind = of[0] if of else rng.choice(kinds or self.kinds)
             template = of[1] if of else rng.choice(self._choices[kind.name, split])
             naming = rng.choice(kind.namings)
             function = rng.choice(FUNCTION_NAMES)

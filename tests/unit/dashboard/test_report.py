@@ -78,6 +78,22 @@ def test_evaluations_of_other_tasks_are_not_paired(config: RunConfig) -> None:
     assert (section["pass_before"], section["pass_after"], section["stderr"]) == (0.125, 0.25, None)
 
 
+def test_each_kind_of_template_has_its_rates(config: RunConfig) -> None:
+    before, after = evaluation("before", 0, 8, 0), evaluation("after", 0, 16, 64)
+    names = [f"arith|{index}" for index in range(32)] + [f"comp|{index}" for index in range(32)]
+    report = _report_of([replace(event, clusters=names) for event in (before, after)], config)
+    section = report["heldout"]
+    assert isinstance(section, dict)
+    assert isinstance(section["kinds"], list)
+    first, second = section["kinds"]
+    rates = {"pass_before": 0.0, "pass_after": 0.0, "greedy_before": 0.0, "greedy_after": 1.0}
+    assert first == {"kind": "arith", "n": 32} | rates | {"pass_before": 0.25, "pass_after": 0.5}
+    assert second == {"kind": "comp", "n": 32} | rates
+    assert dict(summary(report))["arith"] == "sampled 25.0% → 50.0%, greedy 0.0% → 100.0% of 32 tasks"
+    of_one = _report_of([before, after], config)["heldout"]
+    assert isinstance(of_one, dict) and of_one["kinds"] == []
+
+
 def test_an_evaluation_of_an_older_log_has_its_rates(config: RunConfig) -> None:
     old = [
         EvalDone(

@@ -122,3 +122,19 @@ def test_whole_templates_are_held_out() -> None:
         assert heldout
         assert not train & heldout
         assert train | heldout == set(kind.templates)
+
+
+def test_of_an_untrained_kind_rl_has_no_task_and_mid_training_and_evaluations_have_some() -> None:
+    options = BugfixOptions(kinds=("arith", "range"), untrained=("range",))
+    family = BugfixFamily(options, seed=0)
+    assert {family.task(Split.TRAIN, index).template.partition("|")[0] for index in range(60)} == {"arith"}
+    assert "range" in {family.task(Split.HELDOUT, index).template.partition("|")[0] for index in range(60)}
+    demonstrations, rng = BugfixDemonstrations(family, options), Random(0)
+    shown = "".join(message.content for _ in range(30) for message in demonstrations.session(rng))
+    assert "range(" in shown and "return (" in shown
+
+
+@pytest.mark.parametrize(("untrained", "fault"), [("comp", "'comp' is none of"), ("arith", "RL has no task")])
+def test_untrained_kinds_that_cannot_be_are_refused(untrained: str, fault: str) -> None:
+    with pytest.raises(ValueError, match=f"tasks.options.untrained: {fault}"):
+        BugfixOptions(kinds=("arith",), untrained=(untrained,))
