@@ -92,6 +92,46 @@ class TrainerNodesConfig(Section):
     """Port of the first node at which the others meet it."""
 
 
+PRODUCTIONS = Registry("regions.lending.production", "production", {"metrics": "etude.run.lending:MetricsProduction"})
+"""Ways to ask production for its load: a class that is a :class:`~etude.fleet.lending.Production`, made of the
+:class:`LendingConfig`.
+"""
+
+
+class LendingConfig(Section):
+    """``[regions.lending]``: when a region's lent engines run, which is while production leaves their machines idle.
+
+    Without it they always run, until somebody stops them: Kubernetes for pods of production, or `etude fleet drain`.
+    """
+
+    places: int = Field(default=0, ge=0)
+    """Calls that one of production's engines answers well at a time; 0: nothing is lent or taken back by itself."""
+    slo_first_token_s: float = Field(default=1.0, gt=0)
+    """95th percentile of production's time to a first token that is not to be exceeded."""
+    production: Annotated[str, AfterValidator(PRODUCTIONS)] = "metrics"
+    """Source of production's load: ``metrics``, or a class of your own (``module:Class``)."""
+    metrics: tuple[str, ...] = ()
+    """URLs of the Prometheus pages of all of production's engines, or of its gateways: vLLM's, SGLang's or étude's."""
+    own: int = Field(default=1, ge=0)
+    """Engines of production on machines that are never lent, besides these."""
+    margin: float = Field(default=0.25, ge=0, le=4)
+    """Share of production's calls that there is room for besides, at least; it grows where that was too little."""
+    lead_s: float = Field(default=120.0, ge=0)
+    """Seconds from a machine's return until production's engine serves on it."""
+    calm_s: float = Field(default=60.0, ge=0)
+    """Seconds for which a machine is not needed before it is lent."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if self.places and self.production == "metrics" and not self.metrics:
+            raise ValueError("regions.lending: metrics is empty: name the pages that production's load is read from, "
+                             "such as metrics = ['http://HOST:8000/metrics'], or set places = 0")  # fmt: skip
+        if not self.places:
+            self.refuse_idle("regions.lending", ["slo_first_token_s", "metrics", "own", "margin", "lead_s", "calm_s"],
+                             "with places = 0, by which nothing is lent by itself")  # fmt: skip
+        return self
+
+
 class RegionConfig(Section):
     """``[[regions]]``: one place with machines that are near each other."""
 
@@ -104,6 +144,8 @@ class RegionConfig(Section):
     engines: int = Field(default=0, ge=0)
     lent_engines: int = Field(default=0, ge=0)
     """Those of the engines that are on machines that production takes back when it needs them."""
+    lending: LendingConfig = LendingConfig()
+    """When those run."""
     relays: int = Field(default=2, ge=1)
     """Processes that bring weights here: one is active, the others stand by. The home region needs none."""
     sandbox_hosts: int = Field(default=0, ge=0)
@@ -119,6 +161,9 @@ class RegionConfig(Section):
         if self.lent_engines > self.engines:
             raise ValueError(f"regions: {self.name}: lent_engines = {self.lent_engines} are more than its engines = "
                              f"{self.engines}")  # fmt: skip
+        if self.lending.places and not self.lent_engines:
+            raise ValueError(f"regions: {self.name} has [regions.lending] and no lent_engines: set lent_engines = 1 or "
+                             f"more")  # fmt: skip
         return self
 
     def is_lent(self, replica: int) -> bool:

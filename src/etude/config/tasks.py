@@ -40,7 +40,9 @@ TOOL_HABITS = ("files", "search", "bad_call", "correct_call", "reminded")
 class BugfixOptions(Section):
     """Planted bugs in short files, and the imperfect agent that mid-training imitates on them."""
 
-    kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = ("arith", "slice", "comp")
+    kinds: tuple[Literal["arith", "slice", "comp", "loop", "range"], ...] = Field(
+        default=("arith", "slice", "comp"), min_length=1
+    )
     """Kinds of planted-bug template in the family."""
     untrained: tuple[str, ...] = ()
     """Those of ``kinds`` of which RL has no task: they are imitated in mid-training and tried in evaluations, which say

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
+from etude.config.fleet import FleetConfig
 from etude.fleet.launcher import LauncherUnavailable
 from etude.fleet.reconciler import Reconciler
 from etude.fleet.specs import ProcessSpec, ProcessStatus
 from etude.run.folder import RunFolder
+from etude.run.lending import RegionLenders
 from etude.run.placement import RunPlacement
 from etude.run.serving import STOP_S
 from etude.storage import fullest
@@ -51,6 +53,8 @@ class Supervisor:
         self._notify = notify
         self._state = placement.state
         self._specs_of = placement.specs_of
+        self._lenders = RegionLenders(folder.path, notify)
+        self._lenders.follow(placement.fleet, specs)
         self._reconciler = Reconciler(specs, heartbeat_timeout_s=heartbeat_timeout_s)
         self._incarnations: dict[str, set[str]] = {spec.name: set() for spec in specs}
         self._unreachable_s: float | None = None
@@ -63,7 +67,7 @@ class Supervisor:
         Raises :class:`~etude.errors.EtudeError` where a restart would not help.
         """
         if self._state is not None and (desired := self._state.changed()) is not None:
-            self._follow(self._specs_of(desired))
+            self._follow(desired.fleet, self._specs_of(desired))
         try:
             self._reconcile()
             self._unreachable_s = None
@@ -80,13 +84,16 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stop all processes at once: first by signal, then by kill."""
+        self._lenders.close()
         self._launcher.remove(*(spec.name for spec in self._specs), grace_s=STOP_S)
 
     @property
     def _drained(self) -> frozenset[str]:
-        return frozenset() if self._state is None else self._state.drained
+        """Processes that are not to run: as somebody wishes, or because production has their machines."""
+        by_hand = frozenset[str]() if self._state is None else self._state.drained
+        return by_hand | self._lenders.withheld
 
-    def _follow(self, specs: Sequence[ProcessSpec]) -> None:
+    def _follow(self, fleet: FleetConfig, specs: Sequence[ProcessSpec]) -> None:
         """Change what is to run, and say so."""
         before, after = ({spec.name for spec in some} for some in (self._specs, specs))
         changes = [f"{word} {', '.join(sorted(names))}" for word, names in
@@ -96,11 +103,13 @@ class Supervisor:
         for name in after - before:
             self._incarnations.setdefault(name, set())
         self._specs = tuple(specs)
+        self._lenders.follow(fleet, specs)
         self._reconciler.follow(specs)
 
     def _reconcile(self) -> None:
         self.statuses = self._launcher.look()
         self._record_starts()
+        self._lenders.see(name for name, status in self.statuses.items() if _has_machine(status))
         actions = self._reconciler.step(self.statuses, time.monotonic(), drained=self._drained)
         for line in actions.notices:
             self._notify(line)
@@ -141,3 +150,7 @@ class Supervisor:
             self._notify(f"{error}; what runs there goes on, and is looked at again for {OUTAGE_S:g} s")
         if now_s - self._unreachable_s > OUTAGE_S:
             raise error
+
+
+def _has_machine(status: ProcessStatus) -> bool:
+    return status.exit_status is None and not status.is_pending

@@ -82,7 +82,9 @@ changed_runs = st.builds(
         heldout_every=st.integers(2, 50),
         options=st.builds(
             BugfixOptions,
-            kinds=st.lists(st.sampled_from(["arith", "slice", "comp", "loop", "range"]), max_size=5).map(tuple),
+            kinds=st.lists(st.sampled_from(["arith", "slice", "comp", "loop", "range"]), min_size=1, max_size=5).map(
+                tuple
+            ),
         ),
     ),
     trainer=st.builds(

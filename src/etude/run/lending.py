@@ -1,0 +1,257 @@
+"""Lends a region's machines to its rollouts while production leaves them idle.
+
+    consumes   production's load, every ``LOOK_S``, by default from its Prometheus pages; which processes run
+    produces   the engines that are not to run now, for the region's supervisor; what was learnt of the week, a file
+    waits for  nothing: while production does not answer, all machines are its own
+    on stop    nothing is kept but the forecast: a successor lends again once it has been calm for ``calm_s``
+
+The decisions are :mod:`etude.fleet.lending`'s. A machine is given back by the end of its engine: the supervisor stops
+it, and its calls go on elsewhere behind their last token (:mod:`etude.gateway.routing.pool`).
+"""
+
+import json
+import logging
+import math
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from http.client import HTTPException
+from pathlib import Path
+from threading import Event, Thread
+from typing import cast, final
+
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from etude.clock import unix_s
+from etude.closing import Closing
+from etude.config.fleet import PRODUCTIONS, FleetConfig, LendingConfig
+from etude.errors import ConfigError, InfrastructureError
+from etude.fleet.lending import Forecast, LendingLimits, LendingTable, Production, ProductionLoad
+from etude.fleet.specs import ProcessSpec
+
+LOOK_S = 0.5
+"""Interval at which production is asked."""
+ANSWER_S = 2.0
+"""Longest time for a page of metrics."""
+WINDOW_S = 30.0
+"""Time over which production's first tokens are judged."""
+PERCENTILE = 0.95
+RUNNING = frozenset({"vllm:num_requests_running", "sglang:num_running_reqs", "etude_calls_inflight"})
+WAITING = frozenset({"vllm:num_requests_waiting", "sglang:num_queue_reqs", "etude_calls_waiting"})
+FIRST_TOKEN = frozenset(
+    {"vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds", "etude_first_token_seconds"}
+)
+"""Names of gauges and of a histogram on pages of vLLM, SGLang and étude's gateways."""
+ROLLOUTS = {"traffic": "rollout"}
+"""Labels of samples that are not of production's users."""
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class MetricsProduction:
+    """Reads production's load from Prometheus pages; implements :class:`~etude.fleet.lending.Production`."""
+
+    def __init__(self, config: LendingConfig, now: Callable[[], float] = time.monotonic) -> None:
+        self._urls = config.metrics
+        self._now = now
+        self._seen: deque[tuple[float, Mapping[float, float]]] = deque()
+        """Time → calls so far whose first token came within so many seconds."""
+
+    def load(self) -> ProductionLoad:
+        """The sums over all pages, and the 95th percentile of the last ``WINDOW_S``."""
+        metrics = [metric for url in self._urls for metric in self._page(url)]
+        now, buckets = self._now(), first_tokens(metrics)
+        while self._seen and now - self._seen[0][0] > WINDOW_S:
+            self._seen.popleft()
+        self._seen.append((now, buckets))
+        earlier = self._seen[0][1]
+        recent = {bound: max(0.0, count - earlier.get(bound, 0.0)) for bound, count in buckets.items()}
+        return ProductionLoad(
+            running=round(_total(metrics, RUNNING)),
+            waiting=round(_total(metrics, WAITING)),
+            first_token_p95_s=quantile(recent, PERCENTILE),
+        )
+
+    def _page(self, url: str) -> list[Metric]:
+        try:
+            with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
+                return list(text_string_to_metric_families(answer.read().decode()))
+        except (OSError, HTTPException, ValueError) as error:
+            raise InfrastructureError(f"production's page {url} cannot be read: {error}") from error
+
+
+def first_tokens(metrics: Iterable[Metric]) -> dict[float, float]:
+    """Upper bound in seconds → production's calls so far whose first token came within it."""
+    buckets: dict[float, float] = {}
+    for metric in metrics:
+        for sample in metric.samples if metric.name in FIRST_TOKEN else ():
+            if sample.name.endswith("_bucket") and not ROLLOUTS.items() <= sample.labels.items():
+                bound = float(sample.labels["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+    return buckets
+
+
+def quantile(buckets: Mapping[float, float], share: float) -> float | None:
+    """A quantile of a histogram with cumulative ``buckets``, straight within the bucket, as Prometheus'
+    ``histogram_quantile``; the last finite bound for what is beyond it, ``None`` where nothing was counted.
+    """
+    total = buckets.get(math.inf, 0.0)
+    if total <= 0:
+        return None
+    low, below = 0.0, 0.0
+    for bound, count in sorted(buckets.items()):
+        if count >= share * total:
+            return low if math.isinf(bound) else low + (bound - low) * (share * total - below) / (count - below)
+        low, below = bound, count
+    return low
+
+
+def _total(metrics: Iterable[Metric], names: frozenset[str]) -> float:
+    samples = (sample for metric in metrics if metric.name in names for sample in metric.samples)
+    return sum(sample.value for sample in samples if not ROLLOUTS.items() <= sample.labels.items())
+
+
+@final
+class Lender(Closing):
+    """One region's lending, on a thread of its own, from :meth:`start` on."""
+
+    def __init__(
+        self,
+        config: LendingConfig,
+        engines: Sequence[str],
+        production: Production,
+        forecast: Path,
+        notify: Callable[[str], None],
+    ) -> None:
+        """``engines`` are the processes on machines that may be lent, the file ``forecast`` is what was learnt."""
+        own = [f"production-{number}" for number in range(config.own)]
+        limits = LendingLimits(
+            slo_first_token_s=config.slo_first_token_s,
+            places=config.places,
+            keep=config.own,
+            margin=config.margin,
+            lead_s=config.lead_s,
+            calm_s=config.calm_s,
+        )
+        self.withheld = frozenset(engines)
+        """Engines whose machines are production's now: they are not to run."""
+        self._table = LendingTable([*own, *engines], limits, _read(forecast))
+        self._engines = frozenset(engines)
+        self._production = production
+        self._file, self._written = forecast, ""
+        self._notify = notify
+        self._running: frozenset[str] = frozenset()
+        self._is_away = False
+        self._closed = Event()
+        self._thread = Thread(target=self._follow, name="lending", daemon=True)
+
+    def start(self) -> None:
+        """Look from now on, until closed."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_S * 2)
+
+    def see(self, running: Iterable[str]) -> None:
+        """Take note of the processes that run: a machine is production's again once its engine has ended."""
+        self._running = self._engines & frozenset(running)
+
+    def look(self, now_s: float) -> None:
+        """Ask production once, and decide, at ``now_s`` of a clock with weeks of equal length."""
+        try:
+            load, trouble = self._production.load(), ""
+        except InfrastructureError as error:
+            load, trouble = None, str(error)
+        decision = self._table.step(load, self._running, now_s)
+        self.withheld -= frozenset(decision.lend)
+        self.withheld |= frozenset(decision.recall)
+        self._tell(decision.lend, decision.recall, load, trouble)
+        if (learnt := self._table.forecast.to_json()) != self._written:
+            self._file.write_text(learnt, encoding="utf-8")
+            self._written = learnt
+
+    def _tell(self, lend: Sequence[str], recall: Sequence[str], load: ProductionLoad | None, trouble: str) -> None:
+        if bool(trouble) != self._is_away:
+            self._is_away = bool(trouble)
+            self._notify(f"{trouble}; its machines are its own until it can" if trouble else "production answers again")
+        calls = "" if load is None else f": production has {load.calls} calls"
+        for word, names in (("lent", lend), ("given back", recall)):
+            if names:
+                self._notify(f"{word}: the machines of {', '.join(names)}{calls}")
+
+    def _follow(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            try:
+                self.look(unix_s())
+            except Exception:
+                logger.exception("production was not looked at; it is tried again")
+
+
+@final
+class RegionLenders(Closing):
+    """The lenders of all regions that one supervisor has engines in; they change with its fleet."""
+
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+        """Their forecasts are files of ``folder``."""
+        self._folder, self._notify = folder, notify
+        self._lenders: dict[str, Lender] = {}
+        self._made_of: dict[str, tuple[LendingConfig, tuple[str, ...]]] = {}
+
+    @property
+    def withheld(self) -> frozenset[str]:
+        """Engines that are not to run now."""
+        return frozenset[str]().union(*(lender.withheld for lender in self._lenders.values()))
+
+    def follow(self, fleet: FleetConfig, specs: Iterable[ProcessSpec]) -> None:
+        """Lend for the regions that the fleet says so of, from now on; what is as before goes on.
+
+        Raises :class:`~etude.errors.ConfigError` for a production that cannot be made.
+        """
+        lent = [spec for spec in specs if spec.is_lent]
+        lending = {
+            region.name: (region.lending, tuple(spec.name for spec in lent if spec.region == region.name))
+            for region in fleet.regions
+            if region.lending.places
+        }
+        for name in [name for name, made_of in self._made_of.items() if lending.get(name) != made_of]:
+            self._lenders.pop(name).close()
+            del self._made_of[name]
+        for name, (config, engines) in lending.items():
+            if engines and name not in self._lenders:
+                forecast = self._folder / f"lending-{name}.json"
+                lender = Lender(config, engines, make_production(config), forecast, self._notify)
+                self._lenders[name], self._made_of[name] = lender, (config, engines)
+                lender.start()
+
+    def see(self, running: Iterable[str]) -> None:
+        """Take note of the processes that run."""
+        names = frozenset(running)
+        for lender in self._lenders.values():
+            lender.see(names)
+
+    def close(self) -> None:
+        """Lend no longer."""
+        for lender in self._lenders.values():
+            lender.close()
+
+
+def make_production(config: LendingConfig) -> Production:
+    """Production as the fleet names it. Raises :class:`~etude.errors.ConfigError` for what cannot be made."""
+    try:
+        return cast("Production", PRODUCTIONS.make(config.production, config))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _read(file: Path) -> Forecast | None:
+    """The forecast of an earlier supervisor; ``None`` for a file that is damaged or not there."""
+    try:
+        return Forecast.learnt(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError, ValueError):
+        return None
