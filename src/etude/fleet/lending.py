@@ -6,8 +6,8 @@
 
     FREE ──lend──▶ LENT ──recall──▶ RECALLED ──its rollouts are elsewhere──▶ FREE
 
-Production comes first. It keeps as many engines as it needs for what is in progress and waits, or for what the hours
-ahead brought in earlier weeks, whichever is more, with a margin; the others are lent. One is given back before it is
+Production comes first. It keeps as many engines as it needs for what is in progress, with a margin, or for the most
+that the hours ahead brought in earlier weeks, whichever is more; the others are lent. One is given back before it is
 needed, since an engine of production takes ``lead_s`` to serve again. Where the forecast was too low, production waits
 or comes near the recipe's bound on the time to a first token: then all are given back at once, and the margin grows
 (additive decrease, multiplicative increase, the mirror image of TCP's congestion window). Lending again waits until
@@ -252,7 +252,8 @@ class LendingTable:
             ahead = float(load.calls + limits.places)  # an hour that nobody saw may bring more: one engine's fill
         else:
             ahead = self.forecast.expected(now, now + limits.lead_s + limits.calm_s)
-        calls = max(float(load.calls), ahead) * (1 + self.margin)
+        # A forecast is of the most that an hour had: it needs no more room than what trouble has taught.
+        calls = max(load.calls * (1 + self.margin), ahead * (1 + self.margin - limits.margin))
         return min(len(self._records), max(limits.keep, math.ceil(calls / limits.places)))
 
     def _adapt(self, *, in_trouble: bool, now: float) -> None:
