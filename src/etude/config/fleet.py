@@ -132,6 +132,25 @@ class LendingConfig(Section):
         return self
 
 
+class ScalingConfig(Section):
+    """``[regions.scaling]``: how many engines a region may have, while the run changes their number by itself."""
+
+    most: int = Field(default=0, ge=0)
+    """0: the number of engines stays as it is."""
+    fewest: int = Field(default=1, ge=0)
+    cost_per_hour: float = Field(default=1.0, ge=0)
+    """Price of one engine, in any currency: the cheapest region grows first."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Self:
+        if not self.most:
+            self.refuse_idle("regions.scaling", ["fewest", "cost_per_hour"],
+                             "with most = 0, by which the number of engines stays as it is")  # fmt: skip
+        elif self.fewest > self.most:
+            raise ValueError(f"regions.scaling: fewest = {self.fewest} is more than most = {self.most}")
+        return self
+
+
 class RegionConfig(Section):
     """``[[regions]]``: one place with machines that are near each other."""
 
@@ -146,6 +165,8 @@ class RegionConfig(Section):
     """Those of the engines that are on machines that production takes back when it needs them."""
     lending: LendingConfig = LendingConfig()
     """When those run."""
+    scaling: ScalingConfig = ScalingConfig()
+    """Bounds between which the number of engines follows the trainer."""
     relays: int = Field(default=2, ge=1)
     """Processes that bring weights here: one is active, the others stand by. The home region needs none."""
     sandbox_hosts: int = Field(default=0, ge=0)
@@ -164,6 +185,12 @@ class RegionConfig(Section):
         if self.lending.places and not self.lent_engines:
             raise ValueError(f"regions: {self.name} has [regions.lending] and no lent_engines: set lent_engines = 1 or "
                              f"more")  # fmt: skip
+        if self.scaling.most and not self.scaling.fewest <= self.engines <= self.scaling.most:
+            raise ValueError(f"regions: {self.name}: engines = {self.engines} is not within its [regions.scaling], "
+                             f"{self.scaling.fewest} to {self.scaling.most}")  # fmt: skip
+        if self.scaling.most and self.lent_engines:
+            raise ValueError(f"regions: {self.name} has [regions.scaling] and lent_engines, whose machines are not the "
+                             f"run's to give up: make them a region of their own")  # fmt: skip
         return self
 
     def is_lent(self, replica: int) -> bool:
@@ -188,6 +215,8 @@ class FleetConfig(Section):
     resources: dict[str, ResourcesConfig] = Field(default_factory=dict)
     """``[resources.serve]`` and the like; a command without one needs a CPU."""
     regions: tuple[RegionConfig, ...]
+    cost_per_hour: float = Field(default=0.0, ge=0)
+    """Most money for engines of regions whose number changes by itself; 0 for no bound."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     slurm: SlurmConfig = SlurmConfig()
 

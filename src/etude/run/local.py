@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -26,6 +27,7 @@ from etude.fleet.specs import ProcessSpec
 from etude.ledger.ledger import Ledger
 from etude.run.event_copies import EventDownloads
 from etude.run.events import open_events
+from etude.run.fleet_changes import EngineScaler, change_fleet
 from etude.run.fleet_plan import is_gated, plan_loop, plan_phase
 from etude.run.folder import RunFolder, exclusive, make_key
 from etude.run.judging import check_judge
@@ -163,9 +165,12 @@ def _keep_alive(
         heartbeat_timeout_s=config.heartbeat_timeout_s,
     )
     memory_s, live = time.monotonic(), LiveNotices(folder, config)
+    scaler = EngineScaler(placement.fleet, partial(change_fleet, folder), progress.notice)
     try:
         while not supervisor.check():
             progress.update()
+            if placement.state is not None:
+                scaler.look(progress.metrics, supervisor.fleet)
             for line in live.lines():
                 progress.notice(line)
             if time.monotonic() - memory_s >= MEMORY_S:

@@ -40,7 +40,8 @@ class ProgressDisplay:
         self._look_beside = look_beside
         self._reader = EventReader(events)
         self._config = config
-        self._run = RunMetrics()
+        self.metrics = self._run = RunMetrics()
+        """Sums of all events that were read so far."""
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._shown_s = 0.0

@@ -52,6 +52,8 @@ class Supervisor:
         self._events = events
         self._notify = notify
         self._state = placement.state
+        self.fleet = placement.fleet
+        """The fleet that is followed."""
         self._specs_of = placement.specs_of
         self._lenders = RegionLenders(folder.path, notify)
         self._lenders.follow(placement.fleet, specs)
@@ -102,7 +104,7 @@ class Supervisor:
             self._notify(f"the fleet has changed; {'; '.join(changes) or 'what its processes are given'}")
         for name in after - before:
             self._incarnations.setdefault(name, set())
-        self._specs = tuple(specs)
+        self._specs, self.fleet = tuple(specs), fleet
         self._lenders.follow(fleet, specs)
         self._reconciler.follow(specs)
 

@@ -11,15 +11,16 @@ from etude.config.fleet import RENDERED, FleetConfig
 from etude.config.loading import load_fleet, load_recipe
 from etude.dashboard.terminal import light_table
 from etude.errors import ConfigError
+from etude.run.fleet_changes import change_fleet
 from etude.run.fleet_plan import plan_loop, plan_phases
 from etude.run.fleet_region import keep_region
 from etude.run.fleet_status import region_status, state_words
-from etude.run.folder import FLEET_FILE, require_empty
+from etude.run.folder import require_empty
 from etude.run.launchers.kubernetes import render_manifests
 from etude.run.launchers.slurm import render_sbatch
-from etude.run.placement import check_change, desired_of, fleet_objects, remember_fleet, run_id
+from etude.run.placement import check_change, fleet_objects, run_id
 from etude.run.process_name import ProcessName
-from etude.run.working_folder import keep, open_run_folder
+from etude.run.working_folder import open_run_folder
 
 FleetPath: TypeAlias = Annotated[Path, typer.Argument(metavar="FLEET", help="A TOML file: regions and launcher.")]
 Run: TypeAlias = Annotated[str, typer.Option("--run", metavar="RUN", help="The run folder, or the URL of a run.")]
@@ -59,12 +60,9 @@ def apply(fleet: FleetPath, *, run: Run) -> None:
     """Change what is to run: numbers and resources of a fleet's processes; each region follows within seconds."""
     machines, folder = load_fleet(fleet), open_run_folder(run)
     check_change(folder, machines)
-    desired, objects = desired_of(folder, machines), fleet_objects(folder)
-    if not objects.generation():
+    if not fleet_objects(folder).generation():
         raise ConfigError(f"{folder.name} is not that far: its regions begin when mid-training is over, try again then")
-    remember_fleet(folder, machines)
-    keep(folder, FLEET_FILE)
-    generation = objects.declare(desired)
+    generation, desired = change_fleet(folder, machines)
     print(f"generation {generation} of the fleet: {len(desired.specs)} processes in {len(machines.regions)} regions")
 
 

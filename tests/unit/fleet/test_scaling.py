@@ -1,0 +1,127 @@
+"""How many engines there are: enough, not more, within bounds, and without swinging to and fro."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.fleet.scaling import IDLE, WAITS, EngineRange, ScalingLimits, ScalingTable, StepLoad
+
+NEAR = EngineRange(region="near", fewest=1, most=64, cost_per_hour=2.0)
+FAR = EngineRange(region="far", fewest=1, most=8, cost_per_hour=1.0)
+SETTLE = ScalingLimits().settle
+
+
+def full(wait_share: float) -> StepLoad:
+    return StepLoad(work_s=1 - wait_share, wait_s=wait_share, engines_busy=1.0)
+
+
+def after(table: ScalingTable, load: StepLoad, steps: int = SETTLE) -> dict[str, int]:
+    for _ in range(steps):
+        table.step(load)
+    return table.counts
+
+
+def test_a_trainer_that_waits_half_its_time_gets_twice_the_engines() -> None:
+    assert after(ScalingTable([NEAR], {"near": 9}), full(0.5)) == {"near": 18}
+    assert after(ScalingTable([NEAR], {"near": 9}), full(0.2)) == {"near": math.ceil(9 / 0.8 / 0.9)}
+
+
+def test_it_may_wait_a_little() -> None:
+    assert after(ScalingTable([NEAR], {"near": 9}), full(WAITS), 40) == {"near": 9}
+
+
+def test_where_something_else_is_slow_more_engines_are_no_help() -> None:
+    slow = StepLoad(work_s=1.0, wait_s=3.0, engines_busy=0.3)
+    assert after(ScalingTable([NEAR], {"near": 9}), slow, 40) == {"near": 9}
+
+
+def test_idle_engines_go_once_they_have_been_so_for_long() -> None:
+    table = ScalingTable([NEAR], {"near": 10})
+    idle = StepLoad(work_s=1.0, wait_s=0.0, engines_busy=0.45)
+    assert after(table, idle, ScalingLimits().calm - 1) == {"near": 10}
+    table.step(full(0.0))
+    assert after(table, idle, ScalingLimits().calm - 1) == {"near": 10}, "busy meanwhile"
+    assert after(table, idle, 1) == {"near": 5}
+
+
+def test_the_cheapest_region_grows_first_the_dearest_shrinks_first_and_money_bounds_both() -> None:
+    table = ScalingTable([NEAR, FAR], {"near": 4, "far": 4})
+    assert after(table, full(0.5)) == {"near": 8, "far": 8}, "8 is all that far has"
+    idle = StepLoad(work_s=1.0, wait_s=0.0, engines_busy=0.5)
+    assert after(table, idle, 10) == {"near": 1, "far": 8}
+    poor = ScalingTable([NEAR], {"near": 2}, ScalingLimits(cost_per_hour=7.0))
+    assert after(poor, full(0.5)) == {"near": 3}
+    assert poor.cost_per_hour == 6.0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: EngineRange(region="r", fewest=2, most=1),
+        lambda: EngineRange(region="r", fewest=0, most=1, cost_per_hour=-1.0),
+        lambda: ScalingLimits(window=5, settle=4),
+        lambda: ScalingLimits(cost_per_hour=0.0),
+    ],
+)
+def test_bounds_that_cannot_be_are_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="cost_per_hour"):
+        wrong()  # type: ignore[operator]
+
+
+def played(demand: Sequence[float], *, work_s: float = 10.0, lag: int = 2) -> list[int]:
+    """Engines at each step of a loop whose steps need ``demand`` engine-seconds; new ones serve ``lag`` steps later."""
+    table, history, serving = ScalingTable([NEAR], {"near": 4}), [4] * lag, list[int]()
+    for seconds in demand:
+        engines = history[-lag]
+        step_s = max(work_s, seconds / engines)
+        busy = min(1.0, seconds / engines / step_s)
+        table.step(StepLoad(work_s=work_s, wait_s=step_s - work_s, engines_busy=busy))
+        history.append(table.counts["near"])
+        serving.append(table.counts["near"])
+    return serving
+
+
+def changes(counts: Sequence[int]) -> list[int]:
+    """Signs of the changes, in order."""
+    return [(after > before) - (after < before) for before, after in pairwise(counts) if after != before]
+
+
+def test_a_load_that_doubles_and_halves_is_followed_without_swinging() -> None:
+    counts = played([80.0] * 40 + [160.0] * 40 + [80.0] * 40)
+    assert (counts[39], counts[79], counts[119]) == (8, 18, 9)
+    signs = changes(counts)
+    assert signs == sorted(signs, reverse=True), "up while there is more to do, then down, never to and fro"
+
+
+@given(st.floats(5.0, 500.0), st.integers(1, 4))
+def test_under_any_steady_load_it_comes_to_rest_where_the_trainer_hardly_waits(seconds: float, lag: int) -> None:
+    counts = played([seconds] * 80, lag=lag)
+    assert len(set(counts[-20:])) == 1, "at rest"
+    engines = counts[-1]
+    if engines < NEAR.most:
+        step_s = max(10.0, seconds / engines)
+        assert step_s - 10.0 <= WAITS * step_s
+    if engines > NEAR.fewest:
+        fewer = seconds / (engines - 1) / 10.0
+        assert fewer > 1 - 2 * IDLE, "one fewer would be full, or nearly"
+
+
+LOADS = st.builds(StepLoad, work_s=st.floats(0, 9), wait_s=st.floats(0, 9), engines_busy=st.floats(0, 1))
+
+
+@given(st.lists(LOADS, max_size=60), st.integers(1, 8), st.integers(1, 8))
+def test_bounds_hold_whatever_is_heard(loads: Sequence[StepLoad], near: int, far: int) -> None:
+    table = ScalingTable([NEAR, FAR], {"near": near, "far": far}, ScalingLimits(cost_per_hour=40.0))
+    start = table.cost_per_hour
+    last = 0
+    for number, load in enumerate(loads, 1):
+        if table.step(load):
+            assert number - last >= SETTLE
+            last = number
+        for each in (NEAR, FAR):
+            assert each.fewest <= table.counts[each.region] <= each.most
+        assert table.cost_per_hour <= max(40.0, start)
