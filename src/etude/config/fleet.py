@@ -193,6 +193,12 @@ class RegionConfig(Section):
                              f"run's to give up: make them a region of their own")  # fmt: skip
         return self
 
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        """Keys by which its engines come and go by themselves."""
+        keys = {"regions.lending": self.lending.places, "regions.scaling": self.scaling.most}
+        return tuple(key for key, is_set in keys.items() if is_set)
+
     def is_lent(self, replica: int) -> bool:
         """True for an engine that production takes back when it needs the machine: the last ones are."""
         return replica >= self.engines - self.lent_engines
@@ -219,6 +225,12 @@ class FleetConfig(Section):
     """Most money for engines of regions whose number changes by itself; 0 for no bound."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     slurm: SlurmConfig = SlurmConfig()
+
+    def check_automatic(self, launcher: str) -> None:
+        """Raise ``ValueError`` if engines are to come and go by themselves with a launcher that cannot let them."""
+        if launcher in RENDERED and (tables := [table for region in self.regions for table in region.automatic]):
+            raise ValueError(f"{tables[0]} has no effect with launcher = {launcher!r}, whose files say once and for "
+                             f"all what runs: leave it out, or choose 'ray' or 'local'")  # fmt: skip
 
     @property
     def ray(self) -> RayOptions:
@@ -250,6 +262,7 @@ class FleetConfig(Section):
         if len(names) > 1 and (bare := [region.name for region in self.regions if not region.store]):
             raise ValueError(f"regions: {bare[0]} has no store: where there are several regions each has an object "
                              f"store of its own, such as store = 's3://BUCKET/runs/NAME'")  # fmt: skip
+        self.check_automatic(self.launcher)
         if unknown := [command for command in self.resources if command not in COMMANDS]:
             raise ValueError(f"unknown key 'resources.{unknown[0]}': resources has {', '.join(COMMANDS)}")
         if self.launcher == "slurm" and len(names) > 1:

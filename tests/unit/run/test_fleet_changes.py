@@ -93,6 +93,15 @@ def test_a_region_that_cannot_scale_is_refused(keys: dict[str, object], fault: s
         RegionConfig.model_validate({"name": "eu"} | keys)
 
 
+@pytest.mark.parametrize("launcher", ["kubernetes", "slurm"])
+def test_where_files_say_what_runs_nothing_scales_by_itself(launcher: str) -> None:
+    region = RegionConfig(name="eu", engines=1, scaling=SCALING)
+    with pytest.raises(ValueError, match=rf"regions\.scaling has no effect with launcher = '{launcher}'"):
+        FleetConfig(home="eu", regions=(region,), launcher=launcher)
+    with pytest.raises(ValueError, match=r"regions\.scaling has no effect"):
+        fleet(1).check_automatic(launcher)
+
+
 def test_bounds_without_a_most_are_refused() -> None:
     with pytest.raises(ValueError, match=r"regions\.scaling\.fewest would have no effect with most = 0"):
         ScalingConfig(fewest=2)

@@ -44,6 +44,10 @@ def render(
     kind = launcher or machines.launcher
     if kind not in RENDERED:
         raise ConfigError(f"launcher = {kind!r} has no files: choose one by --launcher kubernetes or --launcher slurm")
+    try:
+        machines.check_automatic(kind)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     url = _run_url(machines, fleet)
     require_empty(out)
     files = (render_manifests if kind == "kubernetes" else render_sbatch)(
