@@ -39,12 +39,12 @@ def summary(report: Mapping[str, Json]) -> list[tuple[str, str]]:
     """Label and text of every line but the held-out result; unknown figures are dashes."""
     of = partial(number_at, report)
     return [
+        *_kinds(report),
         (
             "time",
             f"{duration(of('seconds.total'))} in all"
             + "".join(f", {name} {duration(seconds)}" for name, seconds in phases(report)),
         ),
-        *_kinds(report),
         ("steps", count(of("steps"))),
         ("signal", _signal(report)),
         (

@@ -1,6 +1,7 @@
 """Findings of `etude doctor --fleet` about the places of a fleet, from where it is called.
 
     each region's store     round trip, rate, clock, and that it refuses to overwrite
+    production              its load, where its machines are lent by it
     of a run, besides       the newest weights there; its gateways: keys, engines, versions, round trip
     of all sites            versions of étude, Python and torch, as supervisors saw them, and here
 
@@ -25,6 +26,7 @@ from etude.errors import EtudeError
 from etude.objects import CLOCK_FOLDER, Objects, ObjectStore, check_put_if_absent
 from etude.run.folder import RunFolder
 from etude.run.keys import RUN_KEY_VARIABLE, KeyRole
+from etude.run.lending import make_production
 from etude.run.machine_info import versions
 from etude.run.placement import fleet_objects
 from etude.run.preflight import MachineFinding
@@ -148,6 +150,8 @@ async def _look_at_region(
     url = region.store or (folder.url if folder is not None else "")
     if url:
         yield await asyncio.to_thread(_look_at_store, region.name, url)
+    if region.lending.places:
+        yield await asyncio.to_thread(_look_at_production, region)
     if folder is not None:
         place = "" if region.name == fleet.home else region.name
         yield await asyncio.to_thread(_look_at_weights, region.name, folder, place)
@@ -165,6 +169,16 @@ def _look_at_store(name: str, url: str) -> MachineFinding:
     words = f"{url}: {1e3 * measured.round_trip_s:.0f} ms, {', '.join(rates)}, refuses to overwrite"
     faults = list(measured.faults)
     return MachineFinding(name=f"{name}: store", works=not faults, words="; ".join([words, *faults]))
+
+
+def _look_at_production(region: RegionConfig) -> MachineFinding:
+    """The load by which the region's machines would be lent."""
+    name = f"{region.name}: production"
+    try:
+        load = make_production(region.lending).load()
+    except EtudeError as error:
+        return MachineFinding(name=name, works=False, words=str(error))
+    return MachineFinding(name=name, works=True, words=f"{load.running} calls run, {load.waiting} wait")
 
 
 def _look_at_weights(name: str, folder: RunFolder, place: str) -> MachineFinding:

@@ -78,9 +78,14 @@ class MetricsProduction:
     def _page(self, url: str) -> list[Metric]:
         try:
             with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
-                return list(text_string_to_metric_families(answer.read().decode()))
+                metrics = list(text_string_to_metric_families(answer.read().decode()))
         except (OSError, HTTPException, ValueError) as error:
             raise InfrastructureError(f"production's page {url} cannot be read: {error}") from error
+        if RUNNING.isdisjoint(metric.name for metric in metrics):
+            raise InfrastructureError(
+                f"production's page {url} says nothing of calls that run: it has none of {', '.join(sorted(RUNNING))}"
+            )
+        return metrics
 
 
 def first_tokens(metrics: Iterable[Metric]) -> dict[float, float]:

@@ -1,5 +1,6 @@
 """Lending for real: production's pages over HTTP, and processes that run or not as they say."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from etude.config.recipe import RunConfig
 from etude.errors import ConfigError, InfrastructureError
 from etude.fleet.lending import ProductionLoad
 from etude.fleet.specs import ProcessSpec
+from etude.run.fleet_check import look_at_fleet
 from etude.run.folder import RunFolder
 from etude.run.lending import Lender, MetricsProduction, first_tokens, make_production, quantile
 from etude.run.placement import place_on
@@ -96,6 +98,27 @@ def test_a_page_that_is_away_or_no_page_is_told(page: Page) -> None:
     for url in (away, page.url.replace("127.0.0.1:", "127.0.0.1:x")):
         with pytest.raises(InfrastructureError, match=f"production's page {url} cannot be read"):
             MetricsProduction(lending(page.url, url)).load()
+
+
+def test_a_page_without_calls_is_no_production_without_calls() -> None:
+    registry = CollectorRegistry()
+    Gauge("process_cpu_seconds", "Something else.", registry=registry)
+    server, thread = start_http_server(0, "127.0.0.1", registry)
+    region = RegionConfig(name="eu", engines=1, lent_engines=1, store="memory://",
+                          lending=lending(f"http://127.0.0.1:{server.server_port}/metrics"))  # fmt: skip
+
+    async def look() -> dict[str, str]:
+        fleet = FleetConfig(home="eu", regions=(region,))
+        return {finding.name: finding.words async for finding in look_at_fleet(fleet, None)}
+
+    try:
+        with pytest.raises(InfrastructureError, match=r"says nothing of calls that run: it has none of etude_calls"):
+            MetricsProduction(region.lending).load()
+        assert "says nothing of calls that run" in asyncio.run(look())["eu: production"]
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def test_pages_of_other_servers_are_read_and_rollouts_are_not_production() -> None:
