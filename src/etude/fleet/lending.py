@@ -29,10 +29,12 @@ HOUR_S = 3600.0
 WEEK_HOURS = 7 * 24
 LEARNING_RATE = 0.3
 """Weight of the newest week in what is remembered of an hour; a habit that changed is followed within a month."""
-MARGIN_GROWTH, MARGIN_DECAY = 1.5, 0.02
-"""Factor of the margin when production had to wait, and what it loses in an hour without trouble."""
-LONGEST_MARGIN = 4.0
-"""The most that the margin may be: beyond it lending is of no use anyhow."""
+MARGIN_GROWTH, MARGIN_HALF_LIFE_HOURS = 1.5, 24.0
+"""Factor of the margin when production had to wait, and time in which half of what it grew by is forgotten."""
+LEAST_GROWN = 0.02
+"""Margin from which one of 0 grows."""
+MOST_MARGIN = 1.0
+"""Bound of the margin: a burst that more than doubles the calls would not be foreseen by any."""
 NEAR_SLO = 0.8
 """Share of the bound at which production counts as in trouble: beyond the bound would be too late."""
 
@@ -83,8 +85,8 @@ class LendingLimits:
         positive = {"slo_first_token_s": self.slo_first_token_s, "hour_s": self.hour_s}
         if wrong := [name for name, value in positive.items() if not 0 < value < math.inf]:
             raise ValueError(f"{wrong[0]}={positive[wrong[0]]:g}: expected a number above 0")
-        if min(self.margin, self.lead_s, self.calm_s) < 0 or self.margin > LONGEST_MARGIN:
-            raise ValueError(f"{self}: margin is from 0 to {LONGEST_MARGIN:g}, lead_s and calm_s are not negative")
+        if min(self.margin, self.lead_s, self.calm_s) < 0 or self.margin > MOST_MARGIN:
+            raise ValueError(f"{self}: margin is from 0 to {MOST_MARGIN:g}, lead_s and calm_s are not negative")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +263,8 @@ class LendingTable:
         limits, passed_s = self._limits, 0.0 if self._looked_at is None else now - self._looked_at
         self._looked_at = now
         if not in_trouble:
-            self.margin = max(limits.margin, self.margin - MARGIN_DECAY * passed_s / limits.hour_s)
+            share = 0.5 ** (passed_s / (MARGIN_HALF_LIFE_HOURS * limits.hour_s))
+            self.margin = limits.margin + (self.margin - limits.margin) * share
         elif self._borrowed() and now - self._troubled_at >= limits.lead_s:  # once for one burst
-            self.margin = min(LONGEST_MARGIN, max(self.margin, MARGIN_DECAY) * MARGIN_GROWTH)
+            self.margin = min(MOST_MARGIN, max(self.margin, LEAST_GROWN) * MARGIN_GROWTH)
             self._troubled_at = now
