@@ -1,6 +1,6 @@
 """``python -m bench.fleet.expected``: the whole demo's run on one machine, in minutes; writes ``expected.json`` beside.
 
-The same recipe, seed, start, steps and held-out tasks, without a fleet: what ``pass_rate_gap`` compares with.
+The same seed, start, steps and held-out tasks, without a fleet: what ``pass_rate_gap`` compares with.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from bench.fleet.demo import RECIPE
-from bench.fleet.plan import MEASURED, whole_plan
+from bench.fleet.plan import MEASURED, TWO_KINDS, whole_plan
 from bench.starts import prepared_start, starting_from
 from etude.config.loading import load_recipe
 from etude.run.folder import RunFolder
@@ -29,8 +29,10 @@ def expected() -> Mapping[str, float]:
 
 def measure() -> None:
     """Train, and write what came of it."""
-    start = prepared_start(load_recipe(RECIPE))
-    config = load_recipe(RECIPE, (*starting_from(start), *MEASURED, f"trainer.steps={whole_plan().steps}"))
+    plan = whole_plan()
+    start = prepared_start(load_recipe(RECIPE, plan.start))
+    settings = (TWO_KINDS, *starting_from(start), *MEASURED, f"trainer.steps={plan.steps}")
+    config = load_recipe(RECIPE, settings)
     with tempfile.TemporaryDirectory(prefix="etude-expected-") as scratch:
         report = run_local(RunFolder.create(Path(scratch) / "run", config), out=sys.stderr)
     written = {name: report[name] for name in WRITTEN}

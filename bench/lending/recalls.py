@@ -33,7 +33,7 @@ from etude.types import Json, RolloutStatus
 
 ENGINE = "serve-1"
 """The engine that is lent: the last one of the region."""
-STEPS, GROUPS, GROUP_SIZE = 24, 4, 4
+STEPS, GROUPS, GROUP_SIZE = 80, 4, 4
 START_S, RUN_S = 300.0, 900.0
 """Longest times for an engine to start, and for the run."""
 POLL_S = 0.02

@@ -114,7 +114,7 @@ class LendingConfig(Section):
     """URLs of the Prometheus pages of all of production's engines, or of its gateways: vLLM's, SGLang's or étude's."""
     own: int = Field(default=1, ge=0)
     """Engines of production on machines that are never lent, besides these."""
-    margin: float = Field(default=0.25, ge=0, le=1)
+    margin: float = Field(default=0.15, ge=0, le=1)
     """Share of production's calls that there is room for besides, at least; it grows where that was too little."""
     lead_s: float = Field(default=120.0, ge=0)
     """Seconds from a machine's return until production's engine serves on it."""

@@ -70,7 +70,7 @@ class LendingLimits:
     """Calls that one engine of production answers well at a time."""
     keep: int = 1
     """Engines that are never lent."""
-    margin: float = 0.25
+    margin: float = 0.15
     """Share of the calls in progress that production has room for besides, at the start and at least."""
     lead_s: float = 120.0
     """Time from a recall until production's own engine serves again."""

@@ -23,6 +23,8 @@ from etude.telemetry.log import EventLog
 
 GROUP_GRACE_S = 3.0
 """Longest time for what a dead member of a group leaves behind, or a silent process, to end before it is killed."""
+RECALL_GRACE_S = 0.5
+"""Longest time for an engine to end whose machine production takes back: its calls go on elsewhere anyhow."""
 OUTAGE_S = 600.0
 """Longest time for which a launcher's machines may be out of reach; what runs there goes on meanwhile."""
 
@@ -119,8 +121,11 @@ class Supervisor:
             self._notify_room(name, pause_s)
         if actions.kill:
             self._launcher.remove(*actions.kill, grace_s=GROUP_GRACE_S)
-        if actions.remove:
-            self._launcher.remove(*actions.remove, grace_s=STOP_S)
+        recalled = [name for name in actions.remove if name in self._lenders.withheld]
+        if recalled:
+            self._launcher.remove(*recalled, grace_s=RECALL_GRACE_S)
+        if ended := [name for name in actions.remove if name not in recalled]:
+            self._launcher.remove(*ended, grace_s=STOP_S)
         for spec in actions.place:
             self._launcher.place(spec)
         if actions.place:
