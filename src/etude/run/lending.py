@@ -10,12 +10,12 @@ it, and its calls go on elsewhere behind their last token (:mod:`etude.gateway.r
 """
 
 import json
-import logging
 import math
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from threading import Event, Thread
@@ -46,8 +46,6 @@ FIRST_TOKEN = frozenset(
 """Names of gauges and of a histogram on pages of vLLM, SGLang and étude's gateways."""
 ROLLOUTS = {"traffic": "rollout"}
 """Labels of samples that are not of production's users."""
-
-logger = logging.getLogger(__name__)
 
 
 @final
@@ -169,17 +167,24 @@ class Lender(Closing):
 
     def look(self, now_s: float) -> None:
         """Ask production once, and decide, at ``now_s`` of a clock with weeks of equal length."""
-        try:
-            load, trouble = self._production.load(), ""
-        except InfrastructureError as error:
-            load, trouble = None, str(error)
+        load, trouble = self._ask()
         decision = self._table.step(load, self._running, now_s)
         self.withheld -= frozenset(decision.lend)
         self.withheld |= frozenset(decision.recall)
         self._tell(decision.lend, decision.recall, load, trouble)
         if (learnt := self._table.forecast.to_json()) != self._written:
-            self._file.write_text(learnt, encoding="utf-8")
             self._written = learnt
+            with suppress(OSError):  # a full disk: it is learnt anew, should this process end before the next hour
+                self._file.write_text(learnt, encoding="utf-8")
+
+    def _ask(self) -> tuple[ProductionLoad | None, str]:
+        """Production's load, or why there is none."""
+        try:
+            return self._production.load(), ""
+        except InfrastructureError as error:
+            return None, str(error)
+        except Exception as error:  # noqa: BLE001  # somebody else's code may raise anything
+            return None, f"production cannot be asked: {type(error).__name__}: {error}"
 
     def _tell(self, lend: Sequence[str], recall: Sequence[str], load: ProductionLoad | None, trouble: str) -> None:
         if bool(trouble) != self._is_away:
@@ -192,10 +197,7 @@ class Lender(Closing):
 
     def _follow(self) -> None:
         while not self._closed.wait(LOOK_S):
-            try:
-                self.look(unix_s())
-            except Exception:
-                logger.exception("production was not looked at; it is tried again")
+            self.look(unix_s())
 
 
 @final

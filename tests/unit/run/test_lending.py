@@ -171,6 +171,18 @@ def test_people_are_told_what_is_lent_and_the_forecast_is_kept(tmp_path: Path) -
     assert json.loads(file.read_text()) == {"0": 0.0, "2": 5.0}
 
 
+def test_a_production_whose_own_code_fails_has_its_machines(tmp_path: Path) -> None:
+    class Broken:
+        def load(self) -> ProductionLoad:
+            raise KeyError("calls")
+
+    messages = list[str]()
+    lender = Lender(lending("http://unread"), ["serve-1"], Broken(), tmp_path / "a folder" / "f.json", messages.append)
+    lender.look(0.0)
+    assert lender.withheld == {"serve-1"}
+    assert messages == ["production cannot be asked: KeyError: 'calls'; its machines are its own until it can"]
+
+
 def test_a_fleet_that_cannot_lend_is_refused() -> None:
     with pytest.raises(ValueError, match=r"regions\.lending: metrics is empty"):
         LendingConfig(places=8)
