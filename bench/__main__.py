@@ -42,10 +42,7 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "gateway": ("gateway.bench", "calls per second and what each costs, beside LiteLLM's proxy and a bare one"),
         "sandbox": ("sandbox.bench", "starting sandboxes, how many live, beside bubblewrap, crun, podman, gVisor"),
         "burst": ("burst.bench", "a hundred thousand sandboxes asked for at once, over 2,000 modelled hosts"),
-        "lending": (
-            "lending.bench",
-            "machines lent by production: its first tokens with and without; recalls",
-        ),
+        "lending": ("lending.bench", "machines lent by production: its first tokens with and without; recalls"),
         "grading": ("grading.bench", "attacks on graders, and honest solutions: what is accepted"),
         "templates": ("templates.bench", "chat templates of llama.cpp, vLLM and TRL: tool calls that are read back"),
         "fleet": ("fleet.bench", "one run over five regions, and six things that go wrong while it trains"),

@@ -9,12 +9,11 @@ The decisions are :mod:`etude.fleet.lending`'s. A machine is given back by the e
 it, and its calls go on elsewhere behind their last token (:mod:`etude.gateway.routing.pool`).
 """
 
-import json
 import math
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import cast, final
 
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from etude.clock import unix_s
 from etude.closing import Closing
@@ -89,11 +89,10 @@ class MetricsProduction:
 def first_tokens(metrics: Iterable[Metric]) -> dict[float, float]:
     """Upper bound in seconds → production's calls so far whose first token came within it."""
     buckets: dict[float, float] = {}
-    for metric in metrics:
-        for sample in metric.samples if metric.name in FIRST_TOKEN else ():
-            if sample.name.endswith("_bucket") and not ROLLOUTS.items() <= sample.labels.items():
-                bound = float(sample.labels["le"])
-                buckets[bound] = buckets.get(bound, 0.0) + sample.value
+    for sample in _samples(metrics, FIRST_TOKEN):
+        if sample.name.endswith("_bucket"):
+            bound = float(sample.labels["le"])
+            buckets[bound] = buckets.get(bound, 0.0) + sample.value
     return buckets
 
 
@@ -113,8 +112,15 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
 
 
 def _total(metrics: Iterable[Metric], names: frozenset[str]) -> float:
-    samples = (sample for metric in metrics if metric.name in names for sample in metric.samples)
-    return sum(sample.value for sample in samples if not ROLLOUTS.items() <= sample.labels.items())
+    return sum(sample.value for sample in _samples(metrics, names))
+
+
+def _samples(metrics: Iterable[Metric], names: frozenset[str]) -> Iterator[Sample]:
+    """The samples of some metrics, but for those of rollouts."""
+    for metric in metrics:
+        for sample in metric.samples if metric.name in names else ():
+            if not ROLLOUTS.items() <= sample.labels.items():
+                yield sample
 
 
 @final
@@ -130,6 +136,8 @@ class Lender(Closing):
         notify: Callable[[str], None],
     ) -> None:
         """``engines`` are the processes on machines that may be lent, the file ``forecast`` is what was learnt."""
+        self.made_of = config, tuple(engines)
+        """The configuration and the engines."""
         own = [f"production-{number}" for number in range(config.own)]
         limits = LendingLimits(
             slo_first_token_s=config.slo_first_token_s,
@@ -208,7 +216,6 @@ class RegionLenders(Closing):
         """Their forecasts are files of ``folder``."""
         self._folder, self._notify = folder, notify
         self._lenders: dict[str, Lender] = {}
-        self._made_of: dict[str, tuple[LendingConfig, tuple[str, ...]]] = {}
 
     @property
     def withheld(self) -> frozenset[str]:
@@ -226,15 +233,13 @@ class RegionLenders(Closing):
             for region in fleet.regions
             if region.lending.places
         }
-        for name in [name for name, made_of in self._made_of.items() if lending.get(name) != made_of]:
+        for name in [name for name, lender in self._lenders.items() if lending.get(name) != lender.made_of]:
             self._lenders.pop(name).close()
-            del self._made_of[name]
         for name, (config, engines) in lending.items():
             if engines and name not in self._lenders:
                 forecast = self._folder / f"lending-{name}.json"
-                lender = Lender(config, engines, make_production(config), forecast, self._notify)
-                self._lenders[name], self._made_of[name] = lender, (config, engines)
-                lender.start()
+                self._lenders[name] = Lender(config, engines, make_production(config), forecast, self._notify)
+                self._lenders[name].start()
 
     def see(self, running: Iterable[str]) -> None:
         """Take note of the processes that run."""
@@ -260,5 +265,5 @@ def _read(file: Path) -> Forecast | None:
     """The forecast of an earlier supervisor; ``None`` for a file that is damaged or not there."""
     try:
         return Forecast.learnt(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None

@@ -40,7 +40,7 @@ class ProgressDisplay:
         self._look_beside = look_beside
         self._reader = EventReader(events)
         self._config = config
-        self.metrics = self._run = RunMetrics()
+        self.metrics = RunMetrics()
         """Sums of all events that were read so far."""
         self._console = Console(file=out)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -72,20 +72,20 @@ class ProgressDisplay:
     def notice(self, words: str) -> None:
         """Print a message that stays: the panel moves down."""
         self._console.print(
-            f"[{self._run.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False, markup=False
+            f"[{self.metrics.total_s(time.time()):6.0f} s] {words}", soft_wrap=True, highlight=False, markup=False
         )
 
     def _show(self) -> None:
         self._shown_s = time.monotonic()
         for logged in self._reader.new():
-            self._run.add(logged)
+            self.metrics.add(logged)
             if line := notice_line(logged):
                 self.notice(line)
         if self._live:
-            self._live.update(render(self._run, self._config, time.time(), self._page), refresh=True)
+            self._live.update(render(self.metrics, self._config, time.time(), self._page), refresh=True)
         else:
-            self._console.print(render_line(self._run, self._config, time.time()), soft_wrap=True)
-            notices = warnings(self._run)
+            self._console.print(render_line(self.metrics, self._config, time.time()), soft_wrap=True)
+            notices = warnings(self.metrics)
             for notice in notices:
                 if notice not in self._warnings:
                     self._console.print(f"warning: {notice}", style=WARN, soft_wrap=True, markup=False)

@@ -94,8 +94,8 @@ class Supervisor:
     @property
     def _drained(self) -> frozenset[str]:
         """Processes that are not to run: as somebody wishes, or because production has their machines."""
-        by_hand = frozenset[str]() if self._state is None else self._state.drained
-        return by_hand | self._lenders.withheld
+        withheld = self._lenders.withheld
+        return withheld if self._state is None else withheld | self._state.drained
 
     def _follow(self, fleet: FleetConfig, specs: Sequence[ProcessSpec]) -> None:
         """Change what is to run, and say so."""
@@ -121,11 +121,11 @@ class Supervisor:
             self._notify_room(name, pause_s)
         if actions.kill:
             self._launcher.remove(*actions.kill, grace_s=GROUP_GRACE_S)
-        recalled = [name for name in actions.remove if name in self._lenders.withheld]
+        recalled = self._lenders.withheld.intersection(actions.remove)
         if recalled:
             self._launcher.remove(*recalled, grace_s=RECALL_GRACE_S)
-        if ended := [name for name in actions.remove if name not in recalled]:
-            self._launcher.remove(*ended, grace_s=STOP_S)
+        if others := [name for name in actions.remove if name not in recalled]:
+            self._launcher.remove(*others, grace_s=STOP_S)
         for spec in actions.place:
             self._launcher.place(spec)
         if actions.place:
