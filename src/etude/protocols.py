@@ -337,6 +337,8 @@ class SpokenCall:
     """New text in its context."""
     text: str
     """The model's reply."""
+    continues: int | None = None
+    """The earlier call whose reply it goes on from; ``None``: its conversation began with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,18 +71,41 @@ def read_turns(
 
 
 def spoken_turns(calls: Sequence[SpokenCall]) -> tuple[SpokenTurn, ...]:
-    """The turns of one conversation whose words alone are known, each going on from the one before it."""
-    answers = [call.heard for call in calls[1:]] + [""]
+    """The turns of calls whose words alone are known."""
+    answers: dict[int, str] = {}
+    for call in calls:
+        if call.continues is not None:
+            answers.setdefault(call.continues, call.heard)
     return tuple(
         SpokenTurn(
             heard=call.heard,
             text=call.text,
-            answered=answer,
+            answered=answers.get(index, ""),
             kind=TurnKind.ACT,
-            continues=index - 1 if index else None,
+            continues=call.continues,
         )
-        for index, (call, answer) in enumerate(zip(calls, answers, strict=True))
+        for index, call in enumerate(calls)
     )
+
+
+def conversations(spoken: Sequence[SpokenTurn]) -> list[list[int]]:
+    """The turns of each conversation, the one that began first before the others: agents that work side by side have
+    one each. A context that begins anew behind a summary goes on with the conversation that was summarised.
+    """
+    found: list[list[int]] = []
+    place: list[int] = []
+    summarised: list[int] = []
+    for index, turn in enumerate(spoken):
+        if turn.continues is not None:
+            place.append(place[turn.continues])
+        else:
+            place.append(summarised.pop(0) if summarised else len(found))
+        if place[index] == len(found):
+            found.append([])
+        found[place[index]].append(index)
+        if turn.kind is TurnKind.SUMMARY:
+            summarised.append(place[index])
+    return found
 
 
 def continued(turns: Sequence[Turn]) -> list[int | None]:

@@ -32,7 +32,7 @@ from etude.rewards.shaping.behaviour import measure, observe
 from etude.rewards.shaping.effort import effort_of
 from etude.rewards.shaping.hints import HintFinder, malformed_call_rewards
 from etude.rewards.shaping.parts import RewardSpec, check_behaviours, differences, digest_of, to_json
-from etude.rewards.transcript import SpokenTurn, attributed, spoken_turns
+from etude.rewards.transcript import SpokenTurn, attributed, conversations, spoken_turns
 from etude.rollouts.breaker import FIRST_PAUSE_S, MAX_PAUSE_S
 from etude.rollouts.worker import GradedRollout, ScoredRollout, Scorer
 from etude.run.detokenize import TurnReader, decoder, turn_reader
@@ -264,9 +264,15 @@ def policy_of(config: RunConfig) -> ScorePolicy:
 
 
 def transcript_of(spoken: Sequence[SpokenTurn]) -> str:
-    """A rollout as a judge reads it: everything once, in order, and before every line its speaker."""
-    turns = enumerate(spoken)
-    pages = (attributed(heard=turn.heard, said=turn.text, before=f"turn {number} ") for number, turn in turns)
+    """A rollout as a judge reads it: everything once, in order, and before every line its speaker. Of several
+    conversations the one that began first, then the others, each by its number; turns are numbered through all.
+    """
+    pages: list[str] = []
+    for number, turns in enumerate(conversations(spoken), start=1):
+        name = f"conversation {number} " if number > 1 else ""
+        for index in turns:
+            turn = spoken[index]
+            pages.append(attributed(heard=turn.heard, said=turn.text, before=f"{name}turn {index} "))
     return "\n".join(pages)
 
 

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rewards.transcript import attributed, continued, read_turns
+from etude.protocols import SpokenCall
+from etude.rewards.transcript import attributed, continued, conversations, read_turns, spoken_turns
 from etude.types import Finish, Ids, Turn, TurnKind
 
 
@@ -109,3 +110,14 @@ def test_nothing_said_passes_for_something_heard(heard: str, text: str) -> None:
     assert [line.removeprefix("heard| ") for line in lines if line.startswith("heard|")] == heard.splitlines()
     assert [line.removeprefix("said| ") for line in lines if line.startswith("said|")] == text.splitlines()
     assert len(lines) == len(heard.splitlines()) + len(text.splitlines())
+
+
+def test_agents_side_by_side_are_conversations_and_a_summary_begins_none() -> None:
+    calls = [("both", None), ("a", None), ("b", None), ("b is 1", 2), ("a is 1", 1), ("done", 0)]
+    turns = spoken_turns([SpokenCall(heard=heard, text="ok", continues=before) for heard, before in calls])
+    assert conversations(turns) == [[0, 5], [1, 4], [2, 3]]
+    assert [turn.answered for turn in turns] == ["done", "a is 1", "b is 1", "", "", ""]
+
+    side, main = make_turn("side.", "act"), make_turn("main.", "sum", TurnKind.SUMMARY)
+    turns = read_turns([main, make_turn("main: sum.", "act"), side, make_turn("side.act|ok|", "end")], decode)
+    assert conversations(turns) == [[0, 1], [2, 3]]

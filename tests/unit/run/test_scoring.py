@@ -15,13 +15,13 @@ from etude.config.recipe import RunConfig
 from etude.config.reward import RewardConfig
 from etude.errors import ConfigError, JudgeDeclined, JudgeLost, JudgeUnavailable
 from etude.ledger.ledger import Ledger
-from etude.protocols import Grade, HarnessResult, RewardInput, Score
+from etude.protocols import Grade, HarnessResult, RewardInput, Score, SpokenCall
 from etude.rewards.score import ScorePolicy
 from etude.rewards.shaping.parts import reward_spec
-from etude.rewards.transcript import SpokenTurn, read_turns
+from etude.rewards.transcript import SpokenTurn, read_turns, spoken_turns
 from etude.rollouts.breaker import MAX_PAUSE_S
 from etude.rollouts.worker import GradedRollout, ScoredRollout
-from etude.run.scoring import RewardScorer, freeze_reward, open_scorer
+from etude.run.scoring import RewardScorer, freeze_reward, open_scorer, transcript_of
 from etude.tokens.chat import ChatTemplate
 from etude.types import AnswerChecks, Finish, Split, Task, Turn, TurnKind
 from records import CHECKS
@@ -130,6 +130,20 @@ def test_a_judge_is_asked_where_a_part_wants_it_and_reads_all_of_it() -> None:
     assert shown.count(WORDS[0]) == 1
     scored(reward(TESTS), judge)
     assert len(judge.shown) == 1
+
+
+def test_a_judge_reads_agents_side_by_side_one_after_the_other() -> None:
+    calls = [("both", None), ("a", None), ("b", None), ("b is 1", 2), ("a is 1", 1), ("done\nboth", 0)]
+    spoken = spoken_turns([SpokenCall(heard=heard, text="ok", continues=before) for heard, before in calls])
+    assert [line for line in transcript_of(spoken).splitlines() if "said" not in line] == [
+        "turn 0 heard| both",
+        "turn 5 heard| done",
+        "turn 5 heard| both",
+        "conversation 2 turn 1 heard| a",
+        "conversation 2 turn 4 heard| a is 1",
+        "conversation 3 turn 2 heard| b",
+        "conversation 3 turn 3 heard| b is 1",
+    ]
 
 
 def count_turns(rollout: RewardInput) -> float:

@@ -1,7 +1,8 @@
 """The words of calls of somebody else's API, for judges and people: what was new to the model in each, and its reply.
 
-    request   system, user, reply, tool's result     ──▶ heard: the messages that no earlier request began with
+    request   system, user, reply, tool's result     ──▶ heard: the messages that its conversation did not have yet
     answer    whole, or a stream of events           ──▶ text:  words, and tools that it calls: `name {"argument": 1}`
+    both                                             ──▶ and the call that it goes on from, by their beginnings
 
 Reads what OpenAI's chat completions, completions and responses and Anthropic's messages look like; what has no words,
 such as an image, is named. Pure.
@@ -9,33 +10,84 @@ such as an image, is named. Pure.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
 from etude.gateway.upstream.calls import json_objects
 from etude.protocols import SpokenCall
 
+REPLY = "assistant"
+"""Role of the model's messages."""
+REPLIED = ("function_call", "reasoning")
+"""Types of items without a role that are the model's."""
+
+Words: TypeAlias = tuple[str, str]
+"""Role and words of a message: all by which two are the same, since marks of caches move from call to call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The context of a call, and its reply's name."""
+
+    messages: list[Words]
+    conversation: int
+    """The call that its conversation began with."""
+    response_id: str
+    """Name of the reply, by which an API that keeps histories itself is asked to go on from it; empty: it has none."""
+
 
 @dataclass(slots=True)
 class CallTranscript:
-    """The answered calls of a session in words."""
+    """The answered calls of a session in words, each with the one that it goes on from: agents that call side by side
+    are conversations of their own.
+    """
 
     calls: list[SpokenCall] = field(default_factory=list)
-    _requests: list[list[Mapping[str, Any]]] = field(default_factory=list)
+    _asked: list[_Asked] = field(default_factory=list)
 
     def add(self, request: Mapping[str, Any], answer: bytes) -> None:
         """Add a call, both sides as the API has them. What cannot be read has no words."""
-        messages = list(_messages(request))
-        common = [_common(messages, earlier) for earlier in self._requests]
-        shared = max(common, default=0)
-        fresh = messages[shared:]
-        if shared and fresh and fresh[0].get("role") == "assistant":
-            fresh = fresh[1:]  # the reply to the request that it goes on from
-        ended = [earlier for earlier, count in zip(self._requests, common, strict=True) if count < len(earlier)]
-        self._requests = [*ended, messages]  # one that this begins with whole has nothing more to share
-        heard = "\n".join(filter(None, (_text(message) for message in fresh)))
-        self.calls.append(SpokenCall(heard=heard, text=_reply(answer)))
+        messages = [(_role(message), _text(message)) for message in _messages(request)]
+        before, shared = self._continued(messages), 0
+        if named := request.get("previous_response_id"):
+            before = next((index for index, asked in enumerate(self._asked) if asked.response_id == named), before)
+        elif before is not None:
+            shared = self._shared(messages, self._asked[before].conversation)
+        heard = "\n".join(filter(None, (text for _, text in messages[shared:])))
+        asked = _Asked(
+            messages=messages,
+            conversation=len(self.calls) if before is None else self._asked[before].conversation,
+            response_id=_response_id(answer),
+        )
+        self.calls.append(SpokenCall(heard=heard, text=_reply(answer), continues=before))
+        self._asked.append(asked)
+
+    def _continued(self, messages: Sequence[Words]) -> int | None:
+        """The call that a context goes on from: it begins with that one's context, and then comes a reply. Of several
+        the longest context, then the one whose reply has these words, then the newest.
+        """
+
+        def rank(index: int) -> tuple[int, bool, int]:
+            length = len(self._asked[index].messages)
+            return length, messages[length][1] == self.calls[index].text, index
+
+        fitting = (
+            index
+            for index, asked in enumerate(self._asked)
+            if len(asked.messages) < len(messages)
+            and messages[len(asked.messages)][0] == REPLY
+            and messages[: len(asked.messages)] == asked.messages
+        )
+        return max(fitting, key=rank, default=None)
+
+    def _shared(self, messages: Sequence[Words], conversation: int) -> int:
+        """Messages at the beginning that a conversation had already, and the reply behind them."""
+        earlier = (asked.messages for asked in self._asked if asked.conversation == conversation)
+        shared = max(_common(messages, each) for each in earlier)
+        while shared < len(messages) and messages[shared][0] == REPLY:
+            shared += 1
+        return shared
 
 
 def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -50,12 +102,23 @@ def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (message for message in listed if isinstance(message, dict))
 
 
-def _common(messages: Sequence[Mapping[str, Any]], earlier: Sequence[Mapping[str, Any]]) -> int:
+def _common(messages: Sequence[Words], earlier: Sequence[Words]) -> int:
     """Messages with which both begin."""
     for number, (one, other) in enumerate(zip(messages, earlier, strict=False)):
         if one != other:
             return number
     return min(len(messages), len(earlier))
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    """The role of a message; items of a reply have a type in place of one."""
+    return str(message.get("role") or (REPLY if message.get("type") in REPLIED else message.get("type") or ""))
+
+
+def _response_id(answer: bytes) -> str:
+    """The name of a reply, whole or streamed."""
+    parts = (part.get("response") or part for part in json_objects(answer))
+    return next((str(part["id"]) for part in parts if isinstance(part, dict) and part.get("id")), "")
 
 
 def _reply(answer: bytes) -> str:

@@ -15,7 +15,7 @@ USE = {"type": "tool_use", "id": "t", "name": "read", "input": {"path": "a.py"}}
 MESSAGE = {"role": "assistant", "content": [{"type": "text", "text": "I look."}, USE]}
 RESPONSE = {
     "output": [
-        {"type": "message", "content": [{"type": "output_text", "text": "I look."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
         {"type": "function_call", **TOOL},
     ]
 }
@@ -67,11 +67,11 @@ def test_each_call_has_what_no_earlier_one_had() -> None:
     transcript.add({"messages": [*request, reply, result]}, orjson.dumps(CHAT))
     transcript.add({"messages": [{"role": "user", "content": "summarise"}]}, orjson.dumps(CHAT))  # a new context
     transcript.add({"messages": [*request, reply, result, reply, result]}, orjson.dumps(CHAT))
-    assert [call.heard for call in transcript.calls] == [
-        "You fix.\nfix it",
-        "1 def f(): ...",
-        "summarise",
-        "1 def f(): ...",
+    assert [(call.heard, call.continues) for call in transcript.calls] == [
+        ("You fix.\nfix it", None),
+        ("1 def f(): ...", 0),
+        ("summarise", None),
+        ("1 def f(): ...", 1),
     ]
 
 
@@ -88,3 +88,80 @@ def test_what_cannot_be_read_has_no_words(answer: bytes) -> None:
     transcript = CallTranscript()
     transcript.add({"input": "fix it", "instructions": "You fix."}, answer)
     assert transcript.calls == [SpokenCall(heard="You fix.\nfix it", text="")]
+
+
+def chat(text: str) -> bytes:
+    return orjson.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def said(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def test_agents_side_by_side_are_conversations_of_their_own() -> None:
+    system, transcript = said("system", "You fix."), CallTranscript()
+    main = [system, said("user", "fix both")]
+    one, other = [system, said("user", "fix a")], [system, said("user", "fix b")]
+    transcript.add({"messages": main}, chat("two agents"))
+    transcript.add({"messages": one}, chat("read a"))
+    transcript.add({"messages": other}, chat("read b"))
+    other += [said("assistant", "read b"), said("tool", "b = 1")]
+    transcript.add({"messages": other}, chat("edit b"))
+    one += [said("assistant", "read a"), said("tool", "a = 1")]
+    transcript.add({"messages": one}, chat("edit a"))
+    main += [said("assistant", "two agents"), said("tool", "both are done")]
+    transcript.add({"messages": main}, chat("submit"))
+    assert transcript.calls == [
+        SpokenCall(heard="You fix.\nfix both", text="two agents"),
+        SpokenCall(heard="You fix.\nfix a", text="read a"),
+        SpokenCall(heard="You fix.\nfix b", text="read b"),
+        SpokenCall(heard="b = 1", text="edit b", continues=2),
+        SpokenCall(heard="a = 1", text="edit a", continues=1),
+        SpokenCall(heard="both are done", text="submit", continues=0),
+    ]
+
+
+def test_agents_that_were_asked_the_same_are_told_apart_by_their_replies() -> None:
+    asked, transcript = [said("user", "fix it")], CallTranscript()
+    for text in ("read a", "read b"):
+        transcript.add({"messages": asked}, chat(text))
+    for text in ("read a", "read b"):
+        transcript.add({"messages": [*asked, said("assistant", text), said("tool", f"did {text}")]}, chat("done"))
+    assert [call.continues for call in transcript.calls] == [None, None, 0, 1]
+    assert transcript.calls[2].heard == "did read a"
+
+
+def test_a_history_that_was_edited_stays_in_its_conversation() -> None:
+    transcript, history = CallTranscript(), [said("user", "fix it")]
+    for number in range(3):
+        transcript.add({"messages": history}, chat(f"call {number}"))
+        history = [*history, said("assistant", f"call {number}"), said("tool", f"result {number}")]
+    shorter = [*history[:2], said("tool", "(left out)"), *history[3:]]
+    transcript.add({"messages": shorter}, chat("call 3"))
+    assert transcript.calls[3] == SpokenCall(
+        heard="(left out)\ncall 1\nresult 1\ncall 2\nresult 2", text="call 3", continues=0
+    )
+    cached = {"role": "user", "content": [{"type": "text", "text": "fix it", "cache_control": {"type": "ephemeral"}}]}
+    transcript.add({"messages": [cached, *shorter[1:], said("assistant", "call 3")]}, chat("call 4"))
+    assert transcript.calls[4] == SpokenCall(heard="", text="call 4", continues=3), "a mark of a cache is no other word"
+
+
+def test_an_api_that_keeps_the_history_itself_names_the_call_before() -> None:
+    transcript = CallTranscript()
+    transcript.add({"input": "fix it"}, orjson.dumps({"id": "r1", **RESPONSE}))
+    transcript.add(
+        {"input": "look again"}, events({"type": "response.completed", "response": {"id": "r2", **RESPONSE}})
+    )
+    transcript.add({"input": "1 def f(): ...", "previous_response_id": "r1"}, orjson.dumps(RESPONSE))
+    assert [(call.heard, call.continues) for call in transcript.calls] == [
+        ("fix it", None),
+        ("look again", None),
+        ("1 def f(): ...", 0),
+    ]
+    request = [
+        said("user", "fix it"),
+        *RESPONSE["output"],
+        {"type": "function_call_output", "output": "1 def f(): ..."},
+    ]
+    transcript.add({"input": request}, orjson.dumps(RESPONSE))
+    assert (transcript.calls[3].heard, transcript.calls[3].continues) == ("1 def f(): ...", 0)
