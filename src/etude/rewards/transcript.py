@@ -92,20 +92,20 @@ def conversations(spoken: Sequence[SpokenTurn]) -> list[list[int]]:
     """The turns of each conversation, the one that began first before the others: agents that work side by side have
     one each. A context that begins anew behind a summary goes on with the conversation that was summarised.
     """
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     place: list[int] = []
     summarised: list[int] = []
     for index, turn in enumerate(spoken):
         if turn.continues is not None:
             place.append(place[turn.continues])
         else:
-            place.append(summarised.pop(0) if summarised else len(found))
-        if place[index] == len(found):
-            found.append([])
-        found[place[index]].append(index)
+            place.append(summarised.pop(0) if summarised else len(result))
+        if place[index] == len(result):
+            result.append([])
+        result[place[index]].append(index)
         if turn.kind is TurnKind.SUMMARY:
             summarised.append(place[index])
-    return found
+    return result
 
 
 def continued(turns: Sequence[Turn]) -> list[int | None]:

@@ -27,7 +27,7 @@ Words: TypeAlias = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _CallContext:
     """The context of a call, and its reply's name."""
 
     messages: list[Words]
@@ -44,24 +44,26 @@ class CallTranscript:
     """
 
     calls: list[SpokenCall] = field(default_factory=list)
-    _asked: list[_Asked] = field(default_factory=list)
+    _contexts: list[_CallContext] = field(default_factory=list)
 
     def add(self, request: Mapping[str, Any], answer: bytes) -> None:
         """Add a call, both sides as the API has them. What cannot be read has no words."""
         messages = [(_role(message), _text(message)) for message in _messages(request)]
         before, shared = self._continued(messages), 0
         if named := request.get("previous_response_id"):
-            before = next((index for index, asked in enumerate(self._asked) if asked.response_id == named), before)
+            before = next(
+                (index for index, context in enumerate(self._contexts) if context.response_id == named), before
+            )
         elif before is not None:
-            shared = self._shared(messages, self._asked[before].conversation)
+            shared = self._shared(messages, self._contexts[before].conversation)
         heard = "\n".join(filter(None, (text for _, text in messages[shared:])))
-        asked = _Asked(
+        context = _CallContext(
             messages=messages,
-            conversation=len(self.calls) if before is None else self._asked[before].conversation,
+            conversation=len(self.calls) if before is None else self._contexts[before].conversation,
             response_id=_response_id(answer),
         )
         self.calls.append(SpokenCall(heard=heard, text=_reply(answer), continues=before))
-        self._asked.append(asked)
+        self._contexts.append(context)
 
     def _continued(self, messages: Sequence[Words]) -> int | None:
         """The call that a context goes on from: it begins with that one's context, and then comes a reply. Of several
@@ -69,21 +71,21 @@ class CallTranscript:
         """
 
         def rank(index: int) -> tuple[int, bool, int]:
-            length = len(self._asked[index].messages)
+            length = len(self._contexts[index].messages)
             return length, messages[length][1] == self.calls[index].text, index
 
         fitting = (
             index
-            for index, asked in enumerate(self._asked)
-            if len(asked.messages) < len(messages)
-            and messages[len(asked.messages)][0] == REPLY
-            and messages[: len(asked.messages)] == asked.messages
+            for index, context in enumerate(self._contexts)
+            if len(context.messages) < len(messages)
+            and messages[len(context.messages)][0] == REPLY
+            and messages[: len(context.messages)] == context.messages
         )
         return max(fitting, key=rank, default=None)
 
     def _shared(self, messages: Sequence[Words], conversation: int) -> int:
         """Messages at the beginning that a conversation had already, and the reply behind them."""
-        earlier = (asked.messages for asked in self._asked if asked.conversation == conversation)
+        earlier = (context.messages for context in self._contexts if context.conversation == conversation)
         shared = max(_common(messages, each) for each in earlier)
         while shared < len(messages) and messages[shared][0] == REPLY:
             shared += 1

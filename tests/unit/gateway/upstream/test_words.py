@@ -94,22 +94,22 @@ def chat(text: str) -> bytes:
     return orjson.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
-def said(role: str, content: str) -> dict[str, Any]:
+def message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
 def test_agents_side_by_side_are_conversations_of_their_own() -> None:
-    system, transcript = said("system", "You fix."), CallTranscript()
-    main = [system, said("user", "fix both")]
-    one, other = [system, said("user", "fix a")], [system, said("user", "fix b")]
+    system, transcript = message("system", "You fix."), CallTranscript()
+    main = [system, message("user", "fix both")]
+    one, other = [system, message("user", "fix a")], [system, message("user", "fix b")]
     transcript.add({"messages": main}, chat("two agents"))
     transcript.add({"messages": one}, chat("read a"))
     transcript.add({"messages": other}, chat("read b"))
-    other += [said("assistant", "read b"), said("tool", "b = 1")]
+    other += [message("assistant", "read b"), message("tool", "b = 1")]
     transcript.add({"messages": other}, chat("edit b"))
-    one += [said("assistant", "read a"), said("tool", "a = 1")]
+    one += [message("assistant", "read a"), message("tool", "a = 1")]
     transcript.add({"messages": one}, chat("edit a"))
-    main += [said("assistant", "two agents"), said("tool", "both are done")]
+    main += [message("assistant", "two agents"), message("tool", "both are done")]
     transcript.add({"messages": main}, chat("submit"))
     assert transcript.calls == [
         SpokenCall(heard="You fix.\nfix both", text="two agents"),
@@ -122,27 +122,29 @@ def test_agents_side_by_side_are_conversations_of_their_own() -> None:
 
 
 def test_agents_that_were_asked_the_same_are_told_apart_by_their_replies() -> None:
-    asked, transcript = [said("user", "fix it")], CallTranscript()
+    request, transcript = [message("user", "fix it")], CallTranscript()
     for text in ("read a", "read b"):
-        transcript.add({"messages": asked}, chat(text))
+        transcript.add({"messages": request}, chat(text))
     for text in ("read a", "read b"):
-        transcript.add({"messages": [*asked, said("assistant", text), said("tool", f"did {text}")]}, chat("done"))
+        transcript.add(
+            {"messages": [*request, message("assistant", text), message("tool", f"did {text}")]}, chat("done")
+        )
     assert [call.continues for call in transcript.calls] == [None, None, 0, 1]
     assert transcript.calls[2].heard == "did read a"
 
 
 def test_a_history_that_was_edited_stays_in_its_conversation() -> None:
-    transcript, history = CallTranscript(), [said("user", "fix it")]
+    transcript, history = CallTranscript(), [message("user", "fix it")]
     for number in range(3):
         transcript.add({"messages": history}, chat(f"call {number}"))
-        history = [*history, said("assistant", f"call {number}"), said("tool", f"result {number}")]
-    shorter = [*history[:2], said("tool", "(left out)"), *history[3:]]
+        history = [*history, message("assistant", f"call {number}"), message("tool", f"result {number}")]
+    shorter = [*history[:2], message("tool", "(left out)"), *history[3:]]
     transcript.add({"messages": shorter}, chat("call 3"))
     assert transcript.calls[3] == SpokenCall(
         heard="(left out)\ncall 1\nresult 1\ncall 2\nresult 2", text="call 3", continues=0
     )
     cached = {"role": "user", "content": [{"type": "text", "text": "fix it", "cache_control": {"type": "ephemeral"}}]}
-    transcript.add({"messages": [cached, *shorter[1:], said("assistant", "call 3")]}, chat("call 4"))
+    transcript.add({"messages": [cached, *shorter[1:], message("assistant", "call 3")]}, chat("call 4"))
     assert transcript.calls[4] == SpokenCall(heard="", text="call 4", continues=3), "a mark of a cache is no other word"
 
 
@@ -159,7 +161,7 @@ def test_an_api_that_keeps_the_history_itself_names_the_call_before() -> None:
         ("1 def f(): ...", 0),
     ]
     request = [
-        said("user", "fix it"),
+        message("user", "fix it"),
         *RESPONSE["output"],
         {"type": "function_call_output", "output": "1 def f(): ..."},
     ]
