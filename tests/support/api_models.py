@@ -30,7 +30,12 @@ class ApiModel:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/messages", self._messages)
+        app.router.add_get("/v1/models", self._models)
         return app
+
+    async def _models(self, request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        return web.json_response({"object": "list", "data": []}, status=200 if given == KEY else 401)
 
     async def _refused(self, request: web.Request, key: str) -> web.Response | None:
         self.requests.append(orjson.loads(await request.read()))

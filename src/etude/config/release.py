@@ -22,13 +22,14 @@ class MetricConfig(Section):
 
 
 class SuiteConfig(Section):
-    """``[[release.suites]]``: another evaluation of the gate: the product's own tasks."""
+    """``[[release.suites]]``: another evaluation of the gate: the product's own tasks, or what a judge says of them."""
 
     name: str = Field(pattern=r"^[a-z0-9-]+$")
     """Name of the suite, in evidence and in names of files."""
     recipe: str = Field(min_length=1)
     """A recipe whose ``[tasks]`` are tried, on their held-out side, with this run's harness; or the folder of a suite
-    (``docs/suites.md``), in the sandboxes that it names.
+    (``docs/suites.md``), in the sandboxes that it names, scored by its own ``[reward]`` and ``[judge]`` where it has
+    them.
     """
     count: int = Field(default=64, ge=2)
     """Tasks of it."""

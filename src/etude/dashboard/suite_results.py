@@ -188,18 +188,20 @@ def _evaluated(one: SuiteTry | None, results: SuiteResults) -> Try | None:
     return attempt if prices is None else replace(attempt, amounts=amounts | {"cost": prices.of(attempt)})
 
 
-def suite_try(attempt: Try, number: int, pass_at: float, reason: str = "") -> SuiteTry:
-    """An evaluation's try as one of a suite."""
+def suite_try(attempt: Try, number: int, results: SuiteResults) -> SuiteTry:
+    """An evaluation's try as one of a suite's results: pass ``number``, counted by their rules."""
+    graded = attempt.reward if results.parts else attempt.graded
     return SuiteTry(
         task_id=attempt.task_id,
         template=attempt.template,
         number=number,
         reward=attempt.reward,
-        graded=attempt.graded,
-        passed=is_pass(attempt.graded, pass_at),
-        reason=reason,
+        graded=graded,
+        passed=is_pass(graded, results.pass_at),
+        reason="",
         seconds=attempt.seconds,
         measures={
+            **{name: attempt.parts[name] for name in results.parts if name in attempt.parts},
             "calls": attempt.turns,
             "prompt_tokens": attempt.prompt_tokens,
             "cached_tokens": attempt.prompt_tokens - attempt.new_tokens,

@@ -1,12 +1,13 @@
 """The offline gate: measurements of a candidate and of what users have in, checks out. Pure.
 
-    held-out tasks, suites ──▶ paired intervals ─┐
-    signs of cheating, tokens, seconds, parity ──┴▶ checks, each with its value and its bound ──▶ passed, if all did
+    held-out tasks, suites ──▶ paired intervals, missing tries ─┐
+    signs of cheating, tokens, seconds, parity ─────────────────┴▶ checks, each with its bound ──▶ passed, if all did
 
 Each difference is of the same tasks, and its interval is of 95 %; a candidate passes by non-inferiority, not for want
 of proof against it: the lower end must be above minus the margin. So too few tasks block a good candidate, and never
-let a bad one through. Where nothing was released yet only the absolute checks are made. Intervals are computed by
-:mod:`etude.run.release_gate`.
+let a bad one through. A try that is missing (a machine failed, a judge was away) is in no mean and never a zero; more
+than a few of them block, since what was not measured may be what is bad. Where nothing was released yet only the
+absolute checks are made. Intervals are computed by :mod:`etude.run.release_gate`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,9 @@ from dataclasses import asdict, dataclass, field
 
 from etude.config.release import ReleaseConfig
 from etude.types import Json
+
+MAX_MISSING = 0.05
+"""Share of an evaluation's tries that may be missing: of rewards up to 1, what hides there is no more than a margin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,25 @@ class Against:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MissingTries:
+    """Tries of an evaluation that infrastructure prevented."""
+
+    evaluation: str
+    """``held-out tasks``, or the suite."""
+    version: int
+    missing: int
+    planned: int
+    """Tries that were to be made."""
+    reason: str
+    """Reason for which the last of them failed."""
+
+    @property
+    def share(self) -> float:
+        """Those that are missing, of all."""
+        return self.missing / self.planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GateFacts:
     """All that was measured of a candidate."""
 
@@ -53,6 +76,8 @@ class GateFacts:
     """True if engine and trainer compute the same numbers from its weights; ``None`` where it cannot be compared."""
     against: Against | None = None
     """``None`` where nothing was released yet."""
+    missing: tuple[MissingTries, ...] = ()
+    """Evaluations, of the candidate and of the released version, that miss tries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +116,8 @@ def _checks(facts: GateFacts, config: ReleaseConfig) -> Iterator[Check]:
         passed=share <= config.max_cheating,
         says=f"{facts.cheats} of {facts.tries} tries, at most {config.max_cheating:.1%}",
     )
+    for tries in facts.missing:
+        yield _few_missing(tries)
     if facts.parity is not None:
         says = "engine and trainer agree" if facts.parity else "engine and trainer compute different numbers"
         yield Check(name="numerics", value=float(facts.parity), bound=1.0, passed=facts.parity, says=says)
@@ -101,6 +128,15 @@ def _checks(facts: GateFacts, config: ReleaseConfig) -> Iterator[Check]:
         yield _not_inferior(f"suite {suite.name}", facts.against.suites[suite.name], suite.margin)
     yield _within("cost", facts.against.cost_excess, config.max_cost_ratio)
     yield _within("latency", facts.against.latency_excess, config.max_latency_ratio)
+
+
+def _few_missing(tries: MissingTries) -> Check:
+    says = (
+        f"{tries.missing} of {tries.planned} tries of version {tries.version} are missing, at most {MAX_MISSING:.0%}; "
+        f"the last failed because of {tries.reason}"
+    )
+    name = f"tries of {tries.evaluation}"
+    return Check(name=name, value=tries.share, bound=MAX_MISSING, passed=tries.share <= MAX_MISSING, says=says)
 
 
 def _not_inferior(name: str, difference: Interval, margin: float) -> Check:

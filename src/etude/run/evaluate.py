@@ -19,12 +19,11 @@ from itertools import count
 from pathlib import Path
 
 from etude.aio import background_task, gather_or_cancel
-from etude.config.loading import load_recipe
+from etude.config.recipe import RunConfig
 from etude.config.release import SuiteConfig
-from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.dashboard.evaluation import Evaluation, Try, Way
 from etude.errors import ConfigError, InfrastructureError, RunFolderError
-from etude.ledger.archive import Archive, RolloutOutcome
+from etude.ledger.archive import Archive, RolloutOutcome, Search
 from etude.ledger.ledger import Ledger
 from etude.rewards.score import GRADER, grade_of
 from etude.rewards.transcript import continued
@@ -33,8 +32,9 @@ from etude.run.folder import RunFolder
 from etude.run.kept_files import KeptFiles
 from etude.run.rollouts import TEMPERATURES, RolloutParts, heldout_tasks, open_parts
 from etude.run.serve_version import ServedRun, serving_version
+from etude.run.suite_trials import trial_config, trial_name
+from etude.run.task_families import open_family
 from etude.run.weight_log import open_log
-from etude.tasks.suites import is_suite, suite_of, task_config
 from etude.telemetry.events import EngineStats
 from etude.telemetry.log import EventReader
 from etude.types import Disposition, Group, Rollout, Task, TurnKind
@@ -70,7 +70,7 @@ class EvalRequest:
     greedy: bool = True
     """True if each task is tried greedily, too: once, as that gives nearly the same every time."""
     suite: SuiteConfig | None = None
-    """Other tasks than the run's own, with a ledger of their own."""
+    """Other tasks than the run's own, scored as the suite says, with a ledger of their own."""
 
     def __post_init__(self) -> None:
         for option, number in (("--passes", self.passes), ("--tasks", self.tasks)):
@@ -92,13 +92,14 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     version, digest = identified(folder, request.version)
     (folder.path / EVALUATIONS).mkdir(exist_ok=True)
     copies.bring()
-    ledger, number = _place(folder, request, version, digest)
+    config, ledger, number = _trial(folder, request, version, digest)
     bring_data(folder, "tasks")
     labels = [label for way in request.labels().values() for label in way]
     if not _is_done(ledger, labels, number):
-        tasks, sandboxes = (None, None) if request.suite is None else sections_of(request.suite)
+        number = len(heldout_tasks(open_family(config), number))  # there may be fewer
+    if not _is_done(ledger, labels, number):
         try:
-            with serving_version(folder, version, ledger=ledger, tasks=tasks, sandboxes=sandboxes) as served:
+            with serving_version(folder, version, ledger=ledger, recipe=config) as served:
                 watch = TryCount(ledger, labels, number, progress)
                 asyncio.run(_evaluate(served, request, number, watch))
         finally:
@@ -106,52 +107,49 @@ def evaluate(folder: RunFolder, request: EvalRequest, progress: Progress = lambd
     return read_evaluation(folder, request, version, digest)
 
 
-def sections_of(suite: SuiteConfig) -> tuple[TaskConfig, SandboxConfig | None]:
-    """``[tasks]`` of a suite, and its ``[sandboxes]`` where they are not the run's own.
-
-    Raises :class:`~etude.errors.ConfigError`.
-    """
-    place = Path(suite.recipe)
-    if is_suite(place) and suite_of(place).reward.parts:
-        raise ConfigError(
-            f"the suite at {str(place)!r} has a [reward] of its own, and a run's evaluations are scored by the run's: "
-            f"`etude export` the version, serve it, and try it with `etude suite run --url`"
-        )
-    return task_config(place) if is_suite(place) else (load_recipe(place).tasks, None)
-
-
 def read_evaluation(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Evaluation:
     """The tries of an evaluation so far; none is made. Raises as :meth:`Archive.open` does."""
-    ledger, number = _place(folder, request, version, digest)
-    parts = folder.config().reward.parts
+    config, ledger, number = _trial(folder, request, version, digest)
+    parts, labels = config.reward.parts, request.labels()
     with Archive.open(ledger) as archive:
         facts = archive.fact(ENGINE_S)
+        number = min(number, max(archive.admitted(label) for way in labels.values() for label in way))
         return Evaluation(
             run=str(folder.path),
             version=version,
             digest=digest,
-            tries={way: tuple(tuple(tries(archive, label, number)) for label in labels)
-                   for way, labels in request.labels().items()},
+            tries={way: tuple(tuple(tries(archive, label, number)) for label in each) for way, each in labels.items()},
             engine_s=float(facts or 0.0),
             parts=(GRADER, *(part.name for part in parts)) if parts else (),
-        )  # fmt: skip
+        )
 
 
-def ledger_of_tries(folder: RunFolder, version: int, digest: str, suite: SuiteConfig | None = None) -> Path:
-    """The ledger of the evaluations of a version: of the run's own tasks, or of a suite's.
+def ledger_of_tries(folder: RunFolder, version: int, digest: str, suite: str = "") -> Path:
+    """The ledger of the evaluations of a version: of the run's own tasks, or those of a suite by the name of its
+    tries (:func:`~etude.run.suite_trials.trial_name`).
 
     Versions with the same weights share the one of the first that was tried.
     """
     folder_of_tries = folder.path / EVALUATIONS
-    ending = f"-{digest[:12]}" + (f"-{suite.name}" if suite else "") + ".db"
+    ending = f"-{digest[:12]}" + (f"-{suite}" if suite else "") + ".db"
     tried = sorted(folder_of_tries.glob(f"v{'[0-9]' * VERSION_DIGITS}{ending}"))
     return tried[0] if tried else folder_of_tries / f"v{version:0{VERSION_DIGITS}}{ending}"
 
 
-def _place(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[Path, int]:
-    """The ledger of an evaluation, and its number of tasks."""
-    number = request.tasks or (request.suite.count if request.suite else folder.config().eval.tasks)
-    return ledger_of_tries(folder, version, digest, request.suite), number
+def place_of_tries(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> Path:
+    """The ledger of an evaluation. Raises :class:`~etude.errors.ConfigError`."""
+    _, ledger, _ = _trial(folder, request, version, digest)
+    return ledger
+
+
+def _trial(folder: RunFolder, request: EvalRequest, version: int, digest: str) -> tuple[RunConfig, Path, int]:
+    """The recipe of an evaluation, its ledger, and its number of tasks. Raises :class:`~etude.errors.ConfigError`."""
+    run, suite = folder.config(), request.suite
+    if suite is None:
+        return run, ledger_of_tries(folder, version, digest), request.tasks or run.eval.tasks
+    config = trial_config(run, suite)
+    ledger = ledger_of_tries(folder, version, digest, trial_name(config, suite))
+    return config, ledger, request.tasks or suite.count
 
 
 def _keep(copies: KeptFiles, ledger: Path) -> None:
@@ -282,6 +280,17 @@ class TryCount:
 def missing(archive: Archive, label: str, tasks: int) -> list[int]:
     """Tasks without an attempt in any round of a pass."""
     return [index for index, attempt in enumerate(tries(archive, label, tasks)) if attempt is None]
+
+
+def last_failure(ledger: Path, labels: Sequence[str]) -> str:
+    """Reason for which the last try of some passes failed that infrastructure prevented; empty where none did."""
+    with Archive.open(ledger) as archive:
+        for census in reversed(archive.census()):
+            if census.purpose.partition(".")[0] in labels:
+                failed = archive.find(Search(purpose=census.purpose, outcome=RolloutOutcome.FAILED, limit=1))
+                if failed:
+                    return failed[0].reason
+    return ""
 
 
 def tries(archive: Archive, label: str, tasks: int) -> list[Try | None]:

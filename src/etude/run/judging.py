@@ -40,6 +40,7 @@ from etude.rewards.judge.parts import BESIDE, CalibrationShiftCheck, JudgedParts
 from etude.rewards.judge.prompts import JudgeInput, JudgeParams, Rubric, judge_fingerprint, parse_rubric
 from etude.rewards.judge.rules import MODEL, SUMMARY_RULES, SUMMARY_RULES_VERSION, Rule, rules_app
 from etude.rewards.judge.votes import Judgement, VoteCache
+from etude.rewards.shaping.parts import digest_of, reward_spec
 from etude.rollouts.breaker import Breaker
 from etude.run.endpoints import HOST
 from etude.run.folder import RunFolder
@@ -168,6 +169,11 @@ def judge_fingerprints(config: RunConfig) -> Mapping[str, str]:
     return {aspect: judge_fingerprint(rubric, params) for aspect, rubric in rubrics_of(config.judge).items()}
 
 
+def reward_digest(config: RunConfig) -> str:
+    """SHA-256 of what the parts of a recipe's reward are made of, rubrics included; empty for a recipe without any."""
+    return digest_of(reward_spec(config.reward, judge_fingerprints(config))) if config.reward.parts else ""
+
+
 def calibrations_of(config: JudgeConfig) -> Mapping[str, Calibration]:
     """Calibration reports by aspect. Raises :class:`~etude.errors.ConfigError` for an invalid one."""
     return {name: parse_calibration(text, f"judge.calibrations.{name}") for name, text in config.calibrations.items()}
@@ -209,6 +215,24 @@ def check_budget(config: RunConfig) -> None:
                 f"judge.options.text_characters = {options.text_characters}; raise the former, or lower one of "
                 f"the latter"
             )
+
+
+async def check_key(config: RunConfig) -> None:
+    """Ask the recipe's judge, a model, whether it takes the key of the environment; costs nothing.
+
+    Raises :class:`~etude.errors.ConfigError` where it does not, and :class:`~etude.errors.JudgeUnavailable` where there
+    is no telling.
+    """
+    judge = config.judge.options
+    assert isinstance(judge, ModelJudgeOptions), "rules are asked without a key"
+    async with aiohttp.ClientSession() as http, endpoint_of(config, http) as endpoint:
+        is_taken = await endpoint.takes_key()
+    if not is_taken:
+        given = "which is another's" if os.environ.get(KEY_VARIABLE) else "which is not set"
+        raise ConfigError(
+            f"judge.options.url = {judge.url!r} refuses the key in {KEY_VARIABLE}, {given}: export {KEY_VARIABLE} with "
+            f"the key of that endpoint"
+        )
 
 
 @contextlib.asynccontextmanager

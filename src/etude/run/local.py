@@ -41,6 +41,7 @@ from etude.run.progress_display import ProgressDisplay
 from etude.run.run_url import EVENTS, open_place
 from etude.run.sinks import SinksProcess, check_log
 from etude.run.store_outages import StoreOutages
+from etude.run.suite_trials import check_suites
 from etude.run.supervision import Supervisor
 from etude.run.weight_log import open_log
 from etude.run.working_folder import RECIPE_FILES, REPORTS, keep
@@ -78,6 +79,7 @@ def run_local(
             folder.endpoints.reserve(config, wait_s=PREDECESSOR_S if resumed else 0.0)
         _check_ledger(folder, config)
         check_judge(config)
+        check_suites(config)
         check_log(config)
         events = stack.enter_context(open_events(folder, SUPERVISOR, lossy=True))
         events.write(RunStarted(resumed=resumed))

@@ -1,6 +1,6 @@
 """Checks of a recipe on this machine: made before there is a run, not by one of its processes.
 
-    recipe ──▶ devices ──▶ ports ──▶ model ──▶ disk, memory ──▶ tasks ──▶ texts ──▶ a session on a fake engine ──▶ ready
+    recipe ──▶ judge ──▶ devices, ports ──▶ model ──▶ disk, memory ──▶ tasks, texts ──▶ session on a fake engine
 
 What costs nothing comes first. Owns the looking; what is looked for is explained by the sections of the recipe. A
 recipe alone says nothing of it, so ``--dry-run`` does not ask, but for the tasks (:mod:`etude.run.task_plan`).
@@ -19,6 +19,7 @@ from etude.aio import background_task, without_event_loop
 from etude.clock import SystemClock
 from etude.config.imitation import FILE_SOURCES
 from etude.config.inference import SglangOptions, VllmOptions
+from etude.config.judge import ModelJudgeOptions
 from etude.config.recipe import RunConfig, has_drafts
 from etude.config.rollouts import CommandOptions, VerifiersHarnessOptions
 from etude.config.training import ModelShape
@@ -26,7 +27,7 @@ from etude.dashboard import formatting
 from etude.engines.fake import FakeEngine
 from etude.engines.sglang import server as sglang
 from etude.engines.vllm import process as vllm
-from etude.errors import ConfigError, DamagedError, UserError
+from etude.errors import ConfigError, DamagedError, JudgeUnavailable, UserError
 from etude.models.checkpoint import StoredCheckpoint, load_spec, spec_from_shape
 from etude.models.hf import make_causal_model
 from etude.models.spec import ModelSpec
@@ -37,13 +38,14 @@ from etude.run.draft_head import has_draft_head
 from etude.run.endpoints import listeners, probe_ports
 from etude.run.folder import RunFolder
 from etude.run.gpus import count_gpus, divide_gpus
-from etude.run.judging import check_judge
+from etude.run.judging import check_judge, check_key
 from etude.run.memory_plan import check_memory
 from etude.run.numerics import count_parameters
 from etude.run.playing import Stage, play
 from etude.run.resolve import check_devices, resolve, resolve_device
 from etude.run.rollouts import harness_mounts
 from etude.run.sinks import check_log
+from etude.run.suite_trials import check_suites, trial_config
 from etude.run.task_families import open_demonstrations
 from etude.run.task_plan import open_tasks, plan_tasks
 from etude.storage import free_bytes
@@ -81,7 +83,9 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
     """
     RunFolder.check_new(out)
     check_judge(config)
+    check_suites(config)
     check_log(config)
+    yield from check_judges(config)
     yield from check_machine(config)
     yield from check_model(config)
     yield from check_room(config, out)
@@ -94,6 +98,28 @@ def check_ready(config: RunConfig, out: Path) -> Iterator[MachineFinding]:
     check_texts(config)
     yield MachineFinding(name="tasks", words="; ".join(plan.describe()))
     yield check_session(config, task)
+
+
+def check_judges(config: RunConfig) -> Iterator[MachineFinding]:
+    """Ask the endpoints of the run's judge, and of those of its release suites, whether they take their key.
+
+    Raises :class:`~etude.errors.ConfigError` for a key that is missing or wrong. One that does not answer now is told:
+    what it is to judge waits for it.
+    """
+    urls: set[str] = set()
+    for each in (config, *(trial_config(config, suite) for suite in config.release.suites)):
+        options = each.judge.options
+        if isinstance(options, ModelJudgeOptions) and options.url not in urls:
+            urls.add(options.url)
+            yield _ask_judge(each, options.url)
+
+
+def _ask_judge(config: RunConfig, url: str) -> MachineFinding:
+    try:
+        without_event_loop(lambda: asyncio.run(check_key(config)))
+    except JudgeUnavailable as error:
+        return MachineFinding(name="judge", words=f"{error}; what it is to judge will wait for it", works=False)
+    return MachineFinding(name="judge", words=f"the one at {url} answers")
 
 
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:

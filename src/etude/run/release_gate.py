@@ -3,13 +3,14 @@
     python -m etude.run.release_gate RUN VERSION [SUITE] ──▶ evaluations/vNNNNNN-….db ──▶ paired intervals ──▶ GateFacts
 
 An evaluation serves its version from an engine and a gateway of its own (:mod:`etude.run.evaluate`), so users never
-wait for it. What was tried is kept: the released version is tried once, and a gate that was interrupted goes on.
+wait for it. What was tried is kept: the released version is tried once, and a gate that was interrupted goes on. Tries
+that are missing are made again with every attempt; those that stay so are counted and in no interval.
 """
 
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -20,9 +21,16 @@ from etude.dashboard.statistics import Estimate, difference_of, mean_of
 from etude.errors import EtudeError, UserError
 from etude.ledger.ledger import Ledger
 from etude.models.checkpoint import load_spec
-from etude.releases.gate import Against, GateFacts, Interval
+from etude.releases.gate import Against, GateFacts, Interval, MissingTries
 from etude.releases.states import Release
-from etude.run.evaluate import EvalRequest, evaluate, ledger_of_tries, read_evaluation
+from etude.run.evaluate import (
+    EvalRequest,
+    evaluate,
+    last_failure,
+    ledger_of_tries,
+    place_of_tries,
+    read_evaluation,
+)
 from etude.run.folder import RunFolder
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
 
@@ -32,6 +40,8 @@ PARITY = "parity"
 """The fact of an evaluation's ledger that engine and trainer computed the same numbers, or not: 1 or 0."""
 MODULE = "etude.run.release_gate"
 NO_SUITE = ""
+ERROR_PREFIX = "etude: "
+"""Beginning of the line in which an evaluation's process says why it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +52,17 @@ class Measurement:
     suite: SuiteConfig | None
 
     @property
-    def key(self) -> tuple[str, str]:
-        """Weights and suite: a version that was loaded again is not tried again."""
-        return self.release.digest, self.suite.name if self.suite else NO_SUITE
+    def name(self) -> str:
+        """The evaluation, in evidence."""
+        return f"suite {self.suite.name}" if self.suite else "held-out tasks"
+
+    def request(self, config: ReleaseConfig) -> EvalRequest:
+        """The evaluation, as it is asked for."""
+        return request_of(config, self.release.version, self.suite)
+
+    def place(self, folder: RunFolder, config: ReleaseConfig) -> Path:
+        """Its ledger: of these weights, this suite, and a reward of this make."""
+        return place_of_tries(folder, self.request(config), self.release.version, self.release.digest)
 
 
 @final
@@ -54,54 +72,85 @@ class GateMeasurements:
 
     folder: RunFolder
     config: ReleaseConfig
-    _done: set[tuple[str, str]] = field(default_factory=set)
-    """Evaluations that came to their end."""
+    _done: set[Path] = field(default_factory=set)
+    """Ledgers of evaluations that came to their end, without a missing try then."""
 
     async def measure(self, candidate: Release, live: Release | None) -> GateFacts:
         """Make what is missing, and compare. Raises :class:`~etude.errors.UserError` for what cannot be measured."""
-        needed = list(self._needed(candidate, live))
-        for measurement in needed:
-            await self._make(measurement)
-        return await asyncio.to_thread(self._facts, candidate, live)
+        releases = (candidate,) if live is None else (candidate, live)
+        measured = {
+            (release, suite): await self._measured(Measurement(release=release, suite=suite))
+            for release in releases
+            for suite in (None, *self.config.suites)
+        }
+        return await asyncio.to_thread(self._facts, measured, candidate, live)
 
-    def _needed(self, candidate: Release, live: Release | None) -> Iterator[Measurement]:
-        for release in (candidate, *(() if live is None else (live,))):
-            for suite in (None, *self.config.suites):
-                yield Measurement(release=release, suite=suite)
-
-    async def _make(self, measurement: Measurement) -> None:
-        log = self.folder.logs / "release-gate.log"
+    async def _measured(self, measurement: Measurement) -> "_GateTries":
+        """The tries of an evaluation, which is made unless it is done; again, where it fails or tries are missing."""
+        place, log = measurement.place(self.folder, self.config), self.folder.logs / "release-gate.log"
+        if place in self._done:
+            return await asyncio.to_thread(self._read, measurement)
+        tries, failure = _GateTries(), ""
         for _ in range(ATTEMPTS):
-            if measurement.key in self._done:
-                return
-            if await self._attempt(measurement, log):
-                self._done.add(measurement.key)
-        if measurement.key not in self._done:
-            version = measurement.release.version
-            raise UserError(f"the gate could not measure version {version} in {ATTEMPTS} attempts: see {log}")
+            failure = await self._attempt(measurement, log)
+            tries = tries if failure else await asyncio.to_thread(self._read, measurement)
+            if tries.is_whole:
+                self._done.add(place)
+                return tries
+        if not tries.made:
+            reason = tries.missing.reason if tries.missing else failure
+            raise UserError(
+                f"{measurement.name}: version {measurement.release.version} could not be measured in {ATTEMPTS} "
+                f"attempts: {reason} (see {log})"
+            )
+        return tries
 
-    async def _attempt(self, measurement: Measurement, log: Path) -> bool:
-        """Make an evaluation in a process of its own; true if it came to its end in time."""
-        _, suite = measurement.key
+    async def _attempt(self, measurement: Measurement, log: Path) -> str:
+        """Make an evaluation in a process of its own; returns why it did not come to its end in time, if so."""
+        suite = measurement.suite.name if measurement.suite else NO_SUITE
         program = (sys.executable, "-m", MODULE, str(self.folder.path), str(measurement.release.version), suite)
         # It is our own child, not the supervisor's.
         environment = {name: value for name, value in os.environ.items() if name != SUPERVISOR_VARIABLE}
         with log.open("ab") as out:
+            began = out.tell()
             child = await asyncio.create_subprocess_exec(*program, stdout=out, stderr=out, env=environment)
         try:
             async with asyncio.timeout(self.config.gate_timeout_s):
-                return await child.wait() == 0
+                status = await child.wait()
         except TimeoutError:
-            return False
+            return f"it takes more than release.gate_timeout_s = {self.config.gate_timeout_s:g}"
         finally:
             await _end(child)
+        return "" if status == 0 else _last_line(log, began)
 
-    def _facts(self, candidate: Release, live: Release | None) -> GateFacts:
-        own = {suite: self._tries(candidate, suite) for suite in (None, *self.config.suites)}
+    def _read(self, measurement: Measurement) -> "_GateTries":
+        """All sampled tries so far, pass by pass."""
+        release, request = measurement.release, measurement.request(self.config)
+        passes = read_evaluation(self.folder, request, release.version, release.digest).tries["sampled"]
+        made, planned = [one for each in passes for one in each if one is not None], sum(map(len, passes))
+        if len(made) == planned:
+            return _GateTries(made=made)
+        place, labels = measurement.place(self.folder, self.config), request.labels()["sampled"]
+        missing = MissingTries(
+            evaluation=measurement.name,
+            version=release.version,
+            missing=planned - len(made),
+            planned=planned,
+            reason=last_failure(place, labels),
+        )
+        return _GateTries(made=made, missing=missing)
+
+    def _facts(
+        self,
+        measured: Mapping[tuple[Release, SuiteConfig | None], "_GateTries"],
+        candidate: Release,
+        live: Release | None,
+    ) -> GateFacts:
+        own = {suite: measured[candidate, suite].made for suite in (None, *self.config.suites)}
         everything = [one for tries in own.values() for one in tries]
         against = None
         if live is not None:
-            theirs = {suite: self._tries(live, suite) for suite in own}
+            theirs = {suite: measured[live, suite].made for suite in own}
             against = Against(
                 reward=paired(theirs[None], own[None], _reward),
                 cost_excess=paired(theirs[None], own[None], _sampled, self.config.max_cost_ratio),
@@ -114,22 +163,38 @@ class GateMeasurements:
             cheats=sum(one.is_cheat for one in everything),
             parity=_parity(self.folder, candidate),
             against=against,
+            missing=tuple(tries.missing for tries in measured.values() if tries.missing is not None),
         )
 
-    def _tries(self, release: Release, suite: SuiteConfig | None) -> list[Try]:
-        """All sampled tries, pass by pass. Raises :class:`~etude.errors.UserError` where some are missing."""
-        request = request_of(self.config, release.version, suite)
-        evaluation = read_evaluation(self.folder, request, release.version, release.digest)
-        tries = [one for each in evaluation.tries["sampled"] for one in each if one is not None]
-        if not tries:
-            raise UserError(f"no try of version {release.version} succeeded: see {self.folder.logs}")
-        return tries
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GateTries:
+    """The tries of an evaluation."""
+
+    made: Sequence[Try] = ()
+    missing: MissingTries | None = None
+    """``None``: none is."""
+
+    @property
+    def is_whole(self) -> bool:
+        """True if there are some, and all that were to be made."""
+        return bool(self.made) and self.missing is None
 
 
 def request_of(config: ReleaseConfig, version: int, suite: SuiteConfig | None) -> EvalRequest:
     """The evaluation that a gate makes of a version."""
     tasks = config.tasks if suite is None else suite.count
     return EvalRequest(version=version, tasks=tasks, passes=config.passes, greedy=False, suite=suite)
+
+
+def _last_line(log: Path, began: int) -> str:
+    """The last line that a process wrote behind a place in a log: of one that failed, why."""
+    with log.open("rb") as file:
+        file.seek(began)
+        lines = file.read().decode(errors="replace").split("\n")
+    return next(
+        (line.removeprefix(ERROR_PREFIX) for line in reversed(lines) if line.strip()), "it ended without a word"
+    )
 
 
 def paired(before: Sequence[Try], after: Sequence[Try], value: Callable[[Try], float], times: float = 1.0) -> Interval:
@@ -207,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
                 if ledger.facts.get(PARITY) is None:
                     ledger.facts.set(PARITY, _compared(folder, int(version)))
     except EtudeError as error:
-        sys.stderr.write(f"etude: {error}\n")
+        sys.stderr.write(f"{ERROR_PREFIX}{error}\n")
         return 1
     return 0
 

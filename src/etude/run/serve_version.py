@@ -13,9 +13,8 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from etude.config.recipe import LedgerConfig
+from etude.config.recipe import LedgerConfig, RunConfig
 from etude.config.release import ReleaseConfig
-from etude.config.tasks import SandboxConfig, TaskConfig
 from etude.errors import InfrastructureError
 from etude.run.fleet_plan import process_spec
 from etude.run.folder import RunFolder
@@ -51,24 +50,21 @@ def serving_version(
     version: int | None = None,
     *,
     ledger: Path | None = None,
-    tasks: TaskConfig | None = None,
-    sandboxes: SandboxConfig | None = None,
+    recipe: RunConfig | None = None,
 ) -> Iterator[ServedRun]:
     """Serve a version of a run (default: the newest) by its own number, with one engine and one gateway, while the
     context is open.
 
-    What happens is recorded in ``ledger``, which stays; without one it is forgotten. ``tasks`` and
-    ``sandboxes`` are others than the run's. Engine and gateway may still be starting: see :func:`wait_until_ready`.
+    What happens is recorded in ``ledger``, which stays; without one it is forgotten. ``recipe`` is another than the
+    run's, by which the version is tried. Engine and gateway may still be starting: see :func:`wait_until_ready`.
     """
-    pulled, recipe = pull(open_log(folder), version), folder.config()
+    pulled, recipe = pull(open_log(folder), version), recipe or folder.config()
     config = recipe.model_copy(
         update={
             "ledger": LedgerConfig(),  # nothing to be kept in anybody's database
             "engine": recipe.engine.model_copy(update={"replicas": 1, "port": 0}),
             "gateway": recipe.gateway.model_copy(update={"replicas": 1, "port": 0}),
             "release": ReleaseConfig(),  # it serves what is measured, to nobody else
-            **({} if tasks is None else {"tasks": tasks}),
-            **({} if sandboxes is None else {"sandboxes": sandboxes}),
         }
     )
     with tempfile.TemporaryDirectory(prefix="etude-serving-") as scratch:

@@ -37,21 +37,31 @@ from etude.dashboard.suite_results import SuiteResults, SuiteTry, suite_try, wri
 from etude.errors import AgentFault, ConfigError, OutOfTime, UserError
 from etude.gateway.upstream.calls import Upstream
 from etude.gateway.upstream.passthrough import Passthrough
-from etude.ledger.archive import Archive, RolloutOutcome, Search
+from etude.ledger.archive import Archive
 from etude.ledger.heartbeat import leased
 from etude.ledger.ledger import Ledger, TaskDraw
 from etude.protocols import Harness, HarnessResult, Sandbox, Session, TaskFamily
 from etude.rewards.score import grade_of
-from etude.rewards.shaping.parts import digest_of, reward_spec
 from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.sandbox import RolloutLimits
 from etude.rollouts.worker import GradeScorer, RolloutContext, Scorer
-from etude.run.evaluate import EvalRequest, Progress, TryAll, TryCount, evaluate, graded_groups, one_pass
+from etude.run.evaluate import (
+    EvalRequest,
+    Progress,
+    TryAll,
+    TryCount,
+    evaluate,
+    graded_groups,
+    last_failure,
+    one_pass,
+    place_of_tries,
+)
 from etude.run.folder import RunFolder
-from etude.run.judging import JudgeState, OpenJudge, check_judge, judge_fingerprints, open_judge
+from etude.run.judging import JudgeState, OpenJudge, check_judge, open_judge, reward_digest
 from etude.run.model_calls import serving_passthrough
 from etude.run.rollouts import heldout_tasks, open_stage
 from etude.run.scoring import reward_scorer
+from etude.run.suite_trials import trial_config
 from etude.run.task_families import open_family
 from etude.run.task_sandboxes import image_store
 from etude.sockets import alert_connector
@@ -199,7 +209,7 @@ def try_model(
         tasks={task.task_id: task.template for task in tasks},
         tries=(),
         parts=tuple(part.name for part in config.reward.parts),
-        reward=digest_of(reward_spec(config.reward, judge_fingerprints(config))) if config.reward.parts else "",
+        reward=reward_digest(config),
         prices=limits.prices,
     )
     with leased(out / TRIES_FILE, LedgerConfig(), name="suite", holder="etude suite run") as ledger:
@@ -211,7 +221,7 @@ def try_model(
             results = replace(results, date=date, tries=tuple(_read_tries(out / TRIES_FILE, limits, results)))
             write_results(results, out)
     if not results.tries:
-        raise UserError(f"no try succeeded: {_last_failure(out / TRIES_FILE, limits)}; repair that and run it again")
+        raise _none_succeeded(out / TRIES_FILE, limits)
     return results
 
 
@@ -223,16 +233,16 @@ def try_version(
     out: Path,
     progress: Progress = lambda ended, planned: None,
 ) -> SuiteResults:
-    """Try a weight version of a run at a suite with the run's own harness, as `etude eval` does, and write
+    """Try a weight version of a run at a suite with the run's own harness, as its release gate does, and write
     ``results.json`` into the folder ``out``.
 
-    Raises :class:`~etude.errors.UserError`.
+    Raises :class:`~etude.errors.UserError` for what cannot be tried, and where no try succeeds.
     """
-    config = folder.config()
-    family = open_family(config.model_copy(update={"tasks": suite.tasks, "sandboxes": suite.sandboxes}))
-    tasks = tasks_of(family, limits.tasks)
-    name = re.sub(r"[^a-z0-9]+", "-", f"{suite.name}-{suite.version}".lower())
-    named = SuiteConfig(name=name, count=max(2, len(tasks)), recipe=str(suite.place))
+    run, name = folder.config(), re.sub(r"[^a-z0-9]+", "-", f"{suite.name}-{suite.version}".lower())
+    named = SuiteConfig(name=name, recipe=str(suite.place))
+    config = trial_config(run, named)
+    check_judge(config)
+    tasks = tasks_of(open_family(config), limits.tasks)
     request = EvalRequest(version=version, tasks=len(tasks), passes=limits.passes, greedy=False, suite=named)
     evaluation = evaluate(folder, request, progress)
     out.mkdir(parents=True, exist_ok=True)
@@ -240,25 +250,31 @@ def try_version(
         suite=suite.name,
         version=suite.version,
         digest=digest_of_tasks(tasks),
-        model=f"{config.name} v{evaluation.version}",
+        model=f"{run.name} v{evaluation.version}",
         url=str(folder.path),
         api=ETUDE_API,
-        harness=config.harness.kind,
+        harness=run.harness.kind,
         date=_today(),
         etude=version_of("etude"),
         temperature=1.0,
         passes=limits.passes,
         pass_at=limits.pass_at,
         tasks={task.task_id: task.template for task in tasks},
-        tries=tuple(
-            suite_try(attempt, number, limits.pass_at)
-            for number, attempts in enumerate(evaluation.tries["sampled"])
-            for attempt in attempts
-            if attempt is not None
-        ),
+        tries=(),
+        parts=tuple(part.name for part in suite.reward.parts),
+        reward=reward_digest(config) if suite.reward.parts else "",
         prices=limits.prices,
     )
+    tries = [
+        suite_try(attempt, number, results)
+        for number, attempts in enumerate(evaluation.tries["sampled"])
+        for attempt in attempts
+        if attempt is not None
+    ]
+    results = replace(results, tries=tuple(tries))
     write_results(results, out)
+    if not tries:
+        raise _none_succeeded(place_of_tries(folder, request, evaluation.version, evaluation.digest), limits)
     return results
 
 
@@ -410,14 +426,10 @@ def _suite_try(task: Task, rollout: Rollout, number: int, results: SuiteResults)
     )
 
 
-def _last_failure(place: Path, limits: TryLimits) -> str:
-    """Reason for which the last try failed that infrastructure prevented."""
-    with Archive.open(place) as archive:
-        for label in reversed(limits.labels()):
-            failed = archive.find(Search(purpose=label, outcome=RolloutOutcome.FAILED, limit=1))
-            if failed:
-                return failed[0].reason
-    return "none was made"
+def _none_succeeded(ledger: Path, limits: TryLimits) -> UserError:
+    """The error of tries that infrastructure prevented, all of them, with the last failure."""
+    reason = last_failure(ledger, limits.labels()) or "none was made"
+    return UserError(f"no try succeeded: {reason}; repair that and run it again")
 
 
 def _today() -> str:

@@ -15,7 +15,7 @@ from etude.releases.controller import (
     ShadowFacts,
 )
 from etude.releases.experiment import ArmCounts, UserSums
-from etude.releases.gate import Against, GateFacts, Interval
+from etude.releases.gate import Against, GateFacts, Interval, MissingTries
 from etude.releases.states import Release, ReleaseState
 
 CONFIG = ReleaseConfig(
@@ -34,6 +34,7 @@ SAME = Interval(value=0.0, low=-0.01, high=0.01)
 LESS = Interval(value=-1.0, low=-2.0, high=-0.5)
 AGAINST = Against(reward=SAME, cost_excess=LESS, latency_excess=LESS)
 PASSED = GateFacts(reward=GOOD, tries=64, cheats=0, parity=True, against=AGAINST)
+FEW = MissingTries(evaluation="suite own", version=3, missing=1, planned=20, reason="the judge was away")
 
 
 def on_the_way(state: ReleaseState, stage: int = 0) -> Release:
@@ -79,6 +80,7 @@ def test_the_newest_version_that_is_due_is_the_one_candidate() -> None:
         (replace(PASSED, reward=replace(GOOD, value=0.39)), "minimum bar"),
         (replace(PASSED, cheats=2), "cheating"),
         (replace(PASSED, parity=False), "numerics"),
+        (replace(PASSED, missing=(replace(FEW, missing=2),)), "tries of suite own"),
         (replace(PASSED, against=replace(AGAINST, reward=replace(SAME, low=-0.06))), "held-out tasks"),
         (replace(PASSED, against=replace(AGAINST, cost_excess=replace(LESS, high=0.1))), "cost"),
         (replace(PASSED, against=replace(AGAINST, latency_excess=replace(LESS, high=0.1))), "latency"),
@@ -93,7 +95,8 @@ def test_a_gate_blocks_for_each_of_its_checks_and_the_trainer_goes_back(gate: Ga
     assert decision is not None
     assert decision.moves[0].reason.startswith(named)
     assert decision.load == LIVE.version
-    assert states(decide(on_the_way(ReleaseState.CANDIDATE), gate=PASSED)) == [(4, ReleaseState.GATED)]
+    for passed in (PASSED, replace(PASSED, missing=(FEW,))):
+        assert states(decide(on_the_way(ReleaseState.CANDIDATE), gate=passed)) == [(4, ReleaseState.GATED)]
 
 
 def test_below_the_bar_there_is_no_first_release_and_above_it_there_is_one() -> None:

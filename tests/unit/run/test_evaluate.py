@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from etude.config.loading import default_recipe
-from etude.config.release import SuiteConfig
 from etude.errors import ConfigError, RunFolderError
 from etude.ledger.archive import Archive
 from etude.ledger.ledger import Ledger
@@ -126,8 +125,7 @@ def test_versions_with_the_same_weights_share_their_tries(tmp_path: Path) -> Non
     first.parent.mkdir()
     first.touch()
     assert ledger_of_tries(folder, 7, digest) == first
-    suite = SuiteConfig(name="own", recipe="r.toml")
-    assert ledger_of_tries(folder, 7, digest, suite).name == f"v000007-{digest[:12]}-own.db"
+    assert ledger_of_tries(folder, 7, digest, "own").name == f"v000007-{digest[:12]}-own.db"
     assert ledger_of_tries(folder, 7, "cd" * 32).name == f"v000007-{'cd' * 6}.db"
 
 

@@ -28,6 +28,7 @@ from etude.run.placement import fleet_of
 from etude.run.resolve import check_devices
 from etude.run.resuming import change, changed_config, is_finished
 from etude.run.run_url import is_run_url, normal_url
+from etude.run.suite_trials import check_suites
 from etude.run.task_plan import plan_tasks
 from etude.run.working_folder import WORK_VARIABLE, check_place, create_run, forget, open_run_folder, working_path
 from etude.types import Json
@@ -91,6 +92,7 @@ def run(
     about_reward = describe(config.reward)
     if dry_run:
         check_judge(config)
+        check_suites(config)
         print(dump_toml(config), end="")
         print("".join(f"# {line}\n" for line in about_reward), end="")
         return _print_tasks(config)

@@ -28,12 +28,16 @@ LONGEST_WISH_S = 60.0
 """Pause that an endpoint may ask for; deadlines are the caller's."""
 REFUSED = (400, 413, 422)
 """Statuses that mean: not this question, now or later."""
+REFUSED_KEY = (401, 403)
+"""Statuses that mean: not with this key."""
 LONGEST_BODY = 1 << 20
 """Bytes of an answer that are read: a verdict has some hundred."""
 SHOWN = 200
 """Characters of an answer that an error quotes."""
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 """The caller has the deadline."""
+KEY_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+"""For the question whether a key is taken."""
 HIDDEN_KEY = "[key]"
 """Replacement in an error where an endpoint repeated our key."""
 
@@ -124,6 +128,17 @@ class Endpoint:
             await asyncio.sleep(max(pause_s, answer))
         raise AssertionError("endless")
 
+    async def takes_key(self) -> bool:
+        """Ask for the list of models, which costs nothing: false if the endpoint refuses the key, or a call without
+        one. Raises :class:`~etude.errors.JudgeUnavailable` where it does not answer.
+        """
+        url = self._address.url.rstrip("/") + "/models"
+        try:
+            async with self._http.get(url, headers=self._headers, timeout=KEY_TIMEOUT, allow_redirects=False) as answer:
+                return answer.status not in REFUSED_KEY
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise JudgeUnavailable(f"the judge at {self._address.url} does not answer: {_words(error)}") from error
+
     def _body(self, call: JudgeCall) -> Mapping[str, Json]:
         body: dict[str, Json] = {
             "model": self._address.model,
@@ -152,7 +167,7 @@ class Endpoint:
                 while len(raw) < LONGEST_BODY and (more := await response.content.read(LONGEST_BODY - len(raw))):
                     raw += more
         except aiohttp.ClientError as error:
-            self.trouble = f"{type(error).__name__}: {error}"
+            self.trouble = _words(error)
             return 0.0
         return self._read(status, raw)
 
@@ -171,6 +186,10 @@ class Endpoint:
         if status == 400 and "response_format" in excerpt:
             raise JudgeLost(f"{words}; set judge.options.structured = false")
         raise (JudgeDeclined if status in REFUSED else JudgeUnavailable)(words)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def read_answer(answer: dict[str, object]) -> ChatReply:

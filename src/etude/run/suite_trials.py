@@ -1,0 +1,63 @@
+"""The recipe by which a version of a run is tried at a suite, and what is wrong with it before anything is tried.
+
+    a run's recipe ────────────────────────────────────────────┐
+    suite.toml: [tasks] [sandboxes], [reward] [judge] if any ──┴─▶ the recipe of its tries ──▶ checked
+
+The harness, the model and their limits are the run's; what is asked, and what an answer is worth, is the suite's.
+Release gates and `etude suite run --run` try suites by this recipe (:mod:`etude.run.evaluate`).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from etude.config.loading import load_recipe, parse_config
+from etude.config.recipe import RunConfig
+from etude.config.release import SuiteConfig
+from etude.config.suite import SUITE_FILE
+from etude.errors import ConfigError
+from etude.run.judging import check_judge, reward_digest
+from etude.run.task_families import open_family
+from etude.tasks.suites import is_suite, suite_of, task_config
+from etude.types import Split
+
+DIGEST_CHARACTERS = 8
+"""Length of a reward's digest in the name of a ledger of tries."""
+
+
+def trial_config(run: RunConfig, suite: SuiteConfig) -> RunConfig:
+    """The recipe by which a run's version is tried at a suite: scored by the suite's own ``[reward]`` and ``[judge]``
+    where it has a reward, else by the run's.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    place = Path(suite.recipe)
+    if not is_suite(place):
+        return run.model_copy(update={"tasks": load_recipe(place).tasks})
+    file, (tasks, sandboxes) = suite_of(place), task_config(place)
+    own: dict[str, Any] = {"tasks": tasks, "sandboxes": sandboxes}
+    if not file.reward.parts:
+        return run.model_copy(update=own)
+    own |= {"reward": file.reward, "judge": file.judge}
+    tree = run.model_dump(mode="json", exclude={*own, "hints", "release"})  # hints are about training; none is made
+    sections = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in own.items()}
+    return parse_config({**tree, **sections}, source=f"{place / SUITE_FILE} with the harness of {run.name}")
+
+
+def trial_name(config: RunConfig, suite: SuiteConfig) -> str:
+    """The name of a suite's tries: tries of another reward, or another rubric, have another one."""
+    digest = reward_digest(config)[:DIGEST_CHARACTERS]
+    return f"{suite.name}-{digest}" if digest else suite.name
+
+
+def check_suites(run: RunConfig) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for a suite of a run's release gate that could not be tried: it is not
+    there, has no task, or its judge is not to be trusted.
+    """
+    for suite in run.release.suites:
+        try:
+            config = trial_config(run, suite)
+            check_judge(config)
+            if open_family(config).size(Split.HELDOUT) == 0:
+                raise ConfigError("it has no task that is held out: name another suite, or add tasks")
+        except ConfigError as error:
+            raise ConfigError(f"release.suites, {suite.name!r} (recipe = {suite.recipe!r}): {error}") from error
