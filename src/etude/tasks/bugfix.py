@@ -14,9 +14,9 @@ Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from random import Random
 from types import CodeType
 
@@ -274,10 +274,16 @@ def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple
 
 def behaviour(kind: ProgramKind, parts: Parts) -> str:
     """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
-    rng = Random(f"probe|{kind.arguments.__name__}")
     lines = kind.program(parts, kind.namings[0], "probe")
-    results = [run_program(lines, "probe", kind.arguments(rng)) for _ in range(PROBES)]
+    results = [run_program(lines, "probe", arguments) for arguments in _probes(kind.arguments)]
     return hashlib.sha256(orjson.dumps([kind.arguments.__name__, results])).hexdigest()
+
+
+@cache
+def _probes(draw: Callable[[Random], tuple[Json, ...]]) -> Sequence[tuple[Json, ...]]:
+    """The arguments of these calls: the same for all programs that take such arguments."""
+    rng = Random(f"probe|{draw.__name__}")
+    return [draw(rng) for _ in range(PROBES)]
 
 
 def _task(problem: Problem, checks: FunctionChecks, split: Split) -> Task:
