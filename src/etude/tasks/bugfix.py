@@ -49,7 +49,7 @@ MIN_MISTAKES = 3
 """Different wrong lines that a problem must offer: as many as one session may try."""
 TELLING_CASES = 3
 """Cases, at least, on which the planted bug must show; else the instance is drawn again."""
-COMPILED = 64
+CODES = 64
 """Programs whose compiled code is kept: those of one problem and the last few."""
 
 
@@ -241,15 +241,15 @@ def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
     """
     names: dict[str, object] = {}
     try:
-        exec(_compiled(lines), names)
+        exec(_code(lines), names)
         value: Json = names[function](*orjson.loads(orjson.dumps(list(arguments))))  # type: ignore[operator]  # a function
     except (ArithmeticError, TypeError, ValueError, NameError, IndexError) as error:
         return f"!{type(error).__name__}"
     return value
 
 
-@lru_cache(maxsize=COMPILED)
-def _compiled(lines: Lines) -> CodeType:
+@lru_cache(maxsize=CODES)
+def _code(lines: Lines) -> CodeType:
     """A program is called with many arguments, and compiling it takes twenty times as long as a call."""
     return compile("\n".join(lines), "<template>", "exec")
 
