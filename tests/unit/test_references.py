@@ -1,5 +1,5 @@
-"""What documents, workflows and docstrings refer to exists: pages and headings, `make` targets, papers' functions, files,
-and the names of Sphinx roles.
+"""What documents, workflows and docstrings refer to exists: pages and headings, targets of make, papers' functions,
+files and the names of Sphinx roles.
 """
 
 import ast
