@@ -1,4 +1,6 @@
-"""What documents and docstrings refer to exists: papers' functions, files, and the names of Sphinx roles."""
+"""What documents, workflows and docstrings refer to exists: pages and headings, targets of make, papers' functions,
+files and the names of Sphinx roles.
+"""
 
 import ast
 import re
@@ -16,6 +18,13 @@ DOCUMENTS = (
 CODE_NAME = re.compile(r"`(src/\S+\.py):(\w+)`")
 PYTHON_FILE = re.compile(r"`((?:[\w-]+/)*\w+\.py)(?::\w+)?`")
 ROLE = re.compile(r":(?:mod|class|func|meth|data|attr|exc):`~?(etude\.[\w.]+)`")
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
+CODE_BLOCK = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+NOT_IN_ANCHORS = re.compile(r"[^\w\- ]")
+COMMAND = re.compile(r"^make ([a-z][a-z-]*)", re.MULTILINE)
+INLINE_COMMAND = re.compile(r"(?:`|run: )make ([a-z][a-z-]*)")
+TARGET = re.compile(r"^([a-z][a-z-]*):", re.MULTILINE)
 ELSEWHERE = {"core_algos.py", "words.py"}
 """Files of other projects, and of a sandbox."""
 
@@ -44,6 +53,37 @@ def is_defined(reference: str) -> bool:
         if file.is_file():
             return set(parts[length:]) <= names_of(file)
     return False
+
+
+def anchors_of(page: str) -> set[str]:
+    """What a link into a page may end with, as GitHub and site generators make it of headings."""
+    headings = HEADING.findall(CODE_BLOCK.sub("", page))
+    return {NOT_IN_ANCHORS.sub("", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def targets_in(page: str) -> list[str]:
+    """The targets of `make` that a page names, in blocks of code and between the words."""
+    blocks = "\n".join(CODE_BLOCK.findall(page))
+    return COMMAND.findall(blocks) + INLINE_COMMAND.findall(page)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = list[tuple[str, str]]()
+    for document in DOCUMENTS:
+        page = CODE_BLOCK.sub("", document.read_text(encoding="utf-8"))
+        for path, anchor in LINK.findall(page):
+            target = document.parent / path if path else document
+            if not target.exists() or (anchor and anchor not in anchors_of(target.read_text(encoding="utf-8"))):
+                broken.append((document.name, f"{path}#{anchor}"))
+    assert not broken
+
+
+def test_the_targets_of_make_that_are_named_exist() -> None:
+    targets = set(TARGET.findall((REPOSITORY / "Makefile").read_text(encoding="utf-8")))
+    pages = (*DOCUMENTS, *REPOSITORY.glob(".github/**/*.yml"), *REPOSITORY.glob(".github/*.md"))
+    named = {(page.name, target) for page in pages for target in targets_in(page.read_text(encoding="utf-8"))}
+    assert named
+    assert not {(page, target) for page, target in named if target not in targets}
 
 
 def test_the_functions_of_papers_exist() -> None:

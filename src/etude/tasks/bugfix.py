@@ -14,10 +14,11 @@ Owns the split and the instances. Does not grade (:mod:`etude.rewards`) and does
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from random import Random
+from types import CodeType
 
 import orjson
 
@@ -48,6 +49,8 @@ MIN_MISTAKES = 3
 """Different wrong lines that a problem must offer: as many as one session may try."""
 TELLING_CASES = 3
 """Cases, at least, on which the planted bug must show; else the instance is drawn again."""
+CODES = 64
+"""Programs whose compiled code is kept: those of one problem and the last few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,11 +241,17 @@ def run_program(lines: Lines, function: str, arguments: Sequence[Json]) -> Json:
     """
     names: dict[str, object] = {}
     try:
-        exec("\n".join(lines), names)
+        exec(_code(lines), names)
         value: Json = names[function](*orjson.loads(orjson.dumps(list(arguments))))  # type: ignore[operator]  # a function
     except (ArithmeticError, TypeError, ValueError, NameError, IndexError) as error:
         return f"!{type(error).__name__}"
     return value
+
+
+@lru_cache(maxsize=CODES)
+def _code(lines: Lines) -> CodeType:
+    """A program is called with many arguments, and compiling it takes twenty times as long as a call."""
+    return compile("\n".join(lines), "<template>", "exec")
 
 
 def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple[str, Parts]]:
@@ -265,10 +274,16 @@ def choose_heldout(kinds: Sequence[ProgramKind], one_in: int) -> frozenset[tuple
 
 def behaviour(kind: ProgramKind, parts: Parts) -> str:
     """A digest of what a template's right program returns on fixed random calls: equal for equal behaviour."""
-    rng = Random(f"probe|{kind.arguments.__name__}")
     lines = kind.program(parts, kind.namings[0], "probe")
-    results = [run_program(lines, "probe", kind.arguments(rng)) for _ in range(PROBES)]
+    results = [run_program(lines, "probe", arguments) for arguments in _probes(kind.arguments)]
     return hashlib.sha256(orjson.dumps([kind.arguments.__name__, results])).hexdigest()
+
+
+@cache
+def _probes(draw: Callable[[Random], tuple[Json, ...]]) -> Sequence[tuple[Json, ...]]:
+    """The arguments of these calls: the same for all programs that take such arguments."""
+    rng = Random(f"probe|{draw.__name__}")
+    return [draw(rng) for _ in range(PROBES)]
 
 
 def _task(problem: Problem, checks: FunctionChecks, split: Split) -> Task:
