@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     from pip._internal.commands import create_command
     from pip._internal.exceptions import PipError
     from pip._vendor.packaging.version import Version
-    from pip._vendor.requests import RequestException
+    from pip._vendor.requests.exceptions import RequestException
 
     verb, name, *places = arguments
     command = create_command("download")
