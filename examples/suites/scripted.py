@@ -8,9 +8,12 @@ It looks around, runs the tests that are there, and submits what it found. A tas
 
 import json
 import sys
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeAlias
 
+Reply: TypeAlias = Callable[[list[dict[str, Any]]], str]
+"""The next message of a policy."""
 LINES = ("ls -R | head -50", "python3 -m pytest -q 2>&1 | tail -5", "submit")
 """Its commands, one a turn."""
 
@@ -24,10 +27,12 @@ def reply(messages: list[dict[str, Any]]) -> str:
 class Handler(BaseHTTPRequestHandler):
     """Answers chat completions; counts words as tokens."""
 
+    reply: Reply
+
     def do_POST(self) -> None:
         """One completion."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = reply(body["messages"])
+        text = self.reply(body["messages"])
         read, sampled = sum(len(str(each["content"]).split()) for each in body["messages"]), len(text.split())
         answer = {
             "id": "scripted",
@@ -48,9 +53,9 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing: the other side counts."""
 
 
-def serve(port: int) -> ThreadingHTTPServer:
-    """The server, at a port of this machine; 0 for any that is free."""
-    return ThreadingHTTPServer(("127.0.0.1", port), Handler)
+def serve(port: int, policy: Reply = reply) -> ThreadingHTTPServer:
+    """The server of a policy, at a port of this machine; 0 for any that is free."""
+    return ThreadingHTTPServer(("127.0.0.1", port), type("PolicyHandler", (Handler,), {"reply": staticmethod(policy)}))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ base64 of packed JSON, so that it can be read as a text of bounded size.
 
 A request has ``report`` (a path), ``options`` of pytest, and ``steps``. A step has ``files`` (path → text, or null for
 none), which are put back afterwards unless ``keep``; then either ``calls`` of one function (``module``, ``function``,
-``calls``) or tests: ``targets`` (paths), ``ids`` (null: all), ``seed`` (0: as they come), ``watch`` (path → lines of
-functions to watch; empty: none), ``record`` (of these, those whose arguments are wanted); and ``timeout_s``.
+``calls``) or tests: ``targets`` (paths), ``ids`` (null: all, or those that ``named``, path → functions and classes,
+says, and so many ``others``), ``seed`` (0: as they come), ``watch`` (path → lines of functions to watch; empty: none),
+``record`` (of these, those whose arguments are wanted); and ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -64,11 +65,15 @@ class Observer:
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Keep the tests that were asked for, in the order of the seed: files are shuffled, then tests in each."""
-        ids = self.step.get("ids")
+        ids, named = self.step.get("ids"), self.step.get("named")
         if ids is not None:
             required = set(ids)
-            config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in required])
-            items[:] = [item for item in items if item.nodeid in required]
+            self.select(config, items, [item for item in items if item.nodeid in required])
+        elif named is not None:
+            matches = {item.nodeid for item in items if is_in(item.nodeid, named)}
+            others = [item.nodeid for item in items if item.nodeid not in matches][: self.step["others"]]
+            matches.update(others)
+            self.select(config, items, [item for item in items if item.nodeid in matches])
         if self.step.get("seed"):
             shuffler = random.Random(self.step["seed"])
             groups: dict[str, list[Any]] = {}
@@ -79,6 +84,12 @@ class Observer:
             for group in ordered:
                 shuffler.shuffle(group)
             items[:] = [item for group in ordered for item in group]
+
+    def select(self, config: Any, items: list[Any], chosen: list[Any]) -> None:
+        """Leave all tests out but some."""
+        ids = {item.nodeid for item in chosen}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
+        items[:] = chosen
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that could not be collected."""
@@ -168,6 +179,12 @@ class Observer:
             "reached": {name: sorted(owners) for name, owners in self.reached.items()},
             "calls": {name: sorted(calls) for name, calls in self.calls.items()},
         }
+
+
+def is_in(test: str, named: dict[str, list[str]]) -> bool:
+    """Return true if the function of a test, or its class, is one of those that are named of its file."""
+    path, *places = test.partition("[")[0].split("::")
+    return not set(named.get(path, ())).isdisjoint(places)
 
 
 def message_of(report: Any) -> str:

@@ -35,6 +35,8 @@ from etude.taskgen.testruns import RunObservation, TestRun, observe
 from etude.taskgen.validator import SANDBOX_TTL_S, PreparedRepository
 from etude.tasks.repositories.folder import PackageFolder
 
+PINS_FILE = "requirements.txt"
+"""File of a package's folder that says what was installed."""
 REPAIRS = 3
 """Rounds in which what turned out to be missing is installed, too."""
 RUNS = 3
@@ -120,6 +122,20 @@ class Preparation:
         installed, _ = await self._installed(project, texts, scratch, pristine, say)
         return await asyncio.to_thread(self._store.add_layer, installed)
 
+    async def site_again(self, project: Project, texts: Mapping[str, str], scratch: Path) -> str | None:
+        """Install the very packages that :meth:`site` once installed, without looking at the tests; ``None`` where the
+        folder does not say which. Raises :class:`~etude.taskgen.failures.InstallError`.
+        """
+        pins = (self._folder.read(PINS_FILE) or b"").decode().split()
+        if not pins:
+            return None
+        layer = scratch / "site"
+        python = await self._python()
+        await asyncio.to_thread(install, Requirements(requirements=tuple(pins), python=python), layer)
+        without_copies(layer, project)
+        record_project(layer, project, texts)
+        return await asyncio.to_thread(self._store.add_layer, layer)
+
     async def _pristine(self, tree: Path, scratch: Path) -> Path:
         """The layer of the unchanged package, in a store that is thrown away."""
         with_project = scratch / "pristine"
@@ -184,7 +200,7 @@ class Preparation:
                 without_copies(layer, project)
                 record_project(layer, project, texts)
                 say(f"installed {len(pins)} packages: {' '.join(pins)}")
-                self._folder.write("requirements.txt", "".join(f"{pin}\n" for pin in pins).encode())
+                self._folder.write(PINS_FILE, "".join(f"{pin}\n" for pin in pins).encode())
                 run = await self._first_run(project, (layer, pristine), environment(project))
                 matches = layer, run
                 missing = _missing(project, run, requirements)

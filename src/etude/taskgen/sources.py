@@ -1,9 +1,8 @@
 """Sources of repositories: a folder, a git repository, a source distribution, or one on a package index.
 
 Owns the way to a plain folder with the project at its top. Archives are unpacked without leaving the folder; git runs
-without hooks. ``pip`` fetches from indexes with this machine's settings; note that pip asks the package's own build
-program for its metadata, so do not fetch by name what you would not install: fetch the file and give its path. That
-program is told nobody's keys but those of the indexes.
+without hooks. Of an index an archive comes by the settings of this machine's pip (:mod:`etude.taskgen.source_index`),
+and no program of it is run.
 """
 
 import os
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.taskgen.failures import SourceError
@@ -23,6 +22,8 @@ from etude.taskgen.scrubbing import clean_files, clone, copy_clean
 ARCHIVES = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip")
 FETCH_TIMEOUT_S = 600.0
 INDEX = "pypi:"
+SOURCE_INDEX = (sys.executable, "-P", str(Path(__file__).with_name("source_index.py")))
+"""The script that lists and fetches; ``-P``: nothing is imported from the folder it is run in."""
 PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.+!_-]+")
 ARCHIVE_BYTES = 512 << 20
 """The most that an archive may unpack to."""
@@ -40,7 +41,10 @@ def fetch(reference: str, folder: Path) -> Path:
     """
     folder.mkdir(parents=True)
     if reference.startswith(INDEX):
-        return _unpack(download(reference.removeprefix(INDEX), folder / "download"), folder / "tree")
+        if not PINNED.fullmatch(requirement := reference.removeprefix(INDEX)):
+            raise SourceError(f"{requirement!r} is not pinned: write {INDEX}NAME==VERSION")
+        name, _, version = requirement.partition("==")
+        return _unpack(download(name, [version], folder / "download")[version], folder / "tree")
     path = Path(reference)
     if path.is_file() and reference.endswith(ARCHIVES):
         return _unpack(path, folder / "tree")
@@ -74,25 +78,41 @@ def read_texts(tree: Path) -> Mapping[str, str]:
     return texts
 
 
-def download(requirement: str, folder: Path) -> Path:
-    """Fetch the source distribution of ``NAME==VERSION`` from an index into a folder.
+def versions_of(name: str) -> list[str]:
+    """The versions of which an index has the source, newest first.
 
     Raises :class:`~etude.taskgen.failures.SourceError`.
     """
-    if not PINNED.fullmatch(requirement):
-        raise SourceError(f"{requirement!r} is not pinned: write {INDEX}NAME==VERSION")
-    name = requirement.partition("==")[0]
-    argv = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", name, "-d", str(folder)]
+    versions, log = _ask_index("list", name)
+    if not versions:
+        raise SourceError(f"no index of pip's has a source distribution of {name!r}: {log[-200:]}", log=log)
+    return versions
+
+
+def download(name: str, versions: Sequence[str], folder: Path) -> dict[str, Path]:
+    """Fetch source distributions from an index, each into ``folder/VERSION``; returns version → archive.
+
+    Raises :class:`~etude.taskgen.failures.SourceError`, with the reasons, where one could not be had; others that were
+    asked for are there then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _, log = _ask_index("fetch", name, str(folder), *versions)
+    archives = {version: next((folder / version).glob("*"), None) for version in versions}
+    matches = {version: archive for version, archive in archives.items() if archive is not None}
+    if len(matches) < len(archives):
+        missing = ", ".join(version for version in archives if version not in matches)
+        last = log.splitlines()[-1] if log else "nothing came"
+        raise SourceError(f"the source of {name} {missing} could not be fetched: {last}", log=log)
+    return matches
+
+
+def _ask_index(verb: str, name: str, *arguments: str) -> tuple[list[str], str]:
+    """The lines that the script prints, and what else it says."""
     try:
-        done = run_pip([*argv, requirement], timeout_s=FETCH_TIMEOUT_S)
+        done = run_pip([*SOURCE_INDEX, verb, name, *arguments], timeout_s=FETCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise SourceError(f"pip did not fetch {requirement} within {FETCH_TIMEOUT_S:g} s") from None
-    matches = sorted(folder.glob("*")) if folder.is_dir() else []
-    if done.returncode != 0 or not matches:
-        output = done.stderr.decode(errors="replace").strip()
-        last = output.splitlines()[-1] if output else "no file came"
-        raise SourceError(f"pip could not fetch the source of {requirement}: {last}", log=output)
-    return matches[0]
+        raise SourceError(f"the index did not {verb} {name} within {FETCH_TIMEOUT_S:g} s") from None
+    return done.stdout.decode(errors="replace").split(), done.stderr.decode(errors="replace").strip()
 
 
 def _unpack(archive: Path, folder: Path) -> Path:

@@ -32,7 +32,11 @@ class TestRun:
     targets: tuple[str, ...]
     """Files and folders that pytest is given."""
     ids: tuple[str, ...] | None = None
-    """Node ids to run; ``None``: all that are found."""
+    """Node ids to run; ``None``: all that are found, or are ``named``."""
+    named: Mapping[str, Sequence[str]] | None = None
+    """Path → functions and classes whose tests to run, where no ids are known yet; ``None``: all."""
+    others: int = 0
+    """Tests to run besides those that are ``named``: the first that are found."""
     seed: int = 0
     """Seed of the order; 0 leaves it alone."""
     files: Mapping[str, str | None] = field(default_factory=dict)

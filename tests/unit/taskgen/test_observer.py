@@ -115,6 +115,16 @@ def test_files_are_replaced_for_one_step_and_every_step_is_a_process_of_its_own(
     assert (tmp_path / "test_bad.py").exists()
 
 
+def test_tests_that_are_named_run_and_some_others(tmp_path: Path) -> None:
+    tests = "import pytest\n" + "".join(f"def test_{n}(): pass\n" for n in range(6))
+    tests += "@pytest.mark.parametrize('n', [1, 2])\ndef test_many(n): pass\nclass Named:\n    def test_7(self): pass\n"
+    tests += "class TestNamed:\n    def test_8(self): pass\n"
+    named = {"test_pkg.py": ["test_4", "test_many", "TestNamed"], "test_gone.py": ["test_0"]}
+    (seen,) = observe(package(tmp_path, tests), {"targets": ["test_pkg.py"], "named": named, "others": 2})
+    places = ["test_0", "test_1", "test_4", "test_many[1]", "test_many[2]", "TestNamed::test_8"]
+    assert list(seen["tests"]) == [f"test_pkg.py::{place}" for place in places]
+
+
 def test_orders_differ_by_seed(tmp_path: Path) -> None:
     tests = "import pytest\n" + "".join(f"def test_{n}(): pass\n" for n in range(12))
     seen = observe(package(tmp_path, tests), *({"targets": ["test_pkg.py"], "seed": seed} for seed in (0, 1, 2, 1)))

@@ -43,7 +43,7 @@ from etude.taskgen.history.validator import (
     texts_of,
 )
 from etude.taskgen.preparation import Preparation, Settings
-from etude.taskgen.projects import read_project
+from etude.taskgen.projects import bare_name, read_project
 from etude.taskgen.sources import read_texts
 from etude.taskgen.verdicts import Rejection
 from etude.tasks.repositories.folder import PackageFolder, RepositoryTasks
@@ -120,30 +120,22 @@ async def fetch(folder: Path, provider: SandboxProvider, *, say: Say) -> int:
 
     Raises :class:`~etude.errors.DamagedError` for a history that has other files than when a task was validated.
     """
-    store, progress, made = ImageStore(folder / IMAGES), read_progress(folder), 0
-    records = sorted(read_records(folder), key=lambda each: (each.source, each.before, each.after))
-    for source, of_source in groupby(records, key=lambda each: each.source):
-        history, needs = open_history(source, folder / ARCHIVES), None
-        for (before, after), group in groupby(of_source, key=lambda each: (each.before, each.after)):
-            missing = [
-                each for each in group if not (folder / each.package / "tasks" / f"{each.task_id}.json").exists()
-            ]
-            if not missing:
-                continue
-            change = Change(before=before, after=after, subject="", day=missing[0].day)
-            if needs is None:
-                last = progress.get(source)
-                options = SuiteBuild(references=[source], out=folder, settings=_settings_of(last))
-                newest = last.newest if last else (await asyncio.to_thread(history.changes, 1))[0].after
-                needs, _ = await _prepare(history, newest, store, options, provider, say)
+    store, made = ImageStore(folder / IMAGES), 0
+    missing = [each for each in read_records(folder) if not _task_file(folder, each).exists()]
+    missing.sort(key=lambda each: (each.source, each.before, each.after))
+    for source, of_source in groupby(missing, key=lambda each: each.source):
+        records, history = list(of_source), open_history(source, folder / ARCHIVES)
+        await asyncio.to_thread(history.gather, (name for each in records for name in (each.before, each.after)))
+        needs = await _prepare_again(history, records[0].package, folder, provider, say)
+        for (before, after), group in groupby(records, key=lambda each: (each.before, each.after)):
+            change, of_change = Change(before=before, after=after, subject="", day=records[0].day), list(group)
             with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
                 trees = await asyncio.to_thread(read_change, history, change, Path(scratch))
                 image = await asyncio.to_thread(add_image, trees, store, needs)
-                package = PackageFolder(folder / missing[0].package)
-                for record in missing:
-                    _make(record, trees, image, package)
-                made += len(missing)
-            say(f"{source} {before}..{after}: {len(missing)} tasks")
+                for record in of_change:
+                    _make(record, trees, image, PackageFolder(folder / record.package))
+            made += len(of_change)
+            say(f"{source} {before}..{after}: {len(of_change)} tasks")
     return made
 
 
@@ -259,6 +251,7 @@ async def _follow(
     """Try some changes of a history, newest first, and note how far it was followed."""
     out, source, settings = options.out, history.reference, options.settings
     store = ImageStore(out / IMAGES)
+    await asyncio.to_thread(history.gather, (name for each in changes for name in (each.after, each.before)))
     needs, folder = await _prepare(history, changes[0].after, store, options, provider, say)
     guarded = HiddenTestGrader(provider, store).guarded
     validator = ChangeValidator(history, provider, store, folder, needs=needs, guarded=guarded)
@@ -284,10 +277,29 @@ async def _prepare(
         tree = await asyncio.to_thread(history.tree, newest, scratch / "source")
         texts = await asyncio.to_thread(read_texts, tree)
         project = read_project(texts)
-        folder = PackageFolder(options.out / project.name)
+        folder = PackageFolder(options.out / bare_name(project.name))
         preparation = Preparation(provider, store, folder, options.settings)
         layer = await preparation.site(tree, project, texts, scratch, say=say)
         return Dependencies(layer=layer, base=options.settings.base), folder
+
+
+async def _prepare_again(
+    history: History, package: str, folder: Path, provider: SandboxProvider, say: Say
+) -> Dependencies:
+    """The dependencies that a history's tasks were proved with: those that its package's folder names; without that,
+    what its newest tree needs today.
+    """
+    last, store = read_progress(folder).get(history.reference), ImageStore(folder / IMAGES)
+    settings = _settings_of(last)
+    newest = last.newest if last else (await asyncio.to_thread(history.changes, 1))[0].after
+    with tempfile.TemporaryDirectory(prefix="etude-build-", ignore_cleanup_errors=True) as name:
+        texts = read_texts(await asyncio.to_thread(history.tree, newest, Path(name) / "source"))
+        preparation = Preparation(provider, store, PackageFolder(folder / package), settings)
+        layer = await preparation.site_again(read_project(texts), texts, Path(name))
+    if layer is not None:
+        return Dependencies(layer=layer, base=settings.base)
+    options = SuiteBuild(references=[history.reference], out=folder, settings=settings)
+    return (await _prepare(history, newest, store, options, provider, say))[0]
 
 
 async def _try_changes(
@@ -323,6 +335,10 @@ def _settings_of(last: HistoryProgress | None) -> Settings:
 
 def _every_task(family: RepositoryTasks) -> list[Task]:
     return [task for side in Split for task in family.tasks(side)]
+
+
+def _task_file(folder: Path, record: HistoryRecord) -> Path:
+    return folder / record.package / "tasks" / f"{record.task_id}.json"
 
 
 def _make(record: HistoryRecord, trees: ChangeTrees, image: Image, package: PackageFolder) -> None:

@@ -293,7 +293,9 @@ class ImageStore:
             raise ConfigError(f"no image is called {reference!r} in {self.folder}: it has {names}") from None
 
     def _check_base(self, base: str) -> None:
-        if base and base not in self.bases:
+        """Raise for a base system that is neither here nor with the user's, which images beside tasks are over, too."""
+        is_users = (default_folder() / "bases" / base / "root").is_dir()
+        if base and base not in self.bases and not is_users:
             raise ConfigError(
                 f"base system {base!r} is not in {self.folder}, which has {list(self.bases)}: "
                 f"build it with `etude images build {base}`"

@@ -4,16 +4,16 @@
     pypi:NAME ──────▶ releases likewise ──────┴▶ Change: before, after, subject, day      tree(ref) ──▶ a plain folder
 
 Owns the way to a history and to each of its trees. What a change makes a task is :mod:`.proposals`' affair. Git runs
-without hooks and settings (:mod:`etude.taskgen.scrubbing`); releases are fetched by pip as sources.
+without hooks and settings (:mod:`etude.taskgen.scrubbing`); releases are source distributions of an index.
 """
 
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,13 +21,11 @@ from pathlib import Path
 from typing import Protocol, final
 
 from etude.taskgen.failures import SourceError
-from etude.taskgen.indexes import run_pip
 from etude.taskgen.scrubbing import copy_clean, read_repository
-from etude.taskgen.sources import INDEX, RECORD, download, fetch
+from etude.taskgen.sources import INDEX, RECORD, download, fetch, versions_of
 
 LOG_FORMAT = "--format=%H%x00%P%x00%cs%x00%s"
 """Commit, parents, day and subject of a line of git's log."""
-INDEX_TIMEOUT_S = 120.0
 RELEASE = re.compile(r"[0-9]+(\.[0-9]+)*")
 """Releases that are no candidates or development versions of one."""
 
@@ -61,6 +59,10 @@ class History(Protocol):
 
         Raises :class:`~etude.taskgen.failures.SourceError` for a name that is not in the history.
         """
+        ...
+
+    def gather(self, names: Iterable[str]) -> None:
+        """Bring what some of its trees are made of to this machine, at once where that is faster than one by one."""
         ...
 
     def tree(self, name: str, folder: Path) -> Path:
@@ -105,6 +107,9 @@ class Commits:
             if parents
         ]
 
+    def gather(self, names: Iterable[str]) -> None:
+        """Do nothing: a repository is here."""
+
     def tree(self, name: str, folder: Path) -> Path:
         """The files of a commit."""
         archive = folder.with_name(f"{folder.name}.tar")
@@ -117,27 +122,36 @@ class Commits:
 
 @final
 class Releases:
-    """The releases of a package on an index; each is a change from the one before."""
+    """The releases of a package on an index of which there is a source; each is a change from the one before."""
 
     def __init__(self, reference: str, archives: Path | None = None) -> None:
         self.reference = reference
         self._name = reference.removeprefix(INDEX)
-        self._archives = archives
-        self._fetched = tempfile.TemporaryDirectory(prefix="etude-releases-", ignore_cleanup_errors=True)
+        self._fetched = Path(tempfile.mkdtemp(prefix="etude-releases-"))
+        weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
+        self._archives = (archives or self._fetched / "archives") / self._name
+        self._fetching = threading.Lock()
 
     def changes(self, limit: int | None, since: str = "") -> Sequence[Change]:
         """The newest releases with a predecessor."""
-        versions = self._versions()
+        versions = [version for version in versions_of(self._name) if RELEASE.fullmatch(version)]
         end = _index(self.reference, versions, since)
         steps = [Change(before=older, after=newer, subject="", day="") for newer, older in pairwise(versions)]
         return steps[:end][:limit]
 
+    def gather(self, names: Iterable[str]) -> None:
+        """Fetch the source distributions of some releases at once; one that cannot be had is missed by its tree."""
+        with self._fetching, suppress(SourceError):
+            missing = [name for name in dict.fromkeys(names) if not (self._archives / name).exists()]
+            if missing:
+                download(self._name, missing, self._archives)
+
     def tree(self, name: str, folder: Path) -> Path:
-        """The source distribution of a release, which is fetched once: it is after one change and before the next."""
-        place = Path(self._fetched.name) / name
+        """The source distribution of a release, which is unpacked once: it is after one change and before the next."""
+        place = self._fetched / name
         if not place.exists():
-            incoming = Path(tempfile.mkdtemp(dir=self._fetched.name)) / "release"
-            copy_clean(fetched := fetch(self._archive(name), incoming), incoming.with_name("tree"), {})
+            incoming = Path(tempfile.mkdtemp(dir=self._fetched)) / "release"
+            copy_clean(fetched := fetch(str(self._archive(name)), incoming), incoming.with_name("tree"), {})
             if (fetched / RECORD).is_file():
                 shutil.copyfile(fetched / RECORD, incoming.with_name("tree") / RECORD)
             with suppress(OSError):  # the same release at the same time
@@ -145,33 +159,11 @@ class Releases:
         shutil.copytree(place, folder)
         return folder
 
-    def _archive(self, version: str) -> str:
-        """The reference of a release's source distribution: the file, where it is kept."""
-        if self._archives is None:
-            return f"{INDEX}{self._name}=={version}"
-        folder = self._archives / f"{self._name}-{version}"
-        if not folder.exists():
-            self._archives.mkdir(parents=True, exist_ok=True)
-            incoming = Path(tempfile.mkdtemp(dir=self._archives, prefix=".")) / folder.name
-            download(f"{self._name}=={version}", incoming)
-            with suppress(OSError):  # the same release at the same time
-                incoming.rename(folder)
-            shutil.rmtree(incoming.parent, ignore_errors=True)
-        return str(next(folder.iterdir()))
-
-    def _versions(self) -> list[str]:
-        """The index's versions, newest first. Raises :class:`~etude.taskgen.failures.SourceError`."""
-        argv = [sys.executable, "-m", "pip", "index", "versions", self._name]
-        try:
-            done = run_pip(argv, timeout_s=INDEX_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise SourceError(f"pip did not list the versions of {self._name} within {INDEX_TIMEOUT_S:g} s") from None
-        output = done.stdout.decode(errors="replace")
-        match = re.search(r"^Available versions: (.*)$", output, re.MULTILINE)
-        if done.returncode != 0 or match is None:
-            log = done.stderr.decode(errors="replace")
-            raise SourceError(f"pip knows no versions of {self._name!r}: {log.strip()[-200:]}", log=log)
-        return [version for version in match[1].split(", ") if RELEASE.fullmatch(version)]
+    def _archive(self, version: str) -> Path:
+        """The source distribution of a release. Raises :class:`~etude.taskgen.failures.SourceError`."""
+        with self._fetching:
+            archive = next((self._archives / version).glob("*"), None)
+            return archive or download(self._name, [version], self._archives)[version]
 
 
 def _index(reference: str, names: Sequence[str], since: str) -> int | None:

@@ -9,9 +9,7 @@ with a deadline. On shutdown sandboxes are closed; what has a verdict is on disk
 :mod:`etude.taskgen.verdicts`, what is asked in :mod:`.proposals`.
 """
 
-import ast
 import asyncio
-import re
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -26,13 +24,14 @@ from etude.sandboxes.images.store import ImageStore
 from etude.taskgen.failures import RepositoryError
 from etude.taskgen.hiding import place_of
 from etude.taskgen.history.changed_files import ChangedFiles
+from etude.taskgen.history.mentions import functions_naming, is_named
 from etude.taskgen.history.proposals import MAX_LINES, Proposal, asked_by_tests, propose
 from etude.taskgen.history.records import HistoryRecord, digest_of_texts, id_of
 from etude.taskgen.history.slices import Slice, Slicer
 from etude.taskgen.history.sources import Change, History
 from etude.taskgen.installs import environment
 from etude.taskgen.leaks import RemovedIdentifiers, removed_identifiers, search, without_repeated
-from etude.taskgen.projects import Project, is_test_file, read_project
+from etude.taskgen.projects import Project, bare_name, is_test_file, read_project
 from etude.taskgen.scrubbing import commit_all, copy_clean
 from etude.taskgen.sources import read_texts
 from etude.taskgen.survey import is_fit
@@ -97,7 +96,7 @@ class ChangePart:
     def proof(self, trees: ChangeTrees) -> Proof:
         """The tests that always fail before and pass after, of those that mention a name; and some that always pass."""
         every = sorted({test for run in self.right for test in run.tests if is_fit(test)})
-        named = [test for test in every if _is_named(trees, test, self.proposal.name)]
+        named = [test for test in every if is_named(trees.files.after, test, self.proposal.name)]
         proof = prove(named, every, self.broken, self.right)
         if proof.rejection is Rejection.FLAKY and all(run.passed(test) for run in self.broken for test in named):
             return replace(proof, rejection=Rejection.SURVIVED)
@@ -139,7 +138,7 @@ class ChangeValidator:
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
             try:
-                trees = await asyncio.to_thread(read_change, self._history, change, Path(scratch))
+                trees = read_change(self._history, change, Path(scratch))
                 proposals = propose(change, trees.files, trees.project)
                 if isinstance(proposals, Rejection):
                     return [_verdict(change, proposals, began_s)], []
@@ -155,13 +154,25 @@ class ChangeValidator:
         began_s = time.monotonic()
         if sum(map(len, trees.files.hidden(trees.project).values())) > MAX_HIDDEN_BYTES:
             return [_verdict(trees.change, Rejection.TOO_LARGE, began_s)], []
+        spoken_of = [proposal for proposal in proposals if _has_tests(trees, proposal.name)]
+        verdicts = [
+            _verdict(trees.change, Rejection.SURVIVED, began_s, detail="no test names it", target=proposal.template)
+            for proposal in proposals
+            if proposal not in spoken_of
+        ]
+        if not spoken_of:
+            return verdicts, []
         image = await asyncio.to_thread(add_image, trees, self._store, self._needs)
-        first = await self._observe(trees, image, [(trees.slicer.nothing(), None), _files(trees.slicer.whole())])
-        verdicts: list[CandidateVerdict] = []
+        names = frozenset(proposal.name for proposal in spoken_of)
+        both: list[tuple[Mapping[str, str | None], None]] = [
+            (trees.slicer.nothing(), None),
+            _files(trees.slicer.whole()),
+        ]
+        first = await self._observe(trees, image, both, names=names)
         records: list[HistoryRecord] = []
         parts: list[ChangePart] = []
-        for proposal in proposals:
-            part, rejection, detail = await asyncio.to_thread(self._cut, trees, proposal, image, first)
+        for proposal in spoken_of:
+            part, rejection, detail = self._cut(trees, proposal, image, first)
             if part is not None:
                 parts.append(part)
             else:
@@ -179,7 +190,7 @@ class ChangeValidator:
         """The part of a proposal, or the reason why none is made, and a detail of it."""
         without, complete = first
         telling = [test for test in complete.tests if complete.passed(test) and not without.passed(test)]
-        if not any(_is_named(trees, test, proposal.name) for test in telling):
+        if not any(is_named(trees.files.after, test, proposal.name) for test in telling):
             return None, Rejection.UNSOLVED if complete.ended else Rejection.SURVIVED, ""
         part = trees.slice(proposal.path, proposal.name)
         if part is None:
@@ -237,12 +248,19 @@ class ChangeValidator:
         runs: Sequence[tuple[Mapping[str, str | None], Sequence[str] | None]],
         *,
         attempt: int = 0,
+        names: frozenset[str] = frozenset(),
     ) -> list[RunObservation]:
-        """Run the changed tests over some files each, all of them or those of some ids, in one sandbox."""
+        """Run the changed tests over some files each, in one sandbox: those of some ids; or all of them, or those that
+        speak of some names.
+        """
+        texts, modules = trees.files.after, trees.files.tests(trees.project)
+        named = {path: functions_naming(texts[path], names) for path in modules} if names - {""} else None
         steps = [
             TestRun(
-                targets=trees.files.tests(trees.project),
+                targets=modules,
                 ids=None if ids is None else tuple(ids),
+                named=named,
+                others=2 * OTHERS,
                 seed=attempt,
                 files=files,
                 timeout_s=RUN_TIMEOUT_S,
@@ -280,7 +298,9 @@ def read_change(history: History, change: Change, scratch: Path) -> ChangeTrees:
     """
     before, after = (history.tree(name, scratch / side) for name, side in ((change.before, "a"), (change.after, "b")))
     files = ChangedFiles(before=read_texts(before), after=read_texts(after))
-    return ChangeTrees(change=change, files=files, project=read_project(files.after), before=before)
+    project = read_project(files.after)
+    named = replace(project, name=bare_name(project.name))  # which releases of one project spell differently
+    return ChangeTrees(change=change, files=files, project=named, before=before)
 
 
 def add_image(trees: ChangeTrees, store: ImageStore, needs: Dependencies) -> Image:
@@ -359,28 +379,16 @@ def _files(part: Slice) -> tuple[dict[str, str | None], None]:
     return {**part.hidden, **part.answer}, None
 
 
+def _has_tests(trees: ChangeTrees, name: str) -> bool:
+    """True if a changed test speaks of a name; any does, where there is none."""
+    texts, modules = trees.files.after, trees.files.tests(trees.project)
+    return not name or any(functions_naming(texts[path], [name]) for path in modules)
+
+
 def _about(trees: ChangeTrees, part: ChangePart, tests: Sequence[str]) -> list[str]:
     """Those of some tests that can tell a part of the change, as many as a task may name."""
-    return [test for test in tests if is_fit(test) and _is_named(trees, test, part.proposal.name)][:MAX_ABOUT]
-
-
-def _is_named(trees: ChangeTrees, test: str, name: str) -> bool:
-    return not name or _mentions(trees.files.after, test, name)
-
-
-def _mentions(texts: Mapping[str, str], test: str, name: str) -> bool:
-    """True if the function of a test mentions a name."""
-    path, function = place_of(test)
-    word = re.compile(rf"\b{re.escape(name)}\b")
-    try:
-        tree = ast.parse(texts.get(path, ""))
-    except (SyntaxError, ValueError):
-        return False
-    name_of_test = function.split(".")[-1]
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name_of_test)
-    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name in function.split("."))
-    inner = [ast.get_source_segment(texts[path], node) or "" for node in functions]
-    return any(word.search(text) for text in inner) or any(word.search(node.name) for node in classes)
+    texts, name = trees.files.after, part.proposal.name
+    return [test for test in tests if is_fit(test) and is_named(texts, test, name)][:MAX_ABOUT]
 
 
 def _verdict(

@@ -123,11 +123,16 @@ def test_a_missing_image_is_named_with_the_fix(store: ImageStore, reference: str
         store.open(reference)
 
 
-def test_an_image_of_missing_parts_is_refused(store: ImageStore, tmp_path: Path) -> None:
+def test_an_image_of_missing_parts_is_refused(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="are not in"):
         store.add(["f" * 64])
+    monkeypatch.setenv("ETUDE_IMAGES", str(tmp_path / "of-the-user"))
     with pytest.raises(ConfigError, match="etude images build debian"):
         store.add([], base="debian")
+    (tmp_path / "of-the-user" / "bases" / "debian" / "root").mkdir(parents=True)
+    assert store.add([], base="debian").base == "debian"  # images beside tasks are over the user's base systems
     image = store.add([store.add_layer(plant(tmp_path / "tree"))])
     image.layers[0].rename(tmp_path / "gone")
     with pytest.raises(ConfigError, match="needs layers"):
