@@ -88,15 +88,11 @@ def beside(name: str) -> list[dict[str, Json]]:
 
 
 def test_the_quickstart_finds_a_skill_that_its_start_does_not_have() -> None:
-    """Greedy from at most 10 to 90 % or more, and sampled to 80 %: on four seeds of five."""
-    reports = Measured("quickstart").reports
-    ends = [
-        (number_at(report, "heldout.greedy_after") or 0.0, number_at(report, "heldout.pass_after") or 0.0)
-        for report in reports
-    ]
-    assert sum(greedy >= 0.90 and sampled >= 0.80 for greedy, sampled in ends) == 4
-    assert all(greedy >= 0.80 and sampled >= 0.70 for greedy, sampled in ends)
-    assert all((number_at(report, "heldout.greedy_before") or 0.0) <= 0.10 for report in reports)
+    """Greedy from at most 10 to 90 % or more, and sampled to 80 %: on every seed."""
+    for report in Measured("quickstart").reports:
+        assert (number_at(report, "heldout.greedy_before") or 0.0) <= 0.10
+        assert (number_at(report, "heldout.greedy_after") or 0.0) >= 0.90
+        assert (number_at(report, "heldout.pass_after") or 0.0) >= 0.80
 
 
 def test_one_greedy_try_afterwards_passes_more_than_sixteen_tries_of_the_start() -> None:
