@@ -49,6 +49,7 @@ CONDITIONS: Mapping[str, Condition] = MappingProxyType(
     {
         "test": Condition(
             keys=(
+                'tasks.options.kinds=["arith", "slice", "comp", "range"]',  # a label stands beside a returned result
                 "tasks.options.hidden_label=true",
                 "tasks.options.read_first=1.0",
                 "tasks.options.test_after=1.0",
