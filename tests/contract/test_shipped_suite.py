@@ -42,10 +42,8 @@ def rows(records: Sequence[HistoryRecord]) -> list[str]:
 
 
 def _row(name: str, records: Sequence[HistoryRecord]) -> str:
-    levels, releases = (
-        Counter(each.difficulty for each in records),
-        len({(each.source, each.after) for each in records}),
-    )
+    levels = Counter(each.difficulty for each in records)
+    releases = len({(each.source, each.after) for each in records})
     licences = ", ".join(sorted({each.licence.removesuffix(" License") for each in records}))
     behaviours = len({each.template for each in records})
     counts = [len(records), behaviours, *(levels[level] for level in ("easy", "medium", "hard"))]

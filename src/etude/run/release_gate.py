@@ -89,11 +89,11 @@ class GateMeasurements:
         """The tries of an evaluation, which is made unless it is done; again, where it fails or tries are missing."""
         place, log = measurement.place(self.folder, self.config), self.folder.logs / "release-gate.log"
         if place in self._done:
-            return await asyncio.to_thread(self._read, measurement)
+            return await asyncio.to_thread(self._read, measurement, place)
         tries, failure = _GateTries(), ""
         for _ in range(ATTEMPTS):
             failure = await self._attempt(measurement, log)
-            tries = tries if failure else await asyncio.to_thread(self._read, measurement)
+            tries = tries if failure else await asyncio.to_thread(self._read, measurement, place)
             if tries.is_whole:
                 self._done.add(place)
                 return tries
@@ -123,20 +123,19 @@ class GateMeasurements:
             await _end(child)
         return "" if status == 0 else _last_line(log, began)
 
-    def _read(self, measurement: Measurement) -> "_GateTries":
-        """All sampled tries so far, pass by pass."""
+    def _read(self, measurement: Measurement, place: Path) -> "_GateTries":
+        """All sampled tries so far, pass by pass, and those that its ledger lacks."""
         release, request = measurement.release, measurement.request(self.config)
         passes = read_evaluation(self.folder, request, release.version, release.digest).tries["sampled"]
         made, planned = [one for each in passes for one in each if one is not None], sum(map(len, passes))
         if len(made) == planned:
             return _GateTries(made=made)
-        place, labels = measurement.place(self.folder, self.config), request.labels()["sampled"]
         missing = MissingTries(
             evaluation=measurement.name,
             version=release.version,
             missing=planned - len(made),
             planned=planned,
-            reason=last_failure(place, labels),
+            reason=last_failure(place, request.labels()["sampled"]),
         )
         return _GateTries(made=made, missing=missing)
 

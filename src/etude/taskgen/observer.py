@@ -67,13 +67,11 @@ class Observer:
         """Keep the tests that were asked for, in the order of the seed: files are shuffled, then tests in each."""
         ids, named = self.step.get("ids"), self.step.get("named")
         if ids is not None:
-            required = set(ids)
-            self.select(config, items, [item for item in items if item.nodeid in required])
+            self.select(config, items, set(ids))
         elif named is not None:
             matches = {item.nodeid for item in items if is_in(item.nodeid, named)}
             others = [item.nodeid for item in items if item.nodeid not in matches][: self.step["others"]]
-            matches.update(others)
-            self.select(config, items, [item for item in items if item.nodeid in matches])
+            self.select(config, items, matches.union(others))
         if self.step.get("seed"):
             shuffler = random.Random(self.step["seed"])
             groups: dict[str, list[Any]] = {}
@@ -85,11 +83,10 @@ class Observer:
                 shuffler.shuffle(group)
             items[:] = [item for group in ordered for item in group]
 
-    def select(self, config: Any, items: list[Any], chosen: list[Any]) -> None:
+    def select(self, config: Any, items: list[Any], ids: set[str]) -> None:
         """Leave all tests out but some."""
-        ids = {item.nodeid for item in chosen}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
-        items[:] = chosen
+        items[:] = [item for item in items if item.nodeid in ids]
 
     def pytest_collectreport(self, report: Any) -> None:
         """A file that could not be collected."""

@@ -82,8 +82,8 @@ class ImageStore:
     @property
     def bases(self) -> Mapping[str, Path]:
         """The root directories of the stored base systems, by name, and the empty one of ``SCRATCH``."""
-        roots = {folder.name: folder / "root" for folder in sorted((self.folder / "bases").iterdir())}
-        return MappingProxyType({name: root for name, root in roots.items() if root.is_dir()})
+        names = (folder.name for folder in sorted((self.folder / "bases").iterdir()))
+        return MappingProxyType({name: root for name in names if (root := _root_of(self.folder, name)).is_dir()})
 
     @property
     def images(self) -> Sequence[StoredImage]:
@@ -294,8 +294,7 @@ class ImageStore:
 
     def _check_base(self, base: str) -> None:
         """Raise for a base system that is neither here nor with the user's, which images beside tasks are over, too."""
-        is_users = (default_folder() / "bases" / base / "root").is_dir()
-        if base and base not in self.bases and not is_users:
+        if base and not any(_root_of(folder, base).is_dir() for folder in (self.folder, default_folder())):
             raise ConfigError(
                 f"base system {base!r} is not in {self.folder}, which has {list(self.bases)}: "
                 f"build it with `etude images build {base}`"
@@ -319,6 +318,11 @@ def default_folder() -> Path:
     """``$ETUDE_IMAGES``, else ``etude/images`` in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("ETUDE_IMAGES") or cache / "etude" / "images")
+
+
+def _root_of(folder: Path, base: str) -> Path:
+    """The root directory of a base system in the folder of a store."""
+    return folder / "bases" / base / "root"
 
 
 def _close_to_others(folder: Path) -> None:

@@ -138,6 +138,7 @@ class ChangeValidator:
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="etude-change-", ignore_cleanup_errors=True) as scratch:
             try:
+                # On this thread, as all that parses: two threads that do it at once crash CPython 3.11 (gh-106905).
                 trees = read_change(self._history, change, Path(scratch))
                 proposals = propose(change, trees.files, trees.project)
                 if isinstance(proposals, Rejection):
@@ -164,10 +165,7 @@ class ChangeValidator:
             return verdicts, []
         image = await asyncio.to_thread(add_image, trees, self._store, self._needs)
         names = frozenset(proposal.name for proposal in spoken_of)
-        both: list[tuple[Mapping[str, str | None], None]] = [
-            (trees.slicer.nothing(), None),
-            _files(trees.slicer.whole()),
-        ]
+        both = (trees.slicer.nothing(), None), _files(trees.slicer.whole())
         first = await self._observe(trees, image, both, names=names)
         records: list[HistoryRecord] = []
         parts: list[ChangePart] = []
