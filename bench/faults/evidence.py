@@ -14,13 +14,12 @@ from bench.faults.audit import (
     Computed,
     Ending,
     Evidence,
-    GroupFact,
     LedgerSnapshot,
-    RolloutFact,
     Terms,
     Weights,
 )
 from bench.faults.database import locked, query, split
+from bench.faults.snapshot import QUESTIONS, snapshot_of
 from etude.config.recipe import RunConfig
 from etude.config.rollouts import CodingOptions
 from etude.errors import InfrastructureError
@@ -42,35 +41,13 @@ from etude.weights.tensors import to_stored
 
 BUSY_S = 5.0
 """How long a reading waits where a reader has to."""
-QUESTIONS = (
-    "SELECT group_index, task_id, epoch, size, state, step, reason FROM groups WHERE purpose = 'train'",
-    "SELECT rollout_id, group_index, slot, attempt, status, reward FROM rollouts WHERE purpose = 'train'",
-    "SELECT step FROM steps WHERE state = 'done'",
-)
 
 
 def read_snapshot(folder: RunFolder) -> LedgerSnapshot | None:
     """The ledger right now; ``None`` while nobody can read it."""
     place = split(folder.ledger)
     answers = query(place, QUESTIONS) if place is not None else _read_file(folder.ledger)
-    if answers is None:
-        return None
-    groups, rollouts, steps = answers
-    return LedgerSnapshot(
-        groups={
-            index: GroupFact(
-                index=index, task_id=task_id, epoch=epoch, size=size, state=state, step=step, reason=reason
-            )
-            for index, task_id, epoch, size, state, step, reason in groups
-        },
-        rollouts={
-            rollout_id: RolloutFact(
-                rollout_id=rollout_id, group_index=index, slot=slot, attempt=attempt, status=status, reward=reward
-            )
-            for rollout_id, index, slot, attempt, status, reward in rollouts
-        },
-        steps_done=frozenset(step for (step,) in steps),
-    )
+    return None if answers is None else snapshot_of(answers)
 
 
 def read_evidence(folder: RunFolder, snapshot: LedgerSnapshot) -> Evidence:

@@ -76,6 +76,8 @@ class ModelledEngine:
     """Seconds with something to do, so far."""
     generated_tokens: int = 0
     prompt_tokens: int = 0
+    refused: int = 0
+    """Calls that came while it was down, so far."""
     _level: float = 0.0
     """Tokens per sequence, so far."""
     _reading_s: float = 0.0
@@ -92,6 +94,7 @@ class ModelledEngine:
     async def generate(self, prompt_ids: TokenIds, params: SamplingParams, *, session: str) -> Completion:
         """Sample ``params.max_tokens`` tokens."""
         if self.is_down:
+            self.refused += 1
             raise EngineUnavailable("the engine is down")
         ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         sequence = _Sequence(tokens=max(1, params.max_tokens), prompt_tokens=int(prompt_ids[0]), ended=ended)

@@ -11,7 +11,7 @@ from typing import NoReturn, final
 import numpy as np
 
 from etude.aio import never
-from etude.errors import EngineUnavailable
+from etude.errors import EngineUnavailable, SessionLost
 from etude.fleet.regions import RegionReport
 from etude.gateway.routing.pool import CallOptions, EnginePool
 from etude.gateway.routing.router import EngineEntry, HealthLimits, Router
@@ -35,7 +35,8 @@ class ModelledRegion:
         self.name = name
         self.engines = [ModelledEngine(rates) for _ in range(engines)]
         self.is_cut = False
-        self._rtt_s, self._places = rtt_s, places
+        self.rtt_s = rtt_s
+        self._places = places
         self.sessions = FakeSessions()
         self.min_versions: dict[str, int | None] = {}
         """Session → the oldest version that may sample in it."""
@@ -82,7 +83,7 @@ class ModelledRegion:
         await never()
 
     async def call(self, session: Session, *, prompt_tokens: int, tokens: int) -> None:
-        """One turn of so many tokens."""
+        """One turn of so many tokens. Raises :class:`~etude.errors.SessionLost` where the gateway forgot the session."""
         await self._travel()
         inner = replace(session, session_id=session.session_id.partition("/")[2])
         prompt, params = np.array([prompt_tokens], np.int32), SamplingParams(max_tokens=tokens)
@@ -91,7 +92,10 @@ class ModelledRegion:
         )
         completion = await self.pool.generate(prompt, params, session=session.session_id, options=options)
         await self._travel()
-        self.sessions.capture(inner, turn_of(prompt, params, completion))
+        try:
+            self.sessions.capture(inner, turn_of(prompt, params, completion))
+        except KeyError:
+            raise SessionLost(f"{self.name} no longer knows session {session.session_id!r}") from None
 
     async def receive(self, version: int, arrival_s: float) -> None:
         """A version is on its way; engines that live serve it when it is there."""
@@ -104,6 +108,6 @@ class ModelledRegion:
 
     async def _travel(self) -> None:
         """Half a round trip; while there is no way, packets are sent again and again."""
-        await asyncio.sleep(self._rtt_s / 2)
+        await asyncio.sleep(self.rtt_s / 2)
         while self.is_cut:
             await asyncio.sleep(RESEND_S)

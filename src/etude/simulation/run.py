@@ -7,7 +7,7 @@ What decides is not copied: it is the code of a run, unchanged. Two runs of one 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -22,10 +22,11 @@ from etude.rollouts.dispatcher import Dispatcher
 from etude.rollouts.fake import FakeSandbox, FakeSandboxes, LoopClock, RolloutFakes, run_virtually
 from etude.rollouts.regional_sessions import RegionalSessions
 from etude.rollouts.sandbox import RolloutLimits
+from etude.rollouts.worker import SessionOpener
 from etude.simulation.calibration import RunCalibration
 from etude.simulation.figures import RunFigures
 from etude.simulation.region import ModelledRegion
-from etude.simulation.trainer import ModelledStore, ModelledTrainer
+from etude.simulation.trainer import POLL_S, ModelledStore, ModelledTrainer
 from etude.simulation.workload import RolloutWork
 from etude.telemetry.events import EngineStats, Event, Logged, RolloutClosed, StepDone
 from etude.telemetry.log import EventLog, EventReader
@@ -97,8 +98,11 @@ class SimulatedRun:
         folder: Path,
         *,
         seed: int = 0,
+        poll_s: float | None = None,
     ) -> None:
+        """``poll_s`` is the interval at which a process looks for what it waits for; ``None``: as in a real run."""
         self.config = config
+        self._poll_s = poll_s
         self._calibration = calibration
         self._models = {model.name: model for model in regions}
         self._folder = folder
@@ -117,6 +121,8 @@ class SimulatedRun:
         self.store = ModelledStore()
         self.store.followers.append(self._announce)
         self.sandboxes = ModelledSandboxes(self)
+        self.late_s = dict.fromkeys(self.regions, 0.0)
+        """Region → seconds by which a version that is published now takes longer to it."""
         self.logged: list[Logged] = []
         self._occupied: list[tuple[float, int]] = []
         self._background: list[asyncio.Task[None]] = []
@@ -150,14 +156,16 @@ class SimulatedRun:
     async def train(self, ledger: Ledger) -> None:
         """Be the trainer process."""
         write = self._writer("train")
-        await ModelledTrainer(
+        trainer = ModelledTrainer(
             self.config, self._calibration.trainer, ledger=ledger, store=self.store, write=write
-        ).run()
+        )
+        await trainer.run(poll_s=self._poll_s or POLL_S)
 
-    async def roll(self, ledger: Ledger, events: EventLog) -> None:
-        """Be the rollouts process, until all groups are complete."""
-        table = Regions(self.regions)
-        sessions = RegionalSessions(table, self.regions, LoopClock())
+    async def roll(
+        self, ledger: Ledger, events: EventLog, openers: Mapping[str, SessionOpener] | None = None
+    ) -> None:
+        """Be a rollouts process, until all groups are complete; ``openers`` are its ways to the regions."""
+        sessions = RegionalSessions(Regions(self.regions), openers or self.regions, LoopClock())
         agents = ModelledAgents(self)
         context = replace(
             RolloutFakes(agents.unused, lambda task: 0.0).context,
@@ -206,7 +214,8 @@ class SimulatedRun:
 
     def _announce(self, version: int) -> None:
         for name, region in self.regions.items():
-            self._spawn(region.receive(version, self._models[name].arrival_s + self._calibration.swap_s))
+            arrival_s = self._models[name].arrival_s + self.late_s[name]
+            self._spawn(region.receive(version, arrival_s + self._calibration.swap_s))
 
     async def _report(self, sessions: RegionalSessions) -> None:
         while True:
@@ -215,7 +224,7 @@ class SimulatedRun:
                     sessions.lose(name)
                 else:
                     sessions.report(name, region.report)
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(self._poll_s or REPORT_S)
 
     async def _measure(self) -> None:
         """Report the load of engines, and the sandboxes that are open."""
@@ -284,16 +293,16 @@ class ModelledSandboxes:
 
     def __init__(self, run: SimulatedRun) -> None:
         self._run = run
-        self._made = FakeSandboxes()
+        self.made = FakeSandboxes()
 
     def __len__(self) -> int:
         """Sandboxes that are open."""
-        return len(self._made)
+        return len(self.made)
 
     async def open(self, task: Task, *, gateway: str) -> FakeSandbox:
         """Make one."""
         await asyncio.sleep(self._run.work(task).sandbox_s)
-        return await self._made.open(task, gateway=gateway)
+        return await self.made.open(task, gateway=gateway)
 
 
 def draw_task(position: int) -> TaskDraw:

@@ -26,6 +26,8 @@ class ModelledStore:
     """The weight log of a run: the newest version, and who is told of each."""
 
     newest: int = 0
+    is_away: bool = False
+    """True while nothing can be published."""
     followers: list[Callable[[int], None]] = field(default_factory=list)
 
     def publish(self, version: int) -> None:
@@ -56,7 +58,7 @@ class ModelledTrainer:
         self._store = store
         self._write = write
 
-    async def run(self) -> None:
+    async def run(self, *, poll_s: float = POLL_S) -> None:
         """Train until the last step is committed."""
         done = self._ledger.progress().steps_done
         if self._store.newest > done:  # a predecessor died between the two
@@ -65,7 +67,7 @@ class ModelledTrainer:
         publishing: asyncio.Task[None] | None = None
         try:
             for step in range(done + 1, self._config.trainer.steps + 1):
-                await self._compute(step)
+                await self._compute(step, poll_s)
                 if publishing is not None:
                     await publishing
                 await asyncio.sleep(self._times.save_s)
@@ -76,12 +78,12 @@ class ModelledTrainer:
             if publishing is not None:
                 publishing.cancel()
 
-    async def _compute(self, step: int) -> None:
+    async def _compute(self, step: int, poll_s: float) -> None:
         """Wait for a batch, and take the time that a step on it takes."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         while (groups := self._ledger.claim_batch(step, self._config.rollouts.groups_per_step)) is None:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(poll_s)
         wait_s, ages = loop.time() - began_s, token_ages(groups, step - 1)
         busy_s = self._times.step_s(sum(ages))
         await asyncio.sleep(busy_s)
@@ -95,6 +97,8 @@ class ModelledTrainer:
 
     async def _publish(self, step: int) -> None:
         await asyncio.sleep(self._times.publish_s)
+        while self._store.is_away:
+            await asyncio.sleep(POLL_S)
         self._store.publish(step)
         self._ledger.commit_step(step)
 
