@@ -49,6 +49,10 @@ BENCHES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "live": ("live.bench", "from a signal to released weights: stages, losses, false decisions, rollback"),
         "ui": ("ui.bench", "the live page of 10,000 steps: opening it, filtering 100,000 rollouts, what it costs"),
         "recipes": ("trials.recipes", "recipes run again at new seeds, held against what was committed"),
+        "simulation": (
+            "simulation.bench",
+            "seeded faults in virtual time, over the code of production: violations, and planted bugs that are found",
+        ),
         "faults": ("faults.bench", "a thousand faults in short runs: what is lost, doubled or wrongly scored"),
     }
 )

@@ -109,10 +109,10 @@ def at_end(remains: Remains, config: RunConfig) -> list[Violation]:
 
 def _window(view: RunView, config: RunConfig) -> Iterator[Violation]:
     rollouts, steps = config.rollouts, config.trainer.steps
-    kept = sum(group.state != "dropped" for group in view.snapshot.groups.values())
+    groups = sum(group.state != "dropped" for group in view.snapshot.groups.values())
     most = min(view.published + rollouts.max_staleness + 1, steps) * rollouts.groups_per_step
-    if kept > most:
-        yield Violation(Rule.WINDOW, f"{kept} groups are kept at version {view.published}, {most} may be")
+    if groups > most:
+        yield Violation(Rule.WINDOW, f"{groups} groups are kept at version {view.published}, {most} may be")
 
 
 def _committed(view: RunView) -> Iterator[Violation]:

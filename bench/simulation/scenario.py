@@ -33,6 +33,8 @@ class Kind(StrEnum):
     """It forgets all sessions of its region."""
     KILL_ENGINE = "kill-engine"
     """It loses its calls, and comes back with the newest weights that its region has, or with older ones."""
+    OLD_ENGINE = "old-engine"
+    """It comes back at once with older weights, at a moment when no call of it is lost that would tell."""
     CUT_REGION = "cut-region"
     """Nothing gets to a region or back."""
     SLOW_LINK = "slow-link"
@@ -58,7 +60,8 @@ HOLDS: Mapping[Kind, tuple[float, float]] = MappingProxyType(
         Kind.KILL_MACHINE: (0.2, 6.0),
         Kind.LOSE_ROLLOUTS: (0.0, 0.0),
         Kind.KILL_GATEWAY: (0.0, 0.0),
-        Kind.KILL_ENGINE: (0.05, 6.0),
+        Kind.KILL_ENGINE: (0.0, 6.0),
+        Kind.OLD_ENGINE: (0.0, 0.0),
         Kind.CUT_REGION: (0.5, 8.0),
         Kind.SLOW_LINK: (1.0, 8.0),
         Kind.LATE_WEIGHTS: (1.0, 8.0),
@@ -70,9 +73,13 @@ HOLDS: Mapping[Kind, tuple[float, float]] = MappingProxyType(
     }
 )
 """Kind → the shortest and the longest time that it lasts, or until a process that was killed is started again."""
-FEWEST, MOST = 4, 10
+SHARES: Mapping[Kind, float] = MappingProxyType({Kind.KILL_ENGINE: 3.0, Kind.OLD_ENGINE: 3.0, Kind.LOSE_ROLLOUTS: 2.0})
+"""Kinds that are likelier than others: of those, many come at a moment at which they change nothing."""
+BRIEF = 0.4
+"""Share of faults that last for a tenth of their time: nobody may notice them but those that were hit."""
+FEWEST, MOST = 8, 16
 """Faults of a run."""
-FIRST_S, LONGEST_GAP_S = 0.3, 3.0
+FIRST_S, LONGEST_GAP_S = 0.3, 2.0
 """The earliest fault, and the longest time between two."""
 LEASE_S = 4.0
 """Term of leases: processes that stay away for longer lose what they hold."""
@@ -127,7 +134,7 @@ def draw(seed: int) -> Scenario:
         "group_size": size,
         "max_staleness": staleness,
         "concurrency": random.randint(size, window),
-        "max_attempts": random.choice((2, 4, 8)),
+        "max_attempts": random.choice((1, 2, 4, 8)),
         "max_resamples": random.choice((0, 0, 2)),
         "timeout_s": 30.0,
     }
@@ -180,16 +187,22 @@ def _work(random: Random) -> RolloutWork:
 def _faults(random: Random) -> tuple[Fault, ...]:
     at_s, faults = FIRST_S, list[Fault]()
     for _ in range(random.randint(FEWEST, MOST)):
-        kind = random.choice(list(Kind))
+        (kind,) = random.choices(list(Kind), [SHARES.get(each, 1.0) for each in Kind])
         at_s += random.uniform(0.0, LONGEST_GAP_S)
         faults.append(
             Fault(
                 kind=kind,
                 at_s=at_s,
-                hold_s=random.uniform(*HOLDS[kind]),
+                hold_s=_hold_s(kind, random),
                 pick=random.random(),
                 moment=random.randint(0, 3),
                 is_kept=random.random() < 0.5,
             )
         )
     return tuple(faults)
+
+
+def _hold_s(kind: Kind, random: Random) -> float:
+    shortest_s, longest_s = HOLDS[kind]
+    is_brief = random.random() < BRIEF and kind is not Kind.NO_HEARTBEATS
+    return random.uniform(shortest_s, max(shortest_s, longest_s / 10) if is_brief else longest_s)

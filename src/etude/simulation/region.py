@@ -35,6 +35,8 @@ class ModelledRegion:
         self.name = name
         self.engines = [ModelledEngine(rates) for _ in range(engines)]
         self.is_cut = False
+        self.stored = 0
+        """Newest version in its store: what an engine that starts has."""
         self.rtt_s = rtt_s
         self._places = places
         self.sessions = FakeSessions()
@@ -83,7 +85,7 @@ class ModelledRegion:
         await never()
 
     async def call(self, session: Session, *, prompt_tokens: int, tokens: int) -> None:
-        """One turn of so many tokens. Raises :class:`~etude.errors.SessionLost` where the gateway forgot the session."""
+        """One turn of so many tokens. Raises :class:`~etude.errors.SessionLost` where its gateway forgot it."""
         await self._travel()
         inner = replace(session, session_id=session.session_id.partition("/")[2])
         prompt, params = np.array([prompt_tokens], np.int32), SamplingParams(max_tokens=tokens)
@@ -101,6 +103,7 @@ class ModelledRegion:
         """A version is on its way; engines that live serve it when it is there."""
         await asyncio.sleep(arrival_s)
         await self._travel()
+        self.stored = max(version, self.stored)
         self.pool.announce(version, digest_of(version))
         for engine in self.engines:
             if not engine.is_down and engine.version < version:

@@ -156,14 +156,10 @@ class SimulatedRun:
     async def train(self, ledger: Ledger) -> None:
         """Be the trainer process."""
         write = self._writer("train")
-        trainer = ModelledTrainer(
-            self.config, self._calibration.trainer, ledger=ledger, store=self.store, write=write
-        )
+        trainer = ModelledTrainer(self.config, self._calibration.trainer, ledger=ledger, store=self.store, write=write)
         await trainer.run(poll_s=self._poll_s or POLL_S)
 
-    async def roll(
-        self, ledger: Ledger, events: EventLog, openers: Mapping[str, SessionOpener] | None = None
-    ) -> None:
+    async def roll(self, ledger: Ledger, events: EventLog, openers: Mapping[str, SessionOpener] | None = None) -> None:
         """Be a rollouts process, until all groups are complete; ``openers`` are its ways to the regions."""
         sessions = RegionalSessions(Regions(self.regions), openers or self.regions, LoopClock())
         agents = ModelledAgents(self)
