@@ -119,7 +119,7 @@ def test_an_interrupted_bench_has_what_it_played(monkeypatch: pytest.MonkeyPatch
         return sound
 
     monkeypatch.setattr("bench.simulation.bench.play", interrupted)
-    result = bench_simulation(SimulationOptions(seeds=5))
+    result = bench_simulation(SimulationOptions(seeds=5, plants=False))
     assert result["interrupted"] and result["seeds"] == 2
     assert "INTERRUPTED" in table(result)
 
