@@ -317,12 +317,17 @@ def draw_task(position: int) -> TaskDraw:
 
 
 def simulate(
-    config: RunConfig, calibration: RunCalibration, regions: Sequence[RegionModel], *, seed: int = 0
+    config: RunConfig,
+    calibration: RunCalibration,
+    regions: Sequence[RegionModel],
+    *,
+    seed: int = 0,
+    poll_s: float | None = None,
 ) -> SimulatedEvents:
-    """Run all steps of a recipe in virtual time."""
+    """Run all steps of a recipe in virtual time; ``poll_s`` as :class:`SimulatedRun` takes it."""
 
     async def main(folder: Path) -> SimulatedEvents:
-        return await SimulatedRun(config, calibration, regions, folder, seed=seed).play()
+        return await SimulatedRun(config, calibration, regions, folder, seed=seed, poll_s=poll_s).play()
 
     with TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None, prefix="etude-plan-") as name:
         return run_virtually(main(Path(name)))

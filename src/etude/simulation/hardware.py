@@ -1,0 +1,90 @@
+"""GPUs of plans: what they hold, how fast they are and what they cost, each figure with its source.
+
+``hardware.toml`` beside this file has those that ship; a file of one's own adds to them or replaces them.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from pydantic import Field, ValidationError
+
+from etude.config.section import Section
+from etude.errors import ConfigError
+from etude.run.gpu_machine import GB, GpuKind
+
+SHIPPED = "hardware.toml"
+Market: TypeAlias = Literal["on_demand", "spot"]
+
+
+class Figure(Section):
+    """A figure, and where it was read."""
+
+    value: float = Field(gt=0)
+    source: str = Field(min_length=1)
+    """URL, or words such as ``our contract``."""
+    read: str = Field(pattern=r"\d{4}-\d{2}-\d{2}")
+    """Date."""
+
+
+class GpuSheet(Section):
+    """One kind of GPU. What has no source is ``None``."""
+
+    memory_gb: Figure
+    bandwidth_tb_s: Figure
+    bf16_tflops: Figure
+    """Dense."""
+    fp8_tflops: Figure | None = None
+    """Dense."""
+    link_gb_s: Figure | None = None
+    """To the other GPUs of its machine, both directions."""
+    on_demand_usd_h: Figure | None = None
+    spot_usd_h: Figure | None = None
+
+    @property
+    def kind(self) -> GpuKind:
+        """Its rates, as the roofline takes them."""
+        return GpuKind(
+            memory_bytes=round(self.memory_gb.value * GB),
+            flops=self.bf16_tflops.value * 1e12,
+            bytes_per_s=self.bandwidth_tb_s.value * 1e12,
+        )
+
+    def price(self, market: Market) -> Figure | None:
+        """Dollars for an hour."""
+        return self.spot_usd_h if market == "spot" else self.on_demand_usd_h
+
+
+class Hardware(Section):
+    """GPUs by name."""
+
+    gpus: dict[str, GpuSheet] = {}
+
+
+def load_gpus(own: Mapping[str, GpuSheet] | None = None) -> dict[str, GpuSheet]:
+    """The GPUs that ship, and ``own`` over them."""
+    text = files("etude.simulation").joinpath(SHIPPED).read_text(encoding="utf-8")
+    return {**Hardware.model_validate(tomllib.loads(text)).gpus, **(own or {})}
+
+
+def gpu_sheet(gpus: Mapping[str, GpuSheet], name: str) -> GpuSheet:
+    """The GPU of a name. Raises :class:`~etude.errors.ConfigError`."""
+    if name not in gpus:
+        raise ConfigError(f"{name!r} is no GPU of a plan: there are {', '.join(gpus)}; describe it under [gpus.{name}]")
+    return gpus[name]
+
+
+def read_section(kind: type[Section], file: Path) -> Section:
+    """A section of a file of its own. Raises :class:`~etude.errors.ConfigError` that names the file and the key."""
+    try:
+        return kind.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no TOML: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{file}: {key}: {first['msg']}, not {first['input']!r}") from error

@@ -1,0 +1,368 @@
+"""A plan without a run: how fast all that is modelled goes on given GPUs, and what it costs.
+
+    recipe, model shape, GPUs, workload, assumptions ──▶ RunCalibration ──▶ simulation (:mod:`etude.simulation.run`)
+                                                  figures of the simulation ──▶ money, operations, bytes between regions
+
+    decode step     what :class:`~etude.run.roofline.DecodeStep` says at an eighth of an engine's places and at all of
+                    them, and a line through both
+    prompts         operations of a forward pass, over peak · share
+    trainer         :class:`~etude.run.roofline.TrainingStep` (three forward passes, a fourth where activations are
+                    computed again: 6 to 8 · parameters · tokens) over ranks · peak · share, and the optimiser's bytes
+    new weights     a share of the parameters' bytes, over the slower of trainer's and region's link
+
+The efficiency of each is an assumption with a name (:class:`Assumptions`). Pure.
+"""
+
+from dataclasses import dataclass, replace
+from math import exp
+from random import Random
+
+from pydantic import Field
+
+from etude.config.recipe import RunConfig
+from etude.config.section import Section
+from etude.errors import ConfigError
+from etude.models.flops import head_flops, pair_flops, token_flops
+from etude.models.sizes import ModelSizes
+from etude.models.spec import ModelSpec
+from etude.run.gpus import engine_sizes
+from etude.run.memory_plan import server_position_bytes
+from etude.run.roofline import DecodeStep, Rates, TrainingStep
+from etude.simulation.calibration import RunCalibration, TrainerTimes
+from etude.simulation.engine import EngineRates
+from etude.simulation.figures import HOUR_S, RunFigures
+from etude.simulation.hardware import GpuSheet, Market, gpu_sheet, load_gpus
+from etude.simulation.run import RegionModel
+from etude.simulation.workload import RolloutWork, Workload
+
+STATE_BYTES = 2
+"""Bytes of a parameter in a published version, of which a delta is a share."""
+CACHE_BYTES = 2
+"""Bytes of a number in an engine's cache."""
+MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that an engine may fill, as servers do by default."""
+GROUPS = 64
+"""Groups of rollouts that a workload is drawn as."""
+GIGABIT = 1e9 / 8
+
+
+class WorkloadShape(Section):
+    """``[workload]``: the mean rollout, and how far rollouts are apart."""
+
+    turns: int = Field(default=10, ge=1)
+    sampled_tokens: int = Field(default=4_000, ge=1)
+    """That the model writes, all turns together."""
+    prompt_tokens: int = Field(default=12_000, ge=1)
+    """Read, all turns together: task and answers of tools, without what the engine's cache has."""
+    spread: float = Field(default=0.7, ge=0)
+    """Standard deviation of the logarithm of a rollout's length."""
+    sandbox_s: float = Field(default=2.0, ge=0)
+    tools_s: float = Field(default=30.0, ge=0)
+    """Commands of the agent, all turns together."""
+    grading_s: float = Field(default=20.0, ge=0)
+
+    @property
+    def tokens(self) -> int:
+        """Of a trajectory: all of them are trained through, those that were sampled have a loss."""
+        return self.sampled_tokens + self.prompt_tokens
+
+
+class Assumptions(Section):
+    """``[assumptions]``: shares of what the hardware could do, and times, that nothing here measured."""
+
+    training_share: float | None = Field(default=None, gt=0, le=1)
+    """Of the trainer's peak in bfloat16; ``None``: what étude's own reached on an H200 (0.55, mixtures 0.22)."""
+    prefill_share: float | None = Field(default=None, gt=0, le=1)
+    """Of an engine's peak while it reads prompts; ``None``: as ``training_share``."""
+    grouped_bytes_share: float | None = Field(default=None, gt=0, le=1)
+    """Of the bandwidth with which experts are read; ``None``: 0.55, as étude's own."""
+    latent_bytes_share: float | None = Field(default=None, gt=0, le=1)
+    """… with which latent attention reads its cache; ``None``: 0.26, as étude's own."""
+    weight_bytes: int = Field(default=2, ge=1, le=2)
+    """Bytes of a weight in engines; 1: FP8."""
+    optimiser_bytes: float = Field(default=30.0, ge=0)
+    """Read and written for each parameter by an optimiser step: AdamW with a gradient and a master copy in float32."""
+    save_s: float = Field(default=1.0, ge=0)
+    """Between two steps, until a copy of the weights is handed over."""
+    delta_share: float = Field(default=0.02, gt=0, le=1)
+    """Of a version's bytes that are published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
+    encode_gb_s: float = Field(default=2.0, gt=0)
+    """Gigabytes of parameters that each machine of the trainer compares and encodes in a second, beside the next step."""
+    upload_gbit_s: float = Field(default=100.0, gt=0)
+    """From all of the trainer to the store."""
+    swap_s: float = Field(default=2.0, ge=0)
+    """From a version's arrival in a region until its engines sample with it."""
+    call_s: float = Field(default=0.05, ge=0)
+    """Of a model call outside of the engine."""
+    machine_gpus: int = Field(default=8, ge=1)
+    """GPUs of a machine."""
+    egress_usd_gb: float = Field(default=0.02, ge=0)
+    """A gigabyte that leaves home for another region: AWS between regions of the US,
+    https://repost.aws/articles/ARjzluyMS8RbeOOK4MGXRG6Q, read 2026-11-28.
+    """
+
+
+class PlannedRegion(Section):
+    """``[[regions]]``: a place with engines."""
+
+    name: str
+    engines: int = Field(ge=1)
+    rtt_ms: float = Field(default=0.0, ge=0)
+    """From home; 0: it is home."""
+    link_gbit_s: float = Field(default=10.0, gt=0)
+    """From the store at home to the region's."""
+
+
+class PricedPlan(Section):
+    """A file for ``etude plan run --hardware``: everything of a plan that is not in its recipe."""
+
+    engine: str = "h100"
+    """GPU of engines."""
+    trainer: str = "h100"
+    engine_market: Market = "on_demand"
+    trainer_market: Market = "on_demand"
+    workload: WorkloadShape = WorkloadShape()
+    assumptions: Assumptions = Assumptions()
+    regions: tuple[PlannedRegion, ...] = ()
+    """None: all engines are at home, as many as ``engine.replicas``."""
+    gpus: dict[str, GpuSheet] = {}
+    """Your own, by name, over those that ship."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Everything that a plan is computed from: a recipe's model and sizes on a plan's GPUs."""
+
+    config: RunConfig
+    spec: ModelSpec
+    sizes: ModelSizes
+    plan: PricedPlan
+    ranks: int
+    """GPUs that train."""
+    engines: tuple[int, ...]
+    """Engines of each region."""
+
+    @classmethod
+    def of(cls, config: RunConfig, spec: ModelSpec, plan: PricedPlan) -> "Fleet":
+        """The fleet of a resolved recipe. Raises :class:`~etude.errors.ConfigError` for engines that hold no model."""
+        engines = tuple(region.engines for region in plan.regions) or (config.engine.replicas,)
+        sizes = ModelSizes.of(spec)
+        fleet = cls(config=config, spec=spec, sizes=sizes, plan=plan, ranks=config.parallel.ranks, engines=engines)
+        fleet.check()
+        return fleet
+
+    @property
+    def engine_gpus(self) -> int:
+        """GPUs of one engine."""
+        tensor, pipeline, data = engine_sizes(self.config)
+        return tensor * pipeline * data
+
+    @property
+    def sampling_gpus(self) -> int:
+        """GPUs of all engines."""
+        return sum(self.engines) * self.engine_gpus
+
+    @property
+    def context(self) -> int:
+        """Tokens in an engine's cache for a sequence, in the mean over its turns."""
+        return self.plan.workload.tokens // 2
+
+    @property
+    def rollouts(self) -> int:
+        """Of a step."""
+        return self.config.rollouts.rollouts_per_step
+
+    @property
+    def regions(self) -> tuple[RegionModel, ...]:
+        """The regions for a simulation; a version is as long on its way as its bytes take."""
+        named = self.plan.regions or (PlannedRegion(name="home", engines=1),)
+        return tuple(
+            RegionModel(
+                name=region.name,
+                engines=engines,
+                rtt_s=region.rtt_ms / 1e3,
+                arrival_s=self.delta_bytes / (region.link_gbit_s * GIGABIT) if region.rtt_ms else 0.0,
+            )
+            for region, engines in zip(named, self.engines, strict=True)
+        )
+
+    @property
+    def remote_regions(self) -> int:
+        """Regions but home."""
+        return sum(region.rtt_ms > 0 for region in self.plan.regions)
+
+    @property
+    def delta_bytes(self) -> float:
+        """Of one version, as it is published."""
+        return self.sizes.total * STATE_BYTES * self.plan.assumptions.delta_share
+
+    @property
+    def delta_s(self) -> float:
+        """From a step's end until the last region's engines sample with its weights."""
+        trainer = self.calibration.trainer
+        arrival_s = max(region.arrival_s + region.rtt_s for region in self.regions)
+        return trainer.save_s + trainer.publish_s + arrival_s + self.plan.assumptions.swap_s
+
+    @property
+    def training_flops(self) -> float:
+        """Operations that a step must do."""
+        return self._training(self.rollouts * self.plan.workload.tokens).flops
+
+    @property
+    def sampling_flops(self) -> float:
+        """Operations that the rollouts of a step must do."""
+        work = self.plan.workload
+        read = work.tokens * (token_flops(self.spec) + self.context * pair_flops(self.spec))
+        return float(self.rollouts * (read + work.sampled_tokens * head_flops(self.spec)))
+
+    @property
+    def calibration(self) -> RunCalibration:
+        """The speed of all that is modelled."""
+        assumed = self.plan.assumptions
+        machines = -(-self.ranks // assumed.machine_gpus)
+        encode_s = self.sizes.total * STATE_BYTES / (machines * assumed.encode_gb_s * 1e9)
+        upload_s = self.delta_bytes / (assumed.upload_gbit_s * GIGABIT)
+        rates, tokens = self._rates(self.plan.trainer), self.plan.workload.tokens
+        trained_s = self._training(tokens).seconds(rates) / self.ranks  # of a rollout
+        state_bytes = self.sizes.total * assumed.optimiser_bytes / self.ranks
+        return RunCalibration(
+            engine=self._engine_rates(),
+            trainer=TrainerTimes(
+                fixed_s=state_bytes / rates.bytes_per_s,
+                token_s=trained_s / self.plan.workload.sampled_tokens,
+                save_s=assumed.save_s,
+                publish_s=encode_s + upload_s,
+            ),
+            swap_s=assumed.swap_s,
+            call_s=assumed.call_s,
+            workload=draw_workload(self.plan.workload),
+        )
+
+    def check(self) -> None:
+        """Raise :class:`~etude.errors.ConfigError` where an engine's GPUs hold neither weights nor cache."""
+        sheet = self.sheet(self.plan.engine)
+        weights = self.sizes.total * self.plan.assumptions.weight_bytes / self.engine_gpus
+        cache = self.config.engine.max_running * self.context * self._position_bytes
+        room = sheet.kind.memory_bytes * MEMORY_SHARE
+        if weights + cache > room:
+            raise ConfigError(
+                f"an engine of {self.engine_gpus} {self.plan.engine} has {room / 1e9:.0f} GB on each: weights take "
+                f"{weights / 1e9:.0f} and {self.config.engine.max_running} sequences of {self.context:,} tokens "
+                f"{cache / 1e9:.0f}; lower engine.max_running, give it more GPUs (engine.options.arguments) or take "
+                f"assumptions.weight_bytes=1"
+            )
+
+    def sheet(self, name: str) -> GpuSheet:
+        """A GPU of the plan. Raises :class:`~etude.errors.ConfigError`."""
+        return gpu_sheet(load_gpus(self.plan.gpus), name)
+
+    @property
+    def _position_bytes(self) -> int:
+        """Bytes of a token in the cache of one of an engine's GPUs."""
+        tensor, _, _ = engine_sizes(self.config)
+        return server_position_bytes(self.spec, CACHE_BYTES, tensor, 1)
+
+    def _rates(self, gpu: str) -> Rates:
+        """Rates of a GPU, with the shares that are assumed."""
+        assumed, rates = self.plan.assumptions, Rates.of_gpu(self.sheet(gpu).kind)
+        return replace(
+            rates,
+            training=assumed.training_share or rates.training,
+            grouped_training=assumed.training_share or rates.grouped_training,
+            grouped_bytes=assumed.grouped_bytes_share or rates.grouped_bytes,
+            latent_bytes=assumed.latent_bytes_share or rates.latent_bytes,
+        )
+
+    def _training(self, tokens: int) -> TrainingStep:
+        return TrainingStep.of(
+            self.spec, tokens=tokens, length=self.plan.workload.tokens, recomputes=self.config.trainer.recomputes
+        )
+
+    def _engine_rates(self) -> EngineRates:
+        rates, places = self._rates(self.plan.engine), self.config.engine.max_running
+        few = max(1, places // 8)
+        low_s, high_s = (self._decode_s(batch, rates) for batch in (few, places))
+        sequence_s = max(0.0, high_s - low_s) / max(1, places - few)
+        default = rates.grouped_training if self.spec.experts else rates.training
+        share = self.plan.assumptions.prefill_share or default
+        read = token_flops(self.spec) + self.context * pair_flops(self.spec)
+        return EngineRates(
+            step_s=max(0.0, high_s - places * sequence_s),
+            sequence_s=sequence_s,
+            prompt_s=read / (self.engine_gpus * rates.flops * share),
+            max_running=places,
+        )
+
+    def _decode_s(self, batch: int, rates: Rates) -> float:
+        tensor, _, _ = engine_sizes(self.config)
+        step = DecodeStep.of(
+            self.spec,
+            batch=batch,
+            context=self.context,
+            item=self.plan.assumptions.weight_bytes,
+            gpus=tensor,
+            cached_bytes=self._position_bytes,
+        )
+        return step.seconds(rates)
+
+
+def draw_workload(shape: WorkloadShape) -> Workload:
+    """Groups of rollouts whose lengths have the mean and the spread of a shape; those of a group share half of it."""
+    random = Random(0)
+    half = shape.spread / 2**0.5
+    lengths = [
+        [exp(group + random.gauss(0.0, half) - shape.spread**2 / 2) for _ in range(4)]
+        for group in (random.gauss(0.0, half) for _ in range(GROUPS))
+    ]
+    mean = sum(map(sum, lengths)) / (4 * GROUPS)
+    return Workload(tuple(tuple(_work(shape, length / mean) for length in group) for group in lengths))
+
+
+def _work(shape: WorkloadShape, factor: float) -> RolloutWork:
+    turns = max(1, round(shape.turns * factor))
+    return RolloutWork(
+        turns=turns,
+        sampled_tokens=max(turns, round(shape.sampled_tokens * factor)),
+        prompt_tokens=max(turns, round(shape.prompt_tokens * factor)),
+        sandbox_s=shape.sandbox_s,
+        tools_s=shape.tools_s * factor,
+        grading_s=shape.grading_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a step, and an hour of it, take beside time."""
+
+    engine_usd_h: float
+    trainer_usd_h: float
+    egress_usd_step: float
+    step_s: float
+
+    @classmethod
+    def of(cls, fleet: Fleet, figures: RunFigures) -> "Costs":
+        """Raises :class:`~etude.errors.ConfigError` for a GPU without a price."""
+        return cls(
+            engine_usd_h=fleet.sampling_gpus * gpu_price(fleet, fleet.plan.engine, fleet.plan.engine_market),
+            trainer_usd_h=fleet.ranks * gpu_price(fleet, fleet.plan.trainer, fleet.plan.trainer_market),
+            egress_usd_step=fleet.remote_regions * fleet.delta_bytes / 1e9 * fleet.plan.assumptions.egress_usd_gb,
+            step_s=figures.step_s,
+        )
+
+    @property
+    def usd_step(self) -> float:
+        """Dollars of a step."""
+        return (self.engine_usd_h + self.trainer_usd_h) * self.step_s / HOUR_S + self.egress_usd_step
+
+    @property
+    def usd_h(self) -> float:
+        """Dollars of an hour."""
+        return self.usd_step * HOUR_S / self.step_s
+
+
+def gpu_price(fleet: Fleet, name: str, market: Market) -> float:
+    """Dollars for an hour of a GPU. Raises :class:`~etude.errors.ConfigError` where none is known."""
+    price = fleet.sheet(name).price(market)
+    if price is None:
+        raise ConfigError(f"no {market} price of {name!r} is known: give {market}_usd_h under [gpus.{name}] of a file")
+    return price.value

@@ -1,0 +1,203 @@
+"""Simulating a fleet in the small, and the split between training and sampling that costs least.
+
+    fleet ──▶ a few of its engines and groups, times corrected for that ──▶ simulation ──▶ figures
+    steps an hour, or dollars an hour ──▶ fewest GPUs by arithmetic ──▶ simulation ──▶ more engines where it falls short
+
+**In the small.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups: an engine
+takes (G / G') · (E' / E) times as long for a token, the trainer G / G' times. Shares of time, seconds of a step and
+staleness stay what they are, up to the chance of fewer rollouts; the most sandboxes are multiplied back. Turns beyond
+:data:`MOST_TURNS` of a rollout are put together, their pauses kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from etude.config.recipe import RunConfig
+from etude.errors import ConfigError
+from etude.simulation.calibration import RunCalibration
+from etude.simulation.figures import FULL, HOUR_S, RunFigures
+from etude.simulation.priced import Fleet, gpu_price
+from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
+from etude.simulation.workload import RolloutWork, Workload
+
+MOST_ROLLOUTS = 96
+"""Rollouts of a step that are simulated."""
+MOST_TURNS = 8
+STEPS = 8
+"""Steps that count, beside those in which the pipeline fills and runs dry."""
+LOOKS = 200
+"""Looks of a process during a step for what it waits for."""
+ROUNDS = 4
+"""Simulations of a search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallFleet:
+    """What is simulated for a fleet."""
+
+    config: RunConfig
+    calibration: RunCalibration
+    engines: tuple[int, ...]
+    factor: float
+    """Groups of the fleet for one that is simulated."""
+
+    @classmethod
+    def of(cls, fleet: Fleet) -> "SmallFleet":
+        """The fleet in the small; a small one is what it is."""
+        rollouts, size = fleet.config.rollouts, fleet.config.rollouts.group_size
+        groups = min(rollouts.groups_per_step, max(4, MOST_ROLLOUTS // size))
+        factor = rollouts.groups_per_step / groups
+        engines = tuple(max(1, round(count / factor)) for count in fleet.engines)
+        calibration = fleet.calibration
+        whole = sum(fleet.engines)
+        trainer = replace(calibration.trainer, token_s=calibration.trainer.token_s * factor)
+        merged, call_s = _merged(calibration)
+        small = rollouts.model_copy(
+            update={
+                "groups_per_step": groups,
+                "concurrency": max(size, round(rollouts.concurrency / factor)),
+                "max_resamples": 0,
+            }
+        )
+        steps = fleet.config.trainer.model_copy(update={"steps": STEPS + 2 * skipped_steps(fleet.config)})
+        return cls(
+            config=fleet.config.model_copy(update={"rollouts": small, "trainer": steps}),
+            calibration=replace(
+                calibration,
+                engine=calibration.engine.scaled(factor * sum(engines) / whole),
+                trainer=trainer,
+                workload=merged,
+                call_s=call_s,
+            ),
+            engines=engines,
+            factor=factor,
+        )
+
+
+def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
+    """Rollouts of fewer turns, and the seconds of a call that make up for it."""
+    groups = calibration.workload.groups
+    turns = sum(work.turns for group in groups for work in group)
+    few = tuple(tuple(replace(work, turns=min(work.turns, MOST_TURNS)) for work in group) for group in groups)
+    left = sum(work.turns for group in few for work in group)
+    return Workload(few), calibration.call_s * turns / left
+
+
+def simulate_fleet(fleet: Fleet, *, seed: int = 0) -> tuple[RunFigures, SimulatedEvents, float]:
+    """Figures of a fleet, the events of its simulation in the small, and how many times smaller that was."""
+    small = SmallFleet.of(fleet)
+    regions = [replace(region, engines=n) for region, n in zip(fleet.regions, small.engines, strict=True)]
+    poll_s = max(0.02, least_step_s(fleet) / LOOKS)
+    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=poll_s)
+    return RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config)), events, small.factor
+
+
+def trainer_s(fleet: Fleet) -> float:
+    """Seconds of the trainer for a step, by arithmetic."""
+    trainer = fleet.calibration.trainer
+    sampled = fleet.rollouts * fleet.plan.workload.sampled_tokens
+    return trainer.step_s(sampled) + trainer.save_s
+
+
+def engine_s(fleet: Fleet) -> float:
+    """Seconds of a step's rollouts on all engines with all their places taken, by arithmetic."""
+    engine, work = fleet.calibration.engine, fleet.plan.workload
+    token_s = engine.decode_s(engine.max_running) / engine.max_running
+    each_s = work.sampled_tokens * token_s + work.prompt_tokens * engine.prompt_s
+    return fleet.rollouts * each_s / sum(fleet.engines)
+
+
+def least_step_s(fleet: Fleet) -> float:
+    """Seconds of a step if nothing waited."""
+    busy_s = trainer_s(fleet), engine_s(fleet)
+    return max(busy_s) if fleet.config.rollouts.max_staleness else sum(busy_s)
+
+
+Goal: TypeAlias = tuple[Literal["steps", "usd"], float]
+"""Steps an hour to be reached with least money, or dollars an hour to be made most of."""
+
+
+def parse_goal(text: str) -> Goal:
+    """The goal of ``steps=6`` or ``usd=2500``. Raises :class:`~etude.errors.ConfigError`."""
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if name == "steps" and value > 0:
+        return "steps", value
+    if name == "usd" and value > 0:
+        return "usd", value
+    raise ConfigError(f"--search {text!r}: expected steps=N or usd=N, each for an hour, such as steps=6")
+
+
+def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigures, SimulatedEvents, float]:
+    """The split with the least money for so many steps an hour, or the most steps for so much money.
+
+    Raises :class:`~etude.errors.ConfigError` for what cannot be had.
+    """
+    kind, value = goal
+    if not fleet.config.rollouts.max_staleness:
+        raise ConfigError("--search needs rollouts.max_staleness of 1 or more: else both sides wait for each other")
+    smallest = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
+    for chosen in _larger(smallest):
+        figures, events, factor = simulate_fleet(chosen, seed=seed)
+        if kind == "usd" or figures.steps_per_hour >= value:
+            break
+    return chosen, figures, events, factor
+
+
+def _larger(fleet: Fleet) -> Iterator[Fleet]:
+    """A fleet, and the same with a tenth more of all, again and again: rollouts end unevenly."""
+    for _ in range(ROUNDS):
+        yield fleet
+        machine = fleet.plan.assumptions.machine_gpus
+        fleet = _split(fleet, fleet.ranks + max(machine, fleet.ranks // 10 // machine * machine), 1.1)
+
+
+def split_for(fleet: Fleet, step_s: float) -> Fleet:
+    """The smallest fleet whose sides each fill :data:`~etude.simulation.figures.FULL` of a step of so many seconds.
+
+    The trainer grows by whole machines, engines in proportion to those of the regions. Raises
+    :class:`~etude.errors.ConfigError` where no number of GPUs is enough.
+    """
+    machine, room_s = fleet.plan.assumptions.machine_gpus, FULL * step_s
+    trainer = fleet.calibration.trainer
+    sampled_s = fleet.rollouts * fleet.plan.workload.sampled_tokens * trainer.token_s * fleet.ranks
+    fixed_s = trainer.fixed_s * fleet.ranks
+    left_s = room_s - trainer.save_s
+    if left_s <= 0:
+        raise ConfigError(f"a step of {step_s:.1f} s is shorter than what is between two steps (assumptions.save_s)")
+    ranks = max(1, -(-(sampled_s + fixed_s) // left_s))
+    needed = engine_s(fleet) * sum(fleet.engines) / room_s
+    return _split(fleet, int(-(-ranks // machine) * machine), needed / sum(fleet.engines))
+
+
+def split_within(fleet: Fleet, usd_h: float) -> Fleet:
+    """The fleet with the most steps an hour for so much money. Raises :class:`~etude.errors.ConfigError`."""
+    low_s, high_s = 1.0, 30 * 24 * HOUR_S
+    cheapest = split_for(fleet, high_s)
+    if gpus_usd_h(cheapest) > usd_h:
+        raise ConfigError(
+            f"--search usd={usd_h:g}: the smallest fleet of this plan, {cheapest.ranks} GPUs that train and "
+            f"{cheapest.sampling_gpus} that sample, costs {gpus_usd_h(cheapest):.0f} dollars an hour"
+        )
+    low_s += fleet.calibration.trainer.save_s / FULL
+    for _ in range(40):
+        middle_s = (low_s * high_s) ** 0.5
+        low_s, high_s = (low_s, middle_s) if gpus_usd_h(split_for(fleet, middle_s)) <= usd_h else (middle_s, high_s)
+    return split_for(fleet, high_s)
+
+
+def gpus_usd_h(fleet: Fleet) -> float:
+    """Dollars of an hour of all GPUs."""
+    plan = fleet.plan
+    trainer = fleet.ranks * gpu_price(fleet, plan.trainer, plan.trainer_market)
+    return trainer + fleet.sampling_gpus * gpu_price(fleet, plan.engine, plan.engine_market)
+
+
+def _split(fleet: Fleet, ranks: int, factor: float) -> Fleet:
+    """The fleet with another trainer, and so many times the engines, each region's rounded up."""
+    engines = tuple(max(1, int(-(-count * factor // 1))) for count in fleet.engines)
+    return replace(fleet, ranks=ranks, engines=engines)
