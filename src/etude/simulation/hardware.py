@@ -6,10 +6,9 @@
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from etude.config.section import Section
 from etude.errors import ConfigError
@@ -60,7 +59,7 @@ class GpuSheet(Section):
 class Hardware(Section):
     """GPUs by name."""
 
-    gpus: dict[str, GpuSheet] = {}
+    gpus: dict[str, GpuSheet] = Field(default_factory=dict)
 
 
 def load_gpus(own: Mapping[str, GpuSheet] | None = None) -> dict[str, GpuSheet]:
@@ -74,17 +73,3 @@ def gpu_sheet(gpus: Mapping[str, GpuSheet], name: str) -> GpuSheet:
     if name not in gpus:
         raise ConfigError(f"{name!r} is no GPU of a plan: there are {', '.join(gpus)}; describe it under [gpus.{name}]")
     return gpus[name]
-
-
-def read_section(kind: type[Section], file: Path) -> Section:
-    """A section of a file of its own. Raises :class:`~etude.errors.ConfigError` that names the file and the key."""
-    try:
-        return kind.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no TOML: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{file}: {key}: {first['msg']}, not {first['input']!r}") from error

@@ -35,8 +35,6 @@ from etude.simulation.hardware import GpuSheet, Market, gpu_sheet, load_gpus
 from etude.simulation.run import RegionModel
 from etude.simulation.workload import RolloutWork, Workload
 
-STATE_BYTES = 2
-"""Bytes of a parameter in a published version, of which a delta is a share."""
 CACHE_BYTES = 2
 """Bytes of a number in an engine's cache."""
 MEMORY_SHARE = 0.9
@@ -49,10 +47,10 @@ GIGABIT = 1e9 / 8
 class WorkloadShape(Section):
     """``[workload]``: the mean rollout, and how far rollouts are apart."""
 
-    turns: int = Field(default=10, ge=1)
-    sampled_tokens: int = Field(default=4_000, ge=1)
+    turns: int = Field(default=8, ge=1)
+    sampled_tokens: int = Field(default=2_000, ge=1)
     """That the model writes, all turns together."""
-    prompt_tokens: int = Field(default=12_000, ge=1)
+    prompt_tokens: int = Field(default=4_000, ge=1)
     """Read, all turns together: task and answers of tools, without what the engine's cache has."""
     spread: float = Field(default=0.7, ge=0)
     """Standard deviation of the logarithm of a rollout's length."""
@@ -80,6 +78,8 @@ class Assumptions(Section):
     """… with which latent attention reads its cache; ``None``: 0.26, as étude's own."""
     weight_bytes: int = Field(default=2, ge=1, le=2)
     """Bytes of a weight in engines; 1: FP8."""
+    published_bytes: int = Field(default=2, ge=1, le=2)
+    """Bytes of a weight in a published version, of which a delta is a share; 1: FP8."""
     optimiser_bytes: float = Field(default=30.0, ge=0)
     """Read and written for each parameter by an optimiser step: AdamW with a gradient and a master copy in float32."""
     save_s: float = Field(default=1.0, ge=0)
@@ -87,7 +87,7 @@ class Assumptions(Section):
     delta_share: float = Field(default=0.02, gt=0, le=1)
     """Of a version's bytes that are published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
     encode_gb_s: float = Field(default=2.0, gt=0)
-    """Gigabytes of parameters that each machine of the trainer compares and encodes in a second, beside the next step."""
+    """Gigabytes of parameters that each machine of the trainer compares and encodes in a second, beside a step."""
     upload_gbit_s: float = Field(default=100.0, gt=0)
     """From all of the trainer to the store."""
     swap_s: float = Field(default=2.0, ge=0)
@@ -125,7 +125,7 @@ class PricedPlan(Section):
     assumptions: Assumptions = Assumptions()
     regions: tuple[PlannedRegion, ...] = ()
     """None: all engines are at home, as many as ``engine.replicas``."""
-    gpus: dict[str, GpuSheet] = {}
+    gpus: dict[str, GpuSheet] = Field(default_factory=dict)
     """Your own, by name, over those that ship."""
 
 
@@ -194,7 +194,7 @@ class Fleet:
     @property
     def delta_bytes(self) -> float:
         """Of one version, as it is published."""
-        return self.sizes.total * STATE_BYTES * self.plan.assumptions.delta_share
+        return self.sizes.total * self.plan.assumptions.published_bytes * self.plan.assumptions.delta_share
 
     @property
     def delta_s(self) -> float:
@@ -220,7 +220,7 @@ class Fleet:
         """The speed of all that is modelled."""
         assumed = self.plan.assumptions
         machines = -(-self.ranks // assumed.machine_gpus)
-        encode_s = self.sizes.total * STATE_BYTES / (machines * assumed.encode_gb_s * 1e9)
+        encode_s = self.sizes.total * assumed.published_bytes / (machines * assumed.encode_gb_s * 1e9)
         upload_s = self.delta_bytes / (assumed.upload_gbit_s * GIGABIT)
         rates, tokens = self._rates(self.plan.trainer), self.plan.workload.tokens
         trained_s = self._training(tokens).seconds(rates) / self.ranks  # of a rollout
@@ -240,9 +240,17 @@ class Fleet:
 
     def check(self) -> None:
         """Raise :class:`~etude.errors.ConfigError` where an engine's GPUs hold neither weights nor cache."""
+        tokens, longest = self.plan.workload.tokens, self.config.engine.max_length
+        if tokens > longest:
+            raise ConfigError(
+                f"rollouts of {tokens:,} tokens (workload.prompt_tokens, workload.sampled_tokens) are longer than "
+                f"engine.max_length = {longest:,}: raise that, or make them shorter"
+            )
         sheet = self.sheet(self.plan.engine)
-        weights = self.sizes.total * self.plan.assumptions.weight_bytes / self.engine_gpus
-        cache = self.config.engine.max_running * self.context * self._position_bytes
+        tensor, pipeline, data = engine_sizes(self.config)
+        routed, item = sum(self.sizes.routed), self.plan.assumptions.weight_bytes
+        weights = (self.sizes.total - routed + routed / data) * item / (tensor * pipeline)
+        cache = self.config.engine.max_running * self.context * self._position_bytes / (data * pipeline)
         room = sheet.kind.memory_bytes * MEMORY_SHARE
         if weights + cache > room:
             raise ConfigError(
@@ -294,16 +302,17 @@ class Fleet:
         )
 
     def _decode_s(self, batch: int, rates: Rates) -> float:
-        tensor, _, _ = engine_sizes(self.config)
+        """Seconds of a step; with data parallelism each rank has its own sequences, and all of them share experts."""
+        tensor, _, data = engine_sizes(self.config)
         step = DecodeStep.of(
             self.spec,
             batch=batch,
             context=self.context,
             item=self.plan.assumptions.weight_bytes,
-            gpus=tensor,
+            gpus=tensor * data,
             cached_bytes=self._position_bytes,
         )
-        return step.seconds(rates)
+        return replace(step, weight_bytes=step.weight_bytes * data, cache_bytes=step.cache_bytes // data).seconds(rates)
 
 
 def draw_workload(shape: WorkloadShape) -> Workload:

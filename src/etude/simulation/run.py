@@ -170,6 +170,7 @@ class SimulatedRun:
             harness=agents,
             grader=agents,
             limits=RolloutLimits.of(self.config.rollouts, self.config.harness),
+            version_changed=sessions.version_changed,
         )
         dispatcher = Dispatcher(
             self.config.rollouts,
@@ -324,7 +325,7 @@ def simulate(
     seed: int = 0,
     poll_s: float | None = None,
 ) -> SimulatedEvents:
-    """Run all steps of a recipe in virtual time; ``poll_s`` as :class:`SimulatedRun` takes it."""
+    """Run all steps of a recipe in virtual time; ``poll_s`` is as :class:`SimulatedRun` takes it."""
 
     async def main(folder: Path) -> SimulatedEvents:
         return await SimulatedRun(config, calibration, regions, folder, seed=seed, poll_s=poll_s).play()

@@ -3,10 +3,13 @@
     fleet ──▶ a few of its engines and groups, times corrected for that ──▶ simulation ──▶ figures
     steps an hour, or dollars an hour ──▶ fewest GPUs by arithmetic ──▶ simulation ──▶ more engines where it falls short
 
-**In the small.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups: an engine
-takes (G / G') · (E' / E) times as long for a token, the trainer G / G' times. Shares of time, seconds of a step and
+**In the small.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups. A sequence in
+an engine then stands for f = (G / G') · (E' / E): it has an f-th of the places, and each takes f times as much of a
+step, so that a full engine decodes at the pace of a full one. The trainer takes G / G' times as long for a token. Shares of time, seconds of a step and
 staleness stay what they are, up to the chance of fewer rollouts; the most sandboxes are multiplied back. Turns beyond
-:data:`MOST_TURNS` of a rollout are put together, their pauses kept.
+:data:`MOST_TURNS` of a rollout are put together, their pauses kept. Long steps are simulated in seconds that stand for
+several, so that a step takes :data:`STEP_S`: what production waits for by its own constants, half a second here and
+there, then counts for that much more.
 """
 
 from collections.abc import Iterator
@@ -15,19 +18,22 @@ from typing import Literal, TypeAlias
 
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.simulation.calibration import RunCalibration
+from etude.simulation.calibration import RunCalibration, TrainerTimes
+from etude.simulation.engine import EngineRates
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
 from etude.simulation.priced import Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
 from etude.simulation.workload import RolloutWork, Workload
 
-MOST_ROLLOUTS = 96
+MOST_ROLLOUTS = 64
 """Rollouts of a step that are simulated."""
 MOST_TURNS = 8
-STEPS = 8
+STEPS = 6
 """Steps that count, beside those in which the pipeline fills and runs dry."""
-LOOKS = 200
-"""Looks of a process during a step for what it waits for."""
+STEP_S = 30.0
+"""Virtual seconds of a step at most, as far as arithmetic tells."""
+POLL_S = 0.1
+"""Interval at which simulated processes look for what they wait for."""
 ROUNDS = 4
 """Simulations of a search."""
 
@@ -41,6 +47,8 @@ class SmallFleet:
     engines: tuple[int, ...]
     factor: float
     """Groups of the fleet for one that is simulated."""
+    second_s: float
+    """Seconds for one that is simulated."""
 
     @classmethod
     def of(cls, fleet: Fleet) -> "SmallFleet":
@@ -61,17 +69,20 @@ class SmallFleet:
             }
         )
         steps = fleet.config.trainer.model_copy(update={"steps": STEPS + 2 * skipped_steps(fleet.config)})
+        second_s = max(1.0, least_step_s(fleet) / STEP_S)
+        in_the_small = replace(
+            calibration,
+            engine=_fewer_places(calibration.engine, factor * sum(engines) / whole),
+            trainer=trainer,
+            workload=merged,
+            call_s=call_s,
+        )
         return cls(
             config=fleet.config.model_copy(update={"rollouts": small, "trainer": steps}),
-            calibration=replace(
-                calibration,
-                engine=calibration.engine.scaled(factor * sum(engines) / whole),
-                trainer=trainer,
-                workload=merged,
-                call_s=call_s,
-            ),
+            calibration=_faster(in_the_small, second_s),
             engines=engines,
             factor=factor,
+            second_s=second_s,
         )
 
 
@@ -84,13 +95,58 @@ def _merged(calibration: RunCalibration) -> tuple[Workload, float]:
     return Workload(few), calibration.call_s * turns / left
 
 
+def _fewer_places(engine: EngineRates, factor: float) -> EngineRates:
+    """The engine with so many times fewer places, of which each counts for that many."""
+    places = max(1, round(engine.max_running / factor))
+    each = engine.max_running / places
+    return EngineRates(
+        step_s=engine.step_s,
+        sequence_s=engine.sequence_s * each,
+        prompt_s=engine.prompt_s * factor,
+        max_running=places,
+    )
+
+
+def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
+    """The same, with every time so many times shorter."""
+    trainer = calibration.trainer
+    groups = tuple(tuple(_faster_work(work, factor) for work in group) for group in calibration.workload.groups)
+    return replace(
+        calibration,
+        engine=calibration.engine.scaled(1 / factor),
+        trainer=TrainerTimes(
+            fixed_s=trainer.fixed_s / factor,
+            token_s=trainer.token_s / factor,
+            save_s=trainer.save_s / factor,
+            publish_s=trainer.publish_s / factor,
+        ),
+        swap_s=calibration.swap_s / factor,
+        call_s=calibration.call_s / factor,
+        workload=Workload(groups),
+    )
+
+
+def _faster_work(work: RolloutWork, factor: float) -> RolloutWork:
+    return replace(
+        work,
+        sandbox_s=work.sandbox_s / factor,
+        tools_s=work.tools_s / factor,
+        grading_s=work.grading_s / factor,
+    )
+
+
 def simulate_fleet(fleet: Fleet, *, seed: int = 0) -> tuple[RunFigures, SimulatedEvents, float]:
     """Figures of a fleet, the events of its simulation in the small, and how many times smaller that was."""
     small = SmallFleet.of(fleet)
-    regions = [replace(region, engines=n) for region, n in zip(fleet.regions, small.engines, strict=True)]
-    poll_s = max(0.02, least_step_s(fleet) / LOOKS)
-    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=poll_s)
-    return RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config)), events, small.factor
+    second_s = small.second_s
+    regions = [
+        replace(region, engines=n, rtt_s=region.rtt_s / second_s, arrival_s=region.arrival_s / second_s)
+        for region, n in zip(fleet.regions, small.engines, strict=True)
+    ]
+    events = simulate(small.config, small.calibration, regions, seed=seed, poll_s=POLL_S)
+    figures = RunFigures.of_events(events.logged, skipped=skipped_steps(fleet.config))
+    figures = replace(figures, step_s=figures.step_s * second_s, engine_s=figures.engine_s * second_s)
+    return figures, events, small.factor
 
 
 def trainer_s(fleet: Fleet) -> float:

@@ -4,7 +4,7 @@ Owns options, table and page. What is simulated is :mod:`etude.simulation.run`'s
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from etude.cli.commands.plan_priced import load_plan, show_priced
 from etude.cli.options import Json as AsJson
 from etude.cli.options import Overrides, RecipePath, group
 from etude.config.loading import load_fleet, load_recipe
@@ -26,6 +27,7 @@ from etude.errors import ConfigError
 from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures, bottleneck
 from etude.simulation.run import RegionModel, SimulatedEvents, calibrate, simulate, skipped_steps
+from etude.simulation.split import parse_goal
 from etude.telemetry.log import EventReader
 from etude.types import Json
 
@@ -49,7 +51,18 @@ def run(
     recipe: RecipePath,
     *,
     overrides: Overrides,
-    source: Annotated[Path, typer.Option("--from", metavar="RUN", help="A run whose events say how fast all is.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="A run whose events say how fast all is.")
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(metavar="GPU|FILE", help="Instead of a run: a GPU by name, or a file with a plan.")
+    ] = "",
+    assume: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Another value of a plan, such as workload.turns=40.")
+    ] = None,
+    search: Annotated[
+        str, typer.Option(metavar="steps=N|usd=N", help="The cheapest split for N steps, or the best for N $, an hour.")
+    ] = "",
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[
         list[str] | None,
@@ -61,8 +74,17 @@ def run(
 ) -> None:
     """Predict busy shares, step time and staleness of a recipe, in virtual time.
 
-    The run named by --from is simulated first, to calibrate what is modelled.
+    The run named by --from is simulated first, to calibrate what is modelled; with --hardware, GPUs, a workload and
+    assumptions take its place, and money is counted, too.
     """
+    if (source is None) == (not hardware):
+        raise ConfigError("a plan is made from a run (--from RUN) or for GPUs (--hardware GPU|FILE): name one of them")
+    if source is None:
+        refuse({"--fleet": fleet, "--link": link, "--page": page}, "a file for --hardware has regions and links")
+        goal = parse_goal(search) if search else None
+        show_priced(load_recipe(recipe, overrides), load_plan(hardware, assume or ()), goal, seed, as_json=as_json)
+        return
+    refuse({"--assume": assume, "--search": search}, "a run says how fast all is, and not what it costs")
     config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
     regions = regions_of(config, fleet, link or ())
     console = Console(stderr=as_json)
@@ -78,6 +100,13 @@ def run(
         print(json.dumps(plan_json(figures, events), indent=2))
     else:
         draw(figures, events, console)
+
+
+def refuse(options: Mapping[str, object], why: str) -> None:
+    """Raise :class:`~etude.errors.ConfigError` for the first option that is given."""
+    for name, value in options.items():
+        if value:
+            raise ConfigError(f"{name} would have no effect: {why}; leave it out")
 
 
 def regions_of(config: RunConfig, fleet: Path | None, links: Sequence[str]) -> list[RegionModel]:

@@ -1,0 +1,188 @@
+"""`etude plan run --hardware`: a plan on GPUs without a run, with money.
+
+Owns how the plan's file is read and how figures are shown; what is computed is :mod:`etude.simulation.priced`'s and
+:mod:`etude.simulation.split`'s.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
+
+from etude.config.recipe import RunConfig
+from etude.config.section import Section
+from etude.dashboard import formatting
+from etude.dashboard.terminal import DIM, light_table
+from etude.errors import ConfigError
+from etude.run.preflight import spec_of_recipe
+from etude.run.pretend import resolved_there
+from etude.simulation.figures import HOUR_S, RunFigures, bottleneck
+from etude.simulation.hardware import load_gpus
+from etude.simulation.priced import Costs, Fleet, PricedPlan
+from etude.simulation.run import SimulatedEvents
+from etude.simulation.split import Goal, engine_s, search, simulate_fleet, trainer_s
+from etude.types import Json
+
+
+def load_plan(hardware: str, assume: Sequence[str] = ()) -> PricedPlan:
+    """The plan of a GPU's name or of a file, with other values of some keys, such as ``workload.turns=40``.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
+    values: dict[str, Any]
+    values = {"engine": hardware, "trainer": hardware} if hardware in load_gpus() else _read(Path(hardware))
+    for setting in assume:
+        key, separator, text = setting.partition("=")
+        if not separator:
+            raise ConfigError(f"--assume {setting!r}: expected KEY=VALUE, such as workload.turns=40")
+        _put(values, key.split("."), _parse(text))
+    try:
+        return PricedPlan.model_validate(values, strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{hardware}: {key}: {first['msg']}, not {first['input']!r}") from error
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"--hardware {str(file)!r} is no GPU ({', '.join(load_gpus())}) and no file that can be read: "
+            f"{error.strerror}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hardware {str(file)!r} is no TOML: {error}") from error
+
+
+def _parse(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _put(values: dict[str, Any], keys: Sequence[str], value: object) -> None:
+    for key in keys[:-1]:
+        values = values.setdefault(key, {})
+    values[keys[-1]] = value
+
+
+def show_priced(config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, as_json: bool) -> None:
+    """Simulate a plan and print it; with a goal, the best split for it."""
+    resolved = resolved_there(config)
+    console = Console(stderr=as_json)
+    with console.status("simulating"):
+        fleet = Fleet.of(resolved, spec_of_recipe(resolved), plan)
+        if goal is None:
+            figures, events, factor = simulate_fleet(fleet, seed=seed)
+        else:
+            fleet, figures, events, factor = search(fleet, goal, seed=seed)
+    if as_json:
+        print(json.dumps(priced_json(fleet, figures, events, factor), indent=2))
+        return
+    table = light_table("plan", "predicted", broken=["predicted"])
+    for label, words in priced_rows(fleet, figures, events, factor):
+        table.add_row(label, words)
+    console.print(table)
+    for sentence in priced_bottleneck(fleet, figures):
+        console.print(Text(sentence), soft_wrap=True)
+    for line in assumptions_of(fleet, factor):
+        console.print(Text(line, DIM), soft_wrap=True)
+
+
+def priced_json(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, factor: float) -> dict[str, Json]:
+    """The plan as one JSON object."""
+    costs = Costs.of(fleet, figures)
+    return {
+        "gpus": {"trainer": fleet.ranks, "engines": fleet.sampling_gpus},
+        "engines": {region.name: count for region, count in zip(fleet.regions, fleet.engines, strict=True)},
+        "step_s": round(figures.step_s, 2),
+        "steps_per_hour": round(figures.steps_per_hour, 3),
+        "by_arithmetic_s": {"trainer": round(trainer_s(fleet), 2), "engines": round(engine_s(fleet), 2)},
+        "busy": {"trainer": round(figures.trainer_busy, 4), "engine": round(figures.engine_busy, 4)},
+        "inference_to_training": {
+            "gpus": round(fleet.sampling_gpus / fleet.ranks, 3),
+            "flops": round(fleet.sampling_flops / fleet.training_flops, 3),
+        },
+        "staleness": {"mean": round(figures.staleness, 3), "tokens": list(figures.token_ages)},
+        "sandboxes_max": round(events.most_sandboxes * factor),
+        "delta": {
+            "bytes": round(fleet.delta_bytes),
+            "wan_bytes_per_step": round(fleet.delta_bytes * fleet.remote_regions),
+            "seconds": round(fleet.delta_s, 1),
+        },
+        "usd": {
+            "step": round(costs.usd_step, 2),
+            "hour": round(costs.usd_h, 2),
+            "engines_hour": round(costs.engine_usd_h, 2),
+            "trainer_hour": round(costs.trainer_usd_h, 2),
+            "egress_step": round(costs.egress_usd_step, 4),
+        },
+        "scale": round(factor, 3),
+        "bottleneck": priced_bottleneck(fleet, figures)[0],
+        "change": priced_bottleneck(fleet, figures)[1],
+        "assumptions": list(assumptions_of(fleet, factor)),
+    }
+
+
+def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, factor: float) -> Iterator[tuple[str, str]]:
+    """Label and words of each figure."""
+    costs, plan = Costs.of(fleet, figures), fleet.plan
+    tokens = sum(figures.token_ages)
+    ages = ", ".join(f"{age}: {formatting.percent(count / tokens)}" for age, count in enumerate(figures.token_ages))
+    regions = ", ".join(f"{count} in {region.name}" for region, count in zip(fleet.regions, fleet.engines, strict=True))
+    yield "GPUs that train", f"{fleet.ranks:,} {plan.trainer}"
+    yield "GPUs that sample", f"{fleet.sampling_gpus:,} {plan.engine}: {regions} engines of {fleet.engine_gpus}"
+    yield "a step", f"{_seconds(figures.step_s)}, {figures.steps_per_hour:.2f} an hour"
+    yield "trainer busy", formatting.percent(figures.trainer_busy)
+    yield "engines busy", formatting.percent(figures.engine_busy)
+    ratio = fleet.sampling_flops / fleet.training_flops
+    yield "inference : training", f"{fleet.sampling_gpus / fleet.ranks:.2f} in GPUs, {ratio:.2f} in operations"
+    yield "staleness of tokens", ages
+    yield "sandboxes at most", f"{round(events.most_sandboxes * factor):,}"
+    yield "new weights", f"{formatting.size(round(fleet.delta_bytes))}, sampled with after {_seconds(fleet.delta_s)}"
+    yield "between regions", f"{formatting.size(round(fleet.delta_bytes * fleet.remote_regions))} a step"
+    yield "money", f"${costs.usd_step:,.2f} a step, ${costs.usd_h:,.0f} an hour"
+    share = formatting.percent(costs.engine_usd_h / max(1e-9, costs.engine_usd_h + costs.trainer_usd_h))
+    yield "of it for engines", f"{share}; ${costs.egress_usd_step:.2f} a step for bytes between regions"
+
+
+def priced_bottleneck(fleet: Fleet, figures: RunFigures) -> tuple[str, str]:
+    """The side that everything waits for, and what to change, in GPUs and keys."""
+    sentence, change = bottleneck(figures)
+    both_s = trainer_s(fleet), engine_s(fleet)
+    if max(figures.trainer_busy, figures.engine_busy) < max(both_s) / figures.step_s * 0.85:
+        return sentence, change
+    if both_s[0] > 1.25 * both_s[1]:
+        fewer = both_s[1] / both_s[0]
+        return sentence, f"{change} About {fewer:.2f} times the engines would keep up with this trainer."
+    return sentence, change
+
+
+def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
+    """What a plan rests on, as sentences and as keys with their values."""
+    plan = fleet.plan
+    yield "what decides is the code of a run; engines, agents, trainer and links are modelled; evaluations are left out"
+    if factor > 1:
+        yield f"simulated in the small: one group for {factor:.3g}, engines likewise (simulation/split.py)"
+    yield _listed("workload", plan.workload)
+    yield _listed("assumptions", plan.assumptions)
+    for name, market in ((plan.trainer, plan.trainer_market), (plan.engine, plan.engine_market)):
+        price = fleet.sheet(name).price(market)
+        if price is not None:
+            yield f"{name}, {market}: ${price.value:g} an hour, {price.source}, read {price.read}"
+
+
+def _listed(name: str, section: Section) -> str:
+    return f"[{name}] " + ", ".join(f"{key} = {value}" for key, value in section.model_dump().items())
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < HOUR_S / 30 else f"{seconds / 60:.1f} min"
