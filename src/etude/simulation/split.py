@@ -5,8 +5,9 @@
 
 **In the small.** A fleet of E engines that make G groups a step is simulated as E' engines and G' groups. A sequence in
 an engine then stands for f = (G / G') · (E' / E): it has an f-th of the places, and each takes f times as much of a
-step, so that a full engine decodes at the pace of a full one. The trainer takes G / G' times as long for a token. Shares of time, seconds of a step and
-staleness stay what they are, up to the chance of fewer rollouts; the most sandboxes are multiplied back. Turns beyond
+step, so that a full engine decodes at the pace of a full one. The trainer takes G / G' times as long for a token.
+Shares of time, seconds of a step and staleness stay what they are, up to the chance of fewer rollouts; the most
+sandboxes are multiplied back. Turns beyond
 :data:`MOST_TURNS` of a rollout are put together, their pauses kept. Long steps are simulated in seconds that stand for
 several, so that a step takes :data:`STEP_S`: what production waits for by its own constants, half a second here and
 there, then counts for that much more.

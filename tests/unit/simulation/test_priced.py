@@ -1,0 +1,202 @@
+"""Plans on GPUs without a run: sources of figures, the calibration, money, the small fleet and the search."""
+
+import tomllib
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from etude.cli.commands.plan_priced import load_plan
+from etude.config.loading import load_recipe
+from etude.errors import ConfigError
+from etude.models.spec import ModelSpec
+from etude.run.gpu_machine import GPUS
+from etude.run.preflight import spec_of_recipe
+from etude.run.pretend import resolved_there
+from etude.run.roofline import DecodeStep, Rates
+from etude.simulation.figures import FULL, RunFigures
+from etude.simulation.hardware import SHIPPED, load_gpus
+from etude.simulation.priced import Costs, Fleet, PricedPlan, WorkloadShape, draw_workload
+from etude.simulation.split import (
+    MOST_ROLLOUTS,
+    SmallFleet,
+    engine_s,
+    gpus_usd_h,
+    parse_goal,
+    split_for,
+    split_within,
+    trainer_s,
+)
+
+ROOT = Path(__file__).parents[3]
+FIGURES = RunFigures(
+    steps=5, step_s=100.0, trainer_busy=0.5, engine_busy=0.9, engine_s=90.0, tokens_per_step=1e6, token_ages=(1, 1)
+)
+
+
+@pytest.fixture(scope="module", name="spec")
+def _spec() -> ModelSpec:
+    return spec_of_recipe(resolved_there(load_recipe(ROOT / "recipes/gpu-8b", ["model.checkpoint=" + CHECKPOINT])))
+
+
+CHECKPOINT = str(ROOT / "recipes/gpu-8b")
+
+
+def fleet(spec: ModelSpec, plan: PricedPlan | None = None, *sets: str) -> Fleet:
+    config = resolved_there(load_recipe(ROOT / "recipes/gpu-8b", [f"model.checkpoint={CHECKPOINT}", *sets]))
+    return Fleet.of(config, spec, plan or load_plan("h100"))
+
+
+def test_every_figure_has_a_source_and_a_date() -> None:
+    gpus = load_gpus()
+    assert set(gpus) >= {"h100", "h200", "b200", "mi300x"}
+    raw = tomllib.loads(files("etude.simulation").joinpath(SHIPPED).read_text(encoding="utf-8"))
+    for sheet in raw["gpus"].values():
+        assert all(figure["source"].startswith("https://") for figure in sheet.values())
+    for name in set(GPUS) & set(gpus):  # those of `--pretend`
+        assert gpus[name].kind.bytes_per_s == pytest.approx(GPUS[name].bytes_per_s)
+        assert gpus[name].kind.flops == pytest.approx(GPUS[name].flops, rel=0.001)
+        assert gpus[name].kind.memory_bytes == GPUS[name].memory_bytes
+
+
+def test_a_full_engine_decodes_as_the_roofline_says(spec: ModelSpec) -> None:
+    planned = fleet(spec)
+    engine, places = planned.calibration.engine, planned.config.engine.max_running
+    step = DecodeStep.of(spec, batch=places, context=planned.context, item=2, cached_bytes=None)
+    assert engine.decode_s(places) == pytest.approx(step.seconds(Rates.of_gpu(load_gpus()["h100"].kind)), rel=0.01)
+
+
+def test_a_step_of_the_trainer_is_its_operations_over_its_peak(spec: ModelSpec) -> None:
+    planned = fleet(spec)
+    rates = Rates.of_gpu(load_gpus()["h100"].kind)
+    tokens = planned.rollouts * planned.plan.workload.tokens
+    least_s = 6 * planned.sizes.total * tokens / (planned.ranks * rates.flops * rates.training)
+    assert least_s < trainer_s(planned) < 1.6 * least_s  # attention; what is computed again
+    faster = fleet(spec, load_plan("h100", ["assumptions.training_share=1.0"]))
+    assert trainer_s(faster) < 0.6 * trainer_s(planned)
+    assert trainer_s(replace(planned, ranks=12)) < 0.6 * trainer_s(planned)
+
+
+def test_the_ratio_of_operations_is_about_one_forward_pass_to_three(spec: ModelSpec) -> None:
+    planned = fleet(spec)
+    assert planned.sampling_flops / planned.training_flops == pytest.approx(1 / 3, rel=0.1)
+
+
+def test_money_is_of_gpus_and_of_bytes_between_regions(spec: ModelSpec) -> None:
+    regions = [{"name": "home", "engines": 2}, {"name": "far", "engines": 1, "rtt_ms": 100.0}]
+    plan = PricedPlan.model_validate({"engine": "h200", "engine_market": "spot", "regions": regions}, strict=False)
+    planned = fleet(spec, plan)
+    costs = Costs.of(planned, FIGURES)
+    assert costs.trainer_usd_h == pytest.approx(6 * 6.155)
+    assert costs.engine_usd_h == pytest.approx(3 * 2.616)
+    delta_gb = planned.sizes.total * 2 * plan.assumptions.delta_share / 1e9
+    assert costs.egress_usd_step == pytest.approx(delta_gb * plan.assumptions.egress_usd_gb)
+    hourly = costs.trainer_usd_h + costs.engine_usd_h
+    assert costs.usd_step == pytest.approx(hourly * 100 / 3600 + costs.egress_usd_step)
+    assert costs.usd_h == pytest.approx(36 * costs.usd_step)
+    assert planned.regions[1].arrival_s == pytest.approx(delta_gb * 8 / 10)
+
+
+def test_a_gpu_without_a_price_is_refused_and_one_of_your_own_is_taken(spec: ModelSpec) -> None:
+    free = load_plan("mi300x", ["engine_market=spot"])
+    with pytest.raises(ConfigError, match="spot_usd_h under"):
+        Costs.of(fleet(spec, free), FIGURES)
+    priced = load_plan(
+        "mi300x",
+        ["engine_market=spot", 'gpus.mi300x.spot_usd_h={value=1.0, source="our contract", read="2026-11-28"}']
+        + [f'gpus.mi300x.{key}={{value={value}, source="its sheet", read="2026-11-28"}}'
+           for key, value in (("memory_gb", 192), ("bandwidth_tb_s", 5.3), ("bf16_tflops", 1307.4),
+                              ("on_demand_usd_h", 2.0))],
+    )  # fmt: skip
+    assert Costs.of(fleet(spec, priced), FIGURES).engine_usd_h == 2.0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "assume", "message"),
+    [
+        ("nosuch", (), "is no GPU"),
+        ("h100", ("workload.turns",), "expected KEY=VALUE"),
+        ("h100", ("workload.turns=0",), "workload.turns"),
+        ("h100", ("assumptions.luck=1",), "assumptions.luck"),
+    ],
+)
+def test_mistakes_of_a_plan_are_named(hardware: str, assume: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_plan(hardware, assume)
+
+
+def test_engines_that_hold_no_model_and_rollouts_that_are_too_long_are_refused(spec: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match="weights take 16 and 512 sequences"):
+        fleet(spec, None, "engine.max_running=512")
+    with pytest.raises(ConfigError, match="longer than engine.max_length"):
+        fleet(spec, load_plan("h100", ["workload.prompt_tokens=100000"]))
+
+
+def test_a_workload_has_the_mean_and_the_spread_of_its_shape() -> None:
+    shape = WorkloadShape(sampled_tokens=10_000, spread=0.5)
+    lengths = [work.sampled_tokens for work in draw_workload(shape).rollouts]
+    assert sum(lengths) / len(lengths) == pytest.approx(10_000, rel=0.01)
+    assert max(lengths) > 2 * min(lengths)
+    alike = {work.sampled_tokens for work in draw_workload(shape.model_copy(update={"spread": 0.0})).rollouts}
+    assert len(alike) == 1
+
+
+def test_a_fleet_in_the_small_has_the_pace_of_the_large_one(spec: ModelSpec) -> None:
+    large = fleet(spec, None, "engine.replicas=32", "rollouts.groups_per_step=512", "rollouts.concurrency=4096")
+    small = SmallFleet.of(large)
+    rollouts = small.config.rollouts
+    assert rollouts.rollouts_per_step <= MOST_ROLLOUTS
+    assert small.factor == 512 / rollouts.groups_per_step
+    assert rollouts.concurrency == round(4096 / small.factor)
+    engine, whole = small.calibration.engine, large.calibration.engine
+    assert small.second_s * engine.decode_s(engine.max_running) == pytest.approx(whole.decode_s(64), rel=0.01)
+    tokens_s = sum(small.engines) * engine.max_running / engine.decode_s(engine.max_running) / small.second_s
+    assert small.factor * tokens_s == pytest.approx(32 * 64 / whole.decode_s(64), rel=0.3)
+
+
+def test_the_smallest_split_fills_both_sides(spec: ModelSpec) -> None:
+    chosen = split_for(fleet(spec), 120.0)
+    assert trainer_s(chosen) <= FULL * 120.0 < trainer_s(replace(chosen, ranks=chosen.ranks - 8) if chosen.ranks > 8
+                                                          else replace(chosen, ranks=1))  # fmt: skip
+    (engines,) = chosen.engines
+    assert engine_s(chosen) <= FULL * 120.0 < engine_s(replace(chosen, engines=(engines - 1,)))
+
+
+def test_the_best_split_for_money_costs_no_more(spec: ModelSpec) -> None:
+    little, much = (split_within(fleet(spec), usd) for usd in (200.0, 800.0))
+    assert gpus_usd_h(little) <= 200 < gpus_usd_h(much) <= 800
+    assert trainer_s(much) < trainer_s(little) and engine_s(much) < engine_s(little)
+    with pytest.raises(ConfigError, match="costs"):
+        split_within(fleet(spec), 1.0)
+
+
+@pytest.mark.parametrize("goal", ["steps", "steps=0", "usd=x", "time=3"])
+def test_a_goal_that_is_none_is_refused(goal: str) -> None:
+    with pytest.raises(ConfigError, match="expected steps=N or usd=N"):
+        parse_goal(goal)
+
+
+COMPOSER = [
+    'engine.options.arguments={"data-parallel-size"=16, "enable-expert-parallel"=true}',
+    "engine.max_length=65536",
+    "engine.max_running=512",
+    "rollouts.groups_per_step=192",
+    "rollouts.group_size=16",
+    "rollouts.concurrency=6144",
+    "parallel.dp=1024",
+]
+"""The settings of docs/planning.md."""
+
+
+def test_the_composer_fleet_is_in_the_published_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config = resolved_there(load_recipe(Path("recipes/gpu-1t"), COMPOSER))
+    planned = Fleet.of(config, spec_of_recipe(config), load_plan("docs/plans/composer.toml"))
+    assert 1.0e12 < planned.sizes.total < 1.1e12
+    assert len(planned.regions) == 4 and planned.remote_regions == 4
+    assert planned.delta_s < 60 and planned.delta_bytes == pytest.approx(20.3 * 2**30, rel=0.1)
+    assert 0.25 <= planned.sampling_flops / planned.training_flops <= 0.42
+    assert 300 <= max(trainer_s(planned), engine_s(planned)) / FULL <= 900
+    document = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    assert all(setting in document for setting in COMPOSER)
