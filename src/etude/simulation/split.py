@@ -13,7 +13,6 @@ several, so that a step takes :data:`STEP_S`: what production waits for by its o
 there, then counts for that much more.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -36,12 +35,12 @@ STEP_S = 30.0
 POLL_S = 0.1
 """Interval at which simulated processes look for what they wait for."""
 ROUNDS = 4
-"""Simulations of a search."""
+"""Simulations of a search, beside the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallFleet:
-    """What is simulated for a fleet."""
+    """A fleet as it is simulated."""
 
     config: RunConfig
     calibration: RunCalibration
@@ -197,20 +196,22 @@ def search(fleet: Fleet, goal: Goal, *, seed: int = 0) -> tuple[Fleet, RunFigure
     kind, value = goal
     if not fleet.config.rollouts.max_staleness:
         raise ConfigError("--search needs rollouts.max_staleness of 1 or more: else both sides wait for each other")
-    smallest = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
-    for chosen in _larger(smallest):
-        figures, events, factor = simulate_fleet(chosen, seed=seed)
+    chosen = split_for(fleet, HOUR_S / value) if kind == "steps" else split_within(fleet, value)
+    figures, events, factor = simulate_fleet(chosen, seed=seed)
+    for _ in range(ROUNDS):
         if kind == "usd" or figures.steps_per_hour >= value:
             break
+        chosen = _larger(chosen, figures)
+        figures, events, factor = simulate_fleet(chosen, seed=seed)
     return chosen, figures, events, factor
 
 
-def _larger(fleet: Fleet) -> Iterator[Fleet]:
-    """A fleet, and the same with a tenth more of all, again and again: rollouts end unevenly."""
-    for _ in range(ROUNDS):
-        yield fleet
-        machine = fleet.plan.assumptions.machine_gpus
-        fleet = _split(fleet, fleet.ranks + max(machine, fleet.ranks // 10 // machine * machine), 1.1)
+def _larger(fleet: Fleet, figures: RunFigures) -> Fleet:
+    """A fleet with more of the side that is fuller: rollouts end unevenly, which arithmetic does not know."""
+    if figures.engine_busy >= figures.trainer_busy:
+        return _split(fleet, fleet.ranks, (sum(fleet.engines) + 1) / sum(fleet.engines))
+    machine = fleet.plan.assumptions.machine_gpus
+    return _split(fleet, fleet.ranks + max(machine, fleet.ranks // 10 // machine * machine), 1.0)
 
 
 def split_for(fleet: Fleet, step_s: float) -> Fleet:
@@ -255,6 +256,12 @@ def gpus_usd_h(fleet: Fleet) -> float:
 
 
 def _split(fleet: Fleet, ranks: int, factor: float) -> Fleet:
-    """The fleet with another trainer, and so many times the engines, each region's rounded up."""
+    """The fleet with another trainer and so many times the engines, each region's rounded up; rollouts fill their
+    places, as far as the staleness window lets them.
+    """
     engines = tuple(max(1, int(-(-count * factor // 1))) for count in fleet.engines)
-    return replace(fleet, ranks=ranks, engines=engines)
+    rollouts = fleet.config.rollouts
+    window = (rollouts.max_staleness + 1) * rollouts.rollouts_per_step
+    concurrency = max(rollouts.group_size, min(window, sum(engines) * fleet.config.engine.max_running))
+    config = fleet.config.model_copy(update={"rollouts": rollouts.model_copy(update={"concurrency": concurrency})})
+    return replace(fleet, config=config, ranks=ranks, engines=engines)

@@ -129,7 +129,7 @@ def test_mistakes_of_a_plan_are_named(hardware: str, assume: tuple[str, ...], me
 def test_engines_that_hold_no_model_and_rollouts_that_are_too_long_are_refused(spec: ModelSpec) -> None:
     with pytest.raises(ConfigError, match="weights take 16 and 512 sequences"):
         fleet(spec, None, "engine.max_running=512")
-    with pytest.raises(ConfigError, match="longer than engine.max_length"):
+    with pytest.raises(ConfigError, match=r"longer than engine\.max_length"):
         fleet(spec, load_plan("h100", ["workload.prompt_tokens=100000"]))
 
 

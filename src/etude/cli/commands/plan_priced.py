@@ -91,8 +91,7 @@ def show_priced(config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: in
     for label, words in priced_rows(fleet, figures, events, factor):
         table.add_row(label, words)
     console.print(table)
-    for sentence in priced_bottleneck(fleet, figures):
-        console.print(Text(sentence), soft_wrap=True)
+    console.print(Text(" ".join(bottleneck(figures))), soft_wrap=True)
     for line in assumptions_of(fleet, factor):
         console.print(Text(line, DIM), soft_wrap=True)
 
@@ -126,8 +125,8 @@ def priced_json(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
             "egress_step": round(costs.egress_usd_step, 4),
         },
         "scale": round(factor, 3),
-        "bottleneck": priced_bottleneck(fleet, figures)[0],
-        "change": priced_bottleneck(fleet, figures)[1],
+        "bottleneck": bottleneck(figures)[0],
+        "change": bottleneck(figures)[1],
         "assumptions": list(assumptions_of(fleet, factor)),
     }
 
@@ -139,7 +138,8 @@ def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
     ages = ", ".join(f"{age}: {formatting.percent(count / tokens)}" for age, count in enumerate(figures.token_ages))
     regions = ", ".join(f"{count} in {region.name}" for region, count in zip(fleet.regions, fleet.engines, strict=True))
     yield "GPUs that train", f"{fleet.ranks:,} {plan.trainer}"
-    yield "GPUs that sample", f"{fleet.sampling_gpus:,} {plan.engine}: {regions} engines of {fleet.engine_gpus}"
+    yield "GPUs that sample", f"{fleet.sampling_gpus:,} {plan.engine}, engines of {fleet.engine_gpus}: {regions}"
+    yield "rollouts at a time", f"{fleet.config.rollouts.concurrency:,} (rollouts.concurrency of all processes)"
     yield "a step", f"{_seconds(figures.step_s)}, {figures.steps_per_hour:.2f} an hour"
     yield "trainer busy", formatting.percent(figures.trainer_busy)
     yield "engines busy", formatting.percent(figures.engine_busy)
@@ -154,18 +154,6 @@ def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
     yield "of it for engines", f"{share}; ${costs.egress_usd_step:.2f} a step for bytes between regions"
 
 
-def priced_bottleneck(fleet: Fleet, figures: RunFigures) -> tuple[str, str]:
-    """The side that everything waits for, and what to change, in GPUs and keys."""
-    sentence, change = bottleneck(figures)
-    both_s = trainer_s(fleet), engine_s(fleet)
-    if max(figures.trainer_busy, figures.engine_busy) < max(both_s) / figures.step_s * 0.85:
-        return sentence, change
-    if both_s[0] > 1.25 * both_s[1]:
-        fewer = both_s[1] / both_s[0]
-        return sentence, f"{change} About {fewer:.2f} times the engines would keep up with this trainer."
-    return sentence, change
-
-
 def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
     """What a plan rests on, as sentences and as keys with their values."""
     plan = fleet.plan
@@ -174,7 +162,7 @@ def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
         yield f"simulated in the small: one group for {factor:.3g}, engines likewise (simulation/split.py)"
     yield _listed("workload", plan.workload)
     yield _listed("assumptions", plan.assumptions)
-    for name, market in ((plan.trainer, plan.trainer_market), (plan.engine, plan.engine_market)):
+    for name, market in dict.fromkeys(((plan.trainer, plan.trainer_market), (plan.engine, plan.engine_market))):
         price = fleet.sheet(name).price(market)
         if price is not None:
             yield f"{name}, {market}: ${price.value:g} an hour, {price.source}, read {price.read}"

@@ -85,3 +85,36 @@ def test_a_fleet_gives_its_regions_with_engines(tmp_path: Path) -> None:
 def test_a_link_that_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="such as eu=80,12"):
         parse_link(text)
+
+
+PRICED = ("--assume", "workload.prompt_tokens=200", "--assume", "workload.sampled_tokens=100")
+
+
+def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["plan", "run", str(run.config_file), "--hardware", "h100", *PRICED, "--assume", "workload.turns=2"]
+    assert main([*recipe, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["usd"]["hour"] == pytest.approx(plan["usd"]["engines_hour"] + plan["usd"]["trainer_hour"], abs=0.02)
+    assert plan["usd"]["step"] == pytest.approx(plan["usd"]["hour"] * plan["step_s"] / 3600, rel=0.05, abs=0.01)
+    assert plan["step_s"] >= max(plan["by_arithmetic_s"].values())
+    assert plan["gpus"] == {"trainer": 1, "engines": 1} and plan["delta"]["wan_bytes_per_step"] == 0
+    assert main(recipe) == 0
+    shown = capsys.readouterr().out
+    assert "money" in shown and "https://www.coreweave.com/pricing" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "name one of them"),
+        (("--from", "runs/x", "--hardware", "h100"), "name one of them"),
+        (("--hardware", "h100", "--link", "eu=80"), "--link would have no effect"),
+        (("--hardware", "h100", "--search", "steps=none"), "expected steps=N or usd=N"),
+        (("--from", "runs/x", "--search", "steps=3"), "--search would have no effect"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(
+    options: tuple[str, ...], message: str, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "run", str(run.config_file), *options]) == 2
+    assert message in capsys.readouterr().err
