@@ -21,7 +21,7 @@ NOTHING_LEARNT = 3
 """The exit status of a run in which no group had a signal, as the pages say of models this small."""
 TIMEOUT_S = 600.0
 
-pytestmark = pytest.mark.heavy
+pytestmark = pytest.mark.heavy("minutes")
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reader")
 
 
+@pytest.mark.timeout(2 * TIMEOUT_S)
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
