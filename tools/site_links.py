@@ -18,6 +18,7 @@ ELSEWHERE = {
     "papers.md": "papers.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "CHANGELOG.md": "changelog.md",
     "suites/pypi/README.md": "suites-pypi.md",
     **{
         path.relative_to(REPOSITORY).as_posix(): f"recipes/{path.parent.name}.md"
