@@ -3,8 +3,8 @@
     python tools/picture.py RUN OUT.svg
 
 Replays the events of a run folder through the code that draws the live panel; nothing is measured here. The same run
-gives the same bytes. The picture is SVG with an animation of CSS, which browsers play in a page as well as by itself; for
-who wants no motion it stands still at the table.
+gives the same bytes. The picture is SVG with an animation of CSS, which browsers play in a page as well as by itself;
+for those who want no motion it stands still at the table.
 """
 
 import io
