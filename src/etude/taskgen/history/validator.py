@@ -169,7 +169,7 @@ class ChangeValidator:
         first = await self._observe(trees, image, both, names=names)
         if first[-1].ended == "timeout":  # of a busy machine, perhaps: nothing tells yet what the change does
             raise SandboxError(f"the tests of {trees.change.candidate_id} did not end within {RUN_TIMEOUT_S:g} s")
-        kept: list[tuple[HistoryRecord, Task, Slice]] = []
+        made: list[tuple[HistoryRecord, Task, Slice]] = []
         parts: list[ChangePart] = []
         for proposal in spoken_of:
             part, rejection, detail = self._cut(trees, proposal, image, first)
@@ -179,12 +179,12 @@ class ChangeValidator:
                 verdicts.append(_verdict(trees.change, rejection, began_s, detail=detail, target=proposal.template))
         await self._run(trees, parts, image, first)
         for part in parts:
-            verdict, record, task = await self._conclude(trees, part, image, [each for each, *_ in kept])
+            verdict, record, task = await self._conclude(trees, part, image, [each for each, *_ in made])
             verdicts.append(replace(verdict, seconds=round(time.monotonic() - began_s, 3)))
-            kept += [(record, task, part.slice)] if task is not None else []
-        for _, task, part_of_it in kept:  # without a pause, as the caller's records: no task is left without one
+            made += [(record, task, part.slice)] if task is not None else []
+        for _, task, part_of_it in made:  # without a pause, as the caller's records: no task is left without one
             self._folder.add(task, texts_of(part_of_it))
-        return verdicts, [record for record, *_ in kept]
+        return verdicts, [record for record, *_ in made]
 
     def _cut(
         self, trees: ChangeTrees, proposal: Proposal, image: Image, first: Sequence[RunObservation]
