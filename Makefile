@@ -5,6 +5,7 @@ ARGS ?=
 # One more than two cores: some tests wait for a clock.
 WORKERS ?= 3
 NAME ?= loop
+CYCLONEDX := 7.5.0
 # On two cores of an AMD EPYC virtual machine.
 TEST_MINUTES := 10
 REST_MINUTES := 22
@@ -16,7 +17,7 @@ SHELL := bash
 .NOTPARALLEL:
 # Containers often set it, and then each of a run's processes compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo fleet-demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench ui pins clean
+.PHONY: help dist docs sbom demo fleet-demo pretrained test test-all check lint format types layers shape words sizes harness machines base bench-setup bench ui pins clean
 
 BIN := .venv/bin
 QUIET := --disable-pip-version-check -qq
@@ -70,6 +71,17 @@ bench-setup: .venv/dev.stamp $(VLLM) .venv-litellm/stamp .venv-trl/stamp base ##
 bench: bench-setup ## measure, print one JSON object; NAME=loop, weights, gateway, …
 	@$(BIN)/python -m bench $(NAME) --json $(ARGS)
 
+docs: .venv/docs.stamp ## build the site of the documentation into site/; ARGS=serve shows it while you write
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet $(or $(ARGS),build)
+
+dist: .venv/dev.stamp ## build the wheel and the source distribution into dist/
+	@rm -rf dist && $(BIN)/uv --quiet build --no-build-isolation --python $(BIN)/python --out-dir dist && ls dist
+
+sbom: .venv/demo.stamp ## write sbom.json: the packages of .venv, their versions and licences, in CycloneDX's format
+	@$(BIN)/python -m venv --clear .venv-sbom
+	@.venv-sbom/bin/pip $(QUIET) install cyclonedx-bom==$(CYCLONEDX)
+	@.venv-sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible -o sbom.json $(BIN)/python
+
 ui: ## build the live page from ui/ into src/etude/ui/static; node 20 and npm
 	@cd ui && npm ci --ignore-scripts --no-fund --no-audit --loglevel=error && npm run --silent check && npm run --silent build
 
@@ -80,7 +92,7 @@ pins: .venv/dev.stamp ## write the hashes of the versions in constraints*.txt ag
 	      --no-header -; } > $$file.new && mv $$file.new $$file; done
 
 clean: ## remove .venv and its kin, caches and build output; runs/ is yours and stays
-	@rm -rf .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .venv-environments .venv-trackers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
+	@rm -rf dist site .venv .venv-vllm .venv-harness .venv-litellm .venv-trl .venv-tinker .venv-environments .venv-trackers .venv-sbom .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build src/*.egg-info
 	@find $(SOURCES) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # --- the parts of `make check`: the last line of a gate that holds, all of one that does not --------------------------
@@ -130,6 +142,11 @@ models/smollm2-135m: | .venv/pretrained.stamp
 .venv/ray.stamp: .venv/dev.stamp constraints-ray.txt
 	@echo "installing Ray, on which tests place processes"
 	@$(PIP) $(PINNED) -r constraints-ray.txt
+	@touch $@
+
+.venv/docs.stamp: .venv/demo.stamp constraints-docs.txt
+	@echo "installing what builds the site of the documentation"
+	@$(PIP) $(PINNED) -r constraints-docs.txt
 	@touch $@
 
 # vLLM's dependencies exclude ours: it is a process of its own, in an environment of its own.

@@ -84,6 +84,8 @@ TRIES, TRIED_TASKS = 8, 64
 """Tries of the start for pass@8, and held-out tasks of them."""
 WINDOW = 5
 """Steps over which rewards are averaged."""
+MIN_GAIN = 0.05
+"""Rise of the mean reward that counts as one."""
 MEASURED = ("pass_before", "pass_after", "greedy_before", "greedy_after")
 """Figures of a report's held-out section, each with its mean and interval over seeds in a cell."""
 
@@ -203,11 +205,13 @@ def trial_config(recipe: Path, seed: int, cell: Cell, overrides: Sequence[str] =
 
 
 def half_at(rewards: Sequence[float]) -> int | None:
-    """The first step at which the mean reward of ``WINDOW`` steps is half of the last one; ``None``: that is 0."""
+    """The first step at which the mean reward of ``WINDOW`` steps has gained half of what it gains in the end; ``None``
+    where that is less than ``MIN_GAIN``, which chance may give.
+    """
     smooth = [statistics.fmean(rewards[end - WINDOW : end]) for end in range(WINDOW, len(rewards) + 1)]
-    if not smooth or not smooth[-1]:
+    if not smooth or smooth[-1] - smooth[0] < MIN_GAIN:
         return None
-    return next(place + WINDOW for place, mean in enumerate(smooth) if mean >= smooth[-1] / 2)
+    return next(place + WINDOW for place, mean in enumerate(smooth) if mean >= (smooth[0] + smooth[-1]) / 2)
 
 
 def _share(text: str) -> float:

@@ -59,6 +59,7 @@ def home(tmp_path: Path) -> Home:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     source = tmp_path / "source"
     shutil.copytree(CHECKOUT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    shutil.copytree(CHECKOUT / "recipes", source / "recipes")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     build = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), str(source)]
@@ -107,6 +108,9 @@ def test_a_first_week_from_the_installed_wheel(home: Home) -> None:
     save_checkpoint(home.folder / "checkpoint")
     recipe = ["week", "--set", "model.checkpoint=checkpoint"]
     curve = 'log.to=[{kind="@sink.py:RewardCurve", options={file="rewards.txt"}}]'
+
+    # The evening before: a recipe that comes with the wheel is found, in a folder that has none.
+    assert 'name = "quickstart"' in home.run("etude", "run", "quickstart", "--dry-run")
 
     # Monday: a typing error is found before anything is started, and leaves nothing behind.
     refused = home.run(

@@ -12,7 +12,7 @@ from etude.run.process_name import ProcessName
 
 RunPath: TypeAlias = Annotated[str, typer.Argument(metavar="RUN", help="The run folder, or the URL of a run.")]
 RecipePath: TypeAlias = Annotated[
-    Path, typer.Argument(metavar="RECIPE", help="A TOML file, or a folder with run.toml.")
+    Path, typer.Argument(metavar="RECIPE", help="A TOML file, a folder with run.toml, or a shipped name.")
 ]
 Overrides: TypeAlias = Annotated[
     list[str],

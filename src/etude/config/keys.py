@@ -130,7 +130,8 @@ def _key(prefix: str, name: str, field: FieldInfo) -> RecipeKey:
     ]
     kind = _registered(field.metadata) or _type(field.annotation)
     takes = ", ".join([kind, *bounds])
-    default = "" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
+    value = field.get_default(call_default_factory=True, validated_data={})
+    default = "" if field.is_required() else json.dumps(value, ensure_ascii=False)
     return RecipeKey(prefix + name, takes, default, _plain(field.description or ""))
 
 

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,10 @@ from etude.errors import ConfigError
 
 Whole = TypeVar("Whole", RunConfig, FleetConfig, SuiteFile)
 
+RUN_FILE = "run.toml"
+"""A recipe's file, in a folder that bears its name."""
+SHIPPED = f"share/etude/recipes/*/{RUN_FILE}"
+"""Files of an installation that are recipes."""
 FILE_TABLES = (("harness", "options", "files"), ("judge", "rubrics"), ("judge", "calibrations"))
 """Paths of tables whose texts may lie in files beside the recipe."""
 EVERY = "*"
@@ -43,11 +48,21 @@ NAMES = (
 
 def is_recipe(path: Path) -> bool:
     """Return whether a path is that of a recipe: a TOML file, or a folder with ``run.toml``."""
-    return path.suffix == ".toml" or (path / "run.toml").is_file()
+    return path.suffix == ".toml" or (path / RUN_FILE).is_file()
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with étude, by name: in a checkout those of ``recipes/``, else those that the wheel has."""
+    checkout = Path(__file__).parents[3] / "recipes"
+    try:
+        installed = [Path(file.locate()) for file in distribution("etude").files or () if file.match(SHIPPED)]
+    except PackageNotFoundError:
+        installed = []
+    return {file.parent.name: file for file in sorted([*installed, *checkout.glob(f"*/{RUN_FILE}")])}
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe (a TOML file, or a folder with ``run.toml``) and apply ``section.key=value`` overrides in order.
+    """Read a recipe, as :func:`read_tree` finds it, and apply ``section.key=value`` overrides in order.
 
     Raises :class:`~etude.errors.ConfigError` naming the key, the value and the fix.
     """
@@ -59,13 +74,18 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def read_tree(path: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], Path]:
     """Read the plain values of a recipe, not yet checked, and name its file; texts that lie in files are read, too.
 
+    ``path`` is a TOML file, a folder with ``run.toml``, or the name of a recipe that comes with étude.
+
     Raises :class:`~etude.errors.ConfigError`.
     """
-    file = path / "run.toml" if path.is_dir() else path
+    file = path / RUN_FILE if path.is_dir() else path
+    if not file.is_file() and path.name == str(path):
+        file = shipped_recipes().get(path.name, file)
     if not file.is_file():
-        shipped = Path("recipes") / path
-        meant = f"; did you mean {str(shipped)!r}?" if shipped.is_dir() and shipped != path else ""
-        raise ConfigError(f"no recipe at {str(path)!r}: expected a TOML file or a folder with run.toml in it{meant}")
+        names = ", ".join(shipped_recipes())
+        raise ConfigError(
+            f"no recipe at {str(path)!r}: expected a TOML file, a folder with {RUN_FILE} in it, or a name of {names}"
+        )
     tree = _read_toml(file)
     for override in overrides:
         apply_override(tree, override)

@@ -1,13 +1,17 @@
 """``[harness]``, ``[rollouts]``: who drives the model, how many sessions run, and how far ahead they get."""
 
+import math
 import re
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PlainValidator, SerializeAsAny, model_validator
 
 from etude.config.plugins import Registry
 from etude.config.section import OptionsOf, Section
 
+DEFAULT_CONCURRENCY = 128
+"""Rollouts in flight where the bound on staleness allows as many."""
 PLACEHOLDERS = ("prompt", "model", "temperature", "base_url", "workdir")
 """Placeholders that a harness's command and its variables may have filled in, written ``{prompt}``."""
 OF_CONTEXTS = ("summary_at_tokens", "summary_request", "max_tokens_per_summary", "max_summaries")
@@ -189,6 +193,12 @@ class HarnessConfig(Section):
     """``[harness.options]``: limits of one session, and what else the kind alone has."""
 
 
+def _default_concurrency(section: Mapping[str, Any]) -> int:
+    """Rollouts in flight where a recipe does not say: no more than can be; a key that is refused is no bound."""
+    sizes: list[int] = [section.get(key, DEFAULT_CONCURRENCY) for key in ("groups_per_step", "group_size")]
+    return min(DEFAULT_CONCURRENCY, math.prod(sizes) * (int(section.get("max_staleness", 0)) + 1))
+
+
 class RolloutConfig(Section):
     """``[rollouts]``: how many sessions run, and how far ahead of the trainer they may get."""
 
@@ -198,8 +208,10 @@ class RolloutConfig(Section):
     """Rollouts of each task (G)."""
     max_staleness: int = Field(default=2, ge=0)
     """Weight versions that a trained token may be old (O); 0 is strictly synchronous."""
-    concurrency: int = Field(default=128, ge=1)
-    """Rollouts in flight (C)."""
+    concurrency: int = Field(default_factory=_default_concurrency, ge=1)
+    """Rollouts in flight (C). By default fewer than 128 where the bound on staleness lets fewer be open:
+    (O + 1) · P · G.
+    """
     max_attempts: int = Field(default=4, ge=1)
     """Tries of one rollout slot before it is lost to infrastructure; a group that loses more than half is dropped."""
     max_resamples: int = Field(default=0, ge=0)

@@ -45,7 +45,9 @@ class TaskPlan:
         """The plan, a line each."""
         steps, each = self.steps, self.groups_per_step
         if self.train is None:
-            lines = [f"{self.family} makes new training tasks without end: {steps:,} steps × {each} = {self.needed:,}"]
+            live = f" − {self.live:,} of users" if self.live else ""
+            count = f"{steps:,} steps × {each}{live} = {self.needed:,}"
+            lines = [f"{self.family} makes new training tasks without end: {count}"]
         elif self.train and self.selection != "in_order":
             lines = [
                 f"{self.train:,} training tasks, {each} a step, chosen by {self.selection}: {steps:,} steps are "

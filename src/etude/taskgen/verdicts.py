@@ -70,7 +70,7 @@ class Rejection(StrEnum):
     UNTESTED = "untested", "the change has no source, or no test that is there before and after could tell"
     VAGUE = "vague", "nothing says in a line what the change is for"
     TOO_WIDE = "too_wide", "the change has too many lines to be one task"
-    FAILED = "failed", "the sandbox failed; tried again by the next build"
+    FAILED = "failed", "the sandbox failed, or the right answer ran out of time; tried again by the next build"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +125,8 @@ def prove(
 ) -> Proof:
     """Check the runs in the task's image, with and without the reference solution, against the rules."""
     if any(seen.ended for seen in right):
-        return Proof(about=(), others=(), rejection=Rejection.UNSOLVED)
+        is_slow = any(seen.ended == "timeout" for seen in right)  # of the machine, which was fast enough for the survey
+        return Proof(about=(), others=(), rejection=Rejection.FAILED if is_slow else Rejection.UNSOLVED)
     if any(seen.ended == "timeout" for seen in broken):
         return Proof(about=(), others=(), rejection=Rejection.HANGS)
     solved = [test for test in about if all(seen.passed(test) for seen in right)]

@@ -72,7 +72,13 @@ def test_what_there_is_not_is_refused(
 
 @pytest.mark.parametrize(
     ("rewards", "step"),
-    [([0.0] * 20, None), ([0.0] * 10 + [1.0] * 10, 13), ([0.5] * 10, 5), ([1.0] * 3, None)],
+    [
+        ([0.0] * 20, None),
+        ([0.0] * 10 + [1.0] * 10, 13),
+        ([0.5] * 10, None),
+        ([0.4] * 10 + [0.8] * 10, 13),
+        ([1.0] * 3, None),
+    ],
 )
 def test_half_of_the_end_is_reached_by_a_step(rewards: list[float], step: int | None) -> None:
     assert half_at(rewards) == step

@@ -109,7 +109,7 @@ def test_what_is_dumped_is_read_back_equal(tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_missing_recipe_is_the_users_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no recipe at '.*nowhere': expected a TOML file or a folder with run\.toml"):
+    with pytest.raises(UserError, match=r"no recipe at '.*nowhere': expected a TOML file, a folder with run\.toml"):
         load_recipe(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="no recipe at"):
         load_recipe(tmp_path)
@@ -158,11 +158,18 @@ def test_an_unknown_key_that_is_like_none_is_met_with_what_there_is() -> None:
     assert "unknown key 'zzz': a recipe has name, " in error_of({"zzz": 1})
 
 
-def test_a_shipped_recipe_is_found_by_its_last_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "recipes" / "mine").mkdir(parents=True)
+def test_a_shipped_recipe_is_found_by_its_name_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"did you mean 'recipes/mine'\?"):
-        load_recipe(Path("mine"))
+    assert load_recipe(Path("self-summary")).name == "self-summary"
+    (tmp_path / "self-summary").mkdir()
+    (tmp_path / "self-summary" / "run.toml").write_text('name = "mine"')
+    assert load_recipe(Path("self-summary")).name == "mine"
+
+
+def test_what_is_no_recipe_is_met_with_the_names_of_those_that_there_are(tmp_path: Path) -> None:
+    for path in (Path("quickstrat"), tmp_path / "quickstart"):
+        with pytest.raises(ConfigError, match=r"or a name of .*quickstart, "):
+            load_recipe(path)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def test_a_proof_takes_every_run() -> None:
     assert prove(about, others, [seen(), seen(*about)], [seen(), seen()]).rejection is Rejection.FLAKY
     assert prove(about, others, [seen(*about)] * 2, [seen(*about), seen()]).rejection is Rejection.UNSOLVED
     assert prove(about, others, [seen(*about)] * 2, [seen(ended="crash"), seen()]).rejection is Rejection.UNSOLVED
+    assert prove(about, others, [seen(*about)] * 2, [seen(), seen(ended="timeout")]).rejection is Rejection.FAILED
     assert prove(about, others, [seen(ended="timeout")] * 2, [seen(), seen()]).rejection is Rejection.HANGS
 
 

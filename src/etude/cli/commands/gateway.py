@@ -49,7 +49,7 @@ def gateway(
     overrides: Annotated[
         list[str],
         typer.Option(
-            "--set", metavar="gateway.KEY=VALUE", default_factory=list, help="Set any other key of [gateway]."
+            "--set", metavar="gateway.KEY=VALUE", default_factory=list, help="Set any other key of the gateway."
         ),
     ],
 ) -> None:

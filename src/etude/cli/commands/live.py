@@ -22,7 +22,9 @@ app = group()
 
 @app.command()
 def live(
-    recipe: Annotated[Path | None, typer.Argument(help="A TOML file, or a folder with run.toml.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file, a folder with run.toml, or a shipped name.")
+    ] = None,
     *,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data, tasks and sampling.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder to create (default: runs/NAME-sSEED).")] = None,

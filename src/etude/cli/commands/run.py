@@ -39,7 +39,9 @@ app = group()
 
 @app.command()
 def run(
-    recipe: Annotated[Path | None, typer.Argument(help="A TOML file, or a folder with run.toml.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A TOML file, a folder with run.toml, or a shipped name.")
+    ] = None,
     *,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data, tasks and sampling.")] = None,
     out: Annotated[

@@ -97,7 +97,7 @@ def run_command(
         str, typer.Option(metavar="RUN[:VERSION]", help="Weights of a run in place of a URL, with the run's harness.")
     ] = "",
     harness: Annotated[
-        str, typer.Option(metavar="KIND|RECIPE", help="A kind of harness, or a recipe whose [harness] is taken.")
+        str, typer.Option(metavar="KIND|RECIPE", help="A kind of harness, or a recipe whose harness is taken.")
     ] = DEFAULT_HARNESS,
     passes: Annotated[int, typer.Option(metavar="K", help="Tries of each task.")] = 1,
     tasks: Annotated[int | None, typer.Option(metavar="N", help="The first N tasks (default: all).")] = None,

@@ -169,7 +169,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     *,
     version: Version = None,
-    peft: Annotated[bool, typer.Option("--peft", help="Of a run with [lora]: its adapter, unmerged.")] = False,
+    peft: Annotated[bool, typer.Option("--peft", help="Of a LoRA run: its adapter, unmerged.")] = False,
 ) -> None:
     """Write a version of a run as a Hugging Face checkpoint, tokenizer included, or its adapter as a PEFT folder."""
     from etude.run.export import export_run  # takes torch

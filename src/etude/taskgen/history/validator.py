@@ -167,7 +167,9 @@ class ChangeValidator:
         names = frozenset(proposal.name for proposal in spoken_of)
         both = (trees.slicer.nothing(), None), _files(trees.slicer.whole())
         first = await self._observe(trees, image, both, names=names)
-        records: list[HistoryRecord] = []
+        if first[-1].ended == "timeout":  # of a busy machine, perhaps: nothing tells yet what the change does
+            raise SandboxError(f"the tests of {trees.change.candidate_id} did not end within {RUN_TIMEOUT_S:g} s")
+        made: list[tuple[HistoryRecord, Task, Slice]] = []
         parts: list[ChangePart] = []
         for proposal in spoken_of:
             part, rejection, detail = self._cut(trees, proposal, image, first)
@@ -177,10 +179,12 @@ class ChangeValidator:
                 verdicts.append(_verdict(trees.change, rejection, began_s, detail=detail, target=proposal.template))
         await self._run(trees, parts, image, first)
         for part in parts:
-            verdict, record = await self._conclude(trees, part, image, records)
+            verdict, record, task = await self._conclude(trees, part, image, [each for each, *_ in made])
             verdicts.append(replace(verdict, seconds=round(time.monotonic() - began_s, 3)))
-            records += [record] if record is not None else []
-        return verdicts, records
+            made += [(record, task, part.slice)] if task is not None else []
+        for _, task, part_of_it in made:  # without a pause, as the caller's records: no task is left without one
+            self._folder.add(task, texts_of(part_of_it))
+        return verdicts, [record for record, *_ in made]
 
     def _cut(
         self, trees: ChangeTrees, proposal: Proposal, image: Image, first: Sequence[RunObservation]
@@ -222,22 +226,26 @@ class ChangeValidator:
 
     async def _conclude(
         self, trees: ChangeTrees, part: ChangePart, image: Image, records: Sequence[HistoryRecord]
-    ) -> tuple[CandidateVerdict, HistoryRecord | None]:
-        """The verdict on a part that was run; where it is kept, its task is written, and its record is returned."""
+    ) -> tuple[CandidateVerdict, HistoryRecord, Task | None]:
+        """The verdict on a part that was run, its record, and, where it is kept, its task."""
         proof = part.proof(trees)
         record = record_of(self._history, trees, part, proof)
         rejection = proof.rejection
         if rejection is None and record.task_id in {each.task_id for each in records}:
             rejection = Rejection.TWIN
         task = None if rejection else task_of(record, trees, part.slice, image)
-        if task is not None and not await self._guarded(task):
-            rejection = Rejection.UNGUARDED
+        detail = ""
+        try:
+            if task is not None and not await self._guarded(task):
+                rejection = Rejection.UNGUARDED
+        except SandboxError as error:  # about these tests, as others of the change ran: it keeps its other tasks
+            rejection, detail = Rejection.UNGUARDED, str(error)[:1000]
         target = part.proposal.template
         if rejection is not None or task is None:
-            return _verdict(trees.change, str(rejection), 0.0, target=target, tests=proof.about), None
-        await asyncio.to_thread(self._folder.add, task, texts_of(part.slice))
+            verdict = _verdict(trees.change, str(rejection), 0.0, detail=detail, target=target, tests=proof.about)
+            return verdict, record, None
         accepted = _verdict(trees.change, ACCEPTED, 0.0, target=target, tests=proof.about)
-        return replace(accepted, task_id=task.task_id), record
+        return replace(accepted, task_id=task.task_id), record, task
 
     async def _observe(
         self,

@@ -552,9 +552,7 @@ def test_a_launcher_that_was_killed_unnoticed_has_a_successor() -> None:
         launcher = provider.launcher_pid
         assert launcher is not None
         os.kill(launcher, signal.SIGKILL)
-        wait_until(
-            lambda: "(zombie)" in state(launcher), fault=lambda: "it lives"
-        )  # the event loop stands still meanwhile
+        wait_until(lambda: "(zombie)" in state(launcher), fault=lambda: "it lives")  # the event loop stands still
         sandbox = await provider.create({})
         return (await sandbox.exec(["echo", "made"], timeout_s=TIMEOUT_S)).stdout
 

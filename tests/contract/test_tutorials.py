@@ -1,0 +1,72 @@
+"""The tutorials of ``docs/tutorials`` as a reader follows them: one folder, page after page, command after command.
+
+A block with a title is a file, and a block of shell without one is commands. Runs are made shorter than the pages have
+them, and are otherwise theirs; blocks called ``text`` are shown and not run.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = re.findall(r"tutorials/([\w-]+)\.md", (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+SHORTER = ("midtrain.tokens=40000", "trainer.steps=2", "eval.tasks=6", "rollouts.groups_per_step=4")
+"""Settings that make a run of the quickstart short."""
+NOTHING_LEARNT = 3
+"""The exit status of a run in which no group had a signal, as the pages say of models this small."""
+TIMEOUT_S = 600.0
+
+pytestmark = pytest.mark.heavy("minutes")
+
+
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """Language, title and text of each block of a page."""
+    return BLOCK.findall((DOCS / "tutorials" / f"{page}.md").read_text(encoding="utf-8"))
+
+
+def shortened(command: str) -> str:
+    """A command of a page that does not take minutes."""
+    settings = SHORTER if command.startswith("etude run quickstart") else ()
+    return " ".join([command, *(f"--set {each}" for each in settings)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reader's own."""
+    return tmp_path_factory.mktemp("reader")
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_does_what_it_says(page: str, folder: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"}
+    ran = 0
+    for language, title, text in blocks(page):
+        if title:
+            (folder / title).parent.mkdir(parents=True, exist_ok=True)
+            (folder / title).write_text(text, encoding="utf-8")
+        elif language == "sh":
+            for command in text.splitlines():
+                ended = subprocess.run(
+                    ["bash", "-c", shortened(command)],
+                    cwd=folder,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=TIMEOUT_S,
+                    check=False,
+                )
+                accepted = (0, NOTHING_LEARNT) if command.startswith("etude run") else (0,)
+                assert ended.returncode in accepted, f"{command}: {(ended.stdout + ended.stderr)[-4000:]}"
+                ran += 1
+    assert ran
+
+
+def test_every_tutorial_is_on_the_site() -> None:
+    assert sorted(PAGES) == sorted(path.stem for path in (DOCS / "tutorials").glob("*.md"))
+    assert PAGES[0] == "first-run"
