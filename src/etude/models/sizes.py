@@ -11,6 +11,7 @@ counted.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -39,6 +40,7 @@ class ModelSizes:
     """Each block's routed experts alone."""
 
     @classmethod
+    @cache
     def of(cls, spec: ModelSpec) -> "ModelSizes":
         """Count the parameters of a model without making them."""
         with torch.device("meta"):

@@ -5,6 +5,7 @@
 
 import tomllib
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Literal, TypeAlias
 
@@ -64,8 +65,13 @@ class Hardware(Section):
 
 def load_gpus(own: Mapping[str, GpuSheet] | None = None) -> dict[str, GpuSheet]:
     """The GPUs that ship, and ``own`` over them."""
+    return {**_shipped(), **(own or {})}
+
+
+@cache
+def _shipped() -> Mapping[str, GpuSheet]:
     text = files("etude.simulation").joinpath(SHIPPED).read_text(encoding="utf-8")
-    return {**Hardware.model_validate(tomllib.loads(text)).gpus, **(own or {})}
+    return Hardware.model_validate(tomllib.loads(text)).gpus
 
 
 def gpu_sheet(gpus: Mapping[str, GpuSheet], name: str) -> GpuSheet:

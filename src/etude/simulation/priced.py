@@ -14,6 +14,7 @@ The efficiency of each is an assumption with a name (:class:`Assumptions`). Pure
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import exp
 from random import Random
 
@@ -315,6 +316,7 @@ class Fleet:
         return replace(step, weight_bytes=step.weight_bytes * data, cache_bytes=step.cache_bytes // data).seconds(rates)
 
 
+@cache
 def draw_workload(shape: WorkloadShape) -> Workload:
     """Groups of rollouts whose lengths have the mean and the spread of a shape; those of a group share half of it."""
     random = Random(0)
