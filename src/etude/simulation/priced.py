@@ -50,7 +50,7 @@ class WorkloadShape(Section):
 
     turns: int = Field(default=8, ge=1)
     sampled_tokens: int = Field(default=2_000, ge=1)
-    """That the model writes, all turns together."""
+    """Tokens that the model writes, all turns together."""
     prompt_tokens: int = Field(default=4_000, ge=1)
     """Read, all turns together: task and answers of tools, without what the engine's cache has."""
     spread: float = Field(default=0.7, ge=0)
@@ -62,7 +62,7 @@ class WorkloadShape(Section):
 
     @property
     def tokens(self) -> int:
-        """Of a trajectory: all of them are trained through, those that were sampled have a loss."""
+        """Tokens of a trajectory: all of them are trained through, those that were sampled have a loss."""
         return self.sampled_tokens + self.prompt_tokens
 
 
@@ -70,11 +70,11 @@ class Assumptions(Section):
     """``[assumptions]``: shares of what the hardware could do, and times, that nothing here measured."""
 
     training_share: float | None = Field(default=None, gt=0, le=1)
-    """Of the trainer's peak in bfloat16; ``None``: what étude's own reached on an H200 (0.55, mixtures 0.22)."""
+    """Share of the trainer's peak in bfloat16; ``None``: what étude's own reached on an H200 (0.55, mixtures 0.22)."""
     prefill_share: float | None = Field(default=None, gt=0, le=1)
-    """Of an engine's peak while it reads prompts; ``None``: as ``training_share``."""
+    """Share of an engine's peak while it reads prompts; ``None``: as ``training_share``."""
     grouped_bytes_share: float | None = Field(default=None, gt=0, le=1)
-    """Of the bandwidth with which experts are read; ``None``: 0.55, as étude's own."""
+    """Share of the bandwidth with which experts are read; ``None``: 0.55, as étude's own."""
     latent_bytes_share: float | None = Field(default=None, gt=0, le=1)
     """… with which latent attention reads its cache; ``None``: 0.26, as étude's own."""
     weight_bytes: int = Field(default=2, ge=1, le=2)
@@ -86,7 +86,7 @@ class Assumptions(Section):
     save_s: float = Field(default=1.0, ge=0)
     """Between two steps, until a copy of the weights is handed over."""
     delta_share: float = Field(default=0.02, gt=0, le=1)
-    """Of a version's bytes that are published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
+    """Share of a version's bytes that are published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
     encode_gb_s: float = Field(default=2.0, gt=0)
     """Gigabytes of parameters that each machine of the trainer compares and encodes in a second, beside a step."""
     upload_gbit_s: float = Field(default=100.0, gt=0)
@@ -94,7 +94,7 @@ class Assumptions(Section):
     swap_s: float = Field(default=2.0, ge=0)
     """From a version's arrival in a region until its engines sample with it."""
     call_s: float = Field(default=0.05, ge=0)
-    """Of a model call outside of the engine."""
+    """Seconds of a model call outside of the engine."""
     machine_gpus: int = Field(default=8, ge=1)
     """GPUs of a machine."""
     egress_usd_gb: float = Field(default=0.02, ge=0)
@@ -170,7 +170,7 @@ class Fleet:
 
     @property
     def rollouts(self) -> int:
-        """Of a step."""
+        """Rollouts of a step."""
         return self.config.rollouts.rollouts_per_step
 
     @property
@@ -194,7 +194,7 @@ class Fleet:
 
     @property
     def delta_bytes(self) -> float:
-        """Of one version, as it is published."""
+        """Bytes of one version, as it is published."""
         return self.sizes.total * self.plan.assumptions.published_bytes * self.plan.assumptions.delta_share
 
     @property
@@ -343,7 +343,7 @@ def _work(shape: WorkloadShape, factor: float) -> RolloutWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a step, and an hour of it, take beside time."""
+    """Money: what a step, and an hour of it, take beside time."""
 
     engine_usd_h: float
     trainer_usd_h: float

@@ -155,7 +155,7 @@ def priced_rows(fleet: Fleet, figures: RunFigures, events: SimulatedEvents, fact
 
 
 def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
-    """What a plan rests on, as sentences and as keys with their values."""
+    """The assumptions of a plan, as sentences and as keys with their values."""
     plan = fleet.plan
     yield "what decides is the code of a run; engines, agents, trainer and links are modelled; evaluations are left out"
     if factor > 1:
