@@ -86,7 +86,7 @@ class Assumptions(Section):
     save_s: float = Field(default=1.0, ge=0)
     """Between two steps, until a copy of the weights is handed over."""
     delta_share: float = Field(default=0.02, gt=0, le=1)
-    """Share of a version's bytes that are published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
+    """Share of a version that is published: at 1e-6 1.5 to 4 % of bfloat16 weights change (docs/weights.md)."""
     encode_gb_s: float = Field(default=2.0, gt=0)
     """Gigabytes of parameters that each machine of the trainer compares and encodes in a second, beside a step."""
     upload_gbit_s: float = Field(default=100.0, gt=0)
