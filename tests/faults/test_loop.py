@@ -340,9 +340,10 @@ def test_an_undisturbed_run_reports_what_it_promised(folder: RunFolder, tmp_path
     assert 0 < result["busy"]["engine"] <= 1
     assert 50e6 < result["memory_bytes_max"] < 6e9
     assert folder.report_html.read_text().lower().startswith("<!doctype html>")
-    drawn = picture(folder, 0.5)
-    assert drawn == picture(folder, 0.5)
+    drawn = picture(folder)
+    assert drawn == picture(folder)
     assert "after" in drawn and "elapsed" in drawn
+    assert drawn.count("@keyframes") == drawn.count('<g class="f') > 1
     check_export(folder, tmp_path / "hf")
 
 
