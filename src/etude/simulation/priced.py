@@ -271,6 +271,20 @@ class Fleet:
         tensor, _, _ = engine_sizes(self.config)
         return server_position_bytes(self.spec, CACHE_BYTES, tensor, 1)
 
+    @property
+    def assumptions(self) -> Assumptions:
+        """The plan's, with the shares that étude's own kernels reached where it names none."""
+        assumed, rates = self.plan.assumptions, self._rates(self.plan.trainer)
+        training = rates.grouped_training if self.spec.experts else rates.training
+        return assumed.model_copy(
+            update={
+                "training_share": training,
+                "prefill_share": assumed.prefill_share or training,
+                "grouped_bytes_share": rates.grouped_bytes,
+                "latent_bytes_share": rates.latent_bytes,
+            }
+        )
+
     def _rates(self, gpu: str) -> Rates:
         """Rates of a GPU, with the shares that are assumed."""
         assumed, rates = self.plan.assumptions, Rates.of_gpu(self.sheet(gpu).kind)

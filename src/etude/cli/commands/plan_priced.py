@@ -161,7 +161,7 @@ def assumptions_of(fleet: Fleet, factor: float) -> Iterator[str]:
     if factor > 1:
         yield f"simulated in the small: one group for {factor:.3g}, engines likewise (simulation/split.py)"
     yield _listed("workload", plan.workload)
-    yield _listed("assumptions", plan.assumptions)
+    yield _listed("assumptions", fleet.assumptions)
     for name, market in dict.fromkeys(((plan.trainer, plan.trainer_market), (plan.engine, plan.engine_market))):
         price = fleet.sheet(name).price(market)
         if price is not None:

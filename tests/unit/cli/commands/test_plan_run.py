@@ -101,6 +101,7 @@ def test_a_plan_without_a_run_counts_money(run: RunFolder, capsys: pytest.Captur
     assert main(recipe) == 0
     shown = capsys.readouterr().out
     assert "money" in shown and "https://www.coreweave.com/pricing" in shown
+    assert "training_share = 0." in shown and "= None" not in shown
 
 
 @pytest.mark.parametrize(
