@@ -205,11 +205,16 @@ def _read_table(tree: dict[str, Any], table: tuple[str, ...], recipe: Path) -> N
                 raise ConfigError(f"{recipe}: {key} = {text!r} cannot be read: {error}") from error
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply ``section.key=value`` to a tree, which is changed. Raises :class:`~etude.errors.ConfigError`."""
+def apply_override(
+    tree: dict[str, Any], override: str, *, option: str = "--set", form: str = "section.key=value"
+) -> None:
+    """Apply ``section.key=value`` to a tree, which is changed; ``option`` and ``form`` are what errors say of it.
+
+    Raises :class:`~etude.errors.ConfigError`.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {override!r}: expected section.key=value")
+        raise ConfigError(f"{option} {override!r}: expected {form}")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -217,7 +222,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         set_key(tree, key.strip(), value)
     except ConfigError as error:
-        raise ConfigError(f"--set {override!r}: {error}") from None
+        raise ConfigError(f"{option} {override!r}: {error}") from None
 
 
 def set_key(tree: dict[str, Any], key: str, value: object) -> None:

@@ -275,7 +275,7 @@ class Fleet:
     def assumptions(self) -> Assumptions:
         """The plan's, with the shares that étude's own kernels reached where it names none."""
         assumed, rates = self.plan.assumptions, self._rates(self.plan.trainer)
-        training = rates.grouped_training if self.spec.experts else rates.training
+        training = _training_share(rates, self.spec)
         return assumed.model_copy(
             update={
                 "training_share": training,
@@ -306,8 +306,7 @@ class Fleet:
         few = max(1, places // 8)
         low_s, high_s = (self._decode_s(batch, rates) for batch in (few, places))
         sequence_s = max(0.0, high_s - low_s) / max(1, places - few)
-        default = rates.grouped_training if self.spec.experts else rates.training
-        share = self.plan.assumptions.prefill_share or default
+        share = self.plan.assumptions.prefill_share or _training_share(rates, self.spec)
         read = token_flops(self.spec) + self.context * pair_flops(self.spec)
         return EngineRates(
             step_s=max(0.0, high_s - places * sequence_s),
@@ -391,3 +390,8 @@ def gpu_price(fleet: Fleet, name: str, market: Market) -> float:
     if price is None:
         raise ConfigError(f"no {market} price of {name!r} is known: give {market}_usd_h under [gpus.{name}] of a file")
     return price.value
+
+
+def _training_share(rates: Rates, spec: ModelSpec) -> float:
+    """Share of the peak that a training step reaches."""
+    return rates.grouped_training if spec.experts else rates.training

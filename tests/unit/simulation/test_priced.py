@@ -118,6 +118,7 @@ def test_a_gpu_without_a_price_is_refused_and_one_of_your_own_is_taken(spec: Mod
         ("nosuch", (), "is no GPU"),
         ("h100", ("workload.turns",), "expected KEY=VALUE"),
         ("h100", ("workload.turns=0",), "workload.turns"),
+        ("h100", ("engine.share=1",), "--assume 'engine.share=1': 'engine' is a value, not a section"),
         ("h100", ("assumptions.luck=1",), "assumptions.luck"),
     ],
 )

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
+from etude.config.loading import apply_override
 from etude.config.recipe import RunConfig
 from etude.config.section import Section
 from etude.dashboard import formatting
@@ -37,10 +38,7 @@ def load_plan(hardware: str, assume: Sequence[str] = ()) -> PricedPlan:
     values: dict[str, Any]
     values = {"engine": hardware, "trainer": hardware} if hardware in load_gpus() else _read(Path(hardware))
     for setting in assume:
-        key, separator, text = setting.partition("=")
-        if not separator:
-            raise ConfigError(f"--assume {setting!r}: expected KEY=VALUE, such as workload.turns=40")
-        _put(values, key.split("."), _parse(text))
+        apply_override(values, setting, option="--assume", form="KEY=VALUE, such as workload.turns=40")
     try:
         return PricedPlan.model_validate(values, strict=False)
     except ValidationError as error:
@@ -59,19 +57,6 @@ def _read(file: Path) -> dict[str, Any]:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hardware {str(file)!r} is no TOML: {error}") from error
-
-
-def _parse(text: str) -> object:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _put(values: dict[str, Any], keys: Sequence[str], value: object) -> None:
-    for key in keys[:-1]:
-        values = values.setdefault(key, {})
-    values[keys[-1]] = value
 
 
 def show_priced(config: RunConfig, plan: PricedPlan, goal: Goal | None, seed: int, *, as_json: bool) -> None:
