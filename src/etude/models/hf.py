@@ -15,7 +15,7 @@ Shape legend: N tokens, B sequences, T positions of the longest, H hidden, V voc
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeAlias, cast, final
@@ -47,8 +47,8 @@ class HfSpec(ModelSpec):
     their routes can be neither recorded nor replayed. What the model computes is in its config.
     """
 
-    config: Mapping[str, Json]
-    """The ``config.json``."""
+    config: Mapping[str, Json] = field(hash=False)
+    """The ``config.json``; no part of the hash, since a mapping has none."""
 
 
 def hf_spec(values: Mapping[str, Json], *, origin: str) -> HfSpec:

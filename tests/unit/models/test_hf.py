@@ -17,6 +17,7 @@ from etude.errors import DamagedError, UserError
 from etude.models.checkpoint import StoredCheckpoint, check_state, save_checkpoint, state_of
 from etude.models.fast import FastArithmetic
 from etude.models.hf import HfBlock, HfModel, hf_spec, make_causal_model
+from etude.models.sizes import ModelSizes
 from etude.run.numerics import count_parameters, published_state
 from etude.trainer.readout import in_chunks
 
@@ -148,6 +149,7 @@ def test_what_is_published_is_a_checkpoint_that_transformers_loads(tmp_path: Pat
     model = loaded(tmp_path)
     state = published_state(model, NumericsConfig())
     assert count_parameters(model.spec) == sum(tensor.numel() for tensor in state.values())
+    assert ModelSizes.of(model.spec).total == count_parameters(model.spec)
     last = next(name for name in state if ".experts.3." in name)  # one tensor for each expert
     save_checkpoint(tmp_path / "again", model.spec, state, end_id=2, pad_id=0)
     factory: Any = transformers.AutoModelForCausalLM
