@@ -532,6 +532,10 @@ class ParallelConfig(Section):
     """Ranks over which each sequence is split."""
     ep: int = Field(default=1, ge=1)
     """Ranks over which the experts of a layer are spread; the others hold the same experts, sharded."""
+    sharding: Literal["full", "none"] = "full"
+    """``full``: weights, gradients and moments are divided over all ranks (FSDP). ``none``: each rank has all of them,
+    and gradients alone are added up (DDP): for small models, where gathering weights takes longer than computing.
+    """
 
     @property
     def ranks(self) -> int:
@@ -542,4 +546,11 @@ class ParallelConfig(Section):
     def _divisible(self) -> Self:
         if self.ranks % self.ep:
             raise ValueError(f"parallel.ep={self.ep} must divide dp * cp = {self.ranks}")
+        if self.sharding == "none" and self.ep > 1:
+            raise ValueError(f"parallel.sharding = 'none' has all experts on each rank: leave ep = {self.ep} out")
         return self
+
+    @property
+    def shards(self) -> int:
+        """Processes over which weights, gradients and moments are divided."""
+        return self.ranks if self.sharding == "full" else 1
