@@ -38,10 +38,6 @@ class ImitationConfig(Section):
     """Steps between checkpoints: what a killed phase has to do again, at most."""
     threads: int = Field(default=2, ge=1)
     """CPU threads of each rank; the machine is otherwise idle in these phases."""
-    dp: int = Field(default=0, ge=0)
-    """Ranks, or groups of ``parallel.cp`` ranks, that train in this phase, each on documents of its own; 0: as many as
-    ``parallel.dp``. The model is sharded over them.
-    """
 
     @model_validator(mode="after")
     def _scheduled(self) -> Self:

@@ -501,13 +501,13 @@ def check_sharding(config: RunConfig) -> None:
     if config.parallel.sharding != "full" and most_ranks(config) == 1:
         raise ValueError(
             f"parallel.sharding = {config.parallel.sharding!r} would have no effect on one rank: leave it out, or "
-            f"raise parallel.dp, midtrain.dp or sft.dp"
+            f"raise parallel.dp or parallel.imitation_dp"
         )
 
 
 def most_ranks(config: RunConfig) -> int:
     """The most ranks that any phase has."""
-    return max(config.parallel.dp, config.midtrain.dp, config.sft.dp) * config.parallel.cp
+    return max(config.parallel.ranks, config.parallel.imitation.ranks)
 
 
 def check_drafts(config: RunConfig) -> None:
@@ -523,7 +523,7 @@ def check_drafts(config: RunConfig) -> None:
     if (config.model.checkpoint and most_ranks(config) > 1) or config.parallel.ranks > 1:
         raise ValueError(
             f"{key} gives the model a draft head, which is not sharded over {most_ranks(config)} ranks: leave it "
-            f"out, or parallel.dp, parallel.cp, midtrain.dp and sft.dp"
+            f"out, or parallel.dp, parallel.cp and parallel.imitation_dp"
         )
     if config.lora.rank and "rl" in config.lora.phases:
         raise ValueError(
@@ -546,8 +546,8 @@ def check_adapters(config: RunConfig) -> None:
     refused = {
         f"lora.phases with {first!r} would adapt random weights that are never trained: set model.checkpoint, or "
         f"lora.phases to later phases": is_random and first in config.lora.phases,
-        f"{most_ranks(config)} ranks: adapters are trained by one process; leave [parallel], midtrain.dp and sft.dp "
-        f"out": most_ranks(config) > 1,
+        f"{most_ranks(config)} ranks: adapters are trained by one process; leave [parallel] out": most_ranks(config)
+        > 1,
         "optimiser.kind = 'muon' is for whole matrices, not for their factors: leave it out": (
             config.optimiser.kind == "muon"
         ),

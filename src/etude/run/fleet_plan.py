@@ -133,7 +133,7 @@ def _plan_ranks(command: str, config: RunConfig, fleet: FleetConfig, run: str) -
     """One process a node of the trainer: each starts the node's ranks, or is the one that there is."""
     nodes, ranks = fleet.trainer.nodes, ranks_of(config, command)
     if ranks % nodes:
-        key = "parallel.dp" if command == "train" else f"{command}.dp"
+        key = "parallel.dp" if command == "train" else "parallel.imitation_dp"
         raise ConfigError(
             f"trainer.nodes = {nodes} of the fleet does not divide the ranks of `etude {command}`, {ranks}: each "
             f"node has as many as any other; set {key} to a multiple of {nodes}"

@@ -55,13 +55,10 @@ def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
 
 
 def parallel_of(config: RunConfig, phase: Phase) -> ParallelConfig:
-    """The ranks of a phase: those of ``[parallel]``, or as many groups of them as its section says; one, where it reads
-    nothing.
-    """
+    """The ranks of a phase; one, where it reads nothing."""
     if phase == "midtrain" and not config.midtrain.tokens:
         return ParallelConfig()
-    dp = settings_of(config, phase).dp
-    return config.parallel.model_copy(update={"dp": dp}) if dp else config.parallel
+    return config.parallel.imitation
 
 
 def ranks_of(config: RunConfig, command: str) -> int:

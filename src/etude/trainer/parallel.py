@@ -130,7 +130,7 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
     if started != config.ranks:
         raise ConfigError(
             f"dp * cp = {config.ranks}, but {started} processes were started: start them by `etude train`, `midtrain` "
-            f"or `sft`, or change parallel.dp, midtrain.dp or sft.dp"
+            f"or `sft`, or change parallel.dp or parallel.imitation_dp"
         )
     if config.ranks == 1:
         yield None

@@ -48,11 +48,13 @@ def test_phases_have_the_gpus_of_the_trainer_or_see_all() -> None:
         return phase_gpus(default_recipe([*GPUS, *settings]), divided(4, *settings), 4)
 
     assert of_phases("parallel.dp=3") == {"midtrain": (1, 2, 3)}
-    assert of_phases("parallel.dp=3", "midtrain.dp=4") == {}
+    assert of_phases("parallel.dp=3", "parallel.imitation_dp=4") == {}
     assert of_phases("parallel.dp=3", "midtrain.tokens=0") == {}, "it reads nothing, on the first"
-    assert of_phases("trainer.device=cpu", "midtrain.dp=9") == {}
-    with pytest.raises(ConfigError, match=r"midtrain has 5 ranks, and this machine has 4 GPUs: lower midtrain\.dp"):
-        of_phases("midtrain.dp=5")
+    assert of_phases("trainer.device=cpu", "parallel.imitation_dp=9") == {}
+    with pytest.raises(
+        ConfigError, match=r"midtrain has 5 ranks, and this machine has 4 GPUs: lower parallel\.imitation_dp"
+    ):
+        of_phases("parallel.imitation_dp=5")
 
 
 def test_named_gpus_are_taken() -> None:

@@ -32,7 +32,7 @@ def midtrain(*, run: Run, nnodes: NumNodes = 1, node_rank: NodeRank = 0, rdzv_en
 
 @app.command()
 def sft(*, run: Run, nnodes: NumNodes = 1, node_rank: NodeRank = 0, rdzv_endpoint: Rendezvous = "") -> None:
-    """One process of a run: supervised fine-tuning, if the recipe has it, or one node of it."""
+    """One process of a run: supervised fine-tuning, or one node of it."""
     _run(ProcessName(command="sft"), run, Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
 
 
