@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,10 +32,8 @@ def main() -> int:
     options = parser.parse_args()
     started_s = time.monotonic()
     runs = {name: _begin(name, options.seed) for name in options.target or TARGETS}
-    try:
+    with suppress(KeyboardInterrupt):  # the results so far are printed
         _take_turns(list(runs.values()), started_s + 60 * options.minutes)
-    except KeyboardInterrupt:
-        pass  # what was tried by now is told
     result = {
         "fuzz": "tests.fuzz",
         "machine": describe_machine(),
@@ -46,7 +45,7 @@ def main() -> int:
         "findings": sum(len(run.findings) for run in runs.values()),
         "targets": {name: _row(run) for name, run in runs.items()},
     }
-    print(json.dumps(result, indent=2))
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")
     if options.out is not None:
         _write(runs, options.out)
     return 1 if result["findings"] else 0

@@ -1,4 +1,4 @@
-"""Mutations of inputs: of bytes, and of the JSON, TOML and headed JSON that they may be. Same generator, same inputs."""
+"""Mutations of inputs: of bytes, and of the JSON, TOML and headed JSON that they may be."""
 
 import json
 import struct
@@ -23,13 +23,43 @@ VALUES: tuple[Any, ...] = (
 )
 """Values that are at some edge."""
 WORDS = (
-    *(b"\x00", b"\xff", b"\n", b"\r\n", b"\r\n\r\n", b"{", b"}", b"[", b"]", b'"', b"'", b",", b":", b"\\", b"\\u", b"="),
-    *(b"null", b"NaN", b"Infinity", b"-1", b"1e999", b"9" * 30, b"data: ", b"[DONE]", b"```", b"```json\n", b"<", b"/>"),
+    *(
+        b"\x00",
+        b"\xff",
+        b"\n",
+        b"\r\n",
+        b"\r\n\r\n",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b'"',
+        b"'",
+        b",",
+        b":",
+        b"\\",
+        b"\\u",
+        b"=",
+    ),
+    *(
+        b"null",
+        b"NaN",
+        b"Infinity",
+        b"-1",
+        b"1e999",
+        b"9" * 30,
+        b"data: ",
+        b"[DONE]",
+        b"```",
+        b"```json\n",
+        b"<",
+        b"/>",
+    ),
     *(b"<think>", b"</think>", b"<tool_call>", b"</tool_call>", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"${", b"$(", b"<<E"),
     *(b"{{", b"}}", b"{%", b"%}", b"\xc3\x28", b"../", b"#", b"|", b";", b"&&", b"inf", b"\t", b"0x", b"_", b"."),
 )
-HEAD = struct.Struct("<Q")
-"""The length of a JSON header: safetensors, and all that is laid out like it."""
+HEADS = (struct.Struct("<Q"), struct.Struct("<I"))
+"""The length of a JSON header: of safetensors, and of records that are laid out like it."""
 
 
 def mutate(random: Random, pool: Sequence[bytes]) -> bytes:
@@ -99,14 +129,14 @@ def _json(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
 
 def _headed(random: Random, data: bytes, pool: Sequence[bytes]) -> bytes:
     """Another value in a JSON header, whose length is that of the new one."""
-    if len(data) < HEAD.size:
-        return data
-    (length,) = HEAD.unpack_from(data)
-    try:
-        head = _changed_json(random, data[HEAD.size : HEAD.size + length])
-    except (ValueError, RecursionError):
-        return _flip(random, data, pool)
-    return HEAD.pack(len(head)) + head + data[HEAD.size + length :]
+    for form in HEADS:
+        try:
+            (length,) = form.unpack_from(data)
+            head = _changed_json(random, data[form.size : form.size + length])
+        except (ValueError, RecursionError, struct.error):
+            continue
+        return form.pack(len(head)) + head + data[form.size + length :]
+    return _flip(random, data, pool)
 
 
 def _changed_json(random: Random, text: bytes) -> bytes:

@@ -1,10 +1,9 @@
 """Every reader of bytes that étude did not make itself, or that lay on a disk meanwhile, as a target to fuzz.
 
-A row is the reader, the errors that its docstring names, and the files of the saved run (`tests/compatibility`) that are
-inputs of it. Further inputs are in ``corpus/NAME/``, among them those that a reader once broke on.
+A row is the reader, the errors that its docstring names, and the files of the saved run (`tests/compatibility`) that
+are inputs of it. Further inputs are in ``corpus/NAME/``, among them those that a reader once broke on.
 """
 
-import json
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from etude.config.loading import load_fleet, load_recipe, load_suite
@@ -33,7 +33,7 @@ from etude.gateway.api import chat, completions, messages, responses
 from etude.gateway.api.calls import ApiError
 from etude.gateway.http.keyfile import KeyFile
 from etude.gateway.upstream.calls import read_usage
-from etude.gateway.upstream.translation import Untranslatable, answer_of, error_of, events_of, request_of
+from etude.gateway.upstream.translation import Untranslatable, completion_of, error_of, request_of
 from etude.gateway.upstream.words import CallTranscript
 from etude.harnesses.actions import read_calls
 from etude.harnesses.shell import read_command
@@ -86,13 +86,13 @@ from etude.tokens.messages import Tool
 from etude.tokens.reader import read_text
 from etude.tokens.templates import JinjaTemplate
 from etude.tokens.toolcalls import Grammar, ReplyMarks
+from etude.types import Json, WeightVersion
 from etude.weights import frames
 from etude.weights.chunks import Layout
 from etude.weights.interop.checkpoint import parse_tensor_file, read_index
 from etude.weights.interop.version_folder import read_delta_index
 from etude.weights.packs import read_pack
-from etude.weights.records import Announcement, Link, LogStart, ReaderLease, Record, parse_record
-from etude.types import WeightVersion
+from etude.weights.records import Announcement, Link, LogStart, ReaderLease, parse_record
 from tests.fuzz.fuzzing import Target
 
 HERE = Path(__file__).parent
@@ -157,8 +157,8 @@ def objects(read: Callable[[dict[str, Any]], object]) -> Callable[[bytes], objec
 
     def parse_and_read(data: bytes) -> object:
         try:
-            value = json.loads(data)
-        except (ValueError, RecursionError):
+            value = orjson.loads(data)
+        except orjson.JSONDecodeError:
             return None
         return read(value) if isinstance(value, dict) else None
 
@@ -182,7 +182,9 @@ def _vllm_answer(answer: object) -> object:
 
 def _sglang_answer(event: object) -> object:
     params = SamplingParams(max_tokens=4, want_routes=True)
-    return read_sglang_answer(event, params, 1, SglangFeatures(sparse_layers=(0,), hidden_layers=1, experts_per_token=1))
+    return read_sglang_answer(
+        event, params, 1, SglangFeatures(sparse_layers=(0,), hidden_layers=1, experts_per_token=1)
+    )
 
 
 def _frames(data: bytes) -> object:
@@ -200,8 +202,10 @@ def _record(kind: type[Any], name: str) -> Callable[[bytes], object]:
 
 
 def _template(source: str) -> object:
-    template = JinjaTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}, lambda: datetime(2026, 1, 2, tzinfo=UTC))
-    spoken = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+    template = JinjaTemplate(
+        source, {"bos_token": "<s>", "eos_token": "</s>"}, lambda: datetime(2026, 1, 2, tzinfo=UTC)
+    )
+    spoken: list[Json] = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
     return template.render(spoken, [{"type": "function", "function": {"name": "edit"}}], opening=True)
 
 
@@ -225,7 +229,7 @@ def _rubric() -> Rubric:
     return parse_rubric(RUBRIC, "rubric")
 
 
-ENGINES_ANSWERS = {
+ENGINE_ANSWERS = {
     "engine request": Target(read=decode_request, errors=(ValueError,)),
     "engine completion": Target(read=decode_completion, errors=(ValueError,)),
     "vllm answer": Target(read=objects(_vllm_answer), errors=(EngineUnavailable,)),
@@ -247,14 +251,16 @@ UPSTREAM = {
     "upstream words": Target(read=_transcript),
     "upstream error": Target(read=error_of),
     "upstream request": Target(read=objects(request_of), errors=(Untranslatable,)),
-    "upstream answer": Target(read=objects(lambda answer: events_of(answer_of(answer)))),
+    "upstream answer": Target(read=partial(completion_of, stream=True), errors=(Untranslatable,)),
     "judge answer": Target(read=objects(read_answer), errors=(LookupError, TypeError, ValueError)),
     "judge vote": Target(read=texts(lambda reply: read_vote(reply, _rubric(), NONCE))),
     "judge hints": Target(read=texts(lambda reply: read_hints(reply, 4, NONCE))),
 }
 SETTINGS = {
     "recipe": Target(
-        read=file("run.toml", load_recipe), errors=(ConfigError,), saved=("recipes/quick*/run.toml", "recipes/t*/run.toml")
+        read=file("run.toml", load_recipe),
+        errors=(ConfigError,),
+        saved=("recipes/quick*/run.toml", "recipes/t*/run.toml"),
     ),
     "fleet": Target(read=file("fleet.toml", load_fleet), errors=(ConfigError,), saved=("fleets/*.toml",)),
     "suite": Target(read=folder("suite.toml", load_suite), errors=(ConfigError,), saved=("suite/suite.toml",)),
@@ -292,12 +298,14 @@ TASKS = {
     "history records": Target(read=folder("records.jsonl", read_records), errors=(DamagedError,)),
     "history progress": Target(read=folder("histories.json", read_progress), errors=(DamagedError,)),
     "sessions": Target(read=file("sessions.jsonl", read_sessions), errors=(ConfigError,)),
-    "survey": Target(read=Survey.decode, errors=(ValueError, KeyError, TypeError)),
+    "survey": Target(read=Survey.decode, errors=(ValueError,)),
     "project": Target(
-        read=texts(lambda settings: read_project({"pyproject.toml": settings, "a/__init__.py": "", "tests/test_a.py": ""})),
+        read=texts(
+            lambda settings: read_project({"pyproject.toml": settings, "a/__init__.py": "", "tests/test_a.py": ""})
+        ),
         errors=(SourceError, NoTestsError),
     ),
-    "verifier's reward": Target(read=texts(lambda written: read_reward(written, None)), errors=(ValueError,)),
+    "verifier reward": Target(read=texts(lambda written: read_reward(written, None)), errors=(ValueError,)),
     "query answers": Target(read=texts(read_answers)),
     "suite results": Target(read=file("results.json", read_results), errors=(ConfigError,), saved=("results/*.json",)),
 }
@@ -329,7 +337,9 @@ WEIGHTS = {
     "pack": Target(read=_frames, errors=(DamagedError,), saved=("run/store/packs/*",)),
     "layout": Target(read=Layout.from_bytes, errors=(DamagedError,), saved=("run/store/layouts/*",)),
     "weight version": Target(
-        read=_record(WeightVersion, "commits/00000002.json"), errors=(DamagedError,), saved=("run/store/commits/*2.json",)
+        read=_record(WeightVersion, "commits/00000002.json"),
+        errors=(DamagedError,),
+        saved=("run/store/commits/*2.json",),
     ),
     "log start": Target(read=_record(LogStart, "log.json"), errors=(DamagedError,), saved=("run/store/log.json",)),
     "weight link": Target(read=_record(Link, "links/00000001-00000003.json"), errors=(DamagedError,)),
@@ -354,7 +364,7 @@ STATE = {
     "routing table": Target(read=RoutingTable.from_json, errors=(ValueError,)),
     "desired state": Target(read=Desired.parse, errors=(ValueError,)),
     "observed state": Target(read=Observed.parse, errors=(ValueError,)),
-    "production's metrics": Target(
+    "production metrics": Target(
         read=texts(lambda page: first_tokens(text_string_to_metric_families(page))), errors=(ValueError,)
     ),
 }
@@ -365,7 +375,18 @@ SANDBOXES = {
     **{f"sandbox {kind.__name__}": _wire(kind) for kind in (wire.HostReply, wire.BurstRequest, wire.ErrorReply)},
 }
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {**REQUESTS, **ENGINES_ANSWERS, **UPSTREAM, **SETTINGS, **TASKS, **REPLIES, **MODELS, **WEIGHTS, **STATE, **SANDBOXES}
+    {
+        **REQUESTS,
+        **ENGINE_ANSWERS,
+        **UPSTREAM,
+        **SETTINGS,
+        **TASKS,
+        **REPLIES,
+        **MODELS,
+        **WEIGHTS,
+        **STATE,
+        **SANDBOXES,
+    }
 )
 """Name → the reader."""
 
