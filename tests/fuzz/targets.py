@@ -4,8 +4,10 @@ A row is the reader, the errors that its docstring names, and the files of the s
 are inputs of it. Further inputs are in ``corpus/NAME/``, among them those that a reader once broke on.
 """
 
+import base64
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -25,7 +27,7 @@ from etude.engines.http import decode_completion, decode_request
 from etude.engines.sglang.engine import SglangFeatures
 from etude.engines.sglang.engine import read_answer as read_sglang_answer
 from etude.engines.vllm import answers as vllm
-from etude.errors import ConfigError, DamagedError, EngineUnavailable, UserError
+from etude.errors import ConfigError, DamagedError, EngineUnavailable, SandboxError, UserError
 from etude.feedback.signals import NoReport, read_report
 from etude.feedback.turns import decode_records
 from etude.fleet.state import Desired, Observed
@@ -68,6 +70,7 @@ from etude.taskgen.history.progress import read_progress
 from etude.taskgen.history.records import read_records
 from etude.taskgen.projects import read_project
 from etude.taskgen.survey import Survey
+from etude.taskgen.testruns import read_report as read_test_report
 from etude.tasks.corpora import conversations
 from etude.tasks.datasets.family import read_questions
 from etude.tasks.harbor.compose import parse_compose
@@ -299,6 +302,10 @@ TASKS = {
     "history progress": Target(read=folder("histories.json", read_progress), errors=(DamagedError,)),
     "sessions": Target(read=file("sessions.jsonl", read_sessions), errors=(ConfigError,)),
     "survey": Target(read=Survey.decode, errors=(ValueError,)),
+    "test report": Target(
+        read=lambda report: read_test_report(base64.b64encode(zlib.compress(report, 1)).decode()),
+        errors=(SandboxError,),
+    ),
     "project": Target(
         read=texts(
             lambda settings: read_project({"pyproject.toml": settings, "a/__init__.py": "", "tests/test_a.py": ""})
