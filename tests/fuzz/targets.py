@@ -4,11 +4,13 @@ A row is the reader, the errors that its docstring names, and the files of the s
 are inputs of it. Further inputs are in ``corpus/NAME/``, among them those that a reader once broke on.
 """
 
+import asyncio
 import base64
+import shutil
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import cache, partial
@@ -20,9 +22,11 @@ import numpy as np
 import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
-from etude.config.loading import load_fleet, load_recipe, load_suite
+from etude.config.loading import apply_override, load_fleet, load_recipe, load_suite
+from etude.config.log import Condition
 from etude.config.tasks import DatasetOptions
 from etude.dashboard.suite_results import read_results
+from etude.engines.api_client import event_data
 from etude.engines.http import decode_completion, decode_request
 from etude.engines.sglang.engine import SglangFeatures
 from etude.engines.sglang.engine import read_answer as read_sglang_answer
@@ -89,11 +93,12 @@ from etude.tokens.messages import Tool
 from etude.tokens.reader import read_text
 from etude.tokens.templates import JinjaTemplate
 from etude.tokens.toolcalls import Grammar, ReplyMarks
+from etude.trainer.checkpoint import Checkpoints
 from etude.types import Json, WeightVersion
 from etude.weights import frames
 from etude.weights.chunks import Layout
-from etude.weights.interop.checkpoint import parse_tensor_file, read_index
-from etude.weights.interop.version_folder import read_delta_index
+from etude.weights.interop.checkpoint import INDEX_FILE, parse_tensor_file, read_checkpoint, read_index
+from etude.weights.interop.version_folder import read_delta_index, read_version
 from etude.weights.packs import read_pack
 from etude.weights.records import Announcement, Link, LogStart, ReaderLease, parse_record
 from tests.fuzz.fuzzing import Target
@@ -105,6 +110,8 @@ SCRATCH = tempfile.TemporaryDirectory(prefix="etude-fuzz-")
 """Folder of files that a reader opens by itself."""
 MOST_NUMBERS = 1 << 20
 """A larger chunk takes a base that is as large."""
+DELTAS = HERE.parent / "unit/weights/fixtures/slime-xor-xxh3-128"
+"""Versions that slime wrote."""
 NONCE = "0123456789abcdef"
 """What marks the text of a judge's own reply."""
 RUBRIC = """
@@ -175,6 +182,25 @@ def _transcript(data: bytes) -> object:
     return transcript
 
 
+def _events(data: bytes) -> object:
+    """The events of a server's stream, as they come off a wire: in parts."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for at in range(0, len(data), 1 + len(data) // 3):
+            yield data[at : at + 1 + len(data) // 3]
+
+    async def read() -> list[bytes]:
+        return [event async for event in event_data(chunks())]
+
+    return asyncio.run(read())
+
+
+def _delta(place: Path) -> object:
+    """A version that is a delta on a checkpoint, with the index that it had."""
+    shutil.copy(DELTAS / "weight_v000001" / INDEX_FILE, place)
+    return read_version(place.parent, 1, base=read_checkpoint(DELTAS / "base"))
+
+
 def _vllm_answer(answer: object) -> object:
     choice = vllm.read_choice(answer)
     token_ids, _ = vllm.tokens_of(choice, greedy=False)
@@ -235,6 +261,7 @@ def _rubric() -> Rubric:
 ENGINE_ANSWERS = {
     "engine request": Target(read=decode_request, errors=(ValueError,)),
     "engine completion": Target(read=decode_completion, errors=(ValueError,)),
+    "server events": Target(read=_events),
     "vllm answer": Target(read=objects(_vllm_answer), errors=(EngineUnavailable,)),
     "sglang answer": Target(read=objects(_sglang_answer), errors=(EngineUnavailable,)),
 }
@@ -281,6 +308,8 @@ SETTINGS = {
         saved=("recipes/summaries/*.json",),
     ),
     "labelled items": Target(read=texts(lambda lines: parse_items(lines, _rubric(), "items")), errors=(ConfigError,)),
+    "setting": Target(read=texts(lambda setting: apply_override({}, setting)), errors=(ConfigError,)),
+    "alert": Target(read=texts(Condition.parse), errors=(ValueError,)),
     "comparison": Target(read=texts(parse_comparison), errors=(ConfigError,)),
     "memory size": Target(read=texts(parse_size), errors=(ConfigError,)),
     "goal": Target(read=texts(parse_goal), errors=(ConfigError,)),
@@ -338,6 +367,10 @@ MODELS = {
     "tensor file": Target(
         read=lambda data: parse_tensor_file(data, "file"), errors=(DamagedError,), saved=("run/model/*.safetensors",)
     ),
+    "training checkpoint": Target(
+        read=folder("step-00000001/manifest.json", lambda place: Checkpoints(place.parent).load(1)),
+        errors=(DamagedError,),
+    ),
     "tensor index": Target(read=folder("model.safetensors.index.json", read_index), errors=(DamagedError,)),
 }
 WEIGHTS = {
@@ -352,6 +385,9 @@ WEIGHTS = {
     "weight link": Target(read=_record(Link, "links/00000001-00000003.json"), errors=(DamagedError,)),
     "reader lease": Target(read=_record(ReaderLease, "leases/a/00000001.json"), errors=(DamagedError,)),
     "announcement": Target(read=_record(Announcement, "staged/00000001/a/000001.json"), errors=(DamagedError,)),
+    "delta": Target(
+        read=folder("weight_v000001/model-00000-of-00001.safetensors", _delta), errors=(DamagedError, UserError)
+    ),
     "delta index": Target(
         read=folder("weight_v000001/model.safetensors.index.json", lambda place: read_delta_index(place.parent, 1)),
         errors=(DamagedError, UserError),
