@@ -33,7 +33,7 @@ from etude.releases.store import ReleaseRequest, ReleaseStore, RequestKind
 from etude.run.fleet_plan import process_spec
 from etude.run.folder import RunFolder
 from etude.run.keys import KeyRole
-from etude.run.phases import make_start
+from etude.run.phase_models import make_start
 from etude.run.placement import place_here
 from etude.run.process_name import PRODUCT, PRODUCTION, RELEASE, ProcessName
 from etude.run.supervision import Supervisor

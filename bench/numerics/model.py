@@ -19,7 +19,7 @@ from etude.config.imitation import MidtrainConfig
 from etude.config.recipe import RunConfig
 from etude.models.checkpoint import CONFIG_FILE, save_checkpoint, state_of
 from etude.models.decoder import Decoder
-from etude.run.phases import optimisation_of
+from etude.run.phase_models import optimisation_of
 from etude.trainer.imitation import ImitationTrainer
 from etude.types import Document, Ids
 

@@ -18,16 +18,8 @@ import torch
 from bench.numerics.model import CACHE
 from bench.starts import digest_of
 from etude.config.recipe import RunConfig
-from etude.run.phases import (
-    batch_schedule,
-    hand_down,
-    make_start,
-    open_reading,
-    optimisation_of,
-    prepare,
-    read_model,
-    save_model,
-)
+from etude.run.phase_data import batch_schedule, open_reading
+from etude.run.phase_models import hand_down, make_start, optimisation_of, prepare, read_model, save_model
 from etude.run.resolve import resolve
 from etude.tasks.corpora.mixture import Cursor
 from etude.tokens.chat import ChatTemplate

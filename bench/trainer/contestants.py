@@ -194,7 +194,7 @@ class EtudeSft:
         from etude.config.loading import default_recipe
         from etude.config.training import OptimiserConfig
         from etude.models.shared_rows import shared_rows
-        from etude.run.phases import prepare, read_model
+        from etude.run.phase_models import prepare, read_model
         from etude.trainer.imitation import ImitationTrainer
         from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
         from etude.types import Document

@@ -18,7 +18,7 @@ from etude.errors import ConfigError, UserError
 from etude.releases.gate import GateFacts, checks
 from etude.releases.states import Release, ReleaseState
 from etude.run.folder import RunFolder
-from etude.run.phases import publish_start
+from etude.run.phase_models import publish_start
 from etude.run.preflight import check_judges
 from etude.run.release_gate import GateMeasurements
 from etude.run.resolve import resolve

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from etude.run.phases import read_model
+from etude.run.phase_models import read_model
 from etude.tokens.jinja import load_format
 from etude.tokens.messages import ChatMessage
 

@@ -14,7 +14,7 @@ from etude.config.release import SuiteConfig
 from etude.dashboard.suite_results import SuiteResults, read_results
 from etude.run.evaluate import EvalRequest, identified, read_evaluation
 from etude.run.folder import RunFolder
-from etude.run.phases import publish_start
+from etude.run.phase_models import publish_start
 from etude.run.resolve import resolve
 from etude.run.store_outages import StoreOutages
 from etude.telemetry.log import EventLog

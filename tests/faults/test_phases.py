@@ -15,8 +15,8 @@ from etude.config.recipe import RunConfig
 from etude.run.folder import RunFolder
 from etude.run.launchers.host_process import THREADING
 from etude.run.phase_folders import Phase, PhaseFolders
-from etude.run.phases import run_phase, run_phases
 from etude.run.weight_log import open_log
+from etude.types import Json
 from etude.weights.repair import verify
 from waiting import wait_until
 
@@ -28,7 +28,7 @@ DEADLINE_S = 120.0
 pytestmark = pytest.mark.timeout(600)
 
 
-def config_of(chats: Path) -> RunConfig:
+def config_of(chats: Path, parallel: dict[str, Json]) -> RunConfig:
     return parse_config(
         {
             "name": "killed",
@@ -39,6 +39,7 @@ def config_of(chats: Path) -> RunConfig:
             "sft": {"file": str(chats), "batch_tokens": 256, "checkpoint_steps": 7, "epochs": 6, "threads": 1},
             "eval": {"loss_every_steps": 25},
             "trainer": {"device": "cpu"},
+            "parallel": parallel,
         },
         source="test",
     )
@@ -47,6 +48,10 @@ def config_of(chats: Path) -> RunConfig:
 def start(folder: RunFolder, phase: Phase) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "etude", phase, "--run", str(folder.path)]
     return subprocess.Popen(command, env={**os.environ, **THREADING}, stdout=subprocess.DEVNULL)
+
+
+def finish(folder: RunFolder, phase: Phase) -> None:
+    assert start(folder, phase).wait(DEADLINE_S) == 0
 
 
 def wait_for_work(folder: RunFolder, phase: Phase, process: subprocess.Popen[bytes]) -> None:
@@ -60,18 +65,21 @@ def wait_for_work(folder: RunFolder, phase: Phase, process: subprocess.Popen[byt
     )
 
 
-def test_killed_phases_end_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [{}, {"dp": 2, "ep": 2}])
+def test_killed_phases_end_with_the_same_bits(parallel: dict[str, Json], tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     lines = [
         {"messages": [{"role": "user", "content": f"fix f{n}"}, {"role": "assistant", "content": f"read a{n}.py"}]}
         for n in range(60)
     ]
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    whole, killed = (RunFolder.create(tmp_path / name, config_of(chats)) for name in ("whole", "killed"))
-    run_phases(whole)
+    config = config_of(chats, parallel)
+    whole, killed = (RunFolder.create(tmp_path / name, config) for name in ("whole", "killed"))
+    phases: tuple[Phase, ...] = ("midtrain", "sft")
+    for phase in phases:
+        finish(whole, phase)
 
     chance = random.Random(3)
-    phases: tuple[Phase, ...] = ("midtrain", "sft")
     kills = LONG_KILLS if os.environ.get("ETUDE_LONG") else KILLS
     for phase in phases:
         for _ in range(kills // len(phases)):
@@ -80,7 +88,7 @@ def test_killed_phases_end_with_the_same_bits(tmp_path: Path) -> None:
             time.sleep(chance.uniform(0, 0.5))
             process.kill()
             process.wait()
-        run_phase(killed, phase)
+        finish(killed, phase)
     for phase in phases:
         assert PhaseFolders(killed).record(phase) == PhaseFolders(whole).record(phase)
     assert (killed.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()

@@ -4,7 +4,7 @@ Everything happens in one group of processes, because starting it takes longer t
 """
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,17 @@ from etude.run.trainer_group import GroupCommand, TrainerGroup
 from etude.trainer.batching.packing import Cost, pack
 from etude.trainer.checkpoint import Checkpoints
 from etude.trainer.distillation import NO_DISTILLATION, DistillationBatch, DistillationExample
+from etude.trainer.imitation import ImitationTrainer, Loss
 from etude.trainer.losses import Totals
 from etude.trainer.optimisation import Optimisation, RateSchedule, build_optimiser
 from etude.trainer.parallel import Grid, materialise, parallelise
 from etude.trainer.parallel_context import _AllGather
 from etude.trainer.policy import PolicyTrainer
 from etude.trainer.whole_copy import WholeCopy
-from etude.types import UNSAMPLED, SamplingMask, Trajectory
+from etude.types import UNSAMPLED, Document, SamplingMask, Trajectory
 from etude.weights.digest import state_digest
 from etude.weights.tensors import to_stored
-from trainer_ranks import make_model, run_ranks, train, whole_model
+from trainer_ranks import make_model, make_sequences, run_ranks, train, whole_model
 
 pytestmark = pytest.mark.heavy("a minute of several processes")
 
@@ -53,9 +54,11 @@ GRIDS = {
     "dp ep": ParallelConfig(dp=4, ep=4),
     "cp": ParallelConfig(cp=4),
     "dp cp ep": ParallelConfig(dp=2, cp=2, ep=2),
+    "dp, whole": ParallelConfig(dp=4, sharding="none"),
+    "dp cp, whole": ParallelConfig(dp=2, cp=2, sharding="none"),
 }
 CASES = [
-    *[(family, grid, "adamw") for family in ("moe", "latent") for grid in GRIDS],
+    *[(family, grid, "adamw") for family in ("moe", "latent") for grid in GRIDS if "whole" not in grid],
     *[("moe", "dp ep", "muon"), ("latent", "dp cp ep", "muon")],
     *[("dense", "cp", "adamw"), ("dense", "dp", "muon")],
 ]
@@ -70,10 +73,10 @@ FORMATS = {
 }
 
 
-def make_optimisation(model: Decoder, kind: Any) -> Optimisation:
+def make_optimisation(model: CausalModel, kind: Any, grid: Grid | None = None) -> Optimisation:
     optimiser = build_optimiser(model, OptimiserConfig(kind=kind), learning_rate=RATE, betas=(0.9, 0.95))
     schedule = RateSchedule(steps=10, warmup_steps=1, decay_share=0.0)
-    return Optimisation(model, optimiser, schedule, clip_norm=1.0)
+    return Optimisation(model, optimiser, schedule, clip_norm=1.0, grid=grid)
 
 
 def make_grid(name: str) -> Grid:
@@ -87,7 +90,8 @@ def sharded(spec: ModelSpec, grid: Grid, seed: int = 0) -> Decoder:
         model = Decoder(spec)
 
     def fill_in(part: nn.Module) -> None:
-        assert all(parameter.is_meta or isinstance(parameter, DTensor) for parameter in part.parameters())
+        if grid.is_sharded:
+            assert all(parameter.is_meta or isinstance(parameter, DTensor) for parameter in part.parameters())
         materialise(part, "cpu")
         fill(part, state.__getitem__)
 
@@ -304,7 +308,43 @@ def context_gradients(rank: int, folder: Path) -> None:
     assert float(key.grad) == 1 + 2**-7, float(key.grad)  # 1 + 3 · 2⁻⁹, rounded once
 
 
+def make_documents() -> list[Document]:
+    """Some are too short to predict anything, in one an agent wrote a part."""
+    documents = [Document(token_ids=np.array(ids, np.int32), weights=np.ones(len(ids), np.float32))
+                 for ids in (*make_sequences(6), [3])]  # fmt: skip
+    spoken = np.where(np.arange(20) % 3 == 0, 1.0, 0.25).astype(np.float32)
+    return [*documents, Document(token_ids=np.arange(20, dtype=np.int32), weights=spoken)]
+
+
+def imitate(model: CausalModel, grid: Grid | None) -> list[Loss]:
+    """The losses of steps on documents, the last on one alone, of which most ranks have nothing, and what is measured
+    then.
+    """
+    trainer = ImitationTrainer(make_optimisation(model, "muon", grid), grid)
+    shares, share = (1, 0) if grid is None else (grid.shares, grid.share)
+
+    def dealt(documents: list[Document]) -> list[list[Document]]:
+        lengths = [len(document.token_ids) for document in documents]
+        passes = pack(lengths, max_tokens=40, ranks=shares, cost=Cost(per_token=1.0, per_pair=0.1))[share]
+        return [[documents[index] for index in microbatch] for microbatch in passes]
+
+    batch = make_documents()
+    losses = [trainer.step(step, dealt(batch)) for step in (1, 2)]
+    return [*losses, trainer.step(3, dealt(batch[-1:])), trainer.measure(dealt(batch))]
+
+
+def imitations(rank: int, folder: Path) -> None:
+    """Write the losses of every division of a model that imitates."""
+    result = {}
+    for name in GRIDS:
+        grid = make_grid(name)
+        result[name] = [asdict(loss) for loss in imitate(sharded(TINY, grid), grid)]
+    if rank == 0:
+        (folder / "imitations.json").write_text(json.dumps(result))
+
+
 def everything(rank: int, folder: Path) -> None:
+    imitations(rank, folder)
     context_gradients(rank, folder)
     curves(rank, folder)
     publications(rank, folder)
@@ -317,6 +357,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("ranks")
     run_ranks(WORLD, everything, path)
     return path
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_imitation_on_several_ranks_is_that_of_one(folder: Path, grid: str) -> None:
+    result = json.loads((folder / "imitations.json").read_text())[grid]
+    expected = [asdict(loss) for loss in imitate(make_model(TINY), None)]
+    assert expected[0]["weighted"] - expected[-1]["weighted"] > 1, "it does learn"
+    for loss, one in zip(result, expected, strict=True):
+        assert loss == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.parametrize(("family", "grid", "kind"), CASES)

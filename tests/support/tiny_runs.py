@@ -7,7 +7,7 @@ from pathlib import Path
 
 from etude.config.loading import default_recipe
 from etude.run.launchers.host_process import THREADING
-from etude.run.phases import make_start
+from etude.run.phase_models import make_start
 
 DEADLINE_S = 1700
 """A bound on what hangs, not on what a busy machine is slow at."""

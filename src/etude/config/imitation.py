@@ -37,7 +37,7 @@ class ImitationConfig(Section):
     checkpoint_steps: int = Field(default=200, ge=1)
     """Steps between checkpoints: what a killed phase has to do again, at most."""
     threads: int = Field(default=2, ge=1)
-    """CPU threads; the machine is otherwise idle in these phases."""
+    """CPU threads of each rank; the machine is otherwise idle in these phases."""
 
     @model_validator(mode="after")
     def _scheduled(self) -> Self:

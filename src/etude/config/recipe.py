@@ -238,6 +238,7 @@ class RunConfig(Section):
                 f"told of a plain model: leave engine.kind out, or have plain experts"
             )
         check_drafts(self)
+        check_sharding(self)
         return self
 
     @model_validator(mode="after")
@@ -495,6 +496,20 @@ def has_drafts(config: RunConfig) -> bool:
     return bool(config.loss.draft_learning_rate or config.engine.draft_tokens)
 
 
+def check_sharding(config: RunConfig) -> None:
+    """Raise ``ValueError`` for a choice of sharding that has no effect."""
+    if config.parallel.sharding != "full" and most_ranks(config) == 1:
+        raise ValueError(
+            f"parallel.sharding = {config.parallel.sharding!r} would have no effect on one rank: leave it out, or "
+            f"raise parallel.dp or parallel.imitation_dp"
+        )
+
+
+def most_ranks(config: RunConfig) -> int:
+    """The most ranks that any phase has."""
+    return max(config.parallel.ranks, config.parallel.imitation.ranks)
+
+
 def check_drafts(config: RunConfig) -> None:
     """Raise ``ValueError`` for a draft head that could not be served, trained or right."""
     if not has_drafts(config):
@@ -505,10 +520,10 @@ def check_drafts(config: RunConfig) -> None:
             f"{key} with engine.kind = {config.engine.kind!r}, which would not know a draft head in its weights: leave "
             f"it out; what vLLM has is engine.options.arguments.speculative-config"
         )
-    if config.parallel.ranks > 1:
+    if (config.model.checkpoint and most_ranks(config) > 1) or config.parallel.ranks > 1:
         raise ValueError(
-            f"{key} gives the model a draft head, which is not sharded over parallel.dp * parallel.cp = "
-            f"{config.parallel.ranks} ranks: leave it out, or train on one"
+            f"{key} gives the model a draft head, which is not sharded over {most_ranks(config)} ranks: leave it "
+            f"out, or parallel.dp, parallel.cp and parallel.imitation_dp"
         )
     if config.lora.rank and "rl" in config.lora.phases:
         raise ValueError(
@@ -531,9 +546,8 @@ def check_adapters(config: RunConfig) -> None:
     refused = {
         f"lora.phases with {first!r} would adapt random weights that are never trained: set model.checkpoint, or "
         f"lora.phases to later phases": is_random and first in config.lora.phases,
-        f"parallel.dp · cp = {config.parallel.ranks}: adapters are trained by one process; leave [parallel] out": (
-            config.parallel.ranks > 1
-        ),
+        f"{most_ranks(config)} ranks: adapters are trained by one process; leave [parallel] out": most_ranks(config)
+        > 1,
         "optimiser.kind = 'muon' is for whole matrices, not for their factors: leave it out": (
             config.optimiser.kind == "muon"
         ),

@@ -528,10 +528,16 @@ class ParallelConfig(Section):
 
     dp: int = Field(default=1, ge=1)
     """Ranks, or groups of ``cp`` ranks, that train on sequences of their own."""
+    imitation_dp: int = Field(default=0, ge=0)
+    """The same in mid-training and SFT, when nothing else computes; 0: as many as ``dp``."""
     cp: int = Field(default=1, ge=1)
     """Ranks over which each sequence is split."""
     ep: int = Field(default=1, ge=1)
     """Ranks over which the experts of a layer are spread; the others hold the same experts, sharded."""
+    sharding: Literal["full", "none"] = "full"
+    """``full``: weights, gradients and moments are divided over all ranks (FSDP). ``none``: each rank has all of them,
+    and gradients alone are added up (DDP): for small models, where gathering weights takes longer than computing.
+    """
 
     @property
     def ranks(self) -> int:
@@ -540,6 +546,19 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
-        if self.ranks % self.ep:
-            raise ValueError(f"parallel.ep={self.ep} must divide dp * cp = {self.ranks}")
+        for key, dp in (("dp", self.dp), ("imitation_dp", self.imitation_dp)):
+            if dp * self.cp % self.ep:
+                raise ValueError(f"parallel.ep={self.ep} must divide {key} * cp = {dp * self.cp}")
+        if self.sharding == "none" and self.ep > 1:
+            raise ValueError(f"parallel.sharding = 'none' has all experts on each rank: leave ep = {self.ep} out")
         return self
+
+    @property
+    def shards(self) -> int:
+        """Processes over which weights, gradients and moments are divided."""
+        return self.ranks if self.sharding == "full" else 1
+
+    @property
+    def imitation(self) -> Self:
+        """The same in mid-training and SFT."""
+        return self.model_copy(update={"dp": self.imitation_dp or self.dp})

@@ -11,7 +11,7 @@ from etude.models.decoder import Decoder
 from etude.models.peft import write_peft
 from etude.run.folder import RunFolder, require_empty
 from etude.run.numerics import DTYPES, adapter_spec, checkpoint_extra
-from etude.run.phases import hand_down, read_model, save_state
+from etude.run.phase_models import hand_down, read_model, save_state
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
 from etude.weights.pull import pull

@@ -16,11 +16,13 @@ from etude.config.recipe import RunConfig
 from etude.config.rollouts import CommandOptions
 from etude.errors import ConfigError
 from etude.fleet.specs import ETUDE, GroupMember, ProcessSpec, Resources
-from etude.run.phase_folders import phases_of
+from etude.run.phase_folders import phases_of, ranks_of
 from etude.run.process_name import FEEDBACK, PRODUCT, PRODUCTION, RELEASE, ProcessName
 
 FINITE = frozenset({"midtrain", "sft", "parity", "train", "rollouts"})
 """Commands that end when their work is done; the others serve until they are stopped."""
+LIKE = {"midtrain": "train", "sft": "train", "parity": "serve"}
+"""Command before the loop → the one whose resources it has, and in whose place it runs."""
 RUN_KEY, SANDBOXES_KEY = "ETUDE_RUN_KEY", "ETUDE_SANDBOXES_KEY"
 STORE_SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 """Credentials of an S3 store; where machines have a role of their own there are none."""
@@ -61,12 +63,18 @@ def is_gated(config: RunConfig) -> bool:
 def plan_phases(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
     """Plan all that comes before the loop of a new run, in its order."""
     gate = ("parity",) if is_gated(config) else ()
-    return tuple(spec for command in (*phases_of(config), *gate) for spec in plan_phase(command, fleet, run))
+    return tuple(spec for command in (*phases_of(config), *gate) for spec in plan_phase(command, config, fleet, run))
 
 
-def plan_phase(command: str, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
-    """Plan a phase before the loop, which is one process at home: mid-training, SFT, the parity gate."""
-    return (process_spec(ProcessName(command=command), fleet, run),)
+def plan_phase(command: str, config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
+    """Plan a phase before the loop: the parity gate, one process at home, or mid-training or SFT, one on each node of
+    the trainer.
+
+    Raises :class:`~etude.errors.ConfigError` where a phase's ranks cannot be divided among the nodes.
+    """
+    if ranks_of(config, command) == 1:
+        return (process_spec(ProcessName(command=command), fleet, run),)
+    return tuple(_plan_ranks(command, config, fleet, run))
 
 
 def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessSpec, ...]:
@@ -76,7 +84,7 @@ def plan_loop(config: RunConfig, fleet: FleetConfig, run: str) -> tuple[ProcessS
     """
     return (
         *(spec for region in fleet.regions for spec in _plan_region(config, fleet, region, run)),
-        *_plan_trainer(config, fleet, run),
+        *_plan_ranks("train", config, fleet, run),
         *(process_spec(ProcessName(command="rollouts", replica=n), fleet, run) for n in range(fleet.rollouts)),
         *(process_spec(name, fleet, run) for name in _live_processes(config)),
     )
@@ -121,22 +129,23 @@ def _plan_region(config: RunConfig, fleet: FleetConfig, region: RegionConfig, ru
         )
 
 
-def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
-    """One process a node: each starts the node's ranks, or is the one that there is."""
-    nodes, ranks = fleet.trainer.nodes, config.parallel.ranks
+def _plan_ranks(command: str, config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[ProcessSpec]:
+    """One process a node of the trainer: each starts the node's ranks, or is the one that there is."""
+    nodes, ranks = fleet.trainer.nodes, ranks_of(config, command)
     if ranks % nodes:
+        key = "parallel.dp" if command == "train" else "parallel.imitation_dp"
         raise ConfigError(
-            f"trainer.nodes = {nodes} of the fleet does not divide the recipe's parallel.dp * parallel.cp = {ranks} "
-            f"ranks: each node has as many as any other; set parallel.dp to a multiple of {nodes}"
+            f"trainer.nodes = {nodes} of the fleet does not divide the ranks of `etude {command}`, {ranks}: each "
+            f"node has as many as any other; set {key} to a multiple of {nodes}"
         )
     for node in range(nodes):
-        name = ProcessName(command="train", replica=node)
-        group = GroupMember(name="train", rank=node, size=nodes, port=fleet.trainer.port) if nodes > 1 else None
+        name = ProcessName(command=command, replica=node)
+        group = GroupMember(name=command, rank=node, size=nodes, port=fleet.trainer.port) if nodes > 1 else None
         yield ProcessSpec(
             name=str(name),
-            command=(ETUDE, "train", "--run", run),
+            command=(ETUDE, command, "--run", run),
             region=fleet.home,
-            resources=resources_of("train", fleet),
+            resources=resources_of(command, fleet),
             secrets=(RUN_KEY, *STORE_SECRETS),
             group=group,
             ends=True,
@@ -144,8 +153,8 @@ def _plan_trainer(config: RunConfig, fleet: FleetConfig, run: str) -> Iterator[P
 
 
 def resources_of(command: str, fleet: FleetConfig) -> Resources:
-    """The resources that a fleet gives to each process of a command."""
-    section = fleet.resources.get(command)
+    """The resources that a fleet gives to each process of a command; phases before the loop have another's."""
+    section = fleet.resources.get(LIKE.get(command, command))
     return Resources() if section is None else Resources(**section.model_dump())
 
 

@@ -5,8 +5,9 @@
     trainer = [2, 3]                 train ─ 2, 3
 
 A process sees its own GPUs alone (``CUDA_VISIBLE_DEVICES``). Where there is one GPU, engine and trainer share it, as
-long as each is one process. Phases before RL, the parity gate and those of releases compute on the first GPU. Machines
-of a fleet are their launcher's to divide.
+long as each is one process. Mid-training and SFT have the trainer's GPUs where they have as many ranks, and otherwise
+those from the first on; the parity gate and those of releases compute on the first. Machines of a fleet are their
+launcher's to divide.
 """
 
 import math
@@ -18,6 +19,7 @@ from etude.config.inference import SglangOptions, VllmOptions
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
 from etude.fleet.specs import ProcessSpec
+from etude.run.phase_folders import phases_of, ranks_of
 from etude.run.process_name import ENGINE, PRODUCTION, TRAINER, ProcessName
 from etude.run.resolve import resolve_device
 
@@ -54,6 +56,23 @@ def divide_gpus(config: RunConfig, count: int) -> dict[str, tuple[int, ...]]:
         f"{len(engines)} engines of {engine_gpus(config)} GPUs each and {ranks} ranks of the trainer want {needed} "
         f"GPUs, and this machine has {count}: lower engine.replicas, release.engines or parallel.dp, or use a fleet"
     )
+
+
+def phase_gpus(config: RunConfig, shares: Mapping[str, tuple[int, ...]], count: int) -> dict[str, tuple[int, ...]]:
+    """Phase before RL → its GPUs, the trainer's of ``shares``, where it has as many ranks; others see all ``count``.
+
+    Raises :class:`~etude.errors.ConfigError` where there are too few.
+    """
+    if resolve_device(config.trainer.device) != "cuda":
+        return {}
+    trainer = shares.get(str(TRAINER), ())
+    ranks = {phase: ranks_of(config, phase) for phase in phases_of(config)}
+    for phase, number in ranks.items():
+        if number > count:
+            raise ConfigError(
+                f"{phase} has {number} ranks, and this machine has {count} GPUs: lower parallel.imitation_dp"
+            )
+    return {phase: trainer for phase, number in ranks.items() if number == len(trainer)}
 
 
 def with_gpus(specs: Sequence[ProcessSpec], shares: Mapping[str, tuple[int, ...]]) -> tuple[ProcessSpec, ...]:

@@ -120,11 +120,11 @@ def _play(
     if is_fresh:
         for phase in lineage.pending(config) or phases_of(config)[-1:]:
             events.write(PhaseStarted(phase=phase))
-            _keep_alive(plan_phase(phase, fleet, run), folder, config, before, events, progress)
+            _keep_alive(plan_phase(phase, config, fleet, run), folder, config, before, events, progress)
     check_complete(lineage, config)
     is_taken_over = not placement.launcher.look().keys().isdisjoint(spec.name for spec in loop)
     if is_gated(config) and not is_taken_over:  # those that run have passed it
-        _keep_alive(plan_phase("parity", fleet, run), folder, config, before, events, progress)
+        _keep_alive(plan_phase("parity", config, fleet, run), folder, config, before, events, progress)
     with contextlib.ExitStack() as stack:
         if placement.state is not None:  # not sooner: a region's processes read what phases leave
             placement.state.own.declare(desired_of(folder, fleet))

@@ -125,7 +125,7 @@ class MemoryPlan:
 def trainer_memory(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> ProcessMemory:
     """Each rank of the trainer. Raises :class:`~etude.errors.ConfigError` for experts that cannot be divided."""
     parallel, fused = config.parallel, config.trainer.device == "cuda"
-    ranks, ep = parallel.ranks, parallel.ep
+    ranks, ep = parallel.shards, parallel.ep
     if spec.experts is not None and ranks > 1:
         _check_experts(spec.experts, spec.hidden_size, ranks, ep)
     own = -(-_trained(config, spec, sizes) // ranks)
@@ -186,7 +186,7 @@ def _step_parts(config: RunConfig, spec: ModelSpec, sizes: ModelSizes) -> list[M
     tokens = -(-max(config.trainer.microbatch_tokens, config.engine.max_length) // parallel.cp)
     saved = [saved_bytes(spec, layer, item=item, fused=fused, length=length) * tokens for layer in range(spec.layers)]
     block, rounded = sizes.largest_block(parallel.ep), item if item < FLOAT else 0
-    gathers = parallel.ranks > 1
+    gathers = parallel.shards > 1
     recomputes = config.trainer.recomputes
     states = spec.layers * tokens * spec.hidden_size * item
     gathered = FLOAT if config.numerics.experts != "plain" else item

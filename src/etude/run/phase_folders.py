@@ -16,7 +16,9 @@ from typing import Literal, TypeAlias
 
 import orjson
 
+from etude.config.imitation import ImitationConfig
 from etude.config.recipe import RunConfig
+from etude.config.training import ParallelConfig
 from etude.errors import DamagedError, RunFolderError
 from etude.fsync import sync
 from etude.run.folder import RunFolder
@@ -45,6 +47,29 @@ class PhaseRecord:
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     """The phases of a recipe, in order. Mid-training is always one, perhaps of zero steps."""
     return ("midtrain", "sft") if config.sft.file else ("midtrain",)
+
+
+def settings_of(config: RunConfig, phase: Phase) -> ImitationConfig:
+    """The recipe section of a phase."""
+    return config.midtrain if phase == "midtrain" else config.sft
+
+
+def parallel_of(config: RunConfig, phase: Phase) -> ParallelConfig:
+    """The ranks of a phase; one, where it reads nothing."""
+    if phase == "midtrain" and not config.midtrain.tokens:
+        return ParallelConfig()
+    return config.parallel.imitation
+
+
+def ranks_of(config: RunConfig, command: str) -> int:
+    """The ranks of a command of a run: the trainer's, a phase's; of any other one."""
+    match command:
+        case "train":
+            return config.parallel.ranks
+        case "midtrain" | "sft":
+            return parallel_of(config, command).ranks
+        case _:
+            return 1
 
 
 PHASES = "phases"

@@ -23,7 +23,7 @@ from etude.objects import ObjectStore
 from etude.run.fleet_plan import one_machine, plan_loop
 from etude.run.fleet_state import FLEET_FOLDER, FleetObjects, FleetState
 from etude.run.folder import FLEET_FILE, RunFolder
-from etude.run.gpus import count_gpus, divide_gpus, with_gpus
+from etude.run.gpus import count_gpus, divide_gpus, phase_gpus, with_gpus
 from etude.run.keys import KeyRole
 from etude.run.launchers.local import LocalLauncher
 
@@ -61,7 +61,10 @@ def place_here(folder: RunFolder, config: RunConfig) -> RunPlacement:
     """Place all processes on this machine. Raises :class:`~etude.errors.ConfigError` where it has too few GPUs."""
     fleet = one_machine(config)
     launcher = LocalLauncher(Section(), LaunchContext(run="", folder=folder.path))
-    return RunPlacement(fleet=fleet, region=fleet.home, launcher=launcher, gpus=divide_gpus(config, count_gpus(config)))
+    count = count_gpus(config)
+    shares = divide_gpus(config, count)
+    shares |= phase_gpus(config, shares, count)
+    return RunPlacement(fleet=fleet, region=fleet.home, launcher=launcher, gpus=shares)
 
 
 def place_on(fleet: FleetConfig, folder: RunFolder, *, region: str = "") -> RunPlacement:

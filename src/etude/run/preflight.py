@@ -37,7 +37,7 @@ from etude.run.disk_space import check_disk_space
 from etude.run.draft_head import has_draft_head
 from etude.run.endpoints import listeners, probe_ports
 from etude.run.folder import RunFolder
-from etude.run.gpus import count_gpus, divide_gpus
+from etude.run.gpus import count_gpus, divide_gpus, phase_gpus
 from etude.run.judging import check_judge, check_key
 from etude.run.memory_plan import check_memory
 from etude.run.numerics import count_parameters
@@ -125,7 +125,8 @@ def _ask_judge(config: RunConfig, url: str) -> MachineFinding:
 def check_machine(config: RunConfig) -> Iterator[MachineFinding]:
     """Look for the devices and the ports of a recipe. Raises :class:`~etude.errors.UserError`."""
     check_devices(config)
-    divide_gpus(config, count_gpus(config))
+    count = count_gpus(config)
+    phase_gpus(config, divide_gpus(config, count), count)
     check_interpreter(config)
     trainer, engine = resolve_device(config.trainer.device), resolve_device(config.engine.device)
     yield MachineFinding(name="devices", words=f"trainer on {trainer}, engine on {engine}")

@@ -9,6 +9,7 @@ from typing import NoReturn
 from etude.run.data_copies import bring_data
 from etude.run.folder import RunFolder, exclusive
 from etude.run.parent import SUPERVISOR_VARIABLE, die_with_parent
+from etude.run.phase_folders import ranks_of
 from etude.run.process_name import ProcessName
 from etude.run.ranks import ONE_NODE, Nodes, run_ranks
 from etude.run.resolve import Role, check_devices
@@ -42,8 +43,8 @@ DATA_OF: Mapping[str, tuple[str, ...]] = {
 def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -> None:
     """Run one of a run's processes until it has done its work or gets a stop signal.
 
-    ``nodes`` are the machines of a trainer. Raises :class:`~etude.errors.ConfigError` where this machine has not the
-    device that the run has.
+    ``nodes`` are the machines of a trainer, or of a phase before. Raises :class:`~etude.errors.ConfigError` where this
+    machine has not the device that the run has.
     """
     config, command = folder.config(), name.command
     if command in DEVICES:
@@ -55,27 +56,26 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
         from etude.run.checkpoint_copies import restore_checkpoint
 
         restore_checkpoint(folder)  # other ranks wait for this one before they read
-    ranks = config.parallel.ranks if command == "train" else 1
+    ranks = ranks_of(config, command)
     if max(ranks, nodes.nnodes) > 1 and rank is None:
         environments = nodes.environments(ranks)
         if len(environments) > 1:
-            _run_ranks(folder, environments)
+            _run_ranks(command, folder, environments)
         os.environ.update(environments[0])
         rank = os.environ["RANK"]
     os.nice(NICENESS.get(command, 0))
-    if command == "train":
+    if ranks > 1:
         name = ProcessName(command=command, replica=int(rank or 0))
     with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
         bring_data(folder, *DATA_OF.get(command, ()))
         _run(name, folder)
 
 
-def _run_ranks(folder: RunFolder, environments: Sequence[Mapping[str, str]]) -> NoReturn:
+def _run_ranks(command: str, folder: RunFolder, environments: Sequence[Mapping[str, str]]) -> NoReturn:
     """Run this node's ranks, which are processes of their own, to their end."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ[SUPERVISOR_VARIABLE] = str(os.getpid())  # whose children they are, and end with
-    command = [sys.executable, "-m", "etude", "train", "--run", str(folder.path)]
-    raise SystemExit(run_ranks(command, environments))
+    raise SystemExit(run_ranks([sys.executable, "-m", "etude", command, "--run", str(folder.path)], environments))
 
 
 def _run(name: ProcessName, folder: RunFolder) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of a trainer on one of its machines: which they are, and how they begin and end as one process.
+"""The ranks of a trainer, or of a phase before it, on one machine: which they are, how they begin and end as one.
 
     etude train ──one rank here──▶ goes on as that rank
                 └──several──▶ rank, rank, … ──the first that fails──▶ the others are killed, its status is the node's
@@ -38,8 +38,8 @@ class Nodes:
         """
         if ranks % self.nnodes:
             raise ConfigError(
-                f"--nnodes {self.nnodes} does not divide parallel.dp * parallel.cp = {ranks} ranks: each node has as "
-                f"many as any other"
+                f"--nnodes {self.nnodes} does not divide {ranks} ranks (dp * parallel.cp of the recipe): each node has "
+                f"as many as any other"
             )
         host, _, port = self.rdzv_endpoint.rpartition(":")
         if self.nnodes == 1:

@@ -360,7 +360,7 @@ def build_trainer(
     """
     context = None if grid is None else grid.context
     model = policy_model(folder, config, grid, log, base)
-    policy = PolicyTrainer(optimisation_of(model, config), config.loss, config.numerics, context, config.hints)
+    policy = PolicyTrainer(optimisation_of(model, config, grid), config.loss, config.numerics, context, config.hints)
     checkpoints = Checkpoints(folder.checkpoints, None if grid is None else grid.everyone)
     weights, types = partial(weights_of, folder, config, log, base), published_types(model, config.numerics)
     return TrainerGroup(policy, checkpoints, grid, weights, types)
@@ -404,7 +404,7 @@ def policy_model(
     return model.train()
 
 
-def optimisation_of(model: CausalModel, config: RunConfig) -> Optimisation:
+def optimisation_of(model: CausalModel, config: RunConfig, grid: Grid | None = None) -> Optimisation:
     """Optimiser, schedule and clipping of reinforcement learning."""
     trainer, schedule = config.trainer, rate_schedule(config.trainer)
     optimiser = build_optimiser(
@@ -414,7 +414,7 @@ def optimisation_of(model: CausalModel, config: RunConfig) -> Optimisation:
         betas=trainer.betas,
         draft_learning_rate=config.loss.draft_learning_rate,
     )
-    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm, progress=Heartbeat().beat)
+    return Optimisation(model, optimiser, schedule, clip_norm=trainer.clip_norm, progress=Heartbeat().beat, grid=grid)
 
 
 def rate_schedule(trainer: TrainerConfig) -> RateSchedule:

@@ -19,7 +19,7 @@ from etude.errors import UserError
 from etude.models.decoder import Decoder
 from etude.run.folder import require_empty
 from etude.run.numerics import published_state
-from etude.run.phases import hand_down, save_state
+from etude.run.phase_models import hand_down, save_state
 from etude.run.resolve import resolve_device
 from etude.tinker.jobs import Gone, Jobs, Result, ServerBusy
 from etude.tinker.messages import BatchRequest, encode_output, encode_samples

@@ -170,7 +170,8 @@ class Distillation:
 
     def _read(self, model: CausalModel, views: Sequence[Trajectory]) -> tuple[SampledTokens, Tensor, Tensor | None]:
         tokens, routing = self._tokens(model, views)
-        return tokens, *hidden_before(model, tokens, routing, self.context)
+        placed = (tokens.token_ids_T, tokens.lengths, tokens.places_N)
+        return tokens, *hidden_before(model, *placed, routing, self.context)
 
     def _tokens(self, model: CausalModel, views: Sequence[Trajectory]) -> tuple[SampledTokens, Routing | None]:
         """The replies of some contexts, drawn from whole distributions, and the routes of all tokens."""

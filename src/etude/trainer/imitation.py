@@ -8,7 +8,7 @@ Shape legend: N tokens of a piece, its documents back to back, P predicted token
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TypeAlias, final
 
 import numpy as np
@@ -18,13 +18,18 @@ from torch.nn import functional
 
 from etude.models.hf import CausalModel
 from etude.trainer.optimisation import Optimisation
+from etude.trainer.parallel import Grid
+from etude.trainer.parallel_context import ContextParallel
 from etude.trainer.readout import in_chunks
+from etude.trainer.scores import hidden_before
 from etude.types import Document, Mask
 
 MicroBatch: TypeAlias = Sequence[Document]
 """Documents that go through the model together; empty: a pass without any."""
 MIN_TOKENS = 2
 """A shorter document predicts nothing and is left out."""
+PADDING = Document(token_ids=np.zeros(1, np.int32), weights=np.zeros(1, np.float32))
+"""Stands for the documents of a pass that has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +70,16 @@ class Loss:
 class ImitationTrainer:
     """Trains a model by next-token prediction on documents."""
 
-    def __init__(self, optimisation: Optimisation) -> None:
+    def __init__(self, optimisation: Optimisation, grid: Grid | None = None) -> None:
+        """With a ``grid`` the model is sharded over its ranks, each of which has a share of every batch."""
         self._optimisation = optimisation
         self._model = optimisation.model
+        self._grid = grid
+        self._context = None if grid is None else grid.context
 
     def step(self, step: int, microbatches: Sequence[MicroBatch]) -> Loss:
-        """Take step 1, 2, … on all pieces of a batch and return the loss that it was taken from.
+        """Take step 1, 2, … on this rank's pieces of a batch, as many as every other's, and return the loss of the
+        whole batch that it was taken from.
 
             L = Σ_t w_t · −log π_θ(y_t) / Σ_t w_t        over the predicted tokens of the whole batch
 
@@ -78,45 +87,65 @@ class ImitationTrainer:
         which no token counts.
         """
         total = sum(_weight(document) for microbatch in microbatches for document in microbatch)
+        if self._grid is not None:  # ranks that share a context have the same documents
+            total = self._grid.total([total])[0] * self._grid.shares / self._grid.world
         if not total > 0:
             raise ValueError(f"step {step}: no token of the batch has a weight, there is nothing to learn")
         losses: list[Loss] = []
         self._optimisation.step(step, self._losses(microbatches, total, losses))
-        return sum(losses, Loss())
+        return self._of_all(losses)
 
     @torch.no_grad()
     def measure(self, microbatches: Sequence[MicroBatch]) -> Loss:
-        """The loss of documents that are not learnt from."""
+        """The loss of documents that are not learnt from: of this rank's pieces and all others'."""
         losses: list[Loss] = []
         for _ in self._losses(microbatches, 1.0, losses):
             pass
-        return sum(losses, Loss())
+        return self._of_all(losses)
 
     def _losses(self, microbatches: Sequence[MicroBatch], total: float, losses: list[Loss]) -> Iterator[Tensor]:
         """Each micro-batch's share of the loss, computed when asked for; its figures are appended to ``losses``."""
         for microbatch in microbatches:
             documents = [document for document in microbatch if len(document.token_ids) >= MIN_TOKENS]
-            if documents:
-                losses_P, weights_P, acts_P = predict(self._model, documents)
-                losses.append(_measured(losses_P.detach(), weights_P, acts_P, documents))
-                yield (losses_P * weights_P).sum() / total
+            if not documents and self._grid is None:
+                continue
+            losses_P, weights_P, acts_P = predict(self._model, documents, self._context)
+            read = documents if self._context is None or self._context.rank == 0 else []
+            losses.append(_measured(losses_P.detach(), weights_P, acts_P, read))
+            yield (losses_P * weights_P).sum() / total
+
+    def _of_all(self, losses: Sequence[Loss]) -> Loss:
+        """The sum over micro-batches and ranks."""
+        own = sum(losses, Loss())
+        if self._grid is None:
+            return own
+        weighted, weight, action, actions, tokens = self._grid.total(astuple(own))
+        return Loss(weighted=weighted, weight=weight, action=action, actions=round(actions), tokens=round(tokens))
 
 
-def predict(model: CausalModel, documents: Sequence[Document]) -> tuple[Tensor, Tensor, Tensor]:
+def predict(
+    model: CausalModel, documents: Sequence[Document], context: ContextParallel | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Nats of the tokens that have a weight, with gradient, those weights, and which of them an agent wrote, all [P].
 
-    No document sees another, and its first token is predicted by nothing.
+    No document sees another, and its first token is predicted by nothing. With a ``context`` they are the tokens that
+    this rank computes. Of no documents they are none, with a gradient all the same, which other ranks wait for.
     """
     device = model.embedding.device
+    documents = documents or [PADDING]
+    lengths = [len(document.token_ids) for document in documents]
     ids_N = torch.from_numpy(np.concatenate([document.token_ids for document in documents])).to(device).long()
     weights_N = np.concatenate([np.append(np.float32(0), document.weights[1:]) for document in documents])
     acts_N = np.concatenate([_acts(document) for document in documents])
-    places_P = np.flatnonzero(weights_N)
-    hidden_NH = model.forward_packed(ids_N, [len(document.token_ids) for document in documents])
-    targets_P = torch.from_numpy(places_P).to(device)
-    (losses_P,) = in_chunks(_nats, model, hidden_NH[targets_P - 1], ids_N[targets_P])
-    weights_P = torch.from_numpy(weights_N[places_P]).to(device)
-    return losses_P, weights_P, torch.from_numpy(acts_N[places_P]).to(device)
+    places_P = torch.from_numpy(np.flatnonzero(weights_N))
+    targets_P = places_P.to(device)
+    hidden_PH, owners_P = hidden_before(model, ids_N, lengths, targets_P, context=context)
+    if context is not None and owners_P is not None:
+        mine_P = owners_P == context.rank
+        targets_P, places_P = targets_P[mine_P], places_P[mine_P.cpu()]
+    (losses_P,) = in_chunks(_nats, model, hidden_PH, ids_N[targets_P])
+    weights_P = torch.from_numpy(weights_N[places_P.numpy()]).to(device)
+    return losses_P, weights_P, torch.from_numpy(acts_N[places_P.numpy()]).to(device)
 
 
 def _nats(model: CausalModel, hidden_nH: Tensor, ids_n: Tensor) -> tuple[Tensor]:

@@ -22,7 +22,7 @@ from etude.models.decoder import Decoder
 from etude.models.hf import CausalModel
 from etude.trainer.moments import MOMENTS, InFloat32, KeptAdamW, Moments
 from etude.trainer.muon import Matrices, Muon, matrices_of
-from etude.trainer.parallel import clip_gradients
+from etude.trainer.parallel import Grid, add_gradients, clip_gradients
 
 MODEL, OPTIMISER = "model", "optimiser"
 """Prefixes of names: ``model/<parameter>`` and ``optimiser/<parameter>/<key>``."""
@@ -121,8 +121,11 @@ class Optimisation:
         *,
         clip_norm: float,
         progress: Callable[[], None] = lambda: None,
+        grid: Grid | None = None,
     ) -> None:
-        """``progress`` is called behind each piece of a batch: a step may take long, and is alive all the while."""
+        """``progress`` is called behind each piece of a batch: a step may take long, and is alive all the while.
+        ``grid`` are the ranks that train the model.
+        """
         self.model = model
         self._optimiser = optimiser
         self._moments: Moments = optimiser.moments if isinstance(optimiser, KeptAdamW | Muon) else InFloat32()
@@ -130,6 +133,7 @@ class Optimisation:
         self._schedule = schedule
         self._clip_norm = clip_norm
         self._progress = progress
+        self._copies = grid if grid is not None and not grid.is_sharded else None
 
     def step(self, step: int, losses: Iterable[Tensor], before_update: Callable[[], None] = lambda: None) -> float:
         """Take step 1, 2, … and return the norm of its gradient before it was clipped.
@@ -142,6 +146,8 @@ class Optimisation:
         for loss in losses:
             loss.backward()
             self._progress()
+        if self._copies is not None:
+            add_gradients(self.model, self._copies)
         head = self.model.draft
         norm = float(clip_gradients(self.model, self._clip_norm, without=head))
         # A draft head is clipped by itself: the policy's step is the same with and without it.

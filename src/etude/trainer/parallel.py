@@ -7,8 +7,8 @@
 
 Two meshes for two kinds of weights, over the same ranks (Composer 2.5's dual meshes): experts are many and each sees
 few tokens, so they are spread widely without splitting anything else as widely. Sharding is torch's ``fully_shard``,
-parameters are its ``DTensor`` objects. Gradients are added up, never averaged: every loss is divided by the totals of
-the whole batch before it gets here.
+parameters are its ``DTensor`` objects; without sharding each rank has the whole model. Gradients are added up, never
+averaged: every loss is divided by the totals of the whole batch before it gets here.
 
 Owns the meshes and the sharding. The journeys of tokens are :mod:`etude.trainer.parallel`', those
 of keys :mod:`etude.trainer.parallel_context`'s.
@@ -40,6 +40,8 @@ from etude.types import Floats
 COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest time that ranks wait for each other before all of them fail: longer than a publication may take, after which
 rank 0 says what went wrong."""
+BUCKET_NUMBERS = 1 << 24
+"""Numbers of gradients that are added up at a time: 64 MiB, of which there is a copy meanwhile."""
 MATRIX_ROWS = 1
 """The axis of expert parameters [E, rows, columns] that is sharded over the ranks with the same experts."""
 
@@ -51,6 +53,8 @@ class Grid:
     everyone: DeviceMesh
     experts: DeviceMesh
     sequences: DeviceMesh
+    is_sharded: bool = True
+    """False: each rank has all weights, and gradients are added up by :func:`add_gradients`."""
 
     @classmethod
     def open(cls, config: ParallelConfig, device: str) -> Self:
@@ -62,6 +66,7 @@ class Grid:
                 kind, (config.ranks // config.ep, config.ep), mesh_dim_names=("shards", "experts")
             ),
             sequences=init_device_mesh(kind, (config.dp, config.cp), mesh_dim_names=("dp", "cp")),
+            is_sharded=config.sharding == "full",
         )
 
     @property
@@ -124,8 +129,8 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != config.ranks:
         raise ConfigError(
-            f"parallel.dp * parallel.cp = {config.ranks}, but {started} processes were started: "
-            f"start them by `etude train`, or change the recipe"
+            f"dp * cp = {config.ranks}, but {started} processes were started: start them by `etude train`, `midtrain` "
+            f"or `sft`, or change parallel.dp or parallel.imitation_dp"
         )
     if config.ranks == 1:
         yield None
@@ -144,7 +149,8 @@ def joined(config: ParallelConfig, device: str) -> Iterator[Grid | None]:
 def parallelise(
     model: CausalModel, grid: Grid, fill: Callable[[nn.Module], None], dtype: torch.dtype = torch.float32
 ) -> None:
-    """Shard the weights of ``model``, which lie on ``meta``, in place; every rank has to fill in the same ones.
+    """Shard the weights of ``model``, which lie on ``meta``, in place, or fill in all of them where the grid has them
+    whole; every rank has to fill in the same ones.
 
     Shards are float32, and so are sums of gradients. Blocks are gathered in ``dtype``, the type that the model's
     arithmetic rounds parameters to where it uses them: the same numbers as of a gathered float32, half the traffic, and
@@ -156,6 +162,10 @@ def parallelise(
     part memory (:func:`materialise`) and weights: no device ever holds more than a block beside its shards. Raises
     :class:`~etude.errors.ConfigError` for experts that cannot be divided as the grid wants.
     """
+    if not grid.is_sharded:
+        for part in (*model.blocks, model):
+            fill(part)
+        return
     exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     rounded = replace(exact, param_dtype=dtype)
     for block in model.blocks:
@@ -190,6 +200,32 @@ def materialise(part: nn.Module, device: str) -> None:
             child.to_empty(device=device)
         elif child is not part.blocks:
             child.to(device)  # tables, which are never on meta
+
+
+def add_gradients(model: nn.Module, grid: Grid) -> None:
+    """Add up the gradients of ranks that each have the whole model; a parameter without one counts as 0."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for bucket in _buckets(gradients):
+        sums = torch._utils._flatten_dense_tensors(bucket)
+        dist.all_reduce(sums, group=grid.everyone.get_group())
+        for gradient, total in zip(bucket, torch._utils._unflatten_dense_tensors(sums, bucket), strict=True):
+            gradient.copy_(total)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours that are sent together, at most :data:`BUCKET_NUMBERS` or one tensor."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(each.numel() for each in bucket) + tensor.numel() > BUCKET_NUMBERS:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
 
 
 def clip_gradients(model: nn.Module, max_norm: float, *, without: nn.Module | None = None) -> Tensor:

@@ -129,19 +129,24 @@ def score(
 
 
 def hidden_before(
-    model: CausalModel, tokens: SampledTokens, routing: Routing | None = None, context: ContextParallel | None = None
+    model: CausalModel,
+    token_ids_T: Tensor,
+    lengths: Sequence[int],
+    places_N: Tensor,
+    routing: Routing | None = None,
+    context: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(hidden states [n,H] that scored tokens are predicted from, int64 [N] which rank has which token's).
+    """(hidden states [n,H] that the tokens at ``places_N`` are predicted from, int64 [N] which rank has which token's).
 
     Without a ``context`` this process has all of them, and the second is ``None``.
     """
     if context is None:
-        return model.forward_packed(tokens.token_ids_T, tokens.lengths, routing)[tokens.places_N - 1], None
+        return model.forward_packed(token_ids_T, lengths, routing)[places_N - 1], None
     assert isinstance(model, Decoder), "parallel.cp is refused with the recipe"
-    hidden_tH, own_t = context.hidden(model, tokens.token_ids_T, tokens.lengths, routing)
-    owners_N = context.owners(tokens.lengths).to(own_t.device)[tokens.places_N - 1]
+    hidden_tH, own_t = context.hidden(model, token_ids_T, lengths, routing)
+    owners_N = context.owners(lengths).to(own_t.device)[places_N - 1]
     mine_N = owners_N == context.rank
-    return hidden_tH[torch.searchsorted(own_t, tokens.places_N[mine_N] - 1)], owners_N
+    return hidden_tH[torch.searchsorted(own_t, places_N[mine_N] - 1)], owners_N
 
 
 def _score_in_parallel(
@@ -152,7 +157,7 @@ def _score_in_parallel(
     *,
     differentiate_entropies: bool,
 ) -> Scores:
-    hidden_nH, owners_N = hidden_before(model, tokens, routing, context)
+    hidden_nH, owners_N = hidden_before(model, tokens.token_ids_T, tokens.lengths, tokens.places_N, routing, context)
     assert owners_N is not None
     mine_N = owners_N == context.rank
     read = partial(_scores, differentiate_entropies=differentiate_entropies)
@@ -166,7 +171,7 @@ def _score_in_parallel(
 
 def sampled_logprobs(model: CausalModel, tokens: SampledTokens, routing: Routing | None = None) -> Tensor:
     """[N] float32: the log-probabilities of :func:`score` alone."""
-    hidden_NH, _ = hidden_before(model, tokens, routing)
+    hidden_NH, _ = hidden_before(model, tokens.token_ids_T, tokens.lengths, tokens.places_N, routing)
     columns = (tokens.scored_ids_N, tokens.temperatures_N, tokens.sampling_mask)
     (logprobs_N,) = in_chunks(_logprobs, model, hidden_NH, *columns)
     return logprobs_N

@@ -7,7 +7,7 @@ import pytest
 from etude.config.loading import default_recipe
 from etude.errors import ConfigError
 from etude.fleet.specs import ProcessSpec
-from etude.run.gpus import VISIBLE, count_gpus, divide_gpus, with_gpus
+from etude.run.gpus import VISIBLE, count_gpus, divide_gpus, phase_gpus, with_gpus
 
 GPUS = ("engine.device=cuda", "trainer.device=cuda")
 
@@ -41,6 +41,20 @@ def test_one_engine_and_one_rank_share_the_only_gpu() -> None:
 def test_too_few_gpus_are_told_of_before_anything_starts(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"want 3 GPUs, and this machine has 1: lower engine\.replicas"):
         divided(1, *settings)
+
+
+def test_phases_have_the_gpus_of_the_trainer_or_see_all() -> None:
+    def of_phases(*settings: str) -> dict[str, tuple[int, ...]]:
+        return phase_gpus(default_recipe([*GPUS, *settings]), divided(4, *settings), 4)
+
+    assert of_phases("parallel.dp=3") == {"midtrain": (1, 2, 3)}
+    assert of_phases("parallel.dp=3", "parallel.imitation_dp=4") == {}
+    assert of_phases("parallel.dp=3", "midtrain.tokens=0") == {}, "it reads nothing, on the first"
+    assert of_phases("trainer.device=cpu", "parallel.imitation_dp=9") == {}
+    with pytest.raises(
+        ConfigError, match=r"midtrain has 5 ranks, and this machine has 4 GPUs: lower parallel\.imitation_dp"
+    ):
+        of_phases("parallel.imitation_dp=5")
 
 
 def test_named_gpus_are_taken() -> None:

@@ -36,7 +36,7 @@ from etude.run.numerics import (
     training_model,
 )
 from etude.run.parity import check_parity
-from etude.run.phases import publish_start
+from etude.run.phase_models import publish_start
 from etude.run.store_outages import StoreOutages
 from etude.run.trainer_group import optimisation_of, policy_model
 from etude.run.weight_log import open_log

@@ -15,8 +15,9 @@ from etude.models.checkpoint import load_checkpoint
 from etude.objects import ObjectStore
 from etude.run.data_copies import bring_data
 from etude.run.folder import LEDGER_URL, RunFolder
+from etude.run.phase_data import cursor_tensors, read_cursor
 from etude.run.phase_folders import Phase, PhaseFolders
-from etude.run.phases import cursor_tensors, read_cursor, run_phase, run_phases
+from etude.run.phases import run_phase, run_phases
 from etude.run.processes import DATA_OF
 from etude.run.weight_log import open_log
 from etude.run.working_folder import RECIPE_FILES, WORK_VARIABLE, create_run, keep, open_run_folder

@@ -17,7 +17,7 @@ from etude.config.training import ModelShape
 from etude.errors import ConfigError, UserError
 from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
-from etude.run.phases import save_model
+from etude.run.phase_models import save_model
 from etude.run.preflight import (
     about_calls,
     about_numerics,

@@ -7,7 +7,7 @@ import pytest
 
 from etude.config.loading import default_recipe, parse_config
 from etude.errors import ConfigError
-from etude.run.phases import open_reading
+from etude.run.phase_data import open_reading
 from etude.run.task_families import open_demonstrations, open_family
 from etude.run.task_sandboxes import image_store
 from etude.tasks.corpora.corpus import tokenizer_texts

@@ -15,20 +15,25 @@ Replica: TypeAlias = Annotated[
     int, typer.Option(metavar="N", min=0, max=999_999, help="Its number among several: 0, 1, 2, …")
 ]
 Region: TypeAlias = Annotated[str, typer.Option(help="Region of the run's fleet in which it runs (default: home).")]
+NumNodes: TypeAlias = Annotated[int, typer.Option(min=1, envvar="PET_NNODES", help="Machines that train together.")]
+NodeRank: TypeAlias = Annotated[int, typer.Option(min=0, envvar="PET_NODE_RANK", help="Number of this one.")]
+Rendezvous: TypeAlias = Annotated[
+    str, typer.Option(metavar="HOST:PORT", envvar="PET_RDZV_ENDPOINT", help="Where the first one is met.")
+]
 
 app = group()
 
 
 @app.command()
-def midtrain(*, run: Run) -> None:
-    """One process of a run: mid-training."""
-    _run(ProcessName(command="midtrain"), run)
+def midtrain(*, run: Run, nnodes: NumNodes = 1, node_rank: NodeRank = 0, rdzv_endpoint: Rendezvous = "") -> None:
+    """One process of a run: mid-training, or one node of it."""
+    _run(ProcessName(command="midtrain"), run, Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
 
 
 @app.command()
-def sft(*, run: Run) -> None:
-    """One process of a run: supervised fine-tuning, if the recipe has it."""
-    _run(ProcessName(command="sft"), run)
+def sft(*, run: Run, nnodes: NumNodes = 1, node_rank: NodeRank = 0, rdzv_endpoint: Rendezvous = "") -> None:
+    """One process of a run: supervised fine-tuning, or one node of it."""
+    _run(ProcessName(command="sft"), run, Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
 
 
 @app.command()
@@ -70,15 +75,7 @@ def rollouts(*, run: Run, replica: Replica = 0) -> None:
 
 
 @app.command()
-def train(
-    *,
-    run: Run,
-    nnodes: Annotated[int, typer.Option(min=1, envvar="PET_NNODES", help="Machines that train together.")] = 1,
-    node_rank: Annotated[int, typer.Option(min=0, envvar="PET_NODE_RANK", help="Number of this one.")] = 0,
-    rdzv_endpoint: Annotated[
-        str, typer.Option(metavar="HOST:PORT", envvar="PET_RDZV_ENDPOINT", help="Where the first one is met.")
-    ] = "",
-) -> None:
+def train(*, run: Run, nnodes: NumNodes = 1, node_rank: NodeRank = 0, rdzv_endpoint: Rendezvous = "") -> None:
     """One process of a run: the trainer, or one node of it."""
     _run(TRAINER, run, Nodes(nnodes=nnodes, node_rank=node_rank, rdzv_endpoint=rdzv_endpoint))
 

@@ -39,6 +39,8 @@ INDEX_LABELS = {
     "gateway": POD_INDEX,
     "rollouts": JOB_INDEX,
     "train": JOB_INDEX,
+    "midtrain": JOB_INDEX,
+    "sft": JOB_INDEX,
 }
 """Command → the label of its pods with their number."""
 NUMBERED = frozenset({"serve", "gateway", "rollouts"})
@@ -111,8 +113,6 @@ class PodTemplate:
         self._command = command
         self._replicas = replicas
         self._spec = replicas[0]
-        self.before: list[Json] = []
-        """Containers that run before it, one after the other."""
         self._labels: Manifest = {
             "app.kubernetes.io/name": "etude",
             "app.kubernetes.io/instance": run,
@@ -121,15 +121,27 @@ class PodTemplate:
 
     def job_set(self) -> Manifest:
         """The nodes of a trainer, which find each other by the name of the first pod."""
+        return self.job_set_of([self.replicated_job("")])
+
+    def job_set_of(self, jobs: Sequence[Json]) -> Manifest:
+        """Groups of nodes under one name."""
         return self._object("jobset.x-k8s.io/v1alpha2", "JobSet", {
             "network": {"enableDNSHostnames": True, "subdomain": self._name},
             "failurePolicy": {"maxRestarts": RESTARTS, "rules": []},
-            "replicatedJobs": [{
-                "name": "node",
-                "replicas": 1,
-                "template": {"spec": {**self._job_spec(), "backoffLimit": 0}},
-            }],
+            "replicatedJobs": [*jobs],
         })  # fmt: skip
+
+    def replicated_job(self, before: str) -> Manifest:
+        """One group of nodes, which begins when the group ``before`` is complete, where one is named."""
+        job: Manifest = {"name": self.group, "replicas": 1}
+        if before:
+            job["dependsOn"] = [{"name": before, "status": "Complete"}]
+        return {**job, "template": {"spec": {**self._job_spec(), "backoffLimit": 0}}}
+
+    @property
+    def group(self) -> str:
+        """The name of its nodes within a job set."""
+        return "node" if self._command == "train" else self._command
 
     def job(self) -> Manifest:
         """Processes that end."""
@@ -190,10 +202,8 @@ class PodTemplate:
         pod: Manifest = {
             "restartPolicy": restart,
             "terminationGracePeriodSeconds": GRACE_S,
-            "containers": [self.container()],
+            "containers": [self._container()],
         }
-        if self.before:
-            pod["initContainers"] = self.before
         if region:
             pod["nodeSelector"] = {region: spec.region}
         if spec.is_lent:
@@ -204,7 +214,7 @@ class PodTemplate:
             ]}}  # fmt: skip
         return {"metadata": {"labels": self._labels}, "spec": pod}
 
-    def container(self) -> Manifest:
+    def _container(self) -> Manifest:
         """The one container of a pod."""
         spec, environment = self._spec, self._environment()
         container: Manifest = {
@@ -236,7 +246,7 @@ class PodTemplate:
         ]
         index: Json = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX_LABELS.get(self._command, '')}']"}}
         if self._spec.group is not None:
-            return [*secrets, *_rendezvous(self._spec.group, f"{self._name}-node-0-0.{self._name}", index)]
+            return [*secrets, *_rendezvous(self._spec.group, f"{self._name}-{self.group}-0-0.{self._name}", index)]
         return [*secrets, {"name": REPLICA, "valueFrom": index}] if self._command in NUMBERED else secrets
 
 
@@ -268,7 +278,8 @@ def _resources(resources: Resources, gpu: str) -> Manifest:
 
 
 def _phases(specs: Sequence[ProcessSpec], cluster: KubernetesConfig, run: str) -> Manifest:
-    """One job: all but the last phase are init containers, which run one after the other."""
-    *first, last = [PodTemplate(cluster, run, f"{run}-phases", spec.command[1], [spec]) for spec in specs]
-    last.before = [template.container() for template in first]
-    return last.job()
+    """One job set, whose groups begin one after the other: the nodes of each phase."""
+    phases = groupby(specs, key=lambda spec: ProcessName.parse(spec.name).command)
+    pods = [PodTemplate(cluster, run, f"{run}-phases", command, [*nodes]) for command, nodes in phases]
+    before = ["", *(one.group for one in pods)]
+    return pods[0].job_set_of([one.replicated_job(name) for one, name in zip(pods, before, strict=False)])

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from etude.config.fleet import FleetConfig, SlurmConfig
 from etude.errors import ExitCode
-from etude.fleet.specs import ProcessSpec
+from etude.fleet.specs import GroupMember, ProcessSpec
 from etude.run.process_name import ProcessName
 
 PAUSE_S = 5
@@ -50,9 +50,8 @@ def render_sbatch(
         lines += ["#SBATCH hetjob"] * (index > 0) + _request(specs, fleet.slurm)
     user_error = int(ExitCode.USER_ERROR)
     lines.append(HEAD.format(user_error=user_error, pause_s=PAUSE_S, prologue=fleet.slurm.prologue))
-    for spec in phases:
-        command = shlex.join(spec.command)
-        lines.append(f"again srun --het-group={trainer} --nodes=1 --ntasks=1 {command} || exit $?")
+    for _, nodes in groupby(phases, key=_command_of):
+        lines += _phase(trainer, next(nodes))
     lines += ["ending=()  # steps that end by themselves"]
     for index, (command, specs) in enumerate(components):
         lines += _step(index, command, specs)
@@ -84,12 +83,23 @@ def _step(index: int, command: str, specs: Sequence[ProcessSpec]) -> list[str]:
     spec, line = specs[0], shlex.join(specs[0].command)
     mark = ["ending+=($!)"] if spec.ends else []
     if spec.group is not None:
-        host = f'$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{index}" | head -n 1)'
-        group = " ".join(f"{name}={value}" for name, value in spec.group.rendezvous(host).items()
-                         if name != "PET_NODE_RANK")  # fmt: skip
-        task = f"PET_NODE_RANK=$SLURM_PROCID exec {line}"
-        step = f"again srun --het-group={index} --kill-on-bad-exit=1 bash -c {shlex.quote(task)} &"
-        return [f"export {group}", step, *mark]
+        return [*_group_step(index, spec, spec.group, then="&"), *mark]
     numbered = f"{line} --replica $SLURM_PROCID" if command in ("serve", "gateway", "rollouts") else line
     task = shlex.quote(f"again {numbered}")
     return [f"srun --het-group={index} --kill-on-bad-exit=0 bash -c {task} &", *mark]
+
+
+def _phase(index: int, spec: ProcessSpec) -> list[str]:
+    """The shell lines of a phase before the loop, on one machine of a component or on all of them."""
+    if spec.group is not None:
+        return _group_step(index, spec, spec.group, then="|| exit $?")
+    return [f"again srun --het-group={index} --nodes=1 --ntasks=1 {shlex.join(spec.command)} || exit $?"]
+
+
+def _group_step(index: int, spec: ProcessSpec, group: GroupMember, *, then: str) -> list[str]:
+    """The shell lines of nodes that begin and end together."""
+    host = f'$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_{index}" | head -n 1)'
+    met = " ".join(f"{name}={value}" for name, value in group.rendezvous(host).items() if name != "PET_NODE_RANK")
+    task = f"PET_NODE_RANK=$SLURM_PROCID exec {shlex.join(spec.command)}"
+    step = f"again srun --het-group={index} --kill-on-bad-exit=1 bash -c {shlex.quote(task)} {then}"
+    return [f"export {met}", step]

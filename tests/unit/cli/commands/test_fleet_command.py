@@ -49,7 +49,7 @@ def test_files_are_written_for_the_launcher_that_keeps_processes_itself(tmp_path
     [
         ("four-machines.toml", ["--set", "parallel.dp=16"], "launcher = 'ray' has no files: choose one by --launcher"),
         ("four-machines.toml", ["--launcher", "kubernetes", "--set", "parallel.dp=16"], "kubernetes.image is missing"),
-        ("slurm.toml", [], "trainer.nodes = 2 of the fleet does not divide the recipe's parallel.dp * parallel.cp = 1"),
+        ("slurm.toml", [], "trainer.nodes = 2 of the fleet does not divide the ranks of `etude train`, 1"),
         ("one-machine.toml", ["--launcher", "slurm"], "here has no store"),
     ],
 )

@@ -74,7 +74,7 @@ def test_there_is_a_file_for_each_region_with_what_runs_there(manifests: dict[st
     kinds = {name: sorted(f"{each['kind']} {each['metadata']['name']}" for each in objects)
              for name, objects in manifests.items()}  # fmt: skip
     assert kinds == {
-        "phases.yaml": ["Job fix-7-phases"],
+        "phases.yaml": ["JobSet fix-7-phases"],
         "us-east.yaml": [
             "Job fix-7-rollouts", "JobSet fix-7-train", "LeaderWorkerSet fix-7-serve", "Service fix-7-gateway",
             "Service fix-7-sandboxes", "StatefulSet fix-7-gateway", "StatefulSet fix-7-sandboxes",
@@ -100,6 +100,19 @@ def test_the_trainers_nodes_meet_at_the_first_and_each_has_a_machine(manifests: 
     assert environment["PET_RDZV_ENDPOINT"] == "fix-7-train-node-0-0.fix-7-train:29400"
     assert container["command"] == ["etude", "train", "--run", "s3://acme-us-east/runs/fix-7"]
     assert "podAntiAffinity" in job["template"]["spec"]["affinity"]
+
+
+def test_phases_follow_each_other_on_the_machines_of_what_they_are_like(manifests: dict[str, list[Manifest]]) -> None:
+    (phases,) = manifests["phases.yaml"]
+    jobs = {job["name"]: job for job in phases["spec"]["replicatedJobs"]}
+    assert [(name, job.get("dependsOn")) for name, job in jobs.items()] == [
+        ("midtrain", None), ("parity", [{"name": "midtrain", "status": "Complete"}]),
+    ]  # fmt: skip
+    assert [job["template"]["spec"]["completions"] for job in jobs.values()] == [128, 1]
+    pods = [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs.values()]
+    assert [pod["resources"]["limits"]["nvidia.com/gpu"] for pod in pods] == [8, 8]
+    environment = {each["name"]: each.get("value") for each in pods[0]["env"]}
+    assert environment["PET_RDZV_ENDPOINT"] == "fix-7-phases-midtrain-0-0.fix-7-phases:29400"
 
 
 def test_replicas_have_their_numbers_and_lent_ones_go_on_counting(manifests: dict[str, list[Manifest]]) -> None:

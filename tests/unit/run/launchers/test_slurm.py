@@ -58,7 +58,8 @@ def test_the_script_runs_phases_first_restarts_what_dies_and_ends_with_trainer_a
     assert done.returncode == 0, (tmp_path / "out").read_text()
     lines = [line.strip() for line in log.read_text().splitlines()]
     run = shlex.quote("s3://acme-lab/runs/fix-7")
-    assert lines[:2] == [f"midtrain --run {run}", f"parity --run {run}"]
+    assert lines[0] == f"midtrain --run {run} 2 1 node-a:29400"
+    assert lines[1].startswith(f"parity --run {run}")
     assert lines.count(f"train --run {run} 2 1 node-a:29400") == 2, "once more, as it died"
     for command in ("serve", "gateway", "rollouts"):
         assert any(line.startswith(f"{command} --run {run} --replica 1") for line in lines), command

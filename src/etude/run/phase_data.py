@@ -1,0 +1,130 @@
+"""The data of mid-training and SFT: which sources a phase reads, what is held out, and how far it has read.
+
+section of the recipe ──▶ sources ──▶ mixture ──▶ batches        the same on every rank of a phase
+└──▶ held-out documents
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from etude.config.data_paths import change_source, in_run
+from etude.config.imitation import FAMILY_SOURCES, ImitationConfig
+from etude.config.recipe import RunConfig
+from etude.errors import RunFolderError
+from etude.run.phase_folders import Phase, settings_of
+from etude.run.task_families import open_demonstrations
+from etude.tasks.corpora.conversations import Conversations
+from etude.tasks.corpora.corpus import demonstration_sources
+from etude.tasks.corpora.mixture import BatchStream, Cursor, Mixture, Side, Source, Taken, heldout_documents
+from etude.tasks.corpora.texts import PlainText, TextFiles
+from etude.tokens.messages import ChatFormat
+from etude.trainer.optimisation import BatchSchedule
+from etude.types import Document, Split
+
+HELDOUT_DOCUMENTS = 64
+"""Held-out documents of each source on which the loss is measured: some ten thousand tokens, a second's work."""
+HELDOUT_SEED = 0
+"""Seed of the held-out documents, the same for every run, so that runs can be compared."""
+CURSOR, IDENTITY = "cursor", "identity"
+"""In a checkpoint: ``cursor/<source>`` int64 [documents, tokens]; ``identity`` uint8 [32] of the data."""
+DOCUMENT_BYTES = 1_024
+"""Longest part of a text file that is one document: some hundred tokens, so that it fits any context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImitationData:
+    """The data of a phase."""
+
+    stream: BatchStream
+    heldout: Mapping[str, Sequence[Document]]
+    """Source → documents that are never learnt from; without those that have none, or where nothing is measured."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole phase."""
+        return self.stream.mixture.tokens
+
+
+def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat, folder: Path) -> ImitationData:
+    """Open the data of a phase: checked sources, their stream, and held-out documents. Sources in the ``folder`` of the
+    run are named as its ``run.toml`` names them, so that a checkpoint's cursor is of the same ones on every machine.
+
+    Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
+    """
+    named = config.midtrain.shares if phase == "midtrain" else {f"chat:{config.sft.file}": (1.0, 1.0)}
+    shares = {change_source(name, lambda path: in_run(path, folder)): share for name, share in named.items()}
+    files = dict(zip(shares, named, strict=True))
+    sources = _open(config, phase, files, chat, Split.TRAIN)
+    tokens = config.midtrain.tokens if phase == "midtrain" else config.sft.epochs * _tokens(sources)
+    heldout = _open(config, phase, files, chat, Split.HELDOUT) if config.eval.enabled else {}
+    by_source = {name: heldout_documents(source, HELDOUT_DOCUMENTS) for name, source in heldout.items()}
+    return ImitationData(
+        stream=BatchStream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
+        heldout={name: documents for name, documents in by_source.items() if documents},
+    )
+
+
+def _open(
+    config: RunConfig, phase: Phase, files: Mapping[str, str], chat: ChatFormat, split: Split
+) -> dict[str, Source]:
+    """The sources of a phase by name, on one side of the hold-out; none where the phase reads nothing. ``files`` are
+    their names with whole paths.
+    """
+    if phase == "midtrain" and not config.midtrain.tokens:
+        return {}
+    seed = config.seed if split is Split.TRAIN else HELDOUT_SEED
+    text, side = PlainText(chat), Side(split=split, seed=seed, one_in=config.eval.heldout_every)
+    weight = settings_of(config, phase).context_weight
+    opened: dict[str, Source] = {}
+    if any(name in FAMILY_SOURCES for name in files):
+        opened = demonstration_sources(open_demonstrations(config, split), text, side, context_weight=weight)
+    for name, file in files.items():
+        kind, _, path = file.partition(":")
+        if kind == "text":
+            opened[name] = TextFiles(Path(path), text, side, chunk_bytes=DOCUMENT_BYTES)
+        elif kind == "chat":
+            opened[name] = Conversations(Path(path), chat, side, context_weight=weight)
+    return {name: opened[name] for name in files}
+
+
+def _tokens(sources: Mapping[str, Source]) -> int:
+    """Sum over all conversations."""
+    return sum(source.tokens for source in sources.values() if isinstance(source, Conversations))
+
+
+def cursor_tensors(cursor: Cursor, identity: str) -> dict[str, Tensor]:
+    """The data cursor as tensors of a checkpoint, so that weights and data position are saved together."""
+    tensors = {
+        f"{CURSOR}/{name}": torch.tensor([taken.documents, taken.tokens]) for name, taken in cursor.taken.items()
+    }
+    return tensors | {IDENTITY: _fingerprint(identity)}
+
+
+def read_cursor(tensors: Mapping[str, Tensor], identity: str) -> Cursor:
+    """The inverse of :func:`cursor_tensors`. Raises :class:`~etude.errors.RunFolderError` if the data has changed."""
+    if not torch.equal(tensors[IDENTITY], _fingerprint(identity)):
+        raise RunFolderError(
+            f"the checkpoint was made with other data or another schedule than {identity[:400]}: restore the files and "
+            f"run.toml, or start a new run"
+        )
+    taken = {
+        name.removeprefix(f"{CURSOR}/"): Taken(documents=int(tensor[0]), tokens=int(tensor[1]))
+        for name, tensor in tensors.items()
+        if name.startswith(f"{CURSOR}/")
+    }
+    return Cursor(taken=taken)
+
+
+def _fingerprint(identity: str) -> Tensor:
+    return torch.tensor([*hashlib.sha256(identity.encode()).digest()], dtype=torch.uint8)
+
+
+def batch_schedule(settings: ImitationConfig, tokens: int) -> BatchSchedule:
+    """The batch-size schedule of a phase of ``tokens``."""
+    first = settings.first_batch_tokens or settings.batch_tokens
+    return BatchSchedule(tokens=tokens, first=first, last=settings.batch_tokens, ramp_share=settings.ramp_share)
