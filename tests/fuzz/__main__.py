@@ -6,6 +6,7 @@ in files that can be put into ``corpus/``; the exit status is 1 where there is a
 
 import argparse
 import json
+import resource
 import sys
 import time
 from contextlib import suppress
@@ -18,6 +19,8 @@ from etude.run.machine_info import describe_machine, source_commit
 from tests.fuzz.fuzzing import Fuzzing
 from tests.fuzz.targets import TARGETS, seeds_of
 
+MORE_BYTES = 4 << 30
+"""Memory that all targets and their inputs may take."""
 TURN_S = 0.5
 """Time of a target before it is another one's turn."""
 
@@ -30,6 +33,7 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="one of these alone; may be repeated")
     parser.add_argument("--out", type=Path, help="folder for the inputs that were found")
     options = parser.parse_args()
+    _limit_memory()
     started_s = time.monotonic()
     runs = {name: _begin(name, options.seed) for name in options.target or TARGETS}
     with suppress(KeyboardInterrupt):  # the results so far are printed
@@ -49,6 +53,12 @@ def main() -> int:
     if options.out is not None:
         _write(runs, options.out)
     return 1 if result["findings"] else 0
+
+
+def _limit_memory() -> None:
+    """Let an input that takes more memory be a finding, and not the end of the process."""
+    now_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now_bytes + MORE_BYTES, now_bytes + MORE_BYTES))
 
 
 def _begin(name: str, seed: int) -> Fuzzing:

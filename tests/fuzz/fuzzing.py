@@ -1,9 +1,10 @@
 """Feeds a reader inputs like those that it is made for; all but its result and its own errors is a finding.
 
 seeds ──mutate──▶ input ──▶ reader ──▶ result, documented error: how it ended is new? ──▶ into the pool
-└──▶ any other error, or seconds of work: a finding, one for each place
+└──▶ any other error, or seconds, or memory: a finding, one for each place
 """
 
+import resource
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from tests.fuzz.mutation import mutate
 
 SLOW_S = 2.0
 """Processor time that no input of 64 KiB may take."""
+MOST_KIB = 256 << 10
+"""Memory that no such input may take."""
 MOST_POOL = 2000
 """Inputs that others are made of."""
 
@@ -60,7 +63,7 @@ class Fuzzing:
     def attempt(self, data: bytes) -> bool:
         """Try an input; returns whether it ended as none did before."""
         self.executions += 1
-        started_s = time.process_time()
+        started_s, peak_kib = time.process_time(), _peak_kib()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -74,6 +77,8 @@ class Fuzzing:
             self.findings.setdefault(end, Finding(data=data, fault=f"{end}: {error!s:.200}"))
         if (seconds := time.process_time() - started_s) > SLOW_S:
             self.findings.setdefault("slow", Finding(data=data, fault=f"it takes {seconds:.1f} s"))
+        if (grown_kib := _peak_kib() - peak_kib) > MOST_KIB:
+            self.findings.setdefault("memory", Finding(data=data, fault=f"it takes {grown_kib >> 10} MiB"))
         if end in self._seen:
             return False
         self._seen.add(end)
@@ -88,6 +93,11 @@ def fuzz(target: Target, seeds: Sequence[bytes], executions: int, seed: int = 0)
     for _ in range(executions):
         fuzzing.step()
     return fuzzing
+
+
+def _peak_kib() -> int:
+    """The most memory that the process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _end(error: BaseException) -> str:

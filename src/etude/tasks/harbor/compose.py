@@ -225,7 +225,7 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
     try:
         tree = _filled(frozen_lists(yaml.safe_load(text)), source, "")
         settings = ComposeSettings.model_validate(tree)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise TaskFolderError(f"{source} is no YAML: {error}") from error
     except ValidationError as error:
         faults = [
