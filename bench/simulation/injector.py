@@ -171,12 +171,16 @@ class Injector:
 
     async def _check_unused(self, region: ModelledRegion, number: int) -> None:
         """Note calls that go to a dead engine though another one of its region is healthy and as new."""
-        engine = region.engines[number]
+        engine, death = region.engines[number], self._deaths[region.name, number]
+
+        def is_still_down() -> bool:
+            return engine.is_down and self._deaths[region.name, number] == death
+
         await asyncio.sleep(NOTICED_S)
-        while engine.is_down:
+        while is_still_down():
             before, could = engine.refused, self._able(region, number)
             await asyncio.sleep(LOOK_S)
-            if engine.is_down and engine.refused > before and could & self._able(region, number):
+            if is_still_down() and engine.refused > before and could & self._able(region, number):
                 self._note(Rule.DEAD_ENGINE, f"engine {number} of {region.name} was called while it was down")
 
     def _able(self, region: ModelledRegion, number: int) -> set[tuple[int, int]]:
@@ -187,7 +191,7 @@ class Injector:
             (other, self._deaths[region.name, other])
             for other, view in enumerate(views)
             if view.state is EngineState.HEALTHY and view.health is not None and view.health.version == newest
-            if other != number
+            if other != number and not region.engines[other].is_down
         }
 
     def _later(self, fault: Fault, victim: str, heal: Callable[[], None]) -> None:

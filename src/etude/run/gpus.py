@@ -69,9 +69,7 @@ def phase_gpus(config: RunConfig, shares: Mapping[str, tuple[int, ...]], count: 
     ranks = {phase: ranks_of(config, phase) for phase in phases_of(config)}
     for phase, number in ranks.items():
         if number > count:
-            raise ConfigError(
-                f"{phase} has {number} ranks, and this machine has {count} GPUs: lower parallel.imitation_dp"
-            )
+            raise ConfigError(f"{phase} has {number} ranks, and there are {count} GPUs: lower parallel.imitation_dp")
     return {phase: trainer for phase, number in ranks.items() if number == len(trainer)}
 
 

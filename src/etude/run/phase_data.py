@@ -1,7 +1,9 @@
 """The data of mid-training and SFT: which sources a phase reads, what is held out, and how far it has read.
 
-section of the recipe ──▶ sources ──▶ mixture ──▶ batches        the same on every rank of a phase
-└──▶ held-out documents
+    section of the recipe ──▶ sources ──▶ mixture ──▶ batches, of which each reader has a part
+                                 └──▶ held-out documents
+
+A reader is a process, or the ranks that share a context. How far each has read is saved with the weights.
 """
 
 import hashlib
@@ -31,7 +33,7 @@ HELDOUT_DOCUMENTS = 64
 HELDOUT_SEED = 0
 """Seed of the held-out documents, the same for every run, so that runs can be compared."""
 CURSOR, IDENTITY = "cursor", "identity"
-"""In a checkpoint: ``cursor/<source>`` int64 [documents, tokens]; ``identity`` uint8 [32] of the data."""
+"""In a checkpoint: ``cursor/<source>`` int64 [readers, 2] documents and tokens; ``identity`` uint8 [32] of the data."""
 DOCUMENT_BYTES = 1_024
 """Longest part of a text file that is one document: some hundred tokens, so that it fits any context."""
 
@@ -50,9 +52,12 @@ class ImitationData:
         return self.stream.mixture.tokens
 
 
-def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat, folder: Path) -> ImitationData:
-    """Open the data of a phase: checked sources, their stream, and held-out documents. Sources in the ``folder`` of the
-    run are named as its ``run.toml`` names them, so that a checkpoint's cursor is of the same ones on every machine.
+def open_reading(
+    config: RunConfig, phase: Phase, chat: ChatFormat, folder: Path, *, reader: int = 0, readers: int = 1
+) -> ImitationData:
+    """Open the data of a phase for one of its readers: checked sources, their stream, and held-out documents. Sources
+    in the ``folder`` of the run are named as its ``run.toml`` names them, so that a checkpoint's cursor is of the same
+    ones on every machine.
 
     Raises :class:`~etude.errors.ConfigError` for a source that is missing or has lines that cannot be learnt from.
     """
@@ -63,8 +68,9 @@ def open_reading(config: RunConfig, phase: Phase, chat: ChatFormat, folder: Path
     tokens = config.midtrain.tokens if phase == "midtrain" else config.sft.epochs * _tokens(sources)
     heldout = _open(config, phase, files, chat, Split.HELDOUT) if config.eval.enabled else {}
     by_source = {name: heldout_documents(source, HELDOUT_DOCUMENTS) for name, source in heldout.items()}
+    mixture = Mixture(shares=shares, tokens=tokens)
     return ImitationData(
-        stream=BatchStream(mixture=Mixture(shares=shares, tokens=tokens), sources=sources),
+        stream=BatchStream(mixture=mixture, sources=sources, reader=reader, readers=readers),
         heldout={name: documents for name, documents in by_source.items() if documents},
     )
 
@@ -97,27 +103,33 @@ def _tokens(sources: Mapping[str, Source]) -> int:
     return sum(source.tokens for source in sources.values() if isinstance(source, Conversations))
 
 
-def cursor_tensors(cursor: Cursor, identity: str) -> dict[str, Tensor]:
-    """The data cursor as tensors of a checkpoint, so that weights and data position are saved together."""
+def cursor_tensors(cursors: Sequence[Cursor], identity: str) -> dict[str, Tensor]:
+    """The cursors of all readers as tensors of a checkpoint, so that weights and data position are saved together."""
+    names = sorted({name for cursor in cursors for name in cursor.taken})
+    taken = {name: [cursor.of(name) for cursor in cursors] for name in names}
     tensors = {
-        f"{CURSOR}/{name}": torch.tensor([taken.documents, taken.tokens]) for name, taken in cursor.taken.items()
+        f"{CURSOR}/{name}": torch.tensor([[each.documents, each.tokens] for each in of_all])
+        for name, of_all in taken.items()
     }
     return tensors | {IDENTITY: _fingerprint(identity)}
 
 
-def read_cursor(tensors: Mapping[str, Tensor], identity: str) -> Cursor:
+def read_cursors(tensors: Mapping[str, Tensor], identity: str, readers: int) -> list[Cursor]:
     """The inverse of :func:`cursor_tensors`. Raises :class:`~etude.errors.RunFolderError` if the data has changed."""
     if not torch.equal(tensors[IDENTITY], _fingerprint(identity)):
         raise RunFolderError(
             f"the checkpoint was made with other data or another schedule than {identity[:400]}: restore the files and "
             f"run.toml, or start a new run"
         )
-    taken = {
-        name.removeprefix(f"{CURSOR}/"): Taken(documents=int(tensor[0]), tokens=int(tensor[1]))
+    rows = {
+        name.removeprefix(f"{CURSOR}/"): tensor.reshape(readers, 2).tolist()  # one reader's was once [2]
         for name, tensor in tensors.items()
         if name.startswith(f"{CURSOR}/")
     }
-    return Cursor(taken=taken)
+    return [
+        Cursor(taken={name: Taken(documents=of_all[at][0], tokens=of_all[at][1]) for name, of_all in rows.items()})
+        for at in range(readers)
+    ]
 
 
 def _fingerprint(identity: str) -> Tensor:

@@ -1,6 +1,8 @@
 """The models of mid-training and SFT: made at random or read, trained by one process or several, written down.
 
-folder ──▶ model, whole or sharded over ranks, in the arithmetic of a phase ──▶ optimiser ──▶ folder, weight version 0
+    folder ──▶ model, whole or sharded over ranks, in the arithmetic of a phase ──▶ folder ──▶ weight version 0
+
+Which steps are taken between is :mod:`etude.run.phases`'.
 """
 
 import shutil

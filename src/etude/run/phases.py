@@ -5,8 +5,8 @@
 Safe to kill and start again at any point: a phase goes on from its newest checkpoint and takes the very steps that it
 would have taken, one that is done is never done again, and once version 0 is committed nothing is left to do.
 
-All ranks read the same batches and compute their shares of them, so they need no orders. Rank 0 alone decides whether
-there is a phase to do, writes events and copies, and leaves the model.
+Each rank reads its own part of every batch, so ranks need no orders. Rank 0 alone decides whether there is a phase to
+do, writes events and copies, and leaves the model.
 """
 
 import math
@@ -29,7 +29,7 @@ from etude.run.events import open_events
 from etude.run.folder import RunFolder
 from etude.run.heartbeat import Heartbeat
 from etude.run.numerics import adapter_spec
-from etude.run.phase_data import batch_schedule, cursor_tensors, open_reading, read_cursor
+from etude.run.phase_data import batch_schedule, cursor_tensors, open_reading, read_cursors
 from etude.run.phase_folders import (
     Phase,
     PhaseFolders,
@@ -57,7 +57,7 @@ from etude.run.phase_models import (
 from etude.run.process_name import ProcessName
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
-from etude.tasks.corpora.mixture import Cursor
+from etude.tasks.corpora.mixture import Cursor, Taken
 from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
@@ -165,11 +165,16 @@ class PhaseProcess(Closing):
         torch.set_num_threads(self._settings.threads)
         self._origin = self._lineage.origin(phase, self._config)
         self._chat = load_format(self._origin, self._config.gateway.chat_template_kwargs)
-        self._reading = open_reading(self._config, phase, self._chat, folder.path)
+        self._share, self._shares = (0, 1) if grid is None else (grid.share, grid.shares)
+        self._reading = open_reading(
+            self._config, phase, self._chat, folder.path, reader=self._share, readers=self._shares
+        )
         self._parent, self._model = self._open_model()
         self._cost = Cost.of_model(self._model.spec)
         for later in phases_of(self._config)[phases_of(self._config).index(phase) + 1 :]:
             open_reading(self._config, later, self._chat, folder.path)  # refused now, or hours later
+        self._tokens = 0
+        """Tokens that all ranks have read."""
         self._ends = list(accumulate(batch_schedule(self._settings, self._reading.tokens).budgets()))
         """Tokens that have been read once each step is taken."""
         self._steps = len(self._ends)
@@ -185,22 +190,23 @@ class PhaseProcess(Closing):
     def run(self) -> None:
         """Take the steps that are left, and leave the model that they end with."""
         step, cursor = self._recover()
-        loss = self._measure(step, cursor)
+        loss = self._measure(step)
         recent, since_s, first = Loss(), time.perf_counter(), step + 1
         while step < self._steps:
             step += 1
             documents, cursor = self._reading.stream.batch(cursor, self._ends[step - 1])
-            if documents:
-                recent += self._trainer.step(step, self._microbatches(documents))
+            if passes := self._passes(documents):
+                learnt = self._trainer.step(step, passes)
+                recent, self._tokens = recent + learnt, self._tokens + learnt.tokens
             now_s = time.perf_counter()
             if step == first or now_s - since_s > REPORT_S or self._is_due(step, REPORT_EVERY_STEPS):
-                self._report(step, cursor, recent, now_s - since_s)
+                self._report(step, recent, now_s - since_s)
                 recent, since_s = Loss(), now_s
             if self._is_due(step, self._settings.checkpoint_steps):
                 self._save(step, cursor)
             if self._is_due(step, self._config.eval.loss_every_steps):
-                loss = self._measure(step, cursor)
-        self._end(cursor, loss)
+                loss = self._measure(step)
+        self._end(loss)
 
     def _is_due(self, step: int, every: int) -> bool:
         """True if something that is done every so many steps, and after the last one, is to be done; 0: only then."""
@@ -228,9 +234,20 @@ class PhaseProcess(Closing):
     def _save(self, step: int, cursor: Cursor) -> None:
         if self._is_first:
             self._copies.finish(Heartbeat().beat)
-        self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursor, self._identity))
+        cursors = [cursor] if self._grid is None else self._gathered(cursor, self._grid)
+        self._checkpoints.save(step, self._optimisation.tensors() | cursor_tensors(cursors, self._identity))
         if self._is_first:
             self._copies.start(step)
+
+    def _gathered(self, cursor: Cursor, grid: Grid) -> list[Cursor]:
+        """The cursors of all readers."""
+        names = sorted(self._reading.stream.sources)
+        own = [number for name in names for number in (cursor.of(name).documents, cursor.of(name).tokens)]
+        rows = grid.by_share(own)
+        return [
+            Cursor(taken={name: Taken(documents=row[2 * at], tokens=row[2 * at + 1]) for at, name in enumerate(names)})
+            for row in rows
+        ]
 
     @property
     def _identity(self) -> str:
@@ -238,28 +255,30 @@ class PhaseProcess(Closing):
         return f"{self._reading.stream.identity}; {self._ends}"
 
     def _recover(self) -> tuple[int, Cursor]:
-        """Go to the newest checkpoint; returns its step and what had been read by then."""
+        """Go to the newest checkpoint; returns its step and what this reader had read by then."""
         saved = max(self._checkpoints.steps(), default=0)
         if not saved:
             return 0, Cursor()
         tensors = self._checkpoints.load(saved, self._optimisation.like)
-        cursor = read_cursor(tensors, self._identity)
+        cursors = read_cursors(tensors, self._identity, self._shares)
         self._optimisation.restore(tensors)
-        return saved, cursor
+        self._tokens = sum(cursor.tokens for cursor in cursors)
+        return saved, cursors[self._share]
 
-    def _microbatches(self, documents: Sequence[Document]) -> list[list[Document]]:
-        """The share of a batch that this rank has, in as many passes as every other's."""
+    def _passes(self, documents: Sequence[Document]) -> list[list[Document]]:
+        """Pack this rank's documents into as many passes as any rank's need."""
         lengths = [len(document.token_ids) for document in documents]
-        most, shares, share = self._config.trainer.microbatch_tokens, 1, 0
+        most = self._config.trainer.microbatch_tokens * parallel_of(self._config, self._phase).cp
+        (packed,) = pack(lengths, max_tokens=most, ranks=1, cost=self._cost)
+        passes = [[documents[index] for index in microbatch] for microbatch in packed]
         if self._grid is not None:
-            most, shares, share = most * self._grid.world // self._grid.shares, self._grid.shares, self._grid.share
-        passes = pack(lengths, max_tokens=most, ranks=shares, cost=self._cost)[share]
-        return [[documents[index] for index in microbatch] for microbatch in passes]
+            passes += [[] for _ in range(self._grid.largest(len(passes)) - len(passes))]
+        return passes
 
-    def _measure(self, step: int, cursor: Cursor) -> float | None:
+    def _measure(self, step: int) -> float | None:
         """The held-out loss after a step; ``None`` where nothing is held out."""
         losses = {
-            name: self._trainer.measure(self._microbatches(documents))
+            name: self._trainer.measure(self._passes(documents[self._share :: self._shares]))
             for name, documents in self._reading.heldout.items()
         }
         if not losses:
@@ -271,7 +290,7 @@ class PhaseProcess(Closing):
                 HeldoutLoss(
                     phase=self._phase,
                     step=step,
-                    tokens=cursor.tokens,
+                    tokens=self._tokens,
                     loss=mean,
                     action_loss=_or_zero(sum(losses.values(), Loss()).action_mean),
                     sources={name: loss.mean for name, loss in losses.items()},
@@ -279,14 +298,14 @@ class PhaseProcess(Closing):
             )
         return mean
 
-    def _report(self, step: int, cursor: Cursor, recent: Loss, seconds: float) -> None:
+    def _report(self, step: int, recent: Loss, seconds: float) -> None:
         if self._events is not None:
             self._events.write(
                 ImitationProgress(
                     phase=self._phase,
                     step=step,
                     steps=self._steps,
-                    tokens=cursor.tokens,
+                    tokens=self._tokens,
                     loss=_or_zero(recent.mean),
                     action_loss=_or_zero(recent.action_mean),
                     tokens_per_s=recent.tokens / seconds,
@@ -308,14 +327,14 @@ class PhaseProcess(Closing):
         merge(whole)
         return whole
 
-    def _end(self, cursor: Cursor, loss: float | None) -> None:
+    def _end(self, loss: float | None) -> None:
         whole = self._whole()
         if whole is None or self._events is None:
             return
         record = PhaseRecord(
             phase=self._phase,
             steps=self._steps,
-            tokens=cursor.tokens,
+            tokens=self._tokens,
             loss=loss,
             digest=digest_of(whole),
             parent=self._parent,

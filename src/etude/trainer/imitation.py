@@ -107,10 +107,8 @@ class ImitationTrainer:
         """Each micro-batch's share of the loss, computed when asked for; its figures are appended to ``losses``."""
         for microbatch in microbatches:
             documents = [document for document in microbatch if len(document.token_ids) >= MIN_TOKENS]
-            if not documents and self._grid is None:
-                continue
             losses_P, weights_P, acts_P = predict(self._model, documents, self._context)
-            read = documents if self._context is None or self._context.rank == 0 else []
+            read = microbatch if self._context is None or self._context.rank == 0 else []
             losses.append(_measured(losses_P.detach(), weights_P, acts_P, read))
             yield (losses_P * weights_P).sum() / total
 

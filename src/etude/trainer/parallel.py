@@ -112,6 +112,21 @@ class Grid:
         sums: list[float] = totals.tolist()
         return sums
 
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers."""
+        most = torch.tensor(number, device=self.everyone.device_type)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+    def by_share(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of each share of the batch, which all of its ranks pass; as many on every rank."""
+        rows = torch.zeros(self.shares, len(numbers), dtype=torch.int64, device=self.everyone.device_type)
+        if self.sequences.get_local_rank("cp") == 0:
+            rows[self.share] = torch.tensor(numbers, device=rows.device)
+        dist.all_reduce(rows)
+        every: list[list[int]] = rows.tolist()
+        return every
+
     def summed(self, numbers: Floats) -> Floats:
         """The sums over all ranks of float32 arrays, which have one shape everywhere."""
         totals = torch.from_numpy(numbers).to(self.everyone.device_type)

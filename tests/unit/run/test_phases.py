@@ -15,7 +15,7 @@ from etude.models.checkpoint import load_checkpoint
 from etude.objects import ObjectStore
 from etude.run.data_copies import bring_data
 from etude.run.folder import LEDGER_URL, RunFolder
-from etude.run.phase_data import cursor_tensors, read_cursor
+from etude.run.phase_data import cursor_tensors, read_cursors
 from etude.run.phase_folders import Phase, PhaseFolders
 from etude.run.phases import run_phase, run_phases
 from etude.run.processes import DATA_OF
@@ -126,7 +126,7 @@ def test_sft_reads_every_conversation_as_often_as_told(done: RunFolder) -> None:
     assert sft is not None
     checkpoint = max(PhaseFolders(done).checkpoints("sft").glob("step-*"))
     tensors = load_file(next(checkpoint.glob("*.safetensors")))
-    [(documents, tokens)] = [tensor.tolist() for name, tensor in tensors.items() if name.startswith("cursor/")]
+    [[(documents, tokens)]] = [tensor.tolist() for name, tensor in tensors.items() if name.startswith("cursor/")]
     chat = ChatTemplate.load(done.model)
     side = Side(seed=0, one_in=done.config().eval.heldout_every)
     learnt = Conversations(Path(done.config().sft.file), chat, side, context_weight=0.0)
@@ -226,7 +226,10 @@ def test_bad_conversations_are_refused_before_mid_training(done: RunFolder, tmp_
 
 def test_a_cursor_is_read_back_for_its_own_data_only() -> None:
     cursor = Cursor(taken={"text:a/b": Taken(documents=3, tokens=2**40), "code": Taken(documents=1, tokens=7)})
-    tensors = cursor_tensors(cursor, "this")
-    assert read_cursor({**tensors, "model/embedding": torch.zeros(1)}, "this") == cursor
+    other = Cursor(taken={"text:a/b": Taken(documents=2, tokens=9), "code": Taken()})
+    tensors = cursor_tensors([cursor, other], "this")
+    assert read_cursors({**tensors, "model/embedding": torch.zeros(1)}, "this", 2) == [cursor, other]
+    alone = {name: tensor.reshape(-1) for name, tensor in cursor_tensors([cursor], "this").items()}
+    assert read_cursors(alone, "this", 1) == [cursor], "as it was written when there was one reader"
     with pytest.raises(RunFolderError, match="made with other data"):
-        read_cursor(tensors, "that")
+        read_cursors(tensors, "that", 2)

@@ -9,7 +9,7 @@ would have read.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from etude.types import Document, Split
@@ -114,28 +114,38 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStream:
-    """Batches of documents of a mixture."""
+    """Batches of documents of a mixture, or one reader's part of each.
+
+    Of several readers each has every so-manieth document of a source, and as many of the tokens as any other. No reader
+    looks at the documents of another.
+    """
 
     mixture: Mixture
     sources: Mapping[str, Source]
     """At least those of the mixture."""
+    reader: int = 0
+    readers: int = 1
 
     @property
     def identity(self) -> str:
-        """The identity of the batches, apart from their budgets."""
+        """The identity of the batches of all readers, apart from their budgets."""
         sources = {name: self.sources[name].identity for name in sorted(self.mixture.shares)}
-        return f"{self.mixture.tokens} tokens of {dict(self.mixture.shares)}: {sources}"
+        readers = f" for {self.readers} readers" if self.readers > 1 else ""
+        return f"{self.mixture.tokens} tokens of {dict(self.mixture.shares)}{readers}: {sources}"
 
     def batch(self, cursor: Cursor, until: int) -> tuple[list[Document], Cursor]:
         """The documents that follow ``cursor``, and the cursor after them.
 
-        The last one is that with which ``until`` tokens have been read in all, so no batch is off by more than a
-        document and the errors of many do not add up. There is none if that was long enough for this batch, too.
+        The last one is that with which this reader's part of ``until`` tokens has been read in all, so no batch is off
+        by more than a document and the errors of many do not add up. There is none if that was long enough for this
+        batch, too.
         """
+        own = replace(self.mixture, tokens=-(-self.mixture.tokens // self.readers))
         batch: list[Document] = []
-        while cursor.tokens < until:
-            name = self.mixture.next_source(cursor)
-            batch.append(self.sources[name].document(cursor.of(name).documents))
+        while cursor.tokens * self.readers < until:
+            name = own.next_source(cursor)
+            place = cursor.of(name).documents * self.readers + self.reader
+            batch.append(self.sources[name].document(place))
             cursor = cursor.after(name, batch[-1])
         return batch, cursor
 

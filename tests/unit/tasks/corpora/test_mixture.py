@@ -1,6 +1,6 @@
 """A mixture holds its shares exactly, and a stream goes on anywhere as if it had never stopped."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
@@ -117,3 +117,15 @@ def test_the_sides_share_nothing_and_are_the_same_in_every_run() -> None:
     assert train | heldout == set(contents)
     assert not train & heldout
     assert 140 < len(heldout) < 260
+
+
+def test_several_readers_read_each_document_once_and_as_many_tokens_each() -> None:
+    mixture = Mixture(shares={"a": (0.25, 0.25), "b": (0.75, 0.75)}, tokens=3_000)
+    readers = [replace(stream_of(mixture), reader=reader, readers=3) for reader in range(3)]
+    parts = [reader.batch(Cursor(), 3_000) for reader in readers]
+    read = [int(document.token_ids[0]) for documents, _ in parts for document in documents]
+    assert len(read) == len(set(read))
+    for _, cursor in parts:
+        assert cursor.tokens == pytest.approx(1_000, abs=9)
+        assert cursor.of("a").tokens == pytest.approx(250, abs=18)
+    assert {reader.identity for reader in readers} != {stream_of(mixture).identity}
