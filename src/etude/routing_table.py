@@ -100,7 +100,7 @@ class RoutingTable:
                 fallback=None if fallback is None else Arm(**fallback),
                 **fields,
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"this is no routing table: {error!r}") from error
 
 

@@ -142,7 +142,7 @@ def load_suite(folder: Path) -> SuiteFile:
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid TOML: {error}") from error
 
 
@@ -217,7 +217,7 @@ def apply_override(
         raise ConfigError(f"{option} {override!r}: expected {form}")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         value = text
     try:
         set_key(tree, key.strip(), value)

@@ -197,7 +197,7 @@ COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?"
 CONDITION = re.compile(
     rf"\s*(?P<watch>\w+)\s*(?P<comparison>[<>]=?)\s*(?P<bound>{NUMBER})"
-    r"(\s+for\s+(?P<lasting>\d+\.?\d*)\s*(?P<unit>steps?|s))?\s*"
+    r"(\s+for\s+(?P<lasting>\d{1,9}(?:\.\d*)?)\s*(?P<unit>steps?|s))?\s*"
 )
 
 

@@ -143,7 +143,7 @@ def read_results(place: Path) -> SuiteResults:
         raise ConfigError(
             f"no results at {str(place)!r}: expected a folder that `etude suite run --out` made"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{file} is no file of results: {type(error).__name__}: {error}") from error
 
 

@@ -116,7 +116,7 @@ def decode_rollout(data: bytes, turns: tuple[Turn, ...] | None = None) -> Rollou
             observation=None if observation is None else Observation(**observation),
             **header,
         )
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"unreadable rollout record of {len(data)} bytes: {error}") from error
 
 
@@ -207,7 +207,7 @@ def _decode(data: bytes, noun: type[Noun], name: str) -> Noun:
     try:
         value = _from_json(json.loads(data), noun)
         assert isinstance(value, noun)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"unreadable {name} record {data[:80]!r}: {error}") from error
     return value
 

@@ -240,7 +240,7 @@ def _is_needed(name: str, spec: ModelSpec) -> bool:
 def _read_object(file: Path) -> dict[str, Json]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{file} is missing or damaged: {error}") from error
     if not isinstance(values, dict):
         raise DamagedError(f"{file} holds {type(values).__name__}, expected an object")

@@ -35,6 +35,10 @@ DRAFT = "draft_head"
 """Key of our own: a draft head is a part of the model. ``num_nextn_predict_layers`` alone is no reason to load one."""
 
 
+MOST_LAYERS = 10_000
+"""No model has as many; each is a row of its spec."""
+
+
 def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
     """The model spec of a ``config.json``; ``origin`` names the file in messages.
 
@@ -45,6 +49,8 @@ def spec_of(config: Mapping[str, Json], *, origin: str) -> ModelSpec:
     family = fields.read("model_type", str)
     if family not in FAMILIES:
         raise UserError(f"{origin}: model_type {family!r} is not supported, these are: {', '.join(sorted(FAMILIES))}")
+    if (layers := fields.optional("num_hidden_layers", int) or 0) > MOST_LAYERS:
+        raise DamagedError(f"{origin}: num_hidden_layers = {layers}: expected at most {MOST_LAYERS}")
     fields.expect("hidden_act", "silu", fix="other activations are not implemented")
     is_mxfp4 = fields.part("quantization_config").get("quant_method") == "mxfp4"
     fix = f"convert the checkpoint to bfloat16 first{MXFP4_FIX if is_mxfp4 else ''}"

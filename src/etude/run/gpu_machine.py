@@ -63,7 +63,7 @@ class GpuMachine:
 
 def parse_size(text: str) -> int:
     """Bytes of ``80GB`` or ``80``, which are gigabytes. Raises :class:`~etude.errors.ConfigError`."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(?:GB)?", text)
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]+)?) ?(?:GB)?", text)
     if match is None or not float(match[1]):
         raise ConfigError(f"{text!r} is no size of a GPU's memory: write gigabytes, such as 80GB")
     return int(float(match[1]) * GB)

@@ -90,7 +90,7 @@ def first_tokens(metrics: Iterable[Metric]) -> dict[float, float]:
     """Upper bound in seconds → production's calls so far whose first token came within it."""
     buckets: dict[float, float] = {}
     for sample in _samples(metrics, FIRST_TOKEN):
-        if sample.name.endswith("_bucket"):
+        if sample.name.endswith("_bucket") and "le" in sample.labels:
             bound = float(sample.labels["le"])
             buckets[bound] = buckets.get(bound, 0.0) + sample.value
     return buckets

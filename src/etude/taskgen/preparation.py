@@ -174,7 +174,7 @@ class Preparation:
         data = self._folder.read("survey.json")
         try:
             return None if data is None else Survey.decode(data)
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             return None
 
     async def _install(

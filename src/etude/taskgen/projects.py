@@ -125,7 +125,7 @@ def read_project(files: Mapping[str, str]) -> Project:
     pyproject = _toml(files.get("pyproject.toml", ""))
     settings = _ini(files.get("setup.cfg", ""))
     info = HeaderParser().parsestr(files.get("PKG-INFO", ""))
-    table = pyproject.get("project", {})
+    table = _table(pyproject, "project")
     stated = info.get("Name") or table.get("name") or settings.get("metadata", {}).get("name") or _setup_name(files)
     version = info.get("Version") or table.get("version") or settings.get("metadata", {}).get("version") or "0"
     name = _project_name(stated) if stated else ""
@@ -211,7 +211,7 @@ def _tests(
 ) -> tuple[str, ...]:
     """Folders and files that pytest shall look through."""
     named = _pytest_table(pyproject).get("testpaths") or settings.get("tool:pytest", {}).get("testpaths") or ""
-    requested = named if isinstance(named, list) else str(named).split()
+    requested = _texts(named) if isinstance(named, list) else str(named).split()
     test_files = [path for path in files if is_test_file(path)]
     matches = [
         path
@@ -239,7 +239,7 @@ def _requirements(
     if stated:
         yield from (line for line in stated if "extra ==" not in line)
     elif "dependencies" in table:
-        yield from (line for line in table["dependencies"] if isinstance(line, str))
+        yield from _texts(table["dependencies"])
     elif "install_requires" in settings.get("options", {}):
         yield from _lines(settings["options"]["install_requires"])
     else:
@@ -253,8 +253,8 @@ def _test_requirements(
     settings: Mapping[str, Mapping[str, str]],
 ) -> Iterator[str]:
     """From the first place that says what tests need, without the tools that they pass without."""
-    extras = pyproject.get("project", {}).get("optional-dependencies", {})
-    groups = pyproject.get("dependency-groups", {})
+    extras = _table(_table(pyproject, "project"), "optional-dependencies")
+    groups = _table(pyproject, "dependency-groups")
     places: list[list[str]] = []
     for extra in TEST_EXTRAS:
         required = re.compile(rf";?\s*(and\s+)?extra == ['\"]{extra}['\"]")
@@ -284,9 +284,14 @@ def _options(
 
 
 def _pytest_table(pyproject: Mapping[str, Any]) -> Mapping[str, Any]:
-    table = pyproject.get("tool", {}).get("pytest", {})
-    options = table.get("ini_options", table)
-    return options if isinstance(options, dict) else {}
+    table = _table(_table(pyproject, "tool"), "pytest")
+    return _table(table, "ini_options") if "ini_options" in table else table
+
+
+def _table(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The table of a name; an empty one where there is none, or a value of another kind."""
+    table = tree.get(name)
+    return table if isinstance(table, dict) else {}
 
 
 def _texts(lines: object) -> list[str]:
@@ -302,7 +307,7 @@ def _lines(text: str) -> list[str]:
 def _toml(text: str) -> Mapping[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SourceError(f"pyproject.toml is no TOML: {error}") from error
 
 

@@ -57,18 +57,21 @@ class Survey:
 
     @classmethod
     def decode(cls, data: bytes) -> "Survey":
-        """The survey that :meth:`encode` wrote. Raises ``ValueError``, ``KeyError`` or ``TypeError``."""
-        fields = json.loads(data)
-        return cls(
-            stable=fields["stable"],
-            flaky=tuple(fields["flaky"]),
-            failing=tuple(fields["failing"]),
-            skipped=fields["skipped"],
-            unfit=tuple(fields["unfit"]),
-            broken=tuple(fields["broken"]),
-            reached={name: tuple(owners) for name, owners in fields["reached"].items()},
-            calls={name: tuple(calls) for name, calls in fields["calls"].items()},
-        )
+        """The survey that :meth:`encode` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            fields = json.loads(data)
+            return cls(
+                stable=fields["stable"],
+                flaky=tuple(fields["flaky"]),
+                failing=tuple(fields["failing"]),
+                skipped=fields["skipped"],
+                unfit=tuple(fields["unfit"]),
+                broken=tuple(fields["broken"]),
+                reached={name: tuple(owners) for name, owners in fields["reached"].items()},
+                calls={name: tuple(calls) for name, calls in fields["calls"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"this is no survey: {error!r}") from error
 
 
 def survey_of(runs: Sequence[RunObservation], watched: RunObservation) -> Survey:

@@ -113,13 +113,20 @@ async def observe(
     if text is None:
         how = "ran out of time" if result.timed_out else f"ended with {result.exit_code}"
         raise SandboxError(f"the observer of a package's tests {how}: {(result.stderr or result.stdout)[-1000:]}")
+    return read_report(text)
+
+
+def read_report(text: str) -> list[RunObservation]:
+    """The observations in a report, which code of the package may have written. Raises
+    :class:`~etude.errors.SandboxError`.
+    """
     try:
         unpacker = zlib.decompressobj()
         report = json.loads(unpacker.decompress(base64.b64decode(text), REPORT_BYTES))
         if report["error"]:
             raise SandboxError(f"no tests can be run: {report['error']}; is pytest in the image?")
         return [_observation(step) for step in report["steps"]]
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
         raise SandboxError(f"the report of a package's tests cannot be read: {error}") from error
 
 

@@ -215,7 +215,7 @@ class _Episode:
                 raise _ServerFullError(answer["data"].get("message"))
             if answer["type"] == "observation":
                 return _State(answer["data"])
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise SandboxError(f"the environment's answer to a {kind} is unreadable: {error}") from error
         raise SandboxError(f"the environment answered a {kind} with {str(answer)[:300]}")
 

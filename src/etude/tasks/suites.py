@@ -104,7 +104,7 @@ def read_retired(folder: Path) -> dict[str, Retirement]:
         return {}
     try:
         return {task_id: Retirement(**fields) for task_id, fields in json.loads(file.read_bytes()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{file} cannot be read: {error}; expected {{TASK: {{date, reason}}}}") from error
 
 

@@ -134,6 +134,6 @@ def _parse(line: bytes, file: Path) -> Logged:
     try:
         fields = orjson.loads(line)
         at_s, process, kind = fields.pop("at_s"), fields.pop("writer"), EVENT_TYPES[fields.pop("event")]
-        return Logged(at_s=at_s, process=process, event=kind(**fields))
-    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        return Logged(at_s=float(at_s), process=process, event=kind(**fields))
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise DamagedError(f"{file}: unreadable event {line[:120]!r}: {error}") from error

@@ -128,7 +128,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def _read_object(file: Path) -> dict[str, Json]:
     try:
         value: Json = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedError(f"{file} is missing or not JSON: {error}") from error
     if not isinstance(value, dict):
         raise DamagedError(f"{file} is not a JSON object")

@@ -40,7 +40,7 @@ SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 """Fields of ``tokenizer_config.json`` that templates know as variables."""
 GIVEN = frozenset({"messages", "tools", "add_generation_prompt", "strftime_now", *SPECIAL_ROLES})
 """Variables that a template is given with each conversation: they may not be set by name."""
-FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, NameError, RecursionError, TypeError, ValueError)
 """Errors that a template may raise, on purpose or by a conversation it did not expect."""
 
 

@@ -266,7 +266,7 @@ class _Saved:
             self._unverified = dict(json.loads((folder / MANIFEST).read_bytes())["files"])
             for name in self._unverified:
                 self._open(name)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"checkpoint {folder / name} cannot be read: {error!r}; {FIX}") from error
 
     @property

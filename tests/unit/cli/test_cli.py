@@ -267,14 +267,15 @@ def test_the_doctor_says_which_options_would_do_nothing(capsys: pytest.CaptureFi
     assert "tokenizer.json is missing" in fail(capsys, "doctor", "--parity", "--model", tmp_path)  # no run starts so
 
 
-def test_help_imports_no_command_and_no_torch() -> None:
+def test_help_imports_no_command_and_neither_torch_nor_rich() -> None:
     program = (
         "import sys; from etude.cli.main import main; main([]);"
-        "print([name for name in sys.modules if name == 'torch' or name.startswith('etude.cli.commands')])"
+        "print([name for name in sys.modules if name in ('torch', 'rich') or name.startswith('etude.cli.commands')])"
     )
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert shown.endswith("[]\n")
-    assert all(f" {name} " in shown for name in COMMANDS)
+    words = " ".join(shown.split())
+    assert all(f" {name} {line} " in f"{words} " for name, (_, line) in COMMANDS.items())
 
 
 def test_every_command_opens_with_its_line_of_the_help() -> None:

@@ -55,7 +55,7 @@ def _read(file: Path) -> dict[str, Any]:
             f"--hardware {str(file)!r} is no GPU ({', '.join(load_gpus())}) and no file that can be read: "
             f"{error.strerror}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--hardware {str(file)!r} is no TOML: {error}") from error
 
 

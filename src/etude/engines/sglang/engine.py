@@ -234,13 +234,13 @@ def read_answer(event: Any, params: SamplingParams, prompt_tokens: int, features
     try:
         meta: Mapping[str, Any] = event["meta_info"]
         entries = meta.get("output_token_logprobs") or []
-        token_ids = np.array(event["output_ids"], np.int32)
+        token_ids = np.array([*event["output_ids"]], np.int32)
         labels = np.array([entry[1] for entry in entries], np.int32)
-        logprobs = np.array([entry[0] for entry in entries], np.float32)
+        logprobs = np.array([float(entry[0]) for entry in entries], np.float32)
         version = int(meta["weight_version"])
         finish = None if meta["finish_reason"] is None else str(meta["finish_reason"]["type"])
         text = meta.get("routed_experts") if finish is not None else None
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise EngineUnavailable(f"SGLang's answer cannot be read: {type(error).__name__}: {event!r:.300}") from error
     if not np.array_equal(token_ids, labels) or not np.isfinite(logprobs).all():
         raise EngineUnavailable(f"SGLang sent {len(logprobs)} logprobs for {len(token_ids)} tokens, or of others")

@@ -7,6 +7,7 @@ layers, S sparse ones, k experts per token.
 import base64
 import binascii
 import io
+import tokenize
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,9 +92,9 @@ def tokens_of(choice: Choice, *, greedy: bool) -> tuple[Ids, Floats]:
     """
     try:
         content = choice["logprobs"]["content"] or []
-        token_ids = np.array(choice["token_ids"], np.int32)
+        token_ids = np.array([*choice["token_ids"]], np.int32)
         labels = np.array([entry["token_id"] for entry in content], np.int32)
-        logprobs = np.array([entry["logprob"] for entry in content], np.float32)
+        logprobs = np.array([float(entry["logprob"]) for entry in content], np.float32)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineUnavailable(f"vLLM's tokens cannot be read: {type(error).__name__}: {error}") from error
     if not np.array_equal(token_ids, labels) or not np.isfinite(logprobs).all():
@@ -104,7 +105,7 @@ def tokens_of(choice: Choice, *, greedy: bool) -> tuple[Ids, Floats]:
 def finish_of(choice: Choice) -> Finish:
     """The finish reason. Raises :class:`~etude.errors.EngineUnavailable` if the server gave up on it."""
     reason = choice.get("finish_reason")
-    if reason not in FINISHES:
+    if not isinstance(reason, str) or reason not in FINISHES:
         raise EngineUnavailable(f"vLLM ended a completion with {reason!r}")
     return FINISHES[reason]
 
@@ -119,7 +120,7 @@ def versions_of(choice: Choice, count: int) -> Ids:
     try:
         for span in spans:
             versions[span["start"] : span["end"]] = int(span["version"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineUnavailable(f"vLLM's weight versions cannot be read: {spans!r:.200}") from error
     if (versions < 0).any():
         raise EngineUnavailable(f"vLLM says no weight version for some of {count} tokens: {spans!r:.200}")
@@ -134,7 +135,7 @@ def decode_routes(choice: Choice, tokens: int, sparse_layers: Sequence[int]) -> 
     text = choice.get("routed_experts") or ""
     try:
         routes_TLK = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (TypeError, ValueError, binascii.Error, EOFError, OSError) as error:
+    except (TypeError, ValueError, binascii.Error, EOFError, OSError, tokenize.TokenError) as error:
         raise EngineUnavailable(f"vLLM's routes cannot be read: {type(error).__name__}: {error}") from error
     fits = routes_TLK.ndim == 3 and len(routes_TLK) == tokens - 1 and routes_TLK.shape[1] > max(sparse_layers)
     if not fits or routes_TLK.dtype.kind not in "iu" or (routes_TLK.size and routes_TLK.min() < 0):

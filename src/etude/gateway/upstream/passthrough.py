@@ -32,9 +32,8 @@ from etude.gateway.upstream.calls import COMPLETIONS, TokenUsage, Upstream, read
 from etude.gateway.upstream.translation import (
     CONTEXT_CODE,
     Untranslatable,
-    answer_of,
+    completion_of,
     error_of,
-    events_of,
     request_of,
 )
 from etude.gateway.upstream.words import CallTranscript
@@ -43,7 +42,7 @@ from etude.types import Finish, Turn
 
 BUSY = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 """Statuses that mean: later."""
-OK, UNAVAILABLE, CLIENT_CLOSED = 200, 503, 499
+OK, UNAVAILABLE, BAD_GATEWAY, CLIENT_CLOSED = 200, 503, 502, 499
 REFUSED = frozenset({401, 403, 404})
 """Statuses that no other call would fare better than: the key, or the name of the model, is wrong."""
 PAUSES = Backoff(first_s=0.5, longest_s=30.0, jitter=0.5)
@@ -215,12 +214,13 @@ class Passthrough:
         try:
             body = orjson.loads(await request.read())
             sent_path, sent = self._translated(path, body)
+            data = orjson.dumps(sent)
         except (orjson.JSONDecodeError, Untranslatable, LookupError, TypeError) as error:
             return _api_error(400, f"{type(error).__name__}: {error}", "invalid_request_error")
         session.under_way += 1
         began_s, waited_s, status, usage = self._clock.now(), 0.0, CLIENT_CLOSED, TokenUsage()
         try:
-            answer, waited_s = await self._answer(sent_path, sent)
+            answer, waited_s = await self._answer(sent_path, data)
             status, usage = answer.status, read_usage(answer.body)
         finally:
             session.under_way -= 1
@@ -242,7 +242,7 @@ class Passthrough:
             )
         return path, self._upstream.request(path, body)
 
-    async def _answer(self, path: str, body: Mapping[str, Any]) -> tuple[_ApiAnswer, float]:
+    async def _answer(self, path: str, body: bytes) -> tuple[_ApiAnswer, float]:
         """The API's answer, and the seconds of tries that failed and of pauses; it is asked again while it is busy."""
         began_s, is_reached = self._clock.now(), self._has_answered
         for pause_s in PAUSES.delays():
@@ -258,12 +258,12 @@ class Passthrough:
             await self._clock.sleep(pause_s)
         raise AssertionError("pauses never end")
 
-    async def _attempt(self, path: str, body: Mapping[str, Any]) -> _ApiAnswer:
+    async def _attempt(self, path: str, body: bytes) -> _ApiAnswer:
         headers = {**self._upstream.headers, "Content-Type": JSON_TYPE}
         timeout = aiohttp.ClientTimeout(total=CALL_S, connect=CONNECT_S)
         url = self._upstream.place(path)
         try:
-            async with self._http.post(url, data=orjson.dumps(body), headers=headers, timeout=timeout) as response:
+            async with self._http.post(url, data=body, headers=headers, timeout=timeout) as response:
                 kind, retry_after = response.content_type, response.headers.get("Retry-After")
                 return _ApiAnswer(response.status, await response.read(), kind, retry_after)
         except (aiohttp.ClientError, OSError) as error:  # a missed deadline is an OSError
@@ -299,10 +299,12 @@ class Passthrough:
         self._has_answered = True
         if not is_translated:
             return web.Response(body=answer.body, content_type=answer.content_type)
-        completion = answer_of(orjson.loads(answer.body))
-        if body.get("stream"):
-            return web.Response(body=events_of(completion), content_type=EVENTS_TYPE)
-        return web.Response(body=orjson.dumps(completion), content_type=JSON_TYPE)
+        stream = bool(body.get("stream"))
+        try:
+            completion = completion_of(answer.body, stream=stream)
+        except Untranslatable as error:
+            return _api_error(BAD_GATEWAY, str(error), "upstream_unreadable")
+        return web.Response(body=completion, content_type=EVENTS_TYPE if stream else JSON_TYPE)
 
 
 def _empty_turn() -> Turn:

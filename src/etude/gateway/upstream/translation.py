@@ -33,12 +33,32 @@ CONTEXT_CODE = "context_length_exceeded"
 """OpenAI's code for that."""
 
 
+MISFITS = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+"""Errors of a field that is missing or of another type."""
+
+
 class Untranslatable(Exception):
-    """A request asks for what Anthropic's API has not; the message says which field."""
+    """A request asks for what Anthropic's API has not, or one side is not of its API; the message says which field."""
 
 
 def request_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Anthropic's request for a chat completion's. Raises :class:`Untranslatable`."""
+    try:
+        return _request_of(body)
+    except MISFITS as error:
+        raise Untranslatable(f"this is no request for a chat completion: {error!r}") from error
+
+
+def completion_of(answer: bytes, *, stream: bool) -> bytes:
+    """The chat completion of an answer of Anthropic's, or a stream of it. Raises :class:`Untranslatable`."""
+    try:
+        completion = answer_of(orjson.loads(answer))
+        return events_of(completion) if stream else orjson.dumps(completion)
+    except MISFITS as error:
+        raise Untranslatable(f"this is no message of Anthropic's API: {error!r}") from error
+
+
+def _request_of(body: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(name for name, value in body.items() if name not in TAKEN and value is not None)
     if unknown or body.get("n", 1) not in (1, None):
         raise Untranslatable(f"{', '.join(unknown) or 'n'}: Anthropic's API has no such field; leave it out")
@@ -151,7 +171,7 @@ def _blocks(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": "text", "text": text}
     for call in message.get("tool_calls") or ():
         function = call["function"]
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = orjson.loads(function["arguments"] or "{}")
         yield {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
 
 

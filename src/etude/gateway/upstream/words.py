@@ -8,7 +8,7 @@ Reads what OpenAI's chat completions, completions and responses and Anthropic's 
 such as an image, is named. Pure.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,6 +19,8 @@ from etude.protocols import SpokenCall
 
 REPLY = "assistant"
 """Role of the model's messages."""
+DEEPEST = 8
+"""Results of tools inside of one another, of which there are words."""
 REPLIED = ("function_call", "reasoning")
 """Types of items without a role that are the model's."""
 
@@ -100,8 +102,7 @@ def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     listed = next((request[name] for name in ("messages", "input", "prompt") if request.get(name)), ())
     if isinstance(listed, str):
         yield {"role": "user", "content": listed}
-    elif isinstance(listed, Sequence):
-        yield from (message for message in listed if isinstance(message, dict))
+    yield from _tables(listed)
 
 
 def _common(messages: Sequence[Words], earlier: Sequence[Words]) -> int:
@@ -131,10 +132,11 @@ def _reply(answer: bytes) -> str:
             if whole.get("output"):
                 chunks = [_text({"content": whole["output"]})]
         elif choices := part.get("choices"):
-            choice = choices[0]
-            chunks.append(_text(choice.get("message") or choice.get("delta") or {"content": choice.get("text")}))
+            (choice, *_) = [*_tables(choices), {}]
+            forms = _tables([choice.get("message"), choice.get("delta"), {"content": choice.get("text")}])
+            chunks.append(_text(next(form for form in forms if form)))
         elif isinstance(delta := part.get("delta"), dict):  # of Anthropic's stream
-            chunks.append(delta.get("text") or delta.get("partial_json") or "")
+            chunks.append(str(delta.get("text") or delta.get("partial_json") or ""))
         elif isinstance(block := part.get("content_block"), dict):
             chunks.append(_text({"content": [{**block, "input": None}]}))
         else:
@@ -142,17 +144,23 @@ def _reply(answer: bytes) -> str:
     return "".join(chunks)
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, Any], depth: int = 0) -> str:
     """The words of a message: its text, the tools that it calls, the results of tools."""
-    calls = [each for each in message.get("tool_calls") or () if isinstance(each, dict)]
+    calls = _tables(each.get("function") for each in _tables(message.get("tool_calls")))
     parts = message.get("content", message.get("output"))
-    texts = [parts] if isinstance(parts, str) else [_part(each) for each in parts or () if isinstance(each, dict)]
+    texts = [parts] if isinstance(parts, str) else [_part(each, depth) for each in _tables(parts)]
     if message.get("type") == "function_call":
-        texts.append(_part(message))
-    return "\n".join(filter(None, [*texts, *(_call(each.get("function") or {}, "arguments") for each in calls)]))
+        texts.append(_part(message, depth))
+    return "\n".join(filter(None, [*texts, *(_call(each, "arguments") for each in calls)]))
 
 
-def _part(part: Mapping[str, Any]) -> str:
+def _tables(values: object) -> Iterator[Mapping[str, Any]]:
+    """The objects among some values; none of what is no list."""
+    if isinstance(values, Iterable) and not isinstance(values, str | Mapping):
+        yield from (value for value in values if isinstance(value, dict))
+
+
+def _part(part: Mapping[str, Any], depth: int) -> str:
     match part.get("type"):
         case "text" | "input_text" | "output_text":
             return str(part.get("text") or "")
@@ -161,7 +169,7 @@ def _part(part: Mapping[str, Any]) -> str:
         case "function_call":
             return _call(part, "arguments")
         case "message" | "tool_result" | "function_call_output":
-            return _text(part)
+            return _text(part, depth + 1) if depth < DEEPEST else ""
         case kind:
             return f"[{kind}]"
 
@@ -169,6 +177,9 @@ def _part(part: Mapping[str, Any]) -> str:
 def _call(call: Mapping[str, Any], arguments: str) -> str:
     """``name {"argument": 1}``; of a stream's later chunks the arguments alone."""
     given = call.get(arguments)
-    text = given if isinstance(given, str) else "" if given is None else orjson.dumps(given).decode()
+    try:
+        text = given if isinstance(given, str) else "" if given is None else orjson.dumps(given).decode()
+    except TypeError:  # orjson reads what is nested deeper than it writes
+        text = ""
     name = call.get("name")
     return f"{name} {text}" if name else text

@@ -132,7 +132,7 @@ def parse_rubric(text: str, source: str) -> Rubric:
         tree["scale"] = tuple(Anchor(**_typed(anchor, {"score": int, "anchor": str})) for anchor in tree["scale"])
         texts = dict.fromkeys(("aspect", "version", "question", "about", "tie"), str)
         return Rubric(**_typed(tree, {**texts, "scale": tuple}))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source} is not valid TOML: {error}") from error
     except KeyError as error:
         raise ConfigError(f"{source}: the rubric lacks {error}") from error

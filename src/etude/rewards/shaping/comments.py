@@ -91,7 +91,7 @@ def _tokenized(text: str) -> ParsedSource:
     comments: list[str] = []
     docstrings: list[str] = []
     before = tokenize.ENCODING
-    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+    for token, after in zip(tokens, [*tokens, None][1:], strict=True):
         if token.type == tokenize.COMMENT:
             comments.append(token.string.lstrip("#"))
         elif before in BEGINS and token.type == tokenize.STRING and after is not None and after.type in ENDS:

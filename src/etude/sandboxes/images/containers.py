@@ -90,21 +90,34 @@ class _Fetched:
     @property
     def blobs(self) -> Sequence[Path]:
         """Its layers, lowest first; one that comes twice, at its last place."""
-        return [*dict.fromkeys(self._blob(layer) for layer in reversed(self._manifest["layers"]))][::-1]
+        with _readable(self.folder):
+            manifest = json.loads((self.folder / "manifest.json").read_bytes())
+            return [*dict.fromkeys(self._blob(layer) for layer in reversed(manifest["layers"]))][::-1]
 
     @property
     def config(self) -> Mapping[str, Any]:
         """Settings of its containers."""
-        config: Mapping[str, Any] = json.loads(self._blob(self._manifest["config"]).read_bytes()).get("config") or {}
-        return config
-
-    @property
-    def _manifest(self) -> Mapping[str, Any]:
-        manifest: Mapping[str, Any] = json.loads((self.folder / "manifest.json").read_bytes())
-        return manifest
+        with _readable(self.folder):
+            manifest = json.loads((self.folder / "manifest.json").read_bytes())
+            config = json.loads(self._blob(manifest["config"]).read_bytes()).get("config") or {}
+            if not isinstance(config, dict):
+                raise TypeError("its settings are no object")
+            return config
 
     def _blob(self, descriptor: Mapping[str, Any]) -> Path:
-        return self.folder / str(descriptor["digest"]).partition(":")[2]
+        name = str(descriptor["digest"]).partition(":")[2]
+        if not name.isalnum():
+            raise ValueError(f"{name!r} is no digest")
+        return self.folder / name
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Raise :class:`~etude.errors.SandboxError` for what comes of a manifest or settings that are none."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise SandboxError(f"the image in {folder} cannot be read: {error!r}; fetch it again") from error
 
 
 def add_image(

@@ -345,7 +345,7 @@ def read_clients(
     """
     try:
         tree = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"clients cannot be read from {str(file)!r}: {error}") from error
     tables = tree.pop(TABLE, None)
     if not isinstance(tables, dict) or not tables or not all(isinstance(table, dict) for table in tables.values()):

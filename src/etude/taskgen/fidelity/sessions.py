@@ -87,7 +87,7 @@ def _observation(text: str, place: str) -> ToolObservation:
         if unknown:
             raise ValueError(f"unknown {', '.join(sorted(unknown))}")
         return _checked(matches)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f'{place}: {error}; expected an object such as {{"session": "s1", "tool": "bash", "arguments": '
             f'{{"command": "ls"}}, "observation": "a.py", "exit_code": 0, "seconds": 0.03}}'

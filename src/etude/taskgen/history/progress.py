@@ -54,7 +54,7 @@ def read_progress(folder: Path) -> dict[str, HistoryProgress]:
         return {}
     try:
         return {source: HistoryProgress(**fields) for source, fields in json.loads(file.read_bytes()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{file} cannot be read: {error}; expected {{SOURCE: {{newest, day}}}}") from error
 
 

@@ -71,13 +71,13 @@ def read_records(folder: Path) -> list[HistoryRecord]:
     """
     file = folder / RECORDS_FILE
     records: list[HistoryRecord] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.exists() else [], start=1):
+    for number, line in enumerate(file.read_bytes().splitlines() if file.exists() else [], start=1):
         try:
             fields = json.loads(line)
             records.append(
                 HistoryRecord(**{**fields, "about": tuple(fields["about"]), "others": tuple(fields["others"])})
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"{file}, line {number} is no record of a task: {error}") from error
     return records
 

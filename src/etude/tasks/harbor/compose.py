@@ -225,10 +225,12 @@ def parse_compose(text: str, *, source: str) -> ComposeServices:
     try:
         tree = _filled(frozen_lists(yaml.safe_load(text)), source, "")
         settings = ComposeSettings.model_validate(tree)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise TaskFolderError(f"{source} is no YAML: {error}") from error
     except ValidationError as error:
-        faults = [explain(fault, REFUSED.get(str(fault["loc"][-1]), UNKNOWN_KEY)) for fault in error.errors()]
+        faults = [
+            explain(fault, REFUSED.get(str(next(reversed(fault["loc"]), "")), UNKNOWN_KEY)) for fault in error.errors()
+        ]
         raise TaskFolderError(f"{source}:\n  " + "\n  ".join(faults)) from error
     if MAIN not in settings.services:
         raise TaskFolderError(f"{source}: services has {list(settings.services)}, and no {MAIN!r}, the agent's own")

@@ -260,7 +260,7 @@ def parse_settings(text: str, *, source: str, offline: bool = False) -> TaskSett
     """
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise TaskFolderError(f"{source} is no TOML: {error}") from error
     faults = [f"{key} = {value!r}: {REFUSED[key]}" for key, value in _take_refused(tree) if value]
     settings = None

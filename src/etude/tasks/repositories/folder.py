@@ -74,7 +74,7 @@ class PackageFolder:
             try:
                 fields = json.loads(line)
                 matches.append(CandidateVerdict(**{**fields, "tests": tuple(fields["tests"])}))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
         return matches
 
@@ -140,7 +140,7 @@ class RepositoryTasks:
         matches = sorted(self.folder.glob(f"*/answers/{task.task_id}.json"))
         try:
             answer: dict[str, str] = json.loads(matches[0].read_bytes())
-        except (IndexError, ValueError) as error:
+        except (IndexError, ValueError, RecursionError) as error:
             raise DamagedError(f"the answer of task {task.task_id} in {self.folder} cannot be read: {error}") from error
         return answer
 

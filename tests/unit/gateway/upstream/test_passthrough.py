@@ -66,6 +66,22 @@ def test_a_message_goes_to_anthropics_api_as_it_is() -> None:
     use(ApiModel(lambda messages: "ok"), work, api="anthropic")
 
 
+def test_a_body_that_no_api_can_be_sent_is_refused() -> None:
+    async def work(passthrough: Passthrough, session: Session, http: aiohttp.ClientSession) -> None:
+        nested: Any = []
+        for _ in range(300):
+            nested = [nested]
+        tools = [{"type": "function", "function": {"name": "run", "parameters": nested}}]
+        bodies: list[Any] = [[], {**BODY, "tools": tools}, {**BODY, "messages": [{"content": "no role"}]}]
+        for body in bodies:
+            status, answer = await post(http, session, "chat/completions", body)
+            assert (status, answer["error"]["code"]) == (400, "invalid_request_error")
+
+    model = ApiModel(lambda messages: "ok")
+    use(model, work, api="anthropic")
+    assert model.requests == []
+
+
 def test_a_message_for_openais_api_is_refused_by_name() -> None:
     async def work(passthrough: Passthrough, session: Session, http: aiohttp.ClientSession) -> None:
         status, answer = await post(http, session, "messages")

@@ -6,7 +6,14 @@ from typing import Any
 import orjson
 import pytest
 
-from etude.gateway.upstream.translation import Untranslatable, answer_of, error_of, events_of, request_of
+from etude.gateway.upstream.translation import (
+    Untranslatable,
+    answer_of,
+    completion_of,
+    error_of,
+    events_of,
+    request_of,
+)
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "run", "arguments": '{"command": "ls"}'}}
 TOOL = {"type": "function", "function": {"name": "run", "description": "d", "parameters": {"type": "object"}}}
@@ -65,6 +72,30 @@ def test_what_the_other_api_has_not_is_refused_by_name(fields: dict[str, Any], n
 def test_pictures_are_refused() -> None:
     with pytest.raises(Untranslatable, match="image_url"):
         request_of({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"content": "no role"}]},
+        {"messages": 3},
+        {"messages": [{"role": "tool", "content": "of no call"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "run", "arguments": "{"}}]}]},
+        {"messages": [], "tools": [{"type": "function"}]},
+        {"messages": [], "tools": [TOOL], "tool_choice": 1},
+    ],
+)
+def test_what_is_no_chat_completion_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(Untranslatable, match="no request for a chat completion"):
+        request_of(fields)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"<html>", b"[]", b'{"content": [{"type": "text"}]}', b'{"usage": {"input_tokens": "x"}}']
+)
+def test_what_is_no_message_is_refused(answer: bytes) -> None:
+    with pytest.raises(Untranslatable, match="no message of Anthropic's API"):
+        completion_of(answer, stream=False)
 
 
 MESSAGE = {

@@ -83,11 +83,36 @@ def test_results_of_tools_and_what_has_no_words() -> None:
     assert transcript.calls[0].heard == "You fix.\n[image]\n1 def f(): ..."
 
 
-@pytest.mark.parametrize("answer", [b"", b"<html>", b"[1]", b'{"choices": [{}]}'])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *(
+            b"",
+            b"<html>",
+            b"[1]",
+            b'{"choices": [{}]}',
+            b'{"choices": 1}',
+            b'{"choices": {"0": 1}}',
+            b'{"content": 1.5}',
+        ),
+        *(b'{"choices": [{"message": "x"}]}', b'{"choices": [{"message": {"tool_calls": 1}}]}'),
+        b'{"choices": [{"message": {"tool_calls": [{"function": "x"}]}}]}',
+        b'{"content": [{"type": "tool_use", "input": ' + b"[" * 900 + b"]" * 900 + b"}]}",
+    ],
+)
 def test_what_cannot_be_read_has_no_words(answer: bytes) -> None:
     transcript = CallTranscript()
     transcript.add({"input": "fix it", "instructions": "You fix."}, answer)
     assert transcript.calls == [SpokenCall(heard="You fix.\nfix it", text="")]
+
+
+def test_results_within_results_have_words_down_to_a_depth() -> None:
+    deep: list[dict[str, Any]] = [{"type": "text", "text": "deep"}]
+    for _ in range(300):
+        deep = [{"type": "tool_result", "content": deep}]
+    transcript = CallTranscript()
+    transcript.add({"messages": [message("user", "go"), {"role": "user", "content": deep}]}, b"")
+    assert transcript.calls == [SpokenCall(heard="go", text="")]
 
 
 def chat(text: str) -> bytes:

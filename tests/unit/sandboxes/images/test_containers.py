@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import ConfigError
-from etude.sandboxes.images.containers import reference_of
+from etude.errors import ConfigError, SandboxError
+from etude.sandboxes.images.containers import _Fetched, reference_of
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,18 @@ def test_files_and_folders_that_are_none_are_refused(tmp_path: Path) -> None:
         reference_of(str(tmp_path / "text"))
     with pytest.raises(ConfigError, match="neither a Dockerfile nor a file oci-layout"):
         reference_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *("", "[]", "{}", '{"layers": [{}]}', '{"layers": [{"digest": "sha256:../../etc/passwd"}]}'),
+        '{"layers": [], "config": {"digest": "sha256:gone"}}',
+        '{"layers": ' + "[" * 3000 + "]" * 3000 + "}",
+    ],
+)
+def test_a_manifest_that_is_none_is_named(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest, encoding="utf-8")
+    image = _Fetched(tmp_path)
+    with pytest.raises(SandboxError, match="cannot be read"):
+        _ = image.blobs, image.config
