@@ -139,7 +139,7 @@ def bring(folder: RunFolder, phase: Phase, grid: Grid | None) -> None:
         bring_models(folder)
         restore_checkpoint(folder, checkpoints_place(phase))
     if grid is not None:
-        grid.total([])
+        grid.largest(0)  # nobody has a number before all have brought what is theirs
 
 
 def bring_models(folder: RunFolder) -> None:

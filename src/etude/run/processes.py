@@ -52,10 +52,11 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # at once, but for those that serve: all that counts is on disk
     rank = os.environ.get("RANK")
     die_with_parent(signal.SIGTERM if rank is None else signal.SIGKILL)  # a rank that is stopped must end, too
-    if command == "train" and os.environ.get("LOCAL_RANK", "0") == "0":
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of this machine's ranks; the others wait for it
+    if command == "train" and is_first:
         from etude.run.checkpoint_copies import restore_checkpoint
 
-        restore_checkpoint(folder)  # other ranks wait for this one before they read
+        restore_checkpoint(folder)
     ranks = ranks_of(config, command)
     if max(ranks, nodes.nnodes) > 1 and rank is None:
         environments = nodes.environments(ranks)
@@ -67,7 +68,8 @@ def run_process(name: ProcessName, folder: RunFolder, nodes: Nodes = ONE_NODE) -
     if ranks > 1:
         name = ProcessName(command=command, replica=int(rank or 0))
     with exclusive(folder, str(name), wait_s=PREDECESSOR_S):
-        bring_data(folder, *DATA_OF.get(command, ()))
+        if is_first:
+            bring_data(folder, *DATA_OF.get(command, ()))
         _run(name, folder)
 
 
