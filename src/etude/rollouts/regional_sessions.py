@@ -5,7 +5,8 @@
 - consumes: reports of regions (:meth:`RegionalSessions.report`, :meth:`RegionalSessions.lose`)
 - produces: sessions, each of one region; events that say how regions are used
 - waits for: a region that may have the session, as long as the caller waits
-- woken by: a report that changes something, a session that ends; every ``LOOK_S``, as patience ends by time alone
+- woken by: a report that changes something, a session that ends, a region that is lost; every ``LOOK_S`` while one has
+  no place or its region is away, as waits end by time alone
 - on shutdown: nothing is left to do; sessions are their openers'
 
 The decision is :mod:`etude.fleet.regions`'s. A region that cannot be reached is left out, and the session opened
@@ -16,7 +17,6 @@ cost of who knew the outage's end).
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -64,6 +64,7 @@ class RegionalSessions:
         self._payload_bytes: Counter[str] = Counter()
         self._versions: dict[str, RegionReport] = {}
         self._changed = asyncio.Event()
+        self._lost = asyncio.Event()
 
     @property
     def heard(self) -> int:
@@ -89,7 +90,10 @@ class RegionalSessions:
     def lose(self, region: str) -> None:
         """A region could not be reached."""
         self._regions.lose(region)
-        self._lost_s.setdefault(region, self._clock.now())
+        if region not in self._lost_s:
+            self._lost_s[region] = self._clock.now()
+            self._lost.set()
+            self._lost = asyncio.Event()
         if self._versions.pop(region, None) is not None:
             self._wake()
 
@@ -170,7 +174,9 @@ class RegionalSessions:
         """
         region, opened_s = self._require(session_id), self._opened_s[session_id]
         while True:
-            now_s, lost_s = self._clock.now(), self._lost_s.get(region, math.inf)
+            while region not in self._lost_s:
+                await self._lost.wait()
+            now_s, lost_s = self._clock.now(), self._lost_s[region]
             away_s, is_old = now_s - lost_s, now_s - lost_s <= lost_s - opened_s
             if away_s > LEAST_WAIT_S and not (is_old and self._regions.free_places(now_s) <= self._moving):
                 self._moving += 1
