@@ -1,40 +1,12 @@
-"""GPUs by name, as their data sheets have them: for plans of machines that are not here.
-
-``h100x8`` is one machine with eight H100. Rates are those of dense bfloat16 products and of the memory.
-"""
+"""Machines with GPUs by name, for plans of machines that are not here: ``h100x8`` is one with eight H100."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from etude.errors import ConfigError
+from etude.run.hardware import GB, GpuKind, load_gpus
 
-GB = 1_000_000_000
 NAME = re.compile(r"([a-z0-9]+)x([1-9][0-9]*)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuKind:
-    """One kind of GPU."""
-
-    memory_bytes: int
-    flops: float
-    """bfloat16 operations per second."""
-    bytes_per_s: float
-    """Rate of its memory."""
-
-
-GPUS: Mapping[str, GpuKind] = MappingProxyType(
-    {
-        "a100": GpuKind(memory_bytes=80 * GB, flops=312e12, bytes_per_s=2.04e12),
-        "h100": GpuKind(memory_bytes=80 * GB, flops=989e12, bytes_per_s=3.35e12),
-        "h200": GpuKind(memory_bytes=141 * GB, flops=989e12, bytes_per_s=4.8e12),
-        "b200": GpuKind(memory_bytes=180 * GB, flops=2250e12, bytes_per_s=8.0e12),
-        "b300": GpuKind(memory_bytes=270 * GB, flops=2250e12, bytes_per_s=8.0e12),
-    }
-)
-"""Name → what one is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +24,12 @@ class GpuMachine:
     def parse(cls, name: str) -> "GpuMachine":
         """The machine that ``h100x8`` names. Raises :class:`~etude.errors.ConfigError`."""
         match = NAME.fullmatch(name)
-        if match is None or match[1] not in GPUS:
+        if match is None or match[1] not in load_gpus():
             raise ConfigError(
                 f"{name!r} is no machine: write a GPU and how many one machine has, such as h100x8; there are "
-                f"{', '.join(GPUS)}"
+                f"{', '.join(load_gpus())}"
             )
-        kind = GPUS[match[1]]
+        kind = load_gpus()[match[1]].kind
         return cls(name=name, gpus=int(match[2]), memory_bytes=kind.memory_bytes, kind=kind)
 
 

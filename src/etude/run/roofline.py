@@ -16,8 +16,8 @@ from etude.config.recipe import RunConfig
 from etude.models.flops import head_flops, pair_flops, token_flops
 from etude.models.sizes import ModelSizes
 from etude.models.spec import LatentSpec, ModelSpec
-from etude.run.gpu_machine import GpuKind
 from etude.run.gpus import engine_sizes
+from etude.run.hardware import GpuKind
 from etude.run.memory_plan import server_position_bytes
 from etude.run.numerics import DTYPES
 

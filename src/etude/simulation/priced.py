@@ -27,12 +27,12 @@ from etude.models.flops import head_flops, pair_flops, token_flops
 from etude.models.sizes import ModelSizes
 from etude.models.spec import ModelSpec
 from etude.run.gpus import engine_sizes
+from etude.run.hardware import GpuSheet, Market, gpu_sheet, load_gpus
 from etude.run.memory_plan import server_position_bytes
 from etude.run.roofline import DecodeStep, Rates, TrainingStep
 from etude.simulation.calibration import RunCalibration, TrainerTimes
 from etude.simulation.engine import EngineRates
 from etude.simulation.figures import HOUR_S, RunFigures
-from etude.simulation.hardware import GpuSheet, Market, gpu_sheet, load_gpus
 from etude.simulation.run import RegionModel
 from etude.simulation.workload import RolloutWork, Workload
 

@@ -8,10 +8,10 @@ import pytest
 from bench.engine.card import QWEN3_8B
 from etude.models.checkpoint import load_spec
 from etude.models.spec import GroupedSpec, ModelSpec
-from etude.run.gpu_machine import GPUS
+from etude.run.hardware import load_gpus
 from etude.run.roofline import DecodeStep, Rates, TrainingStep, measured_rates
 
-H200 = Rates.of_gpu(GPUS["h200"])
+H200 = Rates.of_gpu(load_gpus()["h200"].kind)
 QWEN3_30B = load_spec(Path(__file__).parents[3] / "recipes" / "gpu-30b-a3b")
 QWEN3_2B = replace(
     QWEN3_8B,

@@ -20,10 +20,10 @@ from etude.config.section import Section
 from etude.dashboard import formatting
 from etude.dashboard.terminal import DIM, light_table
 from etude.errors import ConfigError
+from etude.run.hardware import load_gpus
 from etude.run.preflight import spec_of_recipe
 from etude.run.pretend import resolved_there
 from etude.simulation.figures import HOUR_S, RunFigures, bottleneck
-from etude.simulation.hardware import load_gpus
 from etude.simulation.priced import Costs, Fleet, PricedPlan
 from etude.simulation.run import SimulatedEvents
 from etude.simulation.split import Goal, engine_s, search, simulate_fleet, trainer_s

@@ -1,10 +1,12 @@
-"""GPUs of plans: what they hold, how fast they are and what they cost, each figure with its source.
+"""GPUs by name: what they hold, how fast they are and what they cost, each figure with its source.
 
-``hardware.toml`` beside this file has those that ship; a file of one's own adds to them or replaces them.
+For plans of machines that are not here. ``hardware.toml`` beside this file has those that ship; a file of one's own
+adds to them or replaces them.
 """
 
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Literal, TypeAlias
@@ -13,9 +15,9 @@ from pydantic import Field
 
 from etude.config.section import Section
 from etude.errors import ConfigError
-from etude.run.gpu_machine import GB, GpuKind
 
 SHIPPED = "hardware.toml"
+GB = 1_000_000_000
 Market: TypeAlias = Literal["on_demand", "spot"]
 
 
@@ -27,6 +29,17 @@ class Figure(Section):
     """URL, or words such as ``our contract``."""
     read: str = Field(pattern=r"\d{4}-\d{2}-\d{2}")
     """Date."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuKind:
+    """The rates of one kind of GPU, as plans take them."""
+
+    memory_bytes: int
+    flops: float
+    """Dense bfloat16 operations per second."""
+    bytes_per_s: float
+    """Rate of its memory."""
 
 
 class GpuSheet(Section):
@@ -70,7 +83,7 @@ def load_gpus(own: Mapping[str, GpuSheet] | None = None) -> dict[str, GpuSheet]:
 
 @cache
 def _shipped() -> Mapping[str, GpuSheet]:
-    text = files("etude.simulation").joinpath(SHIPPED).read_text(encoding="utf-8")
+    text = files("etude.run").joinpath(SHIPPED).read_text(encoding="utf-8")
     return Hardware.model_validate(tomllib.loads(text)).gpus
 
 
