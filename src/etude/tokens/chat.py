@@ -191,7 +191,9 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
         raise DamagedError(f"{file} is missing or not a tokenizer: {error}") from error
 
 
