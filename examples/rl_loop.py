@@ -28,7 +28,7 @@ from etude.models.checkpoint import spec_from_shape
 from etude.models.decoder import Decoder
 from etude.protocols import HarnessResult, SamplingParams, turn_of
 from etude.rewards.graders.functions import HiddenTests
-from etude.run.phases import optimisation_of
+from etude.run.phase_models import optimisation_of
 from etude.sandboxes.local.provider import LocalSandboxes
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.corpus import demonstration_sources, tokenizer_texts

@@ -21,7 +21,7 @@ from etude.errors import EtudeError
 from etude.models.checkpoint import state_of
 from etude.models.decoder import Decoder
 from etude.run.folder import RunFolder
-from etude.run.phases import read_model, save_model
+from etude.run.phase_models import read_model, save_model
 from etude.run.working_folder import open_run_folder
 from etude.tasks.bugfix import BugfixFamily
 from etude.tasks.corpora.conversations import conversation
