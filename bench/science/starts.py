@@ -19,7 +19,7 @@ from bench.numerics.model import CACHE
 from bench.starts import digest_of
 from etude.config.recipe import RunConfig
 from etude.run.phase_data import batch_schedule, open_reading
-from etude.run.phase_models import hand_down, make_start, optimisation_of, prepare, read_model, save_model
+from etude.run.phase_models import copy_tokenizer, make_start, optimisation_of, prepare, read_model, save_model
 from etude.run.resolve import resolve
 from etude.tasks.corpora.mixture import Cursor
 from etude.tokens.chat import ChatTemplate
@@ -66,7 +66,7 @@ def _midtrain(config: RunConfig, folder: Path) -> None:
         documents, cursor = reading.stream.batch(cursor, end)
         trainer.step(step, [documents])
     loss = sum((trainer.measure([documents]) for documents in reading.heldout.values()), Loss())
-    hand_down(random, folder)
+    copy_tokenizer(random, folder)
     save_model(folder, model, chat)
     shutil.rmtree(random)
     (folder / LOSS).write_text(json.dumps(loss.mean) + "\n", encoding="utf-8")

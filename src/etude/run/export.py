@@ -11,7 +11,7 @@ from etude.models.decoder import Decoder
 from etude.models.peft import write_peft
 from etude.run.folder import RunFolder, require_empty
 from etude.run.numerics import DTYPES, adapter_spec, checkpoint_extra
-from etude.run.phase_models import hand_down, read_model, save_state
+from etude.run.phase_models import copy_tokenizer, read_model, save_state
 from etude.run.weight_log import open_log
 from etude.tokens.jinja import load_format
 from etude.weights.pull import pull
@@ -39,7 +39,7 @@ def export_run(folder: RunFolder, out: Path, version: int | None, *, peft: bool 
             state = _merged(folder, state)
         extra = checkpoint_extra(state, folder.config().numerics)
         save_state(out, spec, state, chat, extra)
-        hand_down(folder.model, out)
+        copy_tokenizer(folder.model, out)
     except OSError as error:
         raise RunFolderError(f"cannot write to {out}: {error.strerror}") from error
     return pulled.version

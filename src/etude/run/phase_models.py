@@ -114,7 +114,7 @@ def digest_of(model: CausalModel) -> str:
     return state_digest(to_stored(state_of(model)))
 
 
-def hand_down(origin: Path, target: Path) -> None:
+def copy_tokenizer(origin: Path, target: Path) -> None:
     """Copy the tokenizer's files from one model folder to another."""
     for name in TOKENIZER_FILES:
         if (origin / name).is_dir():
@@ -126,7 +126,7 @@ def hand_down(origin: Path, target: Path) -> None:
 def _make_model(origin: Path, target: Path, config: RunConfig) -> None:
     """Copy a model, or write it anew with a draft head where the recipe has one."""
     if has_drafts(config):
-        hand_down(origin, target)
+        copy_tokenizer(origin, target)
         save_model(target, with_draft_head(origin, config), load_format(origin, config.gateway.chat_template_kwargs))
     else:
         shutil.copytree(origin, target, dirs_exist_ok=True)

@@ -44,8 +44,8 @@ from etude.run.phase_folders import (
     write_record,
 )
 from etude.run.phase_models import (
+    copy_tokenizer,
     digest_of,
-    hand_down,
     make_start,
     optimisation_of,
     prepare,
@@ -58,7 +58,7 @@ from etude.run.process_name import ProcessName
 from etude.run.store_outages import StoreOutages
 from etude.run.weight_log import open_log
 from etude.tasks.corpora.mixture import Cursor, Taken
-from etude.telemetry.events import HeldoutLoss, ImitationProgress, PhaseEnded
+from etude.telemetry.events import Event, HeldoutLoss, ImitationProgress, PhaseEnded
 from etude.telemetry.log import EventLog
 from etude.tokens.jinja import load_format
 from etude.trainer.batching.packing import Cost, pack
@@ -229,7 +229,7 @@ class PhaseProcess(Closing):
     @property
     def _is_first(self) -> bool:
         """True on rank 0, which alone writes what is not a checkpoint."""
-        return self._grid is None or self._grid.rank == 0
+        return self._events is not None
 
     def _save(self, step: int, cursor: Cursor) -> None:
         if self._is_first:
@@ -268,7 +268,7 @@ class PhaseProcess(Closing):
     def _passes(self, documents: Sequence[Document]) -> list[list[Document]]:
         """Pack this rank's documents into as many passes as any rank's need."""
         lengths = [len(document.token_ids) for document in documents]
-        most = self._config.trainer.microbatch_tokens * parallel_of(self._config, self._phase).cp
+        most = self._config.trainer.microbatch_tokens * self._config.parallel.cp
         (packed,) = pack(lengths, max_tokens=most, ranks=1, cost=self._cost)
         passes = [[documents[index] for index in microbatch] for microbatch in packed]
         if self._grid is not None:
@@ -285,32 +285,35 @@ class PhaseProcess(Closing):
             return None
         shares = {name: self._reading.stream.mixture.due(name, self._reading.tokens) for name in losses}
         mean = sum(share * losses[name].mean for name, share in shares.items()) / sum(shares.values())
-        if self._events is not None:
-            self._events.write(
-                HeldoutLoss(
-                    phase=self._phase,
-                    step=step,
-                    tokens=self._tokens,
-                    loss=mean,
-                    action_loss=_or_zero(sum(losses.values(), Loss()).action_mean),
-                    sources={name: loss.mean for name, loss in losses.items()},
-                )
+        self._write(
+            HeldoutLoss(
+                phase=self._phase,
+                step=step,
+                tokens=self._tokens,
+                loss=mean,
+                action_loss=_or_zero(sum(losses.values(), Loss()).action_mean),
+                sources={name: loss.mean for name, loss in losses.items()},
             )
+        )
         return mean
 
     def _report(self, step: int, recent: Loss, seconds: float) -> None:
-        if self._events is not None:
-            self._events.write(
-                ImitationProgress(
-                    phase=self._phase,
-                    step=step,
-                    steps=self._steps,
-                    tokens=self._tokens,
-                    loss=_or_zero(recent.mean),
-                    action_loss=_or_zero(recent.action_mean),
-                    tokens_per_s=recent.tokens / seconds,
-                )
+        self._write(
+            ImitationProgress(
+                phase=self._phase,
+                step=step,
+                steps=self._steps,
+                tokens=self._tokens,
+                loss=_or_zero(recent.mean),
+                action_loss=_or_zero(recent.action_mean),
+                tokens_per_s=recent.tokens / seconds,
             )
+        )
+
+    def _write(self, event: Event) -> None:
+        """Write an event down, on rank 0."""
+        if self._events is not None:
+            self._events.write(event)
 
     def _whole(self) -> CausalModel | None:
         """The model that the phase ends with, on rank 0; an adapter is merged into the weights as they were, in
@@ -329,7 +332,7 @@ class PhaseProcess(Closing):
 
     def _end(self, loss: float | None) -> None:
         whole = self._whole()
-        if whole is None or self._events is None:
+        if whole is None:
             return
         record = PhaseRecord(
             phase=self._phase,
@@ -341,12 +344,12 @@ class PhaseProcess(Closing):
         )
 
         def fill(target: Path) -> None:
-            hand_down(self._origin, target)
+            copy_tokenizer(self._origin, target)
             save_model(target, whole, load_format(target))
             write_record(target, record)
 
         place(self._lineage.model(self._phase), fill)
-        self._events.write(
+        self._write(
             PhaseEnded(
                 phase=record.phase,
                 steps=record.steps,

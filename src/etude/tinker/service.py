@@ -19,7 +19,7 @@ from etude.errors import UserError
 from etude.models.decoder import Decoder
 from etude.run.folder import require_empty
 from etude.run.numerics import published_state
-from etude.run.phase_models import hand_down, save_state
+from etude.run.phase_models import copy_tokenizer, save_state
 from etude.run.resolve import resolve_device
 from etude.tinker.jobs import Gone, Jobs, Result, ServerBusy
 from etude.tinker.messages import BatchRequest, encode_output, encode_samples
@@ -148,7 +148,7 @@ class TinkerService:
         def write() -> Result:
             require_empty(folder)
             save_state(folder, state.model.spec, published_state(state.model, self._numerics), self._chat, {})
-            hand_down(self.options.model, folder)
+            copy_tokenizer(self.options.model, folder)
             return {"type": "save_weights_for_sampler", "path": f"tinker://{model_id}/sampler_weights/{name}"}
 
         self.jobs.submit(request_id, lambda: asyncio.to_thread(write))
