@@ -42,7 +42,7 @@ SAMPLES = 60
 """Of an hour."""
 STEP_S, FAULT_S = 45.0, 240.0
 """Virtual time of a step, about, and between two faults."""
-RECORDS = ("/bench/", "/etude/simulation/", "/etude/rollouts/fake.py", "/tracemalloc.py")
+RECORDS = ("/bench/simulation/", "/bench/faults/", "/etude/simulation/", "/etude/rollouts/fake.py", "/tracemalloc.py")
 """Parts of the simulation, which remember what the auditor reads."""
 MOST_LISTED = 8
 VIOLATIONS = Goal("violations", "at most", 0)
@@ -125,7 +125,7 @@ def long_run(seconds: float, seed: int) -> Scenario:
 
 async def _play(scenario: Scenario, folder: Path, samples: Samples) -> Outcome:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)  # of killed processes
-    pace = Pace(look_s=samples.hour_s / SAMPLES, poll_s=0.5, longest_s=100 * STEP_S * scenario.config.trainer.steps)
+    pace = Pace(look_s=samples.hour_s / SAMPLES, poll_s=1.0, longest_s=100 * STEP_S * scenario.config.trainer.steps)
     (folder / "run").mkdir()
     soaked = FaultyRun(scenario, folder / "run", empty_ledger(folder), pace)
     sampling = asyncio.ensure_future(_sample(soaked, folder / "run", samples))

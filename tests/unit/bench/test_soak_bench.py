@@ -9,7 +9,7 @@ from bench.simulation.soak import FEWEST_HOURS, SAMPLES, bench_soak, floor_grown
 from etude.errors import UserError
 from etude.simulation.trainer import ModelledStore
 
-SHORT_S = 300.0
+SHORT_S = 120.0
 """Virtual seconds of an "hour"."""
 HOARD: list[tuple[int, bytearray]] = []
 
