@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import gc
 import logging
-import resource
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
+
+from prometheus_client import ProcessCollector
 
 from bench.report import Goal, envelope, heading
 from bench.simulation.run import MEMORY, FaultyRun, Outcome, Pace, empty_ledger
@@ -54,16 +55,14 @@ _COLUMNS = ("hour", "rss_mib", "traced_mib", "handles", "tasks", "ledger_mib", "
 
 @dataclass(slots=True)
 class Samples:
-    """A run, as it is seen from beside it."""
+    """A run, as it is seen from beside it; handles and tasks minute by minute."""
 
     hour_s: float
     handles: list[int] = field(default_factory=list)
-    """Open file descriptors, minute by minute."""
     tasks: list[int] = field(default_factory=list)
-    """Tasks that are not done, likewise."""
     hours: list[dict[str, float]] = field(default_factory=list)
     memory: list[tracemalloc.Snapshot] = field(default_factory=list)
-    """Hour by hour, from the end of the warm-up on: the first and the newest."""
+    """At the end of the warm-up, and of the newest hour."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -95,32 +94,18 @@ def bench_soak(hours: int, seed: int = 0, hour_s: float = HOUR_S) -> dict[str, J
 
 
 def long_run(seconds: float, seed: int) -> Scenario:
-    """A run of that time: steps of a minute on engines in two regions, faults of all kinds that can come back."""
+    """A run of that time on engines in two regions, with faults of all kinds but those that are for good."""
     random, small = Random(f"soak {seed}"), draw(seed)
     kinds = [kind for kind in Kind if kind is not Kind.LOSE_ROLLOUTS]
-    faults = [
-        Fault(
-            kind=kinds[number % len(kinds)],
-            at_s=(number + random.random()) * FAULT_S,
-            hold_s=random.uniform(*HOLDS[kinds[number % len(kinds)]]),
-            pick=random.random(),
-            moment=random.randint(0, 3),
-            is_kept=random.random() < 0.5,
-        )
-        for number in range(round(seconds / FAULT_S))
-    ]
+    drawn = [(kinds[number % len(kinds)], number + random.random()) for number in range(round(seconds / FAULT_S))]
+    faults = [Fault(kind=kind, at_s=at * FAULT_S, hold_s=random.uniform(*HOLDS[kind]), pick=random.random(),
+                    moment=random.randint(0, 3), is_kept=random.random() < 0.5) for kind, at in drawn]  # fmt: skip
     rollouts = {"groups_per_step": 2, "group_size": 4, "max_staleness": 1, "concurrency": 16, "timeout_s": 600.0}
-    steps = 1 + round(seconds / STEP_S)  # each takes a little longer
-    config = {"rollouts": rollouts, "trainer": {"steps": steps}, "ledger": {"lease_s": LEASE_S}}
+    recipe = {"rollouts": rollouts, "trainer": {"steps": 1 + round(seconds / STEP_S)}, "ledger": {"lease_s": LEASE_S}}
     times = TrainerTimes(fixed_s=STEP_S, token_s=1e-4, save_s=1.0, publish_s=2.0)
-    return replace(
-        small,
-        config=parse_config(config, source="bench soak"),
-        calibration=replace(small.calibration, trainer=times),
-        regions=(RegionModel(name="home", engines=2), RegionModel(name="far", engines=2, rtt_s=0.1, arrival_s=1.0)),
-        processes=2,
-        faults=tuple(faults),
-    )
+    regions = (RegionModel(name="home", engines=2), RegionModel(name="far", engines=2, rtt_s=0.1, arrival_s=1.0))
+    config, calibration = parse_config(recipe, source="bench soak"), replace(small.calibration, trainer=times)
+    return replace(small, config=config, calibration=calibration, regions=regions, processes=2, faults=tuple(faults))
 
 
 async def _play(scenario: Scenario, folder: Path, samples: Samples) -> Outcome:
@@ -139,13 +124,13 @@ async def _sample(soaked: FaultyRun, folder: Path, samples: Samples) -> None:
     while True:
         for _ in range(SAMPLES):
             await asyncio.sleep(samples.hour_s / SAMPLES)
-            samples.handles.append(_open_handles())
+            samples.handles.append(round(_process()["process_open_fds"]))
             samples.tasks.append(len(asyncio.all_tasks()))
         samples.hours.append(_hour(soaked, folder, samples))
 
 
-def _open_handles() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+def _process() -> dict[str, float]:
+    return {metric.name: metric.samples[0].value for metric in ProcessCollector(registry=None).collect()}
 
 
 def _hour(soaked: FaultyRun, folder: Path, samples: Samples) -> dict[str, float]:
@@ -153,10 +138,9 @@ def _hour(soaked: FaultyRun, folder: Path, samples: Samples) -> dict[str, float]
     gc.collect()
     if len(samples.hours) + 1 >= WARM_UP:
         samples.memory[1:] = [tracemalloc.take_snapshot()]
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "hour": len(samples.hours) + 1,
-        "rss_mib": pages * resource.getpagesize() / 2**20,
+        "rss_mib": _process()["process_resident_memory_bytes"] / 2**20,
         "traced_mib": tracemalloc.get_traced_memory()[0] / 2**20,
         "handles": min(samples.handles[-SAMPLES:]),
         "tasks": min(samples.tasks[-SAMPLES:]),
@@ -188,9 +172,7 @@ def figures(samples: Samples, outcome: Outcome) -> dict[str, Json]:
             f"{'/'.join(place.split('/')[-3:])}: {size:.1f} KiB, {each.count_diff / spent:.0f} objects an hour"
             for each, place, size in [*zip(grown, places, kib, strict=True)][:MOST_LISTED]
         ],
-        "results": [
-            {"contestant": "etude", **{name: round(value, 2) for name, value in hour.items()}} for hour in hours
-        ],
+        "results": [{"contestant": "etude"} | {key: round(value, 2) for key, value in hour.items()} for hour in hours],
         "goals": {
             VIOLATIONS.name: VIOLATIONS.judge(float(len(outcome.violations))),
             HANDLES.name: HANDLES.judge(float(floor_grown(samples.handles))),
