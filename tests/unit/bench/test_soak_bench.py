@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ HOARD: list[tuple[int, bytearray]] = []
 
 
 def test_a_run_ends_with_what_it_began_with() -> None:
-    result = bench_soak(FEWEST_HOURS, hour_s=SHORT_S)
+    result: dict[str, Any] = bench_soak(FEWEST_HOURS, hour_s=SHORT_S)
     goals = result["goals"]
     assert {name: goals[name]["met"] for name in ("violations", "handles_grown", "tasks_grown")} == {
         "violations": True, "handles_grown": True, "tasks_grown": True,
@@ -34,7 +35,7 @@ def test_a_handle_and_memory_that_each_step_keeps_are_seen(monkeypatch: pytest.M
 
     monkeypatch.setattr(ModelledStore, "publish", hoarding)
     try:
-        result = bench_soak(FEWEST_HOURS, hour_s=SHORT_S)
+        result: dict[str, Any] = bench_soak(FEWEST_HOURS, hour_s=SHORT_S)
     finally:
         for handle, _ in HOARD:
             os.close(handle)
