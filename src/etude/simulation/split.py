@@ -18,12 +18,12 @@ from typing import Literal, TypeAlias
 
 from etude.config.recipe import RunConfig
 from etude.errors import ConfigError
-from etude.simulation.calibration import RunCalibration, TrainerTimes
+from etude.simulation.calibration import RunCalibration
 from etude.simulation.engine import EngineRates
 from etude.simulation.figures import FULL, HOUR_S, RunFigures
 from etude.simulation.priced import Fleet, gpu_price
 from etude.simulation.run import SimulatedEvents, simulate, skipped_steps
-from etude.simulation.workload import RolloutWork, Workload
+from etude.simulation.workload import Workload
 
 MOST_ROLLOUTS = 64
 """Rollouts of a step that are simulated."""
@@ -109,29 +109,13 @@ def _fewer_places(engine: EngineRates, factor: float) -> EngineRates:
 
 def _faster(calibration: RunCalibration, factor: float) -> RunCalibration:
     """The same, with every time so many times shorter."""
-    trainer = calibration.trainer
-    groups = tuple(tuple(_faster_work(work, factor) for work in group) for group in calibration.workload.groups)
     return replace(
         calibration,
         engine=calibration.engine.scaled(1 / factor),
-        trainer=TrainerTimes(
-            fixed_s=trainer.fixed_s / factor,
-            token_s=trainer.token_s / factor,
-            save_s=trainer.save_s / factor,
-            publish_s=trainer.publish_s / factor,
-        ),
+        trainer=calibration.trainer.scaled(1 / factor),
         swap_s=calibration.swap_s / factor,
         call_s=calibration.call_s / factor,
-        workload=Workload(groups),
-    )
-
-
-def _faster_work(work: RolloutWork, factor: float) -> RolloutWork:
-    return replace(
-        work,
-        sandbox_s=work.sandbox_s / factor,
-        tools_s=work.tools_s / factor,
-        grading_s=work.grading_s / factor,
+        workload=calibration.workload.scaled(dict.fromkeys(("sandbox_s", "tools_s", "grading_s"), 1 / factor)),
     )
 
 

@@ -4,7 +4,10 @@ Owns options, table and page. What is simulated is :mod:`etude.simulation.run`'s
 """
 
 import json
+import math
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +29,8 @@ from etude.dashboard.terminal import DIM, light_table
 from etude.errors import ConfigError
 from etude.run.folder import RunFolder
 from etude.simulation.figures import RunFigures, bottleneck
-from etude.simulation.run import RegionModel, SimulatedEvents, calibrate, simulate, skipped_steps
+from etude.simulation.fit import calibrate
+from etude.simulation.run import RegionModel, SimulatedEvents, simulate, skipped_steps
 from etude.simulation.split import parse_goal
 from etude.telemetry.log import EventReader
 from etude.types import Json
@@ -68,6 +72,9 @@ def run(
         list[str] | None,
         typer.Option("--link", metavar="REGION=MS[,S]", help="Its round trip, and the time a version takes there."),
     ] = None,
+    cores: Annotated[
+        int, typer.Option(min=0, help="Processors that all of a run on CPUs shares (default: those of this machine).")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
     page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page of HTML there, too.")] = None,
     as_json: AsJson = False,
@@ -90,7 +97,11 @@ def run(
     console = Console(stderr=as_json)
     with console.status(f"calibrating by {source}"):
         recorded = folder.config()
-        calibration = calibrate(recorded, EventReader(folder.events).new(), regions_of(recorded, None, ()))
+        logged = sorted(EventReader(folder.events).new(), key=lambda each: each.at_s)
+        shared = shared_cores(recorded, cores)
+        calibration = calibrate(recorded, logged, regions_of(recorded, None, ()), cores=shared)
+        if fleet is not None:
+            calibration = replace(calibration, cores=math.inf)
     with console.status("simulating"):
         events = simulate(config, calibration, regions, seed=seed)
     figures = RunFigures.of_events(events.logged, skipped=skipped_steps(config))
@@ -100,6 +111,12 @@ def run(
         print(json.dumps(plan_json(figures, events), indent=2))
     else:
         draw(figures, events, console)
+
+
+def shared_cores(config: RunConfig, cores: int) -> float:
+    """The processors that trainer, engines, agents and graders of a recorded run shared; infinite where it had GPUs."""
+    on_cpus = "cpu" in (config.trainer.device, config.engine.device)
+    return float(cores or (len(os.sched_getaffinity(0)) if on_cpus else math.inf))
 
 
 def refuse(options: Mapping[str, object], why: str) -> None:
