@@ -51,6 +51,16 @@ class EngineRates:
         """Seconds of a step of so many sequences."""
         return self.step_s + running * self.sequence_s
 
+    def with_places(self, share: float) -> "EngineRates":
+        """The engine with a share of its places, of which each counts for several and takes as much of a step."""
+        places = max(1, round(self.max_running * share))
+        return replace(
+            self,
+            sequence_s=self.sequence_s * self.max_running / places,
+            prompt_s=self.prompt_s / share,
+            max_running=places,
+        )
+
     @property
     def chunk_s(self) -> float:
         """What reading adds to a step."""
@@ -147,6 +157,12 @@ class ModelledEngine:
         self._advance()
         self.version = version
         self._swaps.append((self._level, version))
+
+    def change(self, rates: EngineRates) -> None:
+        """Go on at another speed, with other places; no call is lost."""
+        self._advance()
+        self.rates = rates
+        self._begin()
 
     def die(self) -> None:
         """Lose all calls, and answer none until :meth:`restart`."""

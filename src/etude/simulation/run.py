@@ -53,6 +53,31 @@ class RegionModel:
     """Round trip from home."""
     arrival_s: float = 0.0
     """From a version's publication until it is in the region's own store."""
+    lent: "Lent | None" = None
+    """Engines that are there at times; ``None``: all are always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """Engines that production lends in a part of each day, in seconds."""
+
+    share: float
+    """Of the region's, below 1."""
+    day_s: float
+    begin_s: float
+    end_s: float
+    """Before ``begin_s`` where it is on the next day."""
+
+    def scaled(self, factor: float) -> "Lent":
+        """The same in a simulation whose seconds are so many times as long."""
+        day_s, begin_s, end_s = (seconds / factor for seconds in (self.day_s, self.begin_s, self.end_s))
+        return replace(self, day_s=day_s, begin_s=begin_s, end_s=end_s)
+
+    def left_s(self, now_s: float) -> tuple[bool, float]:
+        """Whether they are lent, and how long that stays so."""
+        at_s = now_s % self.day_s
+        to_begin_s, to_end_s = ((edge_s - at_s) % self.day_s or self.day_s for edge_s in (self.begin_s, self.end_s))
+        return to_end_s < to_begin_s, min(to_begin_s, to_end_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,8 +219,10 @@ class SimulatedRun:
 
     def start_background(self) -> None:
         """Start what is beside both processes: the polls of gateways, the reports of engines."""
-        for region in self.regions.values():
+        for name, region in self.regions.items():
             self._spawn(region.pool.watch())
+            if (lent := self._models[name].lent) is not None:
+                self._spawn(lend(region, lent))
         self._spawn(self._measure())
 
     async def stop_background(self) -> None:
@@ -309,6 +336,19 @@ class ModelledSandboxes:
         """Make one."""
         await self._run.processors.compute(self._run.work(task).sandbox_s)
         return await self.made.open(task, gateway=gateway)
+
+
+async def lend(region: ModelledRegion, lent: Lent) -> None:
+    """Let a region have fewer places while production has its engines, day after day.
+
+    Calls of an engine that is given back go on in others, token by token (``docs/deploying.md``).
+    """
+    rates = [engine.rates for engine in region.engines]
+    while True:
+        is_there, left_s = lent.left_s(LoopClock().now())
+        for engine, whole in zip(region.engines, rates, strict=True):
+            engine.change(whole if is_there else whole.with_places(1 - lent.share))
+        await asyncio.sleep(left_s)
 
 
 def draw_task(position: int) -> TaskDraw:

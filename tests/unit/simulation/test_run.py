@@ -2,6 +2,8 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from etude.simulation.calibration import RunCalibration, TrainerTimes, fit_non_n
 from etude.simulation.engine import EngineRates, ModelledEngine
 from etude.simulation.figures import RunFigures, bottleneck
 from etude.simulation.fit import calibrate
-from etude.simulation.run import RegionModel, SimulatedEvents, simulate
+from etude.simulation.run import Lent, RegionModel, SimulatedEvents, simulate
 from etude.simulation.workload import RolloutWork, Workload
 from etude.telemetry.events import Logged, RolloutClosed, StepDone
+from etude.types import RolloutStatus
 
 RATES = EngineRates(step_s=0.002, sequence_s=0.0005, prompt_s=0.0001, max_running=64)
 WORK = RolloutWork(turns=2, sampled_tokens=80, prompt_tokens=100, sandbox_s=0.05, tools_s=0.2, grading_s=0.3)
@@ -175,6 +178,29 @@ def test_engines_far_away_make_a_synchronous_step_longer() -> None:
         for rtt_s, arrival_s in ((0.0, 0.0), (0.5, 3.0))
     )
     assert far.step_s > near.step_s + 0.5
+
+
+@pytest.mark.parametrize(
+    ("now_s", "expected"), [(0.0, (True, 20.0)), (20.0, (False, 60.0)), (79.0, (False, 1.0)), (80.0, (True, 40.0))]
+)
+def test_engines_are_lent_over_midnight(now_s: float, expected: tuple[bool, float]) -> None:
+    lent = Lent(share=0.5, day_s=100.0, begin_s=80.0, end_s=20.0)
+    assert lent.left_s(now_s) == lent.left_s(now_s + 300.0) == expected
+
+
+def test_steps_are_shorter_while_engines_are_lent_and_no_call_is_lost() -> None:
+    slow = replace(CALIBRATION, engine=CALIBRATION.engine.scaled(4.0))
+    config = recipe(staleness=1, steps=60)
+    day = Lent(share=0.75, day_s=120.0, begin_s=0.0, end_s=60.0)
+    events = simulate(config, slow, [RegionModel(name="here", engines=2, lent=day)])
+    assert len(events.steps) == config.trainer.steps
+    closed = [each.event for each in events.rollouts if isinstance(each.event, RolloutClosed)]
+    assert all(event.status == RolloutStatus.GRADED for event in closed)
+    ends_s = [each.at_s for each in events.steps]
+    lent = [end - begin for begin, end in pairwise(ends_s) if day.left_s(begin)[0] and day.left_s(end)[0]]
+    alone = [end - begin for begin, end in pairwise(ends_s) if not day.left_s(begin)[0] and not day.left_s(end)[0]]
+    assert len(lent) > 5 and len(alone) > 5
+    assert fmean(lent) < 0.8 * fmean(alone)
 
 
 def test_a_calibration_finds_the_parts_that_made_its_run() -> None:

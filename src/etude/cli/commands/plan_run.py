@@ -67,6 +67,10 @@ def run(
     search: Annotated[
         str, typer.Option(metavar="steps=N|usd=N", help="The cheapest split for N steps, or the best for N $, an hour.")
     ] = "",
+    hours: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="With --hardware: so many, from midnight (default: a few steps)."),
+    ] = None,
     fleet: Annotated[Path | None, typer.Option("--fleet", metavar="FILE", help="The machines (default: one).")] = None,
     link: Annotated[
         list[str] | None,
@@ -89,9 +93,13 @@ def run(
     if source is None:
         refuse({"--fleet": fleet, "--link": link, "--page": page}, "a file for --hardware has regions and links")
         goal = parse_goal(search) if search else None
-        show_priced(load_recipe(recipe, overrides), load_plan(hardware, assume or ()), goal, seed, as_json=as_json)
+        if goal is not None and hours is not None:
+            raise ConfigError("--search tries a few steps of each split: leave --hours out, and plan what it finds")
+        plan = load_plan(hardware, assume or ())
+        show_priced(load_recipe(recipe, overrides), plan, goal, seed, hours=hours, as_json=as_json)
         return
     refuse({"--assume": assume, "--search": search}, "a run says how fast all is, and not what it costs")
+    refuse({"--hours": hours}, "a plan from a run has that run's steps")
     config, folder = load_recipe(recipe, overrides), RunFolder.open(source, writes=False)
     regions = regions_of(config, fleet, link or ())
     console = Console(stderr=as_json)
