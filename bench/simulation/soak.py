@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import gc
 import logging
+import sys
 import time
 import tracemalloc
 from collections.abc import Sequence
@@ -127,6 +128,7 @@ async def _sample(soaked: FaultyRun, folder: Path, samples: Samples) -> None:
             samples.handles.append(round(_process()["process_open_fds"]))
             samples.tasks.append(len(asyncio.all_tasks()))
         samples.hours.append(_hour(soaked, folder, samples))
+        sys.stderr.write(f"{len(samples.hours)} hours\n")
 
 
 def _process() -> dict[str, float]:

@@ -12,7 +12,6 @@ from etude.simulation.trainer import ModelledStore
 
 SHORT_S = 120.0
 """Virtual seconds of an "hour"."""
-HOARD: list[tuple[int, bytearray]] = []
 
 
 def test_a_run_ends_with_what_it_began_with() -> None:
@@ -27,19 +26,18 @@ def test_a_run_ends_with_what_it_began_with() -> None:
 
 
 def test_a_handle_and_memory_that_each_step_keeps_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    publish = ModelledStore.publish
+    publish, hoard = ModelledStore.publish, list[tuple[int, bytearray]]()
 
     def hoarding(self: ModelledStore, version: int) -> None:
-        HOARD.append((os.open(tmp_path, os.O_RDONLY), bytearray(100_000)))
+        hoard.append((os.open(tmp_path, os.O_RDONLY), bytearray(100_000)))
         publish(self, version)
 
     monkeypatch.setattr(ModelledStore, "publish", hoarding)
     try:
         result: dict[str, Any] = bench_soak(FEWEST_HOURS, hour_s=SHORT_S)
     finally:
-        for handle, _ in HOARD:
+        for handle, _ in hoard:
             os.close(handle)
-        HOARD.clear()
     goals = result["goals"]
     assert [goals[name]["met"] for name in ("handles_grown", "memory_kib_per_hour")] == [False, False]
     assert "test_soak_bench.py" in result["grown"][0]
