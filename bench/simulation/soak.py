@@ -127,8 +127,8 @@ async def _sample(soaked: FaultyRun, folder: Path, samples: Samples) -> None:
             await asyncio.sleep(samples.hour_s / SAMPLES)
             samples.handles.append(round(_process()["process_open_fds"]))
             samples.tasks.append(len(asyncio.all_tasks()))
-        samples.hours.append(_hour(soaked, folder, samples))
-        sys.stderr.write(f"{len(samples.hours)} hours\n")
+        samples.hours.append(hour := _hour(soaked, folder, samples))
+        sys.stderr.write(f"{hour}\n")
 
 
 def _process() -> dict[str, float]:
