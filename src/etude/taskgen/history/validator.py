@@ -43,6 +43,10 @@ from etude.types import Split, Task, TestChecks
 
 RUN_TIMEOUT_S = 180.0
 """For one run of a change's tests."""
+LEAST_TIMEOUT_S = 30.0
+"""For one run of a part's tests…"""
+PART_SLACK = 10.0
+"""…and so many times as long as those of the whole change took: what takes longer does not end."""
 ATTEMPTS = 2
 """Sandboxes in which a change is tried: tests come in another order and with another hash seed in each."""
 SANDBOX_TTL_S = 1800.0
@@ -169,6 +173,13 @@ class ChangeValidator:
         first = await self._observe(trees, image, both, names=names)
         if first[-1].ended == "timeout":  # of a busy machine, perhaps: nothing tells yet what the change does
             raise SandboxError(f"the tests of {trees.change.candidate_id} did not end within {RUN_TIMEOUT_S:g} s")
+        if first[0].ended == "timeout":  # nor would they in the sandbox of an agent that does nothing
+            detail = "without the change its tests do not end"
+            hanging = [
+                _verdict(trees.change, Rejection.HANGS, began_s, detail=detail, target=proposal.template)
+                for proposal in spoken_of
+            ]
+            return [*verdicts, *hanging], []
         made: list[tuple[HistoryRecord, Task, Slice]] = []
         parts: list[ChangePart] = []
         for proposal in spoken_of:
@@ -218,7 +229,7 @@ class ChangeValidator:
             pairs: list[tuple[Mapping[str, str | None], Sequence[str]]] = [(broken, every)]
             pairs += [({**part.slice.hidden, **part.slice.answer}, ids[part.proposal.name]) for part in parts]
             order = pairs if attempt % 2 == 0 else pairs[::-1]
-            runs = await self._observe(trees, image, order, attempt=attempt)
+            runs = await self._observe(trees, image, order, attempt=attempt, timeout_s=part_timeout_s(complete.seconds))
             before, *after = runs if attempt % 2 == 0 else runs[::-1]
             for part, run in zip(parts, after, strict=True):
                 part.broken.append(before)
@@ -255,9 +266,10 @@ class ChangeValidator:
         *,
         attempt: int = 0,
         names: frozenset[str] = frozenset(),
+        timeout_s: float = RUN_TIMEOUT_S,
     ) -> list[RunObservation]:
         """Run the changed tests over some files each, in one sandbox: those of some ids; or all of them, or those that
-        speak of some names.
+        speak of some names. ``timeout_s`` is for each run.
         """
         texts, modules = trees.files.after, trees.files.tests(trees.project)
         named = {path: functions_naming(texts[path], names) for path in modules} if names - {""} else None
@@ -269,7 +281,7 @@ class ChangeValidator:
                 others=2 * OTHERS,
                 seed=attempt,
                 files=files,
-                timeout_s=RUN_TIMEOUT_S,
+                timeout_s=timeout_s,
             )
             for files, ids in runs
         ]
@@ -295,6 +307,11 @@ class ChangeValidator:
         lines = RemovedIdentifiers(windows=new.windows, digests=new.digests)
         *_, tree = image.layers  # dependencies have no copy of the project: see installs.without_copies
         return next((str(leak) for leak in search(tree, lines, prefix="/")), "")
+
+
+def part_timeout_s(whole_s: float) -> float:
+    """The time for the tests of a part, by what those of the whole change took."""
+    return min(RUN_TIMEOUT_S, max(LEAST_TIMEOUT_S, PART_SLACK * whole_s))
 
 
 def read_change(history: History, change: Change, scratch: Path) -> ChangeTrees:
